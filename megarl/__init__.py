@@ -1,0 +1,3 @@
+"""megarl: large-scale post-training of language models on Megatron-Core."""
+
+__version__ = "0.1.0"

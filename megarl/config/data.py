@@ -1,0 +1,46 @@
+"""Prompts and rewards."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from megarl.config.base import Section
+
+
+class DataConfig(Section):
+    """Where prompts come from."""
+
+    train_files: list[str] = Field(
+        default_factory=list,
+        description="jsonl, json, csv, parquet files, folders, hub names org/name@split, or pkg.mod:fn that makes rows",
+    )
+    val_files: list[str] = Field(default_factory=list, description="held-out prompts, same forms")
+    prompt_key: str = Field("prompt", description="column of the prompt (text, or a list of chat messages)")
+    answer_key: str | None = Field("answer", description="column of the reference answer; null: none")
+    format_prompt: str | None = Field(None, description="Jinja template, or a file that holds one; sees `content` and the row")
+    chat_template: bool = Field(False, description="wrap prompts with the tokenizer's chat template")
+    override_chat_template: str | None = Field(None, description="Jinja chat template, or a file that holds one")
+    max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are overlong")
+    overlong: Literal["filter", "error"] = Field("filter", description="drop overlong prompts (counted) or stop")
+    batch_size: PositiveInt = Field(32, description="prompts per training step over all ranks")
+    val_batch_size: PositiveInt | None = Field(None, description="prompts per validation round; null: all at once")
+    max_val_samples: PositiveInt | None = Field(None, description="validate on the first N held-out prompts; null: all")
+    shuffle: bool = Field(True, description="shuffle each epoch by seed and epoch number")
+    loader_kwargs: dict[str, Any] = Field(
+        default_factory=dict, description="keyword arguments of pkg.mod:fn sources, by argument name"
+    )
+
+
+class RewardConfig(Section):
+    """How responses are scored."""
+
+    name: str = Field("exact_match", description="gsm8k, math, exact_match, numeric, format, file.py:function or pkg.mod:fn")
+    kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
+    mode: Literal["batch", "sequential"] = Field("batch", description="function takes a list, or one sample at a time")
+    workers: int = Field(0, ge=0, description="processes per data-parallel rank; 0: score in the worker itself")
+    timeout_s: float = Field(300.0, gt=0, description="deadline for one batch of rewards")
+    on_error: float | Literal["raise"] = Field(
+        "raise", description="stop and name the sample, or the score that a failing sample gets"
+    )

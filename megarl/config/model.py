@@ -1,0 +1,43 @@
+"""Which model, and how it is split over processes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from megarl.config.base import Section
+
+Dtype = Literal["fp32", "bf16"]
+
+
+class ModelConfig(Section):
+    """The policy: a Hugging Face folder or hub name, or a fresh random model made from a Hugging Face config."""
+
+    path: str | None = Field(None, description="Hugging Face folder or hub name with config and safetensors")
+    hf_config: dict[str, Any] | None = Field(
+        None, description="config of a fresh random model (must hold model_type); used when path is null"
+    )
+    tokenizer: str | None = Field(
+        None, description="tokenizer folder or hub name; null: model.path; 'chars:<alphabet>': one token per character"
+    )
+    init_seed: int = Field(0, description="seed of a fresh random model")
+    dtype: Dtype = Field("bf16", description="compute and parameter dtype; bf16 keeps fp32 master weights")
+    trust_remote_code: bool = Field(False, description="run code that ships with a checkpoint; off unless asked")
+
+
+class ParallelConfig(Section):
+    """How a model is split. The data-parallel size is what is left: processes / (tp * pp * cp)."""
+
+    tp: PositiveInt = Field(1, description="tensor parallel size")
+    pp: PositiveInt = Field(1, description="pipeline parallel size")
+    vpp: PositiveInt | None = Field(None, description="virtual pipeline chunks per stage; null: no interleaving")
+    cp: PositiveInt = Field(1, description="context parallel size")
+    ep: PositiveInt = Field(1, description="expert parallel size (mixture of experts only)")
+    etp: PositiveInt | None = Field(None, description="tensor parallel size inside experts; null: tp, or 1 when ep > 1")
+    sp: bool = Field(False, description="sequence parallel: split norms and residuals over tp")
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Processes that hold one replica: tp * pp * cp."""
+        return self.tp * self.pp * self.cp

@@ -1,0 +1,44 @@
+"""Generation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+
+from megarl.config.base import Section
+
+
+class SamplingConfig(Section):
+    """How tokens are drawn."""
+
+    n: PositiveInt = Field(1, description="samples per prompt")
+    temperature: NonNegativeFloat = Field(1.0, description="0 is greedy")
+    top_p: float = Field(1.0, gt=0, le=1, description="nucleus mass; 1 keeps everything")
+    top_k: NonNegativeInt = Field(0, description="keep the k likeliest tokens; 0 keeps everything")
+    max_new_tokens: PositiveInt = Field(256, description="response length limit, end token included")
+    min_new_tokens: NonNegativeInt = Field(0, description="no end token before this many tokens")
+    stop_token_ids: list[int] = Field(default_factory=list, description="end tokens besides the tokenizer's")
+    ignore_eos: bool = Field(False, description="generate max_new_tokens whatever comes (benchmarks)")
+
+
+class RolloutConfig(Section):
+    """The generation engine."""
+
+    engine: Literal["embedded"] = Field("embedded", description="embedded: decode on the trainer's own weights")
+    sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(n=8), description="training samples")
+    max_running: PositiveInt = Field(256, description="sequences decoded at the same time per replica")
+    max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens per prefill pass")
+    dtype: Literal["model", "fp32", "bf16"] = Field("model", description="dtype of decoding; model: the trainer's")
+    cuda_graphs: bool = Field(True, description="capture decode steps on GPUs")
+
+
+class ValidationConfig(Section):
+    """Held-out evaluation."""
+
+    sampling: SamplingConfig = Field(
+        default_factory=lambda: SamplingConfig(n=1, temperature=0.0), description="greedy by default"
+    )
+    before_train: bool = Field(True, description="evaluate before the first step")
+    every: NonNegativeInt = Field(0, description="training steps between evaluations; 0: only at the end")
+    log_samples: NonNegativeInt = Field(8, description="generations kept for the report at each evaluation")

@@ -1,0 +1,69 @@
+"""The whole recipe."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.base import Section
+from megarl.config.data import DataConfig, RewardConfig
+from megarl.config.model import ModelConfig
+from megarl.config.rollout import RolloutConfig, ValidationConfig
+from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, SFTConfig
+
+
+class TrainerConfig(Section):
+    """The loop around the graph."""
+
+    steps: PositiveInt = Field(100, description="training steps")
+    seed: int = Field(0, description="seed of everything that is drawn")
+    save_every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only at the end")
+    keep_last: PositiveInt = Field(2, description="checkpoints kept besides the best")
+    best_metric: str | None = Field("val/acc", description="metric whose best checkpoint is kept; null: none")
+    resume: Literal["auto", "never"] | str = Field(
+        "auto", description="auto: newest complete checkpoint of this run folder; never; or a checkpoint folder"
+    )
+    export_hf: bool = Field(True, description="write the final model in Hugging Face form")
+
+
+class ClusterConfig(Section):
+    """Processes and deadlines."""
+
+    nproc: PositiveInt = Field(1, description="worker processes over all nodes, one per device")
+    nnodes: PositiveInt = Field(1, description="machines")
+    threads: PositiveInt | None = Field(None, description="CPU threads per worker; null: cores / workers on this machine")
+    timeout_s: PositiveFloat = Field(600.0, description="deadline of every wait on another process")
+    start_timeout_s: PositiveFloat = Field(300.0, description="deadline for all workers to report in")
+
+
+class TrackingConfig(Section):
+    """Where numbers go."""
+
+    dir: str = Field("runs", description="folder of run folders")
+    mlflow: bool = Field(True, description="log to MLflow")
+    mlflow_uri: str | None = Field(None, description="MLflow tracking URI; null: sqlite:///<dir>/mlflow.db")
+    report: bool = Field(True, description="write report.html at the end")
+    peak_tflops: PositiveFloat | None = Field(
+        None, description="peak TFLOP/s per device for MFU; null: the device's known value, measured on a CPU"
+    )
+
+
+class RunConfig(Section):
+    """One recipe file, resolved."""
+
+    name: str = Field(description="run name, also the folder below tracking.dir")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="policy")
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="objective")
+    data: DataConfig = Field(default_factory=DataConfig, description="prompts")
+    reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
+    validation: ValidationConfig = Field(default_factory=ValidationConfig, description="held-out evaluation")
+    actor: ActorConfig = Field(default_factory=ActorConfig, description="policy training")
+    critic: CriticConfig = Field(default_factory=CriticConfig, description="value training (ppo)")
+    reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="reference policy")
+    sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised cold start")
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="loop")
+    cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")

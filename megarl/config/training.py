@@ -1,0 +1,83 @@
+"""How roles train: optimizer, engine, roles."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megarl.config.base import Section
+from megarl.config.model import ParallelConfig
+
+
+class OptimConfig(Section):
+    """AdamW and its schedule. Steps are optimizer steps."""
+
+    lr: PositiveFloat = Field(1e-6, description="peak learning rate")
+    min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after warm-up")
+    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
+    decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: the whole run")
+    weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="first-moment decay")
+    beta2: float = Field(0.999, ge=0, lt=1, description="second-moment decay")
+    eps: PositiveFloat = Field(1e-8, description="denominator constant")
+    clip_grad: NonNegativeFloat = Field(1.0, description="global gradient-norm clip; 0 turns it off")
+
+
+class EngineConfig(Section):
+    """The Megatron engine's memory and speed settings."""
+
+    micro_batch_tokens: PositiveInt = Field(
+        8192, description="token budget of one micro-batch per data-parallel rank; a longer sequence is a batch alone"
+    )
+    logits_chunk_tokens: PositiveInt = Field(
+        1024, description="tokens whose vocabulary logits exist at the same time in the fused log-prob"
+    )
+    recompute: Literal["none", "full", "selective"] = Field("none", description="activation recomputation")
+    distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
+    overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass runs")
+    offload: bool = Field(
+        False, description="move parameters, gradients and optimizer state to host memory while another role works"
+    )
+
+
+class ActorConfig(Section):
+    """The policy's training."""
+
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
+    optim: OptimConfig = Field(default_factory=OptimConfig, description="optimizer")
+    mini_batch_size: PositiveInt | None = Field(
+        None, description="prompts per optimizer step over all ranks; null: data.batch_size (one step, on-policy)"
+    )
+    ppo_epochs: PositiveInt = Field(1, description="passes over the step's samples")
+
+
+class CriticConfig(Section):
+    """The value model of PPO."""
+
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
+    engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
+    value_clip: PositiveFloat = Field(0.5, description="clip range of the value loss")
+    warmup_steps: NonNegativeInt = Field(0, description="training steps before the actor starts to move")
+
+
+class ReferenceConfig(Section):
+    """The frozen reference policy. It exists only when a KL term needs it."""
+
+    path: str | None = Field(None, description="Hugging Face folder; null: the actor's weights at the start of RL")
+
+
+class SFTConfig(Section):
+    """Supervised fine-tuning: a cold start before RL, or `megarl sft` by itself."""
+
+    steps: NonNegativeInt = Field(0, description="optimizer steps; 0 skips the phase")
+    batch_size: PositiveInt = Field(64, description="examples per optimizer step over all ranks")
+    response_key: str = Field("answer", description="column that holds the response to learn")
+    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-3), description="optimizer")
+    eval_every: NonNegativeInt = Field(0, description="steps between held-out evaluations; 0: only at the end")
+    stop_at_accuracy: float | None = Field(
+        None, gt=0, le=1, description="end the phase when held-out greedy accuracy reaches this; needs eval_every"
+    )

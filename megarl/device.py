@@ -1,0 +1,47 @@
+"""The one place that knows whether this process computes on a GPU or on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+def has_cuda() -> bool:
+    """True when this process computes on CUDA devices."""
+    return torch.cuda.is_available()
+
+
+def device() -> torch.device:
+    """The device of this process: `cuda:LOCAL_RANK` or `cpu`."""
+    if has_cuda():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def dist_backend() -> str:
+    """torch.distributed backend for `device()`. Both forms also move CPU tensors (object and metadata exchange)."""
+    return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+
+
+def synchronize() -> None:
+    """Wait for queued device work, so that a host clock read measures it."""
+    if has_cuda():
+        torch.cuda.synchronize()
+
+
+def empty_cache() -> None:
+    """Return cached device memory to the driver."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+
+
+def peak_memory_gb() -> float:
+    """Peak memory in GB: of the CUDA allocator on a GPU, resident set of this process on the CPU."""
+    if has_cuda():
+        return torch.cuda.max_memory_allocated() / 1e9
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,0 +1,61 @@
+"""Errors that reach the user: one message that says what, where, what is allowed and how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class MegarlError(Exception):
+    """Base of every error this package raises on purpose. `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UserError(MegarlError):
+    """Bad input. The message is built from its parts so that none is forgotten.
+
+    Args:
+        what: the problem in one sentence.
+        where: file, line, or dotted configuration key it was found at.
+        found: the offending value.
+        allowed: the legal values, or a sentence that describes them.
+        fix: what to do about it.
+    """
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        found: object = None,
+        allowed: str | Iterable[object] | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what, self.where, self.found, self.fix = what, where, found, fix
+        lines = [f"{where}: {what}" if where else what]
+        if found is not None:
+            lines.append(f"  found:   {found!r}")
+        if allowed is not None:
+            text = allowed if isinstance(allowed, str) else ", ".join(str(a) for a in allowed)
+            lines.append(f"  allowed: {text}")
+        if fix is not None:
+            lines.append(f"  fix:     {fix}")
+        super().__init__("\n".join(lines))
+
+
+class ConfigError(UserError):
+    """A configuration key, value, or combination of values is wrong."""
+
+
+class DataError(UserError):
+    """A data file, row or column is wrong; `where` names file and line."""
+
+
+class RewardError(MegarlError):
+    """A reward function raised or returned something that is not a finite number; the message names the sample."""
+
+
+class WorkerError(MegarlError):
+    """A worker process failed; the message names rank and phase."""

@@ -1,0 +1,88 @@
+"""Metrics whose reduction over micro-batches and ranks is declared where they are made, never guessed from a name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "min", "max"]
+_MERGE = {
+    "sum": lambda a, b: a + b,
+    "min": lambda a, b: b if math.isnan(a) else (a if math.isnan(b) else min(a, b)),
+    "max": lambda a, b: b if math.isnan(a) else (a if math.isnan(b) else max(a, b)),
+}
+
+
+class Metrics:
+    """A bag of named partial results that merges exactly.
+
+    A mean is kept as (total, count), so merging bags of any sizes gives the mean over all items.
+
+    >>> a, b = Metrics(), Metrics()
+    >>> a.mean("reward", total=3.0, count=4); b.mean("reward", total=1.0, count=1)
+    >>> a.merge(b).result()
+    {'reward': 0.8}
+    """
+
+    def __init__(self) -> None:
+        self._items: dict[str, tuple[Reduction, float, float]] = {}
+
+    def mean(self, name: str, total: float, count: float) -> None:
+        """Add `count` items whose sum is `total`."""
+        self._add(name, "mean", float(total), float(count))
+
+    def sum(self, name: str, value: float) -> None:
+        """Add `value` to a total."""
+        self._add(name, "sum", float(value), 0.0)
+
+    def min(self, name: str, value: float) -> None:
+        """Keep the smallest value; NaN means "nothing seen"."""
+        self._add(name, "min", float(value), 0.0)
+
+    def max(self, name: str, value: float) -> None:
+        """Keep the largest value; NaN means "nothing seen"."""
+        self._add(name, "max", float(value), 0.0)
+
+    def _add(self, name: str, kind: Reduction, value: float, count: float) -> None:
+        if name not in self._items:
+            self._items[name] = (kind, value, count)
+            return
+        old_kind, old, old_count = self._items[name]
+        if old_kind != kind:
+            raise ValueError(f"metric {name!r} was declared {old_kind!r} and is now used as {kind!r}")
+        if kind == "mean":
+            self._items[name] = (kind, old + value, old_count + count)
+        else:
+            self._items[name] = (kind, _MERGE[kind](old, value), 0.0)
+
+    def merge(self, other: Metrics) -> Metrics:
+        """Fold `other` into this bag and return this bag."""
+        for name, (kind, value, count) in other._items.items():
+            self._add(name, kind, value, count)
+        return self
+
+    def result(self) -> dict[str, float]:
+        """Reduced numbers by name; a mean over nothing is NaN."""
+        return {
+            name: (value / count if count else math.nan) if kind == "mean" else value
+            for name, (kind, value, count) in self._items.items()
+        }
+
+    def to_json(self) -> dict[str, list]:
+        """Plain form for the wire; `from_json` inverts it."""
+        return {name: list(item) for name, item in self._items.items()}
+
+    @classmethod
+    def from_json(cls, data: dict[str, list]) -> Metrics:
+        """Inverse of `to_json`."""
+        bag = cls()
+        for name, (kind, value, count) in data.items():
+            bag._add(name, kind, value, count)
+        return bag
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._items
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)

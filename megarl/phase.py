@@ -1,0 +1,85 @@
+"""What this process is doing right now: phase timings, trace events, and the place an error is reported at.
+
+`with phase("rollout"):` nests. The innermost name is what error messages and hang reports show; every closed phase
+becomes one trace event and adds its seconds to `timing_s/<path>`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PhaseEvent:
+    """One closed phase. `path` is slash-joined from the outermost; times are `time.time_ns()` based."""
+
+    path: str
+    start_ns: int
+    end_ns: int
+    step: int
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds the phase took."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+_stack: list[str] = []
+_events: list[PhaseEvent] = []
+_on_change: list[Callable[[str], None]] = []
+_failed_at: tuple[BaseException, str] | None = None
+step_now = 0
+
+
+def set_step(step: int) -> None:
+    """Training step stamped on the events that follow."""
+    global step_now
+    step_now = step
+
+
+def current() -> str:
+    """Slash-joined path of the open phases, `idle` outside all of them."""
+    return "/".join(_stack) or "idle"
+
+
+def on_change(callback: Callable[[str], None]) -> None:
+    """Call `callback(path)` whenever a phase opens or closes (heartbeats use it)."""
+    _on_change.append(callback)
+
+
+def _notify() -> None:
+    for callback in _on_change:
+        callback(current())
+
+
+@contextlib.contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Name what happens inside the block. An exception that leaves it keeps the innermost path for `failed_at()`."""
+    global _failed_at
+    _stack.append(name)
+    _notify()
+    start = time.time_ns()
+    try:
+        yield
+    except BaseException as error:
+        if _failed_at is None or _failed_at[0] is not error:
+            _failed_at = (error, current())
+        raise
+    finally:
+        _events.append(PhaseEvent(current(), start, time.time_ns(), step_now))
+        _stack.pop()
+        _notify()
+
+
+def failed_at(error: BaseException) -> str:
+    """Path of the phase that `error` was raised in; the current path when it was raised outside all of them."""
+    return _failed_at[1] if _failed_at is not None and _failed_at[0] is error else current()
+
+
+def drain() -> list[PhaseEvent]:
+    """Closed phases since the last call, oldest first."""
+    events, _events[:] = list(_events), []
+    return events
