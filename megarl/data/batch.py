@@ -1,0 +1,334 @@
+"""The one container that samples travel in: tensors, packed sequences and plain columns, one entry per sample."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from megarl.data.jagged import Index, Jagged, as_index
+from megarl.errors import DataError
+
+__all__ = ["Batch", "Jagged"]
+
+_COLUMNS = "columns.json"
+_OFFSETS = "offsets."
+_FIELD = "field."
+
+
+class Batch:
+    """B samples. Fields are tensors [B, ...] or Jagged; columns are lists of B plain JSON values.
+
+    Tensors live in a TensorDict (jagged ones as torch nested tensors), `td` gives it out. Operations return new
+    batches that may share memory with the old one; only `set` changes a batch in place.
+
+    >>> b = Batch({"x": Jagged.from_list([[1], [2, 3]])}, {"uid": ["a", "b"]})
+    >>> [len(part) for part in b.repeat(2).split([1, 3])], b.select([1])["x"].values.tolist()
+    ([1, 3], [2, 3])
+    """
+
+    def __init__(
+        self,
+        fields: Mapping[str, Tensor | Jagged] | None = None,
+        columns: Mapping[str, list] | None = None,
+        *,
+        size: int | None = None,
+    ) -> None:
+        """Build from fields and columns of equal length; `size` is only needed when there are none.
+
+        Raises:
+            ValueError: lengths differ, or a name is both field and column.
+        """
+        fields, columns = dict(fields or {}), dict(columns or {})
+        lengths = {name: len(value) for name, value in itertools.chain(fields.items(), columns.items())}
+        if size is None:
+            size = next(iter(lengths.values()), 0)
+        wrong = {name: n for name, n in lengths.items() if n != size}
+        if wrong:
+            raise ValueError(f"batch of {size} samples, but these have another length: {wrong}")
+        both = fields.keys() & columns.keys()
+        if both:
+            raise ValueError(f"both field and column: {sorted(both)}")
+        self._size = size
+        self._td = TensorDict({}, batch_size=[size])
+        self._columns: dict[str, list] = {}
+        for name, value in itertools.chain(fields.items(), columns.items()):
+            self.set(name, value)
+
+    # -- access --------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._columns or name in self._td.keys()  # noqa: SIM118 (a TensorDict is no mapping of keys)
+
+    def __getitem__(self, name: str) -> Any:
+        """Tensor, Jagged or list of that name."""
+        if name in self._columns:
+            return self._columns[name]
+        value = self._td.get(name, None)
+        if value is None:
+            near = difflib.get_close_matches(name, self.names(), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise KeyError(f"batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
+        return Jagged(value.values(), value.offsets()) if value.is_nested else value
+
+    def set(self, name: str, value: Tensor | Jagged | list) -> None:
+        """Add or replace a field (Tensor [B, ...], Jagged) or a column (list of B)."""
+        if isinstance(value, Tensor) and value.ndim == 0:
+            raise ValueError(f"{name!r}: a field has one entry per sample, got a scalar tensor")
+        if len(value) != self._size:
+            raise ValueError(f"{name!r} has {len(value)} entries for {self._size} samples")
+        if isinstance(value, Jagged):
+            self._columns.pop(name, None)
+            self._td.set(name, torch.nested.nested_tensor_from_jagged(value.values, offsets=value.offsets))
+        elif isinstance(value, Tensor):
+            self._columns.pop(name, None)
+            self._td.set(name, value)
+        elif isinstance(value, list):
+            self._td.pop(name, None)
+            self._columns[name] = value
+        else:
+            raise ValueError(f"{name!r}: expected Tensor, Jagged or list, got {type(value).__name__}")
+
+    def names(self) -> list[str]:
+        """Names of all fields, then of all columns."""
+        return [*map(str, self._td.keys()), *self._columns]
+
+    @property
+    def td(self) -> TensorDict:
+        """The tensor fields, shared with this batch."""
+        return self._td
+
+    @property
+    def fields(self) -> dict[str, Tensor | Jagged]:
+        """Tensor and jagged fields by name."""
+        return {str(name): self[str(name)] for name in self._td.keys()}  # noqa: SIM118
+
+    @property
+    def columns(self) -> dict[str, list]:
+        """Plain columns by name; the lists are this batch's own."""
+        return dict(self._columns)
+
+    def require(self, names: Iterable[str], by: str) -> None:
+        """Check that a stage finds what it reads.
+
+        Raises:
+            DataError: names missing from the batch; the message says which stage wants them and what there is.
+        """
+        missing = [name for name in names if name not in self]
+        if missing:
+            raise DataError(
+                f"the batch lacks {', '.join(map(repr, missing))}",
+                where=f"stage {by}",
+                allowed=f"the batch has {', '.join(self.names()) or 'nothing'}",
+                fix="put a stage before this one that writes it, or rename what this stage reads",
+            )
+
+    # -- rearranging ---------------------------------------------------------------------------------------------
+
+    def _map(
+        self, fn: Callable[[Tensor | Jagged], Tensor | Jagged], column: Callable[[list], list], size: int
+    ) -> Batch:
+        return Batch(
+            {name: fn(value) for name, value in self.fields.items()},
+            {name: column(value) for name, value in self._columns.items()},
+            size=size,
+        )
+
+    def copy(self) -> Batch:
+        """New batch that shares all data; `set` on it leaves this one alone."""
+        return self._map(lambda value: value, list, self._size)
+
+    def select(self, index: Index) -> Batch:
+        """Samples at `index` (positions or bool mask), in that order, repeats allowed."""
+        picked = as_index(index, self._size, torch.device("cpu"))
+        where = picked.tolist()
+        moved: dict[torch.device, Tensor] = {}
+
+        def take(value: Tensor | Jagged) -> Tensor | Jagged:
+            place = moved.setdefault(value.device, picked.to(value.device))
+            return value.select(place) if isinstance(value, Jagged) else value.index_select(0, place)
+
+        return self._map(take, lambda column: [column[i] for i in where], len(where))
+
+    def split(self, sizes: Sequence[int]) -> list[Batch]:
+        """Consecutive parts of the given sizes, which must add up to the batch; parts are views."""
+        if sum(sizes) != self._size or any(size < 0 for size in sizes):
+            raise ValueError(f"sizes {list(sizes)} do not add up to {self._size} samples")
+        ends = list(itertools.accumulate(sizes))
+        return [self._slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+    def _slice(self, start: int, stop: int) -> Batch:
+        def cut(value: Tensor | Jagged) -> Tensor | Jagged:
+            return value.slice(start, stop) if isinstance(value, Jagged) else value[start:stop]
+
+        return self._map(cut, lambda column: column[start:stop], stop - start)
+
+    def repeat(self, n: int) -> Batch:
+        """Each sample n times in a row: a, a, b, b for n = 2."""
+        return self.select(torch.arange(self._size).repeat_interleave(n))
+
+    def drop(self, names: Iterable[str]) -> Batch:
+        """Without these fields and columns; names that are not there are fine."""
+        gone = set(names)
+        return Batch(
+            {name: value for name, value in self.fields.items() if name not in gone},
+            {name: value for name, value in self._columns.items() if name not in gone},
+            size=self._size,
+        )
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Fields on `device`; columns stay Python lists."""
+        return self._map(lambda value: value.to(device), lambda column: column, self._size)
+
+    @staticmethod
+    def concat(batches: Sequence[Batch]) -> Batch:
+        """All samples of `batches`, in order.
+
+        Raises:
+            ValueError: no batch, or names, kinds, dtypes or inner shapes differ; the message names them.
+        """
+        if not batches:
+            raise ValueError("concat of no batches: the names of the fields would be unknown")
+        first = batches[0]
+        for number, other in enumerate(batches[1:], 1):
+            _check_alike(first, other, number)
+        fields: dict[str, Tensor | Jagged] = {}
+        for name, value in first.fields.items():
+            parts = [batch[name] for batch in batches]
+            fields[name] = Jagged.concat(parts) if isinstance(value, Jagged) else torch.cat(parts)
+        columns = {name: list(itertools.chain.from_iterable(b[name] for b in batches)) for name in first._columns}
+        return Batch(fields, columns, size=sum(map(len, batches)))
+
+    # -- the wire ------------------------------------------------------------------------------------------------
+
+    def to_bytes(self) -> bytes:
+        """Safetensors file with the columns as JSON inside; no pickle. A constant number of copies for any B.
+
+        Raises:
+            ValueError: a column holds something that JSON would not give back unchanged.
+        """
+        from safetensors.torch import save
+
+        tensors: dict[str, Tensor] = {}
+        cuts: list[Tensor] = []
+        layout: dict[str, int | None] = {}
+        for name, value in self.fields.items():
+            if isinstance(value, Jagged):
+                layout[name] = _number_of(value.offsets.cpu(), cuts)
+                tensors[_FIELD + name] = _own(value.values)
+            else:
+                layout[name] = None
+                tensors[_FIELD + name] = _own(value)
+        for number, offsets in enumerate(cuts):
+            tensors[f"{_OFFSETS}{number}"] = _own(offsets)
+        for name, column in self._columns.items():
+            _check_plain(name, column)
+        head = {"size": self._size, "layout": layout, "columns": self._columns}
+        # surrogatepass: half of a surrogate pair (a cut emoji in decoded text) must survive the trip.
+        text = json.dumps(head, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        tensors[_COLUMNS] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return save(tensors)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Batch:
+        """Inverse of `to_bytes`; everything is on the CPU, dtypes and bits are kept."""
+        from safetensors.torch import load
+
+        tensors = load(data)
+        head = json.loads(tensors[_COLUMNS].numpy().tobytes().decode("utf-8", "surrogatepass"))
+        fields = {
+            name: tensors[_FIELD + name] if cut is None else Jagged(tensors[_FIELD + name], tensors[f"{_OFFSETS}{cut}"])
+            for name, cut in head["layout"].items()
+        }
+        return cls(fields, head["columns"], size=head["size"])
+
+    def equals(self, other: Batch) -> bool:
+        """Same samples, names, dtypes and bits (NaN equals NaN of the same bits)."""
+        if len(self) != len(other) or set(self.names()) != set(other.names()):
+            return False
+        return all(_same(value, other[name]) for name, value in self.fields.items()) and all(
+            repr(value) == repr(other[name]) for name, value in self._columns.items()
+        )
+
+    def __repr__(self) -> str:
+        parts = [f"{name}: {_kind(value)}" for name, value in self.fields.items()]
+        return f"Batch({self._size}; {', '.join(parts + [f'{name}: column' for name in self._columns])})"
+
+
+def _kind(value: Tensor | Jagged | list) -> str:
+    if isinstance(value, list):
+        return "column"
+    inner = value.values if isinstance(value, Jagged) else value
+    shape = "".join(f", {n}" for n in inner.shape[1:])
+    return f"{'jagged' if isinstance(value, Jagged) else 'tensor'} {str(inner.dtype)[6:]} [*{shape}]"
+
+
+def _check_alike(first: Batch, other: Batch, number: int) -> None:
+    mine, theirs = set(first.names()), set(other.names())
+    if mine != theirs:
+        raise ValueError(
+            f"batches 0 and {number} do not have the same names: only in 0: {sorted(mine - theirs)}, "
+            f"only in {number}: {sorted(theirs - mine)}"
+        )
+    for name in first.names():
+        kinds = _kind(first[name]), _kind(other[name])
+        if kinds[0] != kinds[1]:
+            raise ValueError(f"{name!r} is {kinds[0]} in batch 0 and {kinds[1]} in batch {number}")
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """Detached, on the CPU, contiguous, in memory that no other tensor shares (safetensors insists)."""
+    flat = tensor.detach().cpu().contiguous()
+    return flat if flat.data_ptr() != tensor.data_ptr() else flat.clone()
+
+
+def _number_of(offsets: Tensor, known: list[Tensor]) -> int:
+    """Place of `offsets` among `known`, appended when new: fields over the same tokens store them once."""
+    for number, old in enumerate(known):
+        if torch.equal(old, offsets):
+            return number
+    known.append(offsets)
+    return len(known) - 1
+
+
+_SCALARS = (str, int, float, bool, type(None))
+
+
+def _check_plain(name: str, value: Any) -> None:
+    """Refuse what JSON would silently change: tuples become lists, number keys become strings."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return
+    if kind is list:
+        for item in value:
+            if type(item) not in _SCALARS:
+                _check_plain(name, item)
+        return
+    if kind is dict:
+        for key, item in value.items():
+            if type(key) is not str:
+                raise ValueError(f"column {name!r}: dictionary key {key!r} is no string")
+            if type(item) not in _SCALARS:
+                _check_plain(name, item)
+        return
+    raise ValueError(
+        f"column {name!r} holds {kind.__name__} {value!r:.80}; allowed: str, int, float, bool, None, list, dict"
+    )
+
+
+def _same(mine: Tensor | Jagged, other: Tensor | Jagged | list) -> bool:
+    if _kind(mine) != _kind(other):
+        return False
+    if isinstance(mine, Jagged):
+        return torch.equal(mine.offsets.cpu(), other.offsets.cpu()) and _same(mine.values, other.values)
+    a, b = _own(mine), _own(other)
+    return a.shape == b.shape and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))

@@ -1,0 +1,135 @@
+"""Variable-length sequences packed end to end: no padding exists, so none can be computed on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Index = Sequence[int] | Tensor
+
+
+def as_index(index: Index, size: int, device: torch.device) -> Tensor:
+    """Positions as an int64 tensor on `device`. A bool mask [size] selects its true places.
+
+    Raises:
+        IndexError: a position outside [0, size), or a mask of another length.
+    """
+    tensor = torch.as_tensor(index, device=device)
+    if tensor.ndim != 1:
+        raise IndexError(f"index must have one dimension, got shape {tuple(tensor.shape)}")
+    if tensor.dtype == torch.bool:
+        if len(tensor) != size:
+            raise IndexError(f"mask of {len(tensor)} places for {size} samples")
+        return tensor.nonzero().squeeze(1)
+    tensor = tensor.to(torch.int64)
+    if len(tensor) and tensor.device.type == "cpu":
+        low, high = torch.aminmax(tensor)
+        if int(low) < 0 or int(high) >= size:
+            raise IndexError(f"index {int(low if low < 0 else high)} is outside the {size} samples")
+    return tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Jagged:
+    """B sequences stored as one tensor.
+
+    Attributes:
+        values: [total, ...] of any dtype; sequence i is `values[offsets[i]:offsets[i + 1]]`.
+        offsets: int64 [B + 1] on the device of `values`, starts at 0, never falls, ends at `total`.
+
+    >>> j = Jagged.from_list([[1, 2], [], [3]])
+    >>> j.lengths.tolist(), j.select([2, 0]).values.tolist()
+    ([2, 0, 1], [3, 1, 2])
+    """
+
+    values: Tensor
+    offsets: Tensor
+
+    def __post_init__(self) -> None:
+        values, offsets = self.values, self.offsets
+        if offsets.dtype != torch.int64 or offsets.ndim != 1 or len(offsets) == 0:
+            raise ValueError(f"offsets must be int64 [B + 1], got {offsets.dtype} {tuple(offsets.shape)}")
+        if values.ndim == 0 or values.device != offsets.device:
+            raise ValueError(f"values {tuple(values.shape)} on {values.device} do not fit offsets on {offsets.device}")
+        # On a GPU reading the numbers would stall the stream, and they were checked when they were on the CPU.
+        if offsets.device.type == "cpu":
+            ends = (int(offsets[0]), int(offsets[-1]))
+            if ends != (0, len(values)) or bool((offsets[1:] < offsets[:-1]).any()):
+                raise ValueError(f"offsets must rise from 0 to {len(values)}, got {offsets.tolist()[:16]}")
+
+    @classmethod
+    def from_lengths(cls, values: Tensor, lengths: Tensor | Sequence[int]) -> Jagged:
+        """Cut `values` [total, ...] into sequences of the given lengths [B]."""
+        sizes = torch.as_tensor(lengths, dtype=torch.int64, device=values.device)
+        offsets = torch.zeros(len(sizes) + 1, dtype=torch.int64, device=values.device)
+        torch.cumsum(sizes, 0, out=offsets[1:])
+        return cls(values, offsets)
+
+    @classmethod
+    def from_list(cls, rows: Iterable[Tensor | Sequence], dtype: torch.dtype | None = None) -> Jagged:
+        """Pack rows (tensors [n_i, ...] or Python sequences).
+
+        `dtype` is needed for Python rows that hold no number at all; it defaults to torch's usual choice.
+        """
+        rows = list(rows)
+        if any(isinstance(row, Tensor) for row in rows):
+            tensors = [torch.as_tensor(row) if dtype is None else torch.as_tensor(row, dtype=dtype) for row in rows]
+            return cls.from_lengths(torch.cat(tensors), [len(t) for t in tensors])
+        flat = [item for row in rows for item in row]
+        return cls.from_lengths(torch.tensor(flat, dtype=dtype), [len(row) for row in rows])
+
+    @classmethod
+    def concat(cls, parts: Sequence[Jagged]) -> Jagged:
+        """All sequences of `parts`, in order. At least one part."""
+        values = torch.cat([part.values for part in parts])
+        return cls.from_lengths(values, torch.cat([part.lengths for part in parts]))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """int64 [B]."""
+        return self.offsets.diff()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type of `values`."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where `values` and `offsets` live."""
+        return self.values.device
+
+    def unbind(self) -> list[Tensor]:
+        """The B sequences as views of `values`."""
+        return list(self.values.split(self.lengths.tolist()))
+
+    def like(self, values: Tensor) -> Jagged:
+        """Other values [total, ...] cut in the same places."""
+        return Jagged(values, self.offsets)
+
+    def to(self, device: torch.device | str) -> Jagged:
+        """Copy on `device` (itself when already there)."""
+        values, offsets = self.values.to(device), self.offsets.to(device)
+        return self if values is self.values and offsets is self.offsets else Jagged(values, offsets)
+
+    def slice(self, start: int, stop: int) -> Jagged:
+        """Sequences start..stop-1; the values are a view."""
+        offsets = self.offsets[start : stop + 1]
+        low, high = int(offsets[0]), int(offsets[-1])
+        return Jagged(self.values[low:high], offsets - offsets[0])
+
+    def select(self, index: Index) -> Jagged:
+        """Sequences at `index` (positions or bool mask), in that order, repeats allowed. One gather, no loop."""
+        picked = as_index(index, len(self), self.device)
+        lengths = self.lengths[picked]
+        out = torch.zeros(len(picked) + 1, dtype=torch.int64, device=self.device)
+        torch.cumsum(lengths, 0, out=out[1:])
+        # Token t of the result comes from t + (where its sequence began) - (where it begins now).
+        shift = torch.repeat_interleave(self.offsets[:-1][picked] - out[:-1], lengths)
+        return Jagged(self.values.index_select(0, shift + torch.arange(len(shift), device=self.device)), out)
