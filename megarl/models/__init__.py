@@ -1,0 +1,1 @@
+"""Hugging Face models as Megatron-Core models: configuration, attention, weights in and out."""

@@ -1,0 +1,309 @@
+"""Megatron-Core without CUDA, Transformer Engine or Apex: the only place that changes its source.
+
+megatron-core 0.16 assumes a GPU and, in places, Transformer Engine. `install()` puts an import hook in front of
+`megatron.core.*` that rewrites those few spots while the modules are loaded. Nothing else in the process changes:
+`torch.cuda` itself stays as it is. Every change is an entry of `REWRITES` or `PATCHES` with its reason, and
+tests/compat notices when an entry no longer matches the installed version or is no longer needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import importlib.abc
+import importlib.machinery
+import re
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+_STAND_IN = "_megarl_cuda"
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """One change of source text. `modules` are globs; `cpu_only` entries are left out when CUDA is there."""
+
+    name: str
+    modules: tuple[str, ...]
+    pattern: str
+    replacement: str
+    reason: str
+    cpu_only: bool = True
+
+    def applies(self, module: str) -> bool:
+        """True when `module` (dotted name) is one this entry is meant for."""
+        return any(fnmatch.fnmatchcase(module, glob) for glob in self.modules)
+
+    def sub(self, source: str) -> tuple[str, int]:
+        """Changed text and the number of places changed."""
+        return re.subn(self.pattern, self.replacement, source, flags=re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change of a loaded module, for what text cannot express. `needed` tells from the original source."""
+
+    name: str
+    module: str
+    apply: Callable[[types.ModuleType], None]
+    needed: Callable[[str], bool]
+    reason: str
+    cpu_only: bool = True
+
+
+_ANY = ("megatron.core.*",)
+_NOT_IMPORT = r"^(?!\s*(?:import|from)\b)"
+
+REWRITES: tuple[Rewrite, ...] = (
+    Rewrite(
+        "tensor-type-names",
+        ("megatron.core.optimizer.*",),
+        r"""(["'])torch\.cuda\.(\w*Tensor)""",
+        r"\1torch.\2",
+        "parameters are told apart by param.type() == 'torch.cuda.FloatTensor'",
+    ),
+    Rewrite(
+        "cuda-namespace",
+        _ANY,
+        rf"""{_NOT_IMPORT}((?:(?!["']torch\.cuda).)*?)\btorch\.cuda\.""",
+        rf"\1{_STAND_IN}.",
+        "device, stream, event, nvtx and rng calls go to a stand-in that answers for the CPU",
+    ),
+    Rewrite(
+        "device-keyword",
+        _ANY,
+        r"""(\bdevice\s*=\s*)(["'])cuda\2""",
+        r"\1'cpu'",
+        "tensors are created with device='cuda'",
+    ),
+    Rewrite(
+        "device-argument",
+        _ANY,
+        r"""\b(init_data|to|device)\((["'])cuda\2""",
+        r"\1('cpu'",
+        "tensors are moved to 'cuda' by position",
+    ),
+    Rewrite(
+        "cuda-method",
+        _ANY,
+        rf"\.cuda\((?:{_STAND_IN}\.current_device\(\)|non_blocking=True)?\)",
+        ".cpu()",
+        "tensors are moved with .cuda()",
+    ),
+    Rewrite(
+        "pinned-memory",
+        ("megatron.core.models.common.embeddings.rope_utils",),
+        r"pin_memory\s*=\s*True",
+        "pin_memory=False",
+        "pinned memory needs a CUDA driver",
+    ),
+    Rewrite(
+        "expert-counts-to-host",
+        ("megatron.core.transformer.moe.moe_utils",),
+        r"torch\.is_tensor\(tensor\) and tensor\.is_cuda",
+        "torch.is_tensor(tensor)",
+        "a CPU tensor must become a numpy array too, or the all-to-all gets tensors as split sizes",
+    ),
+    Rewrite(
+        "adam-step-copy",
+        ("megatron.core.optimizer.distrib_optimizer",),
+        r"(for key in dst_tensors:\n)(\s+)(dst_tensors\[key\]\.copy_)",
+        r"\1\2if key != 'step':\n\2    \3",
+        "torch's Adam keeps 'step' with each parameter, a checkpoint keeps it once: KeyError without Apex and TE",
+        cpu_only=False,
+    ),
+    Rewrite(
+        "adam-step-shared",
+        ("megatron.core.optimizer.distrib_optimizer",),
+        r"""(for s in state_dict_state\.values\(\):\n\s+#[^\n]*\n\s+s\["step"\] = step)$""",
+        r"\1.clone()",
+        "after a load all parameters share one step tensor, which torch's Adam then advances once per parameter",
+        cpu_only=False,
+    ),
+)
+
+
+class _Stream:
+    """The one stream of a CPU: everything is already in order."""
+
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: object = None) -> _Event:
+        return _Event()
+
+
+_THE_STREAM = _Stream()
+
+
+def _stream(*args: object, **kwargs: object) -> _Stream:
+    return _THE_STREAM  # one object, so that `current_stream() != side_stream` is False
+
+
+class _Event:
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: object) -> float:
+        return 0.0
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+@contextlib.contextmanager
+def _no_context(*args: object, **kwargs: object) -> Iterator[None]:
+    yield
+
+
+def _get_rng_state(*args: object, **kwargs: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *args: object, **kwargs: object) -> None:
+    torch.set_rng_state(state)
+
+
+class _CudaOnCpu:
+    """What `torch.cuda` is to a rewritten Megatron module. Names it lacks come from the real `torch.cuda`."""
+
+    Stream = current_stream = default_stream = staticmethod(_stream)
+    Event = _Event
+    stream = staticmethod(_no_context)
+    synchronize = empty_cache = staticmethod(_nothing)
+    get_rng_state = staticmethod(_get_rng_state)
+    set_rng_state = staticmethod(_set_rng_state)
+    random = types.SimpleNamespace(get_rng_state=_get_rng_state, set_rng_state=_set_rng_state)
+    nvtx = types.SimpleNamespace(range_push=_nothing, range_pop=_nothing, range=_no_context)
+
+    @staticmethod
+    def current_device() -> torch.device:
+        return torch.device("cpu")
+
+    @staticmethod
+    def manual_seed(seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch.cuda, name)
+
+
+def _rng_on_cpu(module: types.ModuleType) -> None:
+    module._get_cuda_rng_state = _get_rng_state
+    module._set_cuda_rng_state = _set_rng_state
+
+
+def _define_te_gemm(module: types.ModuleType) -> None:
+    module.__dict__.setdefault("te_general_gemm", None)
+
+
+def _no_jit_fuser(module: types.ModuleType) -> None:
+    module.disable_jit_fuser()
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        "rng-state",
+        "megatron.core.tensor_parallel.random",
+        _rng_on_cpu,
+        lambda source: "_lazy_call(cb)" in source,
+        "the state is read and set through CUDA generators that a text change cannot reach",
+    ),
+    Patch(
+        "router-gemm",
+        "megatron.core.transformer.moe.moe_utils",
+        _define_te_gemm,
+        lambda source: "if te_general_gemm is not None" in source and not re.search(r"te_general_gemm\s*=", source),
+        "the router tests a name that is only imported with Transformer Engine: NameError in every MoE forward",
+        cpu_only=False,
+    ),
+    Patch(
+        "jit-fuser",
+        "megatron.core.jit",
+        _no_jit_fuser,
+        lambda source: "jit_fuser = torch.compile" in source,
+        "torch.compile of small pointwise functions costs minutes of start-up and gains nothing on a CPU",
+    ),
+)
+
+# Said once per import on every machine without the optional packages, and each fallback is the intended path.
+_QUIET = (
+    r"Transformer Engine and Apex are not installed\.",
+    r"Apex is not installed\. Falling back to Torch Norm",
+    r"The following imports from `dynamic_context\.py` will be removed",
+)
+
+
+def rewrites_for(module: str, *, cuda: bool) -> list[Rewrite]:
+    """Entries of `REWRITES` that are meant for `module` on a machine with or without CUDA."""
+    return [r for r in REWRITES if r.applies(module) and not (cuda and r.cpu_only)]
+
+
+def rewrite(module: str, source: str, *, cuda: bool) -> str:
+    """Source of `module` with every entry applied in order."""
+    for entry in rewrites_for(module, cuda=cuda):
+        changed, count = entry.sub(source)
+        while count and changed != source:  # an entry consumes one match per line, so repeat until none is left
+            source = changed
+            changed, count = entry.sub(source)
+    return source
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads a module from changed source; an unchanged one keeps Python's own bytecode cache."""
+
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        path = self.get_filename(fullname)
+        source = self.get_data(path).decode()
+        changed = rewrite(fullname, source, cuda=torch.cuda.is_available())
+        if changed == source:
+            return super().get_code(fullname)
+        return compile(changed, path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        cuda = torch.cuda.is_available()
+        if not cuda:
+            module.__dict__[_STAND_IN] = _CudaOnCpu()
+        super().exec_module(module)
+        for patch in PATCHES:
+            if patch.module == module.__name__ and not (cuda and patch.cpu_only):
+                patch.apply(module)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith("megatron.core."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        if spec is not None and type(spec.loader) is importlib.machinery.SourceFileLoader:
+            spec.loader = _Loader(name, spec.loader.path)
+        return spec
+
+
+def install() -> None:
+    """Put the import hook in place; call it before the first `import megatron.core`. Calling it again does nothing.
+
+    Raises:
+        RuntimeError: megatron.core was imported before, so parts of it are already loaded unchanged.
+    """
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core was imported before megarl.compat.megatron.install()")
+    for message in _QUIET:
+        warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\b")
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,176 @@
+"""Run a function in several real processes that talk over gloo, and get back what each rank returned.
+
+    results = run_distributed(my_case, 2, 120, {"tp": 2})      # my_case(arg) runs on both ranks
+
+`fn` must be a module-level function; it runs after torch.distributed is initialised. It returns JSON-able data, or a
+(nested dict of) tensors together with it. Many layouts in one process group: call `fresh_parallel(...)` before each.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 240.0, *args: Any) -> list[Any]:
+    """Results of `fn(*args)` of every rank, in rank order.
+
+    Raises:
+        AssertionError: with the traceback of the first rank that failed, or the ranks that did not end in `timeout` s.
+    """
+    context = multiprocessing.get_context("spawn")
+    port = _free_port()
+    with tempfile.TemporaryDirectory() as folder:
+        names = (fn.__module__, fn.__qualname__, _import_root(fn.__module__))
+        ranks = [
+            context.Process(target=_rank_main, args=(names, rank, world_size, port, folder, timeout, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        _wait(ranks, Path(folder), time.monotonic() + timeout)
+        return [_read(Path(folder), rank) for rank in range(world_size)]
+
+
+def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None):
+    """Initialise Megatron's groups for another layout in the process group that is already there."""
+    from megarl.compat import megatron as compat
+
+    compat.install()
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
+    mpu.initialize_model_parallel(
+        tp,
+        pp,
+        vpp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp or (tp if ep == 1 else 1),
+    )
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _import_root(module: str) -> str:
+    """Folder that makes `module` importable in a new process."""
+    path = Path(sys.modules[module].__file__).resolve()
+    return str(path.parents[module.count(".")])
+
+
+def _wait(ranks: list, folder: Path, deadline: float) -> None:
+    try:
+        while any(p.is_alive() for p in ranks):
+            errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime)
+            if errors:
+                raise AssertionError(f"rank {errors[0].stem} failed:\n{errors[0].read_text()}")
+            if any(p.exitcode not in (None, 0) for p in ranks):
+                time.sleep(0.5)
+                if not any(folder.glob("*.error")):
+                    raise AssertionError(f"exit codes without a traceback: {[p.exitcode for p in ranks]}")
+            if time.monotonic() > deadline:
+                raise AssertionError(
+                    f"still running at the deadline: {[i for i, p in enumerate(ranks) if p.is_alive()]}"
+                )
+            time.sleep(0.05)
+        errors = sorted(folder.glob("*.error"))
+        if errors or any(p.exitcode for p in ranks):
+            text = errors[0].read_text() if errors else "no traceback"
+            raise AssertionError(f"exit codes {[p.exitcode for p in ranks]}:\n{text}")
+    finally:
+        for process in ranks:
+            if process.is_alive():
+                process.kill()
+            process.join(5)
+
+
+def _rank_main(names: tuple, rank: int, world_size: int, port: int, folder: str, timeout: float, args: tuple) -> None:
+    os.environ.update(
+        OMP_NUM_THREADS="1",
+        OMP_WAIT_POLICY="passive",
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        module, function, root = names
+        if root not in sys.path:
+            sys.path.insert(0, root)
+        target = importlib.import_module(module)
+        for part in function.split("."):
+            target = getattr(target, part)
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=min(timeout, 120))
+        )
+        _write(Path(folder), rank, target(*args))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        path = Path(folder) / f"{rank}.error.tmp"
+        path.write_text(traceback.format_exc())
+        path.rename(path.with_suffix(""))
+        os._exit(1)
+
+
+def _write(folder: Path, rank: int, result: Any) -> None:
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Any] = {}
+    (folder / f"{rank}.json").write_text(json.dumps(_strip(result, tensors)))
+    save_file(tensors, folder / f"{rank}.safetensors")
+
+
+def _strip(value: Any, tensors: dict[str, Any]) -> Any:
+    """`value` with each tensor replaced by a reference into `tensors`."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().clone().contiguous()
+        return {"__tensor__": name}
+    if isinstance(value, dict):
+        return {key: _strip(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strip(item, tensors) for item in value]
+    return value
+
+
+def _read(folder: Path, rank: int) -> Any:
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / f"{rank}.safetensors")
+
+    def restore(value: Any) -> Any:
+        if isinstance(value, dict):
+            return (
+                tensors[value["__tensor__"]]
+                if "__tensor__" in value
+                else {key: restore(item) for key, item in value.items()}
+            )
+        return [restore(item) for item in value] if isinstance(value, list) else value
+
+    return restore(json.loads((folder / f"{rank}.json").read_text()))
