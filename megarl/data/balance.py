@@ -1,0 +1,138 @@
+"""Shares of nearly equal total length: samples over data-parallel ranks, sequences over micro-batches.
+
+A start is built greedily and then improved: the heaviest part is paired with the lightest, the next with the next,
+and each pair exchanges the two items that bring it closest to even. All pairs of a round are solved by one sort and
+one binary search, so 8192 lengths over 512 ranks take milliseconds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+Lengths = Sequence[int] | np.ndarray | Tensor
+
+# Largest items * parts for which the k-way Karmarkar-Karp start, O(n k log k), is worth its time.
+_DIFFERENCING_LIMIT = 4_096
+_MAX_ROUNDS = 32
+
+
+def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[int]]:
+    """Split items 0..n-1 into k parts with totals as even as possible; each part is in rising order.
+
+    Args:
+        lengths: n non-negative integers.
+        k: number of parts; parts stay empty when n < k.
+        equal_counts: the numbers of items per part differ by at most one.
+
+    Sources: Graham's longest-first rule (SIAM J. Appl. Math. 1969), Karmarkar and Karp's differencing (1982).
+    Deterministic: equal inputs give equal parts on every rank.
+
+    >>> balance([5, 4, 3, 2], 2)
+    [[0, 3], [1, 2]]
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    if sizes.ndim != 1 or k < 1 or (len(sizes) and sizes.min() < 0):
+        raise ValueError(f"need k >= 1 and non-negative lengths [n], got k={k}, lengths of shape {sizes.shape}")
+    if equal_counts:
+        table = _rows(sizes, k)
+    else:
+        starts = [_longest_first(sizes, k)]
+        if len(sizes) * k <= _DIFFERENCING_LIMIT:
+            starts.append(_differencing(sizes, k))
+        table = _as_table(min(starts, key=lambda parts: max(int(sizes[part].sum()) for part in parts)))
+    _exchange(table, sizes, fixed_counts=equal_counts)
+    return [sorted(row[row >= 0].tolist()) for row in table]
+
+
+def _longest_first(sizes: np.ndarray, k: int) -> list[list[int]]:
+    """Each item, longest first, to the part with the smallest total (then the fewest items)."""
+    heap = [(0, 0, part) for part in range(k)]
+    parts: list[list[int]] = [[] for _ in range(k)]
+    order = np.argsort(-sizes, kind="stable")
+    for item, size in zip(order.tolist(), sizes[order].tolist(), strict=True):
+        total, count, part = heap[0]
+        heapq.heapreplace(heap, (total + size, count + 1, part))
+        parts[part].append(item)
+    return parts
+
+
+def _differencing(sizes: np.ndarray, k: int) -> list[list[int]]:
+    """Karmarkar-Karp for k parts: merge the two most uneven partial solutions, heavy onto light, until one is left."""
+    empty: list[tuple[int, list[int]]] = [(0, [])] * (k - 1)
+    heap = [(-size, item, [(size, [item]), *empty]) for item, size in enumerate(sizes.tolist())]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, _, first = heapq.heappop(heap)
+        _, tie, second = heapq.heappop(heap)
+        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(first, reversed(second), strict=True)]
+        merged.sort(key=lambda part: -part[0])
+        heapq.heappush(heap, (merged[-1][0] - merged[0][0], tie, merged))
+    return [part for _, part in heap[0][2]] if heap else [[] for _ in range(k)]
+
+
+def _rows(sizes: np.ndarray, k: int) -> np.ndarray:
+    """Start with equal counts: rows of k items, longest first; each row's longest goes to the lightest part."""
+    width = -(-len(sizes) // k)
+    order = np.full(width * k, -1, dtype=np.int64)
+    order[: len(sizes)] = np.argsort(-sizes, kind="stable")
+    table = np.empty((k, width), dtype=np.int64)
+    totals = np.zeros(k, dtype=np.int64)
+    padded = np.append(sizes, 0)  # item -1, an unused place, has length 0
+    for column in range(width):
+        row = order[column * k : (column + 1) * k]
+        lightest_first = np.argsort(totals, kind="stable")
+        table[lightest_first, column] = row
+        totals[lightest_first] += padded[row]
+    return table
+
+
+def _as_table(parts: list[list[int]]) -> np.ndarray:
+    """[k, most items + 1], filled up with -1: every part has a free place, so an exchange can also be a move."""
+    table = np.full((len(parts), max(map(len, parts)) + 1), -1, dtype=np.int64)
+    for part, items in enumerate(parts):
+        table[part, : len(items)] = items
+    return table
+
+
+def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> None:
+    """Exchange items between paired heavy and light parts, in place, until no pair gets more even."""
+    k, width = table.shape
+    if k < 2 or width == 0:
+        return
+    padded = np.append(sizes, 0)
+    pairs = np.arange(k // 2)
+    # Lengths of different pairs must not meet in the one sorted list that is searched.
+    gap = 4 * (int(sizes.sum()) + 1)
+    for _ in range(_MAX_ROUNDS):
+        totals = padded[table].sum(1)
+        rank = np.argsort(-totals, kind="stable")
+        if totals[rank[0]] - totals[rank[-1]] <= 1:
+            return
+        heavy, light = rank[: k // 2], rank[::-1][: k // 2]
+        surplus = totals[heavy] - totals[light]
+        table[light] = np.take_along_axis(table[light], np.argsort(padded[table[light]], axis=1, kind="stable"), 1)
+        give, take = padded[table[heavy]], padded[table[light]]
+        # An item of length x is best exchanged for one of length x - surplus / 2: look at both neighbours of that.
+        keys = (2 * take + pairs[:, None] * gap).ravel()
+        wanted = 2 * give - surplus[:, None] + pairs[:, None] * gap
+        right = np.searchsorted(keys, wanted.ravel()).reshape(wanted.shape) - pairs[:, None] * width
+        near = np.stack([np.clip(right - 1, 0, width - 1), np.clip(right, 0, width - 1)], axis=2)
+        got = np.take_along_axis(take, near.reshape(len(pairs), -1), 1).reshape(near.shape)
+        left_over = np.abs(surplus[:, None, None] - 2 * (give[:, :, None] - got))
+        if fixed_counts:
+            # A part with an unused place must not get a second one, or the counts would drift apart.
+            unused = np.take_along_axis(table[light], near.reshape(len(pairs), -1), 1).reshape(near.shape) < 0
+            short = (table[heavy] < 0).any(1)
+            left_over[unused & short[:, None, None]] = np.iinfo(np.int64).max
+        best = left_over.reshape(len(pairs), -1).argmin(1)
+        better = left_over.reshape(len(pairs), -1)[pairs, best] < surplus
+        if not better.any():
+            return
+        i = best[better] // 2
+        j = near.reshape(len(pairs), -1)[pairs[better], best[better]]
+        one, two = heavy[better], light[better]
+        table[one, i], table[two, j] = table[two, j], table[one, i]
