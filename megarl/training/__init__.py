@@ -1,0 +1,1 @@
+"""The Megatron engine: layouts, forward and backward, optimizer, offload, checkpoints."""

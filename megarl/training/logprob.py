@@ -1,0 +1,205 @@
+"""Log-probability and entropy of tokens straight from hidden states, without the logits of all tokens at once.
+
+Shape legend: N tokens, H hidden size, V columns of this rank's vocabulary shard, C tokens of one chunk.
+
+For logits l = hidden @ weight.T / T over the whole vocabulary: logp = l[target] - logZ and entropy = logZ - sum(p l).
+Only one chunk of logits [C, V] lives at a time; the backward pass computes them again (unless everything is a single
+chunk, which is then kept). With a tensor-parallel group each rank reduces its own columns to four numbers per token,
+and one all-gather of [4, N] combines them; the backward pass needs no communication at all:
+
+    rank r:   m_r = max l,  s_r = sum exp(l - m_r),  t_r = sum exp(l - m_r) (l - m_r),  l[target] or 0
+    together: M = max m_r,  S = sum s_r e^(m_r - M),  logZ = M + log S,
+              entropy = log S - sum e^(m_r - M) (t_r + s_r (m_r - M)) / S
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _Shard(NamedTuple):
+    """What a call is about besides its tensors."""
+
+    start: int  # first vocabulary index of this rank's columns
+    columns: int  # columns that are real tokens; the rest is padding and takes no part
+    inverse_temperature: float
+    chunk: int
+    entropy: bool
+    group: dist.ProcessGroup | None
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    chunk_tokens: int = 1024,
+    entropy: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of `targets` and entropies under softmax(hidden @ weight.T / temperature).
+
+    Args:
+        hidden: [N, H], equal on all ranks of `group`. Its gradient is this rank's *partial* one: sum it over the group
+            (Megatron's copy_to or gather_from_sequence_parallel mappings before this call do that).
+        weight: [V, H], this rank's rows of the output embedding.
+        targets: int64 [N], indices into the whole vocabulary.
+        temperature: softmax temperature, > 0.
+        vocab_size: size of the whole vocabulary without padding rows; None: there is no padding.
+        chunk_tokens: tokens whose logits exist at the same time.
+        entropy: False skips the entropy, which then comes back as an empty tensor.
+        group: tensor-parallel group that splits the vocabulary; None: one process.
+
+    Returns:
+        logp [N] and entropy [N], float32 (float64 for float64 inputs), equal on all ranks of `group`.
+
+    Raises:
+        ValueError: shapes do not fit, or temperature or chunk_tokens is not positive.
+    """
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
+        raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
+    if temperature <= 0 or chunk_tokens <= 0:
+        raise ValueError(f"temperature {temperature} and chunk_tokens {chunk_tokens} must be positive")
+    size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
+    rows = weight.shape[0]
+    total = rows * size if vocab_size is None else vocab_size
+    columns = min(max(total - rank * rows, 0), rows)
+    shard = _Shard(rank * rows, columns, 1.0 / temperature, chunk_tokens, entropy, group if size > 1 else None)
+    return _LinearLogprob.apply(hidden, weight, targets, shard)
+
+
+class _LinearLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        count = hidden.shape[0]
+        keep = count <= shard.chunk and any(ctx.needs_input_grad)
+        stats = hidden.new_empty((4, count), dtype=_wide(hidden.dtype))
+        logits = None
+        for begin in range(0, count, shard.chunk):
+            part = slice(begin, begin + shard.chunk)
+            logits = torch.mm(hidden[part], weight[: shard.columns].t())
+            _reduce(logits, targets[part], shard, stats[:, part])
+        logp, log_z, entropy = _combine(stats, shard)
+        ctx.shard = shard
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy, logits if keep else None)
+        return logp, entropy
+
+    @staticmethod
+    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None):
+        hidden, weight, targets, log_z, entropy, kept = ctx.saved_tensors
+        shard: _Shard = ctx.shard
+        if grad_logp is None and grad_entropy is None:
+            return None, None, None, None
+        columns = weight[: shard.columns]
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        # Sums over chunks are kept wide: a bf16 accumulator would lose the small contributions of late chunks.
+        grad_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype) if wants_weight else None
+        for begin in range(0, hidden.shape[0], shard.chunk):
+            part = slice(begin, begin + shard.chunk)
+            logits = torch.mm(hidden[part], columns.t()) if kept is None else kept
+            grad_logits = _grad_logits(
+                logits,
+                targets[part],
+                shard,
+                log_z[part],
+                entropy[part] if shard.entropy else None,
+                None if grad_logp is None else grad_logp[part],
+                None if grad_entropy is None else grad_entropy[part],
+            ).to(weight.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits, columns, out=grad_hidden[part])
+            if grad_weight is not None:
+                grad_weight[: shard.columns] += torch.mm(grad_logits.t(), hidden[part])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 for float64: what reductions run in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _scaled(logits: Tensor, shard: _Shard) -> Tensor:
+    """A wide copy of `logits`, divided by the temperature."""
+    scaled = logits.to(_wide(logits.dtype), copy=True)
+    return scaled if shard.inverse_temperature == 1.0 else scaled.mul_(shard.inverse_temperature)
+
+
+def _local(targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Column of each target in this shard (0 where it is elsewhere), and whether it is here."""
+    column = targets - shard.start
+    here = (column >= 0) & (column < shard.columns)
+    return column.masked_fill(~here, 0), here
+
+
+def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor) -> None:
+    """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of this shard to out [4, C]."""
+    if shard.columns == 0:  # nothing but padding: a contribution of zero that stays finite
+        out.zero_()
+        out[0] = torch.finfo(out.dtype).min / 2
+        return
+    logits = _scaled(logits, shard)
+    column, here = _local(targets, shard)
+    torch.mul(logits.gather(1, column[:, None])[:, 0], here, out=out[3])
+    torch.amax(logits, 1, out=out[0])
+    logits -= out[0][:, None]
+    if shard.entropy:
+        exp = logits.exp()
+        torch.sum(exp, 1, out=out[1])
+        torch.sum(exp.mul_(logits), 1, out=out[2])
+    else:
+        torch.sum(logits.exp_(), 1, out=out[1])
+
+
+def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
+    """logp, logZ and entropy [N] from the statistics [4, N] of all ranks."""
+    parts = stats[None]
+    if shard.group is not None and stats.shape[1]:
+        gathered = [torch.empty_like(stats) for _ in range(shard.group.size())]
+        dist.all_gather(gathered, stats, group=shard.group)
+        parts = torch.stack(gathered)
+    peak, total, weighted, target = parts.unbind(1)
+    highest = peak.amax(0)
+    shift = peak - highest
+    factor = shift.exp()
+    mass = (total * factor).sum(0)
+    log_mass = mass.log()
+    log_z = highest + log_mass
+    if not shard.entropy:
+        return target.sum(0) - log_z, log_z, stats.new_empty(0)
+    entropy = log_mass - (factor * (weighted + total * shift)).sum(0) / mass
+    return target.sum(0) - log_z, log_z, entropy
+
+
+def _grad_logits(
+    logits: Tensor,
+    targets: Tensor,
+    shard: _Shard,
+    log_z: Tensor,
+    entropy: Tensor | None,
+    grad_logp: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient [C, V] of the unscaled logits: g (onehot - p) - e p (log p + entropy), divided by the temperature."""
+    logp = _scaled(logits, shard).sub_(log_z[:, None])
+    grad = logp.exp()
+    if grad_entropy is not None and entropy is not None:
+        logp.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+        if grad_logp is not None:
+            logp.add_(grad_logp[:, None])
+        grad.mul_(logp)
+    else:
+        assert grad_logp is not None
+        grad.mul_(grad_logp[:, None])
+    grad.neg_()
+    if grad_logp is not None and shard.columns:
+        column, here = _local(targets, shard)
+        grad.scatter_add_(1, column[:, None], (grad_logp * here)[:, None])
+    return grad if shard.inverse_temperature == 1.0 else grad.mul_(shard.inverse_temperature)

@@ -1,0 +1,163 @@
+"""The fused log-prob against a float64 log-softmax: values, gradients, vocabulary shards, and what it never holds."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megarl.training.logprob import linear_logprob
+from tests.dist import run_distributed
+
+N, H, V = 37, 16, 53
+
+
+def _inputs(dtype=torch.float64, n=N, rows=V):
+    rng = torch.Generator().manual_seed(3)
+    hidden = torch.randn(n, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(rows, H, generator=rng, dtype=torch.float64).to(dtype).requires_grad_()
+    targets = torch.randint(0, V, (n,), generator=rng)
+    return hidden, weight, targets
+
+
+def _oracle(hidden, weight, targets, temperature, vocab_size=V):
+    logp = torch.log_softmax(hidden.double() @ weight.double()[:vocab_size].t() / temperature, -1)
+    return logp.gather(1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def _loss(logp, entropy):
+    weights = torch.linspace(-1, 1, len(logp), dtype=logp.dtype)
+    return (logp * weights).sum() + 0.3 * (entropy * weights.flip(0)).sum()
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, temperature):
+    hidden, weight, targets = _inputs()
+    expected = _oracle(hidden, weight, targets, temperature)
+    _loss(*expected).backward()
+    grads = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    found = linear_logprob(hidden, weight, targets, temperature=temperature, chunk_tokens=chunk)
+    _loss(*found).backward()
+    for a, b in zip((*found, hidden.grad, weight.grad), (*expected, *grads), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("chunk", [2, 16])
+def test_gradcheck(chunk):
+    hidden, weight, targets = _inputs(n=5, rows=11)
+    targets = targets % 9
+    torch.autograd.gradcheck(
+        lambda h, w: linear_logprob(h, w, targets, temperature=1.3, vocab_size=9, chunk_tokens=chunk), (hidden, weight)
+    )
+
+
+def test_padding_columns_take_no_part():
+    hidden, weight, targets = _inputs(rows=V + 11)
+    logp, entropy = linear_logprob(hidden, weight, targets, vocab_size=V)
+    expected = _oracle(hidden, weight, targets, 1.0)
+    torch.testing.assert_close((logp, entropy), expected)
+    _loss(logp, entropy).backward()
+    assert weight.grad[V:].abs().max() == 0
+
+
+def test_float32_reductions_of_large_logits():
+    hidden, weight, targets = _inputs(torch.float32)
+    hidden = (hidden * 30).detach()
+    logp, entropy = linear_logprob(hidden, weight, targets)
+    expected = _oracle(hidden, weight, targets, 1.0)
+    assert logp.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close((logp.double(), entropy.double()), expected, rtol=1e-5, atol=2e-4)
+
+
+def test_bf16_inputs_reduce_in_float32():
+    hidden, weight, targets = _inputs(torch.bfloat16)
+    logits = (hidden @ weight.t()).double()  # bf16 logits: rounding them is the dtype's own error
+    expected = torch.log_softmax(logits, -1).gather(1, targets[:, None])[:, 0]
+    logp, _ = linear_logprob(hidden, weight, targets, chunk_tokens=10)
+    torch.testing.assert_close(logp.double(), expected, rtol=1e-5, atol=1e-5)
+    logp.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+
+
+def test_no_tokens_and_only_one_output_used():
+    hidden, weight, targets = _inputs()
+    logp, entropy = linear_logprob(hidden[:0], weight, targets[:0])
+    assert logp.shape == entropy.shape == (0,)
+    (logp.sum() + entropy.sum()).backward()
+    assert weight.grad.abs().max() == 0
+    weight.grad = hidden.grad = None
+    linear_logprob(hidden, weight, targets)[1].sum().backward()
+    found = hidden.grad.clone()
+    hidden.grad = None
+    _oracle(hidden, weight, targets, 1.0)[1].sum().backward()
+    torch.testing.assert_close(found, hidden.grad)
+
+
+def test_entropy_can_be_skipped():
+    hidden, weight, targets = _inputs()
+    logp, entropy = linear_logprob(hidden, weight, targets, entropy=False)
+    assert entropy.shape == (0,)
+    torch.testing.assert_close(logp, _oracle(hidden, weight, targets, 1.0)[0])
+
+
+class _Largest(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for value in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(value, torch.Tensor):
+                self.numel = max(self.numel, value.numel())
+        return out
+
+
+def test_never_more_than_one_chunk_of_logits():
+    n, v, chunk = 64, 1000, 8
+    rng = torch.Generator().manual_seed(0)
+    hidden = torch.randn(n, 4, generator=rng, requires_grad=True)
+    weight = torch.randn(v, 4, generator=rng, requires_grad=True)
+    with _Largest() as seen:
+        logp, entropy = linear_logprob(hidden, weight, torch.arange(n), chunk_tokens=chunk)
+        (logp.sum() + entropy.sum()).backward()
+    assert seen.numel <= chunk * v
+
+
+@pytest.mark.parametrize("bad", [{"temperature": 0.0}, {"chunk_tokens": 0}])
+def test_senseless_arguments_are_refused(bad):
+    hidden, weight, targets = _inputs()
+    with pytest.raises(ValueError, match="must be positive"):
+        linear_logprob(hidden, weight, targets, **bad)
+
+
+def _shard_case() -> dict:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = dist.group.WORLD
+    out = {}
+    for vocab in (V, 3):  # 3: the last shards are nothing but padding
+        rows = -(-V // size) if vocab == V else 4
+        hidden, _, targets = _inputs()
+        targets = targets % vocab
+        whole = _inputs(rows=rows * size)[1]
+        whole.grad = None
+        mine = whole.detach()[rank * rows : (rank + 1) * rows].clone().requires_grad_()
+        found = linear_logprob(hidden, mine, targets, temperature=0.9, vocab_size=vocab, chunk_tokens=8, group=group)
+        _loss(*found).backward()
+        grad = hidden.grad.clone()
+        dist.all_reduce(grad)
+        hidden.grad = None
+        expected = _oracle(hidden, whole, targets, 0.9, vocab)
+        _loss(*expected).backward()
+        errors = [
+            *((a - b).abs().max() for a, b in zip(found, expected, strict=True)),
+            (grad - hidden.grad).abs().max(),
+            (mine.grad - whole.grad[rank * rows : (rank + 1) * rows]).abs().max(),
+        ]
+        out[str(vocab)] = max(error.item() for error in errors)
+    return out
+
+
+@pytest.mark.procs
+def test_vocabulary_shards_equal_the_whole():
+    for errors in run_distributed(_shard_case, 2, 60):
+        assert max(errors.values()) < 1e-12
