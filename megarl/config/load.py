@@ -1,0 +1,318 @@
+"""From a recipe file to a RunConfig: inheritance, overrides, and errors that name file, line, key and remedy."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import importlib.util
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from megarl.config.base import Section, raise_problems
+from megarl.config.fields import (
+    Key,
+    alternatives,
+    describe_allowed,
+    find_key,
+    is_free_form,
+    nearest_keys,
+    section_of,
+)
+from megarl.config.run import RunConfig
+from megarl.config.yamlio import Document, parse_texts, parse_value, read_yaml, to_yaml
+from megarl.errors import ConfigError
+
+_INT = re.compile(r"[-+]?[0-9]+")
+_NULLS = ("null", "~")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a recipe file, or a recipe of this package by its bare name, and apply `key.path=value` overrides in order.
+
+    `extends:` (a file, a bare name, or a list of them; relative to the file that says it) is merged below the file,
+    key by key; `name` is not inherited and defaults to the file's stem. ConfigError lists every problem found.
+    """
+    file = find_recipe(path)
+    document = _read_with_parents(file, ())
+    document.data.setdefault("name", file.stem)
+    # Sections may have defaults of their own (rollout.sampling.n is 8, not 1): giving one key keeps those of the others.
+    defaults = Document(RunConfig(name="").model_dump(), {})
+    _merge(defaults, document)
+    document = defaults
+    problems: list[ConfigError] = []
+    for text in overrides:
+        try:
+            _apply_override(document, text)
+        except ConfigError as problem:
+            problems.append(problem)
+    config, found = _validate(document, str(file))
+    raise_problems(problems + found)
+    assert config is not None
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved recipe as YAML; `load_config` of that text gives an equal configuration."""
+    return to_yaml(config.model_dump(mode="python"))
+
+
+def recipe_folder() -> Path | None:
+    """Folder of the recipes that ship with this package, None when they are not installed."""
+    spec = importlib.util.find_spec("megarl.recipes")
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
+
+
+def recipe_names() -> list[str]:
+    """Bare names of the recipes that ship with this package."""
+    folder = recipe_folder()
+    return sorted(file.stem for file in folder.glob("*.yaml")) if folder else []
+
+
+def find_recipe(path: str | Path, *, relative_to: Path | None = None, said_in: str | None = None) -> Path:
+    """The recipe file meant by a path (with or without `.yaml`) or by the bare name of a shipped recipe."""
+    asked = Path(path).expanduser()
+    base = relative_to / asked if relative_to is not None else asked
+    for candidate in (base, base.with_name(base.name + ".yaml") if base.name else base):
+        if candidate.is_file():
+            return candidate
+    folder = recipe_folder()
+    if folder is not None and len(asked.parts) == 1 and (folder / f"{asked.stem}.yaml").is_file():
+        return folder / f"{asked.stem}.yaml"
+    neighbours = [file.name for file in sorted(base.parent.glob("*.y*ml"))] if base.parent.is_dir() else []
+    close = difflib.get_close_matches(asked.name, [*neighbours, *recipe_names()], n=3, cutoff=0.5)
+    raise ConfigError(
+        "there is no such recipe" if not base.is_dir() else "this is a folder, not a recipe file",
+        where=said_in or str(path),
+        found=str(path),
+        allowed=f"a YAML file, or a shipped recipe: {', '.join(recipe_names()) or 'none installed'}",
+        fix=f"did you mean {' or '.join(close)}?" if close else "check the path",
+    )
+
+
+def _read_with_parents(file: Path, chain: tuple[Path, ...]) -> Document:
+    """Read `file` merged over everything it extends. `chain` holds the files whose `extends` led here."""
+    resolved = file.resolve()
+    if resolved in chain:
+        cycle = [*chain[chain.index(resolved) :], resolved]
+        raise ConfigError(
+            "extends leads back to the same file",
+            where=str(file),
+            found=" -> ".join(link.name for link in cycle),
+            fix="remove one of these extends lines",
+        )
+    document = read_yaml(file)
+    parents = document.data.pop("extends", [])
+    where = document.origins.pop(("extends",), str(file))
+    if isinstance(parents, str):
+        parents = [parents]
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise ConfigError("extends has a wrong type", where=where, found=parents, allowed="a path, or a list of paths")
+    merged = Document({}, {})
+    for parent in parents:
+        above = _read_with_parents(
+            find_recipe(parent, relative_to=file.parent, said_in=f"{where}: extends"), (*chain, resolved)
+        )
+        above.data.pop("name", None)
+        _merge(merged, above)
+    _merge(merged, document)
+    return merged
+
+
+def _merge(below: Document, above: Document) -> None:
+    """Lay `above` over `below` in place: mappings key by key, everything else replaces."""
+    _merge_values(below.data, above.data)
+    below.origins.update(above.origins)
+
+
+def _merge_values(below: dict[str, Any], above: dict[str, Any]) -> None:
+    for key, value in above.items():
+        if isinstance(value, dict) and isinstance(below.get(key), dict):
+            _merge_values(below[key], value)
+        else:
+            below[key] = copy.deepcopy(value)
+
+
+def _apply_override(document: Document, text: str) -> None:
+    dotted, equals, raw = text.partition("=")
+    dotted = dotted.strip()
+    where = f"override {text!r}"
+    if not equals or not dotted:
+        raise ConfigError("an override has the form key.path=value", where=where, fix="for example actor.optim.lr=1e-6")
+    path = tuple(dotted.split("."))
+    key = find_key(path)
+    if key is None:
+        raise _unknown_key(_first_unknown(path), where)
+    free = len(path) - len(key.path.split("."))
+    if free and not is_free_form(key.info):
+        raise ConfigError(
+            f"{key.path} holds a value and has no keys below it",
+            where=where,
+            allowed=describe_allowed(key.info),
+            fix=f"write {key.path}=...",
+        )
+    try:
+        value = parse_value(raw) if free or key.section else _parse_for(key, raw)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(
+            f"the value of {dotted} cannot be read ({problem})",
+            where=where,
+            found=raw,
+            allowed=describe_allowed(key.info),
+        ) from error
+    for part in reversed(path):
+        value = {part: value}
+    # Replacing a key that held something malformed is what an override is for, so only mappings are merged.
+    _merge(document, Document(value, {path: where}))
+
+
+def _parse_for(key: Key, raw: str) -> Any:
+    """Read override text by the type of the field it is for. Text that fits no type is left for the model to refuse."""
+    text = raw.strip()
+    kinds = alternatives(key.info.annotation)
+    if text in _NULLS and type(None) in kinds:
+        return None
+    for kind in kinds:
+        origin = get_origin(kind)
+        if origin is Literal and text in get_args(kind):
+            return text
+        if origin is list:
+            if not text.startswith("["):
+                return [raw] if str in get_args(kind) else parse_value(f"[{text}]")
+            return parse_texts(text) if str in get_args(kind) else parse_value(text)
+        if origin is dict:
+            return parse_value(text)
+        if kind is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if kind is int and _INT.fullmatch(text):
+            return int(text)
+        if kind is float:
+            try:
+                return float(text)
+            except ValueError:
+                continue
+    return raw
+
+
+def _first_unknown(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest part of an unknown path that is unknown already."""
+    return next(path[:depth] for depth in range(1, len(path) + 1) if find_key(path[:depth]) is None)
+
+
+def _unknown_key(path: tuple[str, ...], where: str) -> ConfigError:
+    near = nearest_keys(path)
+    parent = find_key(path[:-1]).section if len(path) > 1 else RunConfig  # type: ignore[union-attr]
+    allowed = list(parent.model_fields) if parent else []
+    return ConfigError(
+        f"unknown key {'.'.join(path)}",
+        where=where,
+        allowed=allowed,
+        fix=f"did you mean {' or '.join(near)}?" if near else "remove it, or use one of the keys above",
+    )
+
+
+def _validate(document: Document, file: str) -> tuple[RunConfig | None, list[ConfigError]]:
+    problems: list[ConfigError] = []
+    data = _known_part(document.data, RunConfig, (), document, file, problems)
+    try:
+        return RunConfig.model_validate(data, strict=True), problems
+    except ValidationError as error:
+        seen: set[tuple[str, ...]] = set()
+        for detail in error.errors(include_url=False):
+            path = _key_path(detail["loc"])
+            if path not in seen:  # a union reports each of its members
+                seen.add(path)
+                problems.append(_wrong_value(detail, path, document, file))
+        return None, problems
+
+
+def _known_part(
+    data: dict[str, Any],
+    model: type[Section],
+    path: tuple[str, ...],
+    document: Document,
+    file: str,
+    problems: list[ConfigError],
+) -> dict[str, Any]:
+    """Copy of `data` without the keys that `model` does not know; each of those becomes a problem."""
+    known = {}
+    for name, value in data.items():
+        here = (*path, str(name))
+        info = model.model_fields.get(name) if isinstance(name, str) else None
+        if info is None:
+            problems.append(_unknown_key(here, _origin(document, here, file)))
+            continue
+        section = section_of(info)
+        if section is not None and isinstance(value, dict):
+            value = _known_part(value, section, here, document, file, problems)
+        known[name] = value
+    return known
+
+
+def _key_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """Configuration key of a pydantic error location, which may go on with list indices and union members."""
+    path = tuple(str(part) for part in location)
+    key = find_key(path)
+    while key is None:
+        path = path[:-1]
+        key = find_key(path)
+    return tuple(key.path.split("."))
+
+
+def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document, file: str) -> ConfigError:
+    dotted = ".".join(path)
+    key = find_key(path)
+    assert key is not None
+    value: Any = document.data
+    for part in path:
+        value = value[part]
+    out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
+    allowed = describe_allowed(key.info)
+    if value is None and key.section:
+        what, fix = f"the section {dotted} is empty", "give it keys, or remove the line to use the defaults"
+    elif isinstance(value, str) and _fits_unquoted(value, alternatives(key.info.annotation)):
+        what, fix = f"{dotted} has a wrong type", f"write {value} without quotes"
+    else:
+        what = f"{dotted} is out of range" if out_of_range else f"{dotted} has a wrong type"
+        if get_origin(key.info.annotation) is Literal and isinstance(value, str):
+            what = f"{dotted} has an unknown value"
+        fix = _suggest(value, key) or f"set {dotted} to: {allowed}"
+    # `found=None` would be left out of the message.
+    return ConfigError(
+        what, where=_origin(document, path, file), found="null" if value is None else value, allowed=allowed, fix=fix
+    )
+
+
+def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:
+    """True when the text would have been right without its quotes."""
+    if int in kinds and _INT.fullmatch(text):
+        return True
+    try:
+        return float in kinds and math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _suggest(value: Any, key: Key) -> str | None:
+    """The nearest of a field's fixed values."""
+    values = [
+        option for kind in alternatives(key.info.annotation) if get_origin(kind) is Literal for option in get_args(kind)
+    ]
+    close = difflib.get_close_matches(str(value), values, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else None
+
+
+def _origin(document: Document, path: tuple[str, ...], file: str) -> str:
+    """Where a key was given: its own line, else that of the nearest parent, else the file."""
+    for depth in range(len(path), 0, -1):
+        if path[:depth] in document.origins:
+            return document.origins[path[:depth]]
+    return file

@@ -1,0 +1,127 @@
+"""YAML in and out: plain data only, YAML 1.2 scalars, duplicate keys refused, and the line of every key.
+
+YAML 1.1 surprises are off: `1e-6` is a number, `on`, `no`, dates and `1:30` are text, `010` is ten.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megarl.errors import ConfigError
+
+_FLOAT = re.compile(
+    r"^(?:[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+)
+_RESOLVERS = [
+    ("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    ("tag:yaml.org,2002:int", re.compile(r"^(?:[-+]?[0-9]+|0x[0-9a-fA-F]+)$"), list("-+0123456789")),
+    ("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789")),
+    ("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    ("tag:yaml.org,2002:merge", re.compile(r"^<<$"), ["<"]),
+]
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+
+
+def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
+    return int(node.value, 16 if node.value.lower().startswith("0x") else 10)
+
+
+class _Dumper(yaml.SafeDumper):
+    # Texts are quoted when either YAML version would read them as something else.
+    yaml_implicit_resolvers = {first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _tag, _pattern, _first in _RESOLVERS:
+    _Loader.add_implicit_resolver(_tag, _pattern, _first)
+    _Dumper.add_implicit_resolver(_tag, _pattern, _first)
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+
+
+@dataclass
+class Document:
+    """A mapping read from YAML. `origins` gives `file:line` of each key path."""
+
+    data: dict[str, Any]
+    origins: dict[tuple[str, ...], str]
+
+
+def read_yaml(path: Path) -> Document:
+    """Read one file that holds a mapping. ConfigError with file and line when it is not one, or repeats a key."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("the file cannot be read", where=str(path), found=str(error)) from error
+    loader = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        origins: dict[tuple[str, ...], str] = {}
+        if node is not None:
+            _walk(node, (), str(path), origins, ())
+        data = loader.construct_document(node) if node is not None else None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError("this is not valid YAML", where=where, found=problem, fix="mend the line named") from error
+    finally:
+        if loader is not None:
+            loader.dispose()
+    if not isinstance(data, dict):
+        raise ConfigError(
+            "a recipe is a mapping of sections",
+            where=str(path),
+            found=data,
+            fix="start with lines such as `name: my_run`",
+        )
+    return Document(data, origins)
+
+
+def _walk(
+    node: yaml.Node, path: tuple[str, ...], file: str, origins: dict[tuple[str, ...], str], open_nodes: tuple[int, ...]
+) -> None:
+    """Note the line of each key below a mapping node; refuse a key that comes twice and an alias of its own parent."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    if id(node) in open_nodes:
+        raise ConfigError("an alias leads back to a mapping that holds it", where=f"{file}:{node.start_mark.line + 1}")
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        here = (*path, key)
+        if key in seen and key != "<<":
+            raise ConfigError(
+                f"the key {'.'.join(here)} is given twice",
+                where=f"{file}:{line}",
+                found=f"first given on line {seen[key]}",
+                fix="keep one of the two",
+            )
+        seen[key] = line
+        origins[here] = f"{file}:{line}"
+        _walk(value_node, here, file, origins, (*open_nodes, id(node)))
+
+
+def parse_value(text: str) -> Any:
+    """Read one YAML value, such as the right-hand side of an override. yaml.YAMLError when it is malformed."""
+    return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+
+
+def parse_texts(text: str) -> Any:
+    """Read one YAML value in which every scalar stays text."""
+    return yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - BaseLoader makes texts, lists and mappings only
+
+
+def to_yaml(data: dict[str, Any]) -> str:
+    """Block-style YAML of plain data that `parse_value` reads back to equal data, keys in the order given."""
+    return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=110)
