@@ -30,7 +30,11 @@ setup(
         *(f"megarl.{name}" for name in find_packages("megarl")),
         *(package for folder in MAPPED for package in mapped_packages(folder)),
     ],
-    package_data={"megarl.recipes": ["*.yaml"], "megarl.tracking": ["*.html", "*.css", "*.js"]},
+    package_data={
+        "megarl.recipes": ["*.yaml"],
+        "megarl.config": ["*.json"],
+        "megarl.tracking": ["*.html", "*.css", "*.js"],
+    },
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
     install_requires=[
         "torch>=2.8",

@@ -34,12 +34,12 @@ class UserError(MegarlError):
         fix: str | None = None,
     ) -> None:
         self.what, self.where, self.found, self.fix = what, where, found, fix
+        self.allowed = allowed if allowed is None or isinstance(allowed, str) else ", ".join(str(a) for a in allowed)
         lines = [f"{where}: {what}" if where else what]
         if found is not None:
             lines.append(f"  found:   {found!r}")
-        if allowed is not None:
-            text = allowed if isinstance(allowed, str) else ", ".join(str(a) for a in allowed)
-            lines.append(f"  allowed: {text}")
+        if self.allowed is not None:
+            lines.append(f"  allowed: {self.allowed}")
         if fix is not None:
             lines.append(f"  fix:     {fix}")
         super().__init__("\n".join(lines))

@@ -19,7 +19,9 @@ class DataConfig(Section):
     val_files: list[str] = Field(default_factory=list, description="held-out prompts, same forms")
     prompt_key: str = Field("prompt", description="column of the prompt (text, or a list of chat messages)")
     answer_key: str | None = Field("answer", description="column of the reference answer; null: none")
-    format_prompt: str | None = Field(None, description="Jinja template, or a file that holds one; sees `content` and the row")
+    format_prompt: str | None = Field(
+        None, description="Jinja template, or a file that holds one; sees `content` and the row"
+    )
     chat_template: bool = Field(False, description="wrap prompts with the tokenizer's chat template")
     override_chat_template: str | None = Field(None, description="Jinja chat template, or a file that holds one")
     max_prompt_tokens: PositiveInt = Field(512, description="longer prompts are overlong")
@@ -36,7 +38,9 @@ class DataConfig(Section):
 class RewardConfig(Section):
     """How responses are scored."""
 
-    name: str = Field("exact_match", description="gsm8k, math, exact_match, numeric, format, file.py:function or pkg.mod:fn")
+    name: str = Field(
+        "exact_match", description="gsm8k, math, exact_match, numeric, format, file.py:function or pkg.mod:fn"
+    )
     kwargs: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the function")
     mode: Literal["batch", "sequential"] = Field("batch", description="function takes a list, or one sample at a time")
     workers: int = Field(0, ge=0, description="processes per data-parallel rank; 0: score in the worker itself")

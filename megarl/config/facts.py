@@ -116,7 +116,7 @@ class ModelFacts:
 
 
 def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
-    """Facts of a Hugging Face config mapping; `source` names it in errors. ConfigError for an unsupported architecture."""
+    """Facts of a Hugging Face config; `source` names it in errors. ConfigError for an unsupported architecture."""
     model_type = raw.get("model_type")
     if model_type not in ARCHITECTURES:
         near = difflib.get_close_matches(str(model_type), ARCHITECTURES, n=1)

@@ -64,7 +64,7 @@ def iter_keys(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[Ke
 
 
 def find_key(path: tuple[str, ...]) -> Key | None:
-    """The deepest known key on `path`: of the path itself, or of the free-form mapping it leads into. None: no such key."""
+    """The key at `path`, or the one that holds a value on the way there; None when a part is unknown."""
     model: type[Section] = RunConfig
     for depth, name in enumerate(path):
         info = model.model_fields.get(name)

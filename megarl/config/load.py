@@ -42,7 +42,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     file = find_recipe(path)
     document = _read_with_parents(file, ())
     document.data.setdefault("name", file.stem)
-    # Sections may have defaults of their own (rollout.sampling.n is 8, not 1): giving one key keeps those of the others.
+    # Some sections have defaults of their own (rollout.sampling.n is 8, not 1): giving one key keeps the others.
     defaults = Document(RunConfig(name="").model_dump(), {})
     _merge(defaults, document)
     document = defaults

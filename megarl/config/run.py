@@ -33,7 +33,9 @@ class ClusterConfig(Section):
 
     nproc: PositiveInt = Field(1, description="worker processes over all nodes, one per device")
     nnodes: PositiveInt = Field(1, description="machines")
-    threads: PositiveInt | None = Field(None, description="CPU threads per worker; null: cores / workers on this machine")
+    threads: PositiveInt | None = Field(
+        None, description="CPU threads per worker; null: cores / workers on this machine"
+    )
     timeout_s: PositiveFloat = Field(600.0, description="deadline of every wait on another process")
     start_timeout_s: PositiveFloat = Field(300.0, description="deadline for all workers to report in")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -27,7 +27,7 @@ _RESOLVERS = [
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -36,7 +36,9 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 class _Dumper(yaml.SafeDumper):
     # Texts are quoted when either YAML version would read them as something else.
-    yaml_implicit_resolvers = {first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
+        first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()
+    }
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -114,12 +116,12 @@ def _walk(
 
 def parse_value(text: str) -> Any:
     """Read one YAML value, such as the right-hand side of an override. yaml.YAMLError when it is malformed."""
-    return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+    return yaml.load(text, Loader=_Loader)
 
 
 def parse_texts(text: str) -> Any:
     """Read one YAML value in which every scalar stays text."""
-    return yaml.load(text, Loader=yaml.BaseLoader)  # noqa: S506 - BaseLoader makes texts, lists and mappings only
+    return yaml.load(text, Loader=yaml.BaseLoader)
 
 
 def to_yaml(data: dict[str, Any]) -> str:
