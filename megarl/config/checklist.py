@@ -1,0 +1,99 @@
+"""The result of checking a recipe: a list of named checks, each ok, warn, fail or skip."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megarl.errors import ConfigError
+
+Status = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check. `key` is the dotted configuration key to change; `found`, `allowed`, `fix` as in UserError."""
+
+    status: Status
+    name: str
+    message: str
+    key: str | None = None
+    found: object = None
+    allowed: str | None = None
+    fix: str | None = None
+
+    def problem(self) -> ConfigError:
+        """The check as an error."""
+        return ConfigError(self.message, where=self.key, found=self.found, allowed=self.allowed, fix=self.fix)
+
+
+@dataclass
+class Checklist:
+    """Collects checks in order."""
+
+    items: list[Check] = field(default_factory=list)
+
+    def ok(self, name: str, message: str) -> None:
+        """Note what holds."""
+        self.items.append(Check("ok", name, message))
+
+    def skip(self, name: str, why: str) -> None:
+        """Note what could not be checked, and why."""
+        self.items.append(Check("skip", name, why))
+
+    def fail(self, name: str, key: str, what: str, *, found: object, allowed: object = None, fix: str | None) -> None:
+        """Note a problem that stops the run. `allowed` is a sentence or the legal values."""
+        self.items.append(Check("fail", name, what, key, found, _words(allowed), fix))
+
+    def warn(self, name: str, key: str, what: str, *, found: object = None, fix: str | None = None) -> None:
+        """Note a setting that is legal and most likely not what is wanted."""
+        self.items.append(Check("warn", name, what, key, found, None, fix))
+
+    def from_error(self, name: str, error: ConfigError) -> None:
+        """Note a problem that was raised as an error."""
+        self.items.append(Check("fail", name, error.what, error.where, error.found, error.allowed, error.fix))
+
+    def divides(
+        self,
+        name: str,
+        key: str,
+        number: int,
+        divisor: int,
+        noun: str,
+        by: str,
+        *,
+        minimum: int = 1,
+        allowed: object = None,
+    ) -> bool:
+        """Check that `number` (of `noun`) is a multiple of `divisor` (described by `by`); name the nearest multiples."""
+        if number % divisor == 0:
+            self.ok(name, f"{noun} {number} is divisible by {divisor} ({by})")
+            return True
+        near = nearest_multiples(number, divisor, minimum)
+        self.fail(
+            name,
+            key,
+            f"{noun} {number} is not divisible by {divisor} ({by})",
+            found=number,
+            allowed=allowed if allowed is not None else f"a multiple of {divisor}, nearest: {_words(near)}",
+            fix=f"set {key} to {_words(near, ' or ')}" if allowed is None else f"set {key} to a value allowed above",
+        )
+        return False
+
+
+def nearest_multiples(number: int, divisor: int, minimum: int = 1) -> list[int]:
+    """The multiples of `divisor` just below and above `number`, none below `minimum`."""
+    lower = number // divisor * divisor
+    return [value for value in (lower, lower + divisor) if value >= minimum]
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+def _words(values: object, joint: str = ", ") -> str | None:
+    if values is None or isinstance(values, str):
+        return values
+    return joint.join(str(value) for value in values) if isinstance(values, Iterable) else str(values)

@@ -1,0 +1,205 @@
+"""Checks of how models are split over processes, against Megatron-Core's rules and the model's sizes."""
+
+from __future__ import annotations
+
+from megarl.config.checklist import Checklist, divisors
+from megarl.config.facts import ModelFacts
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
+
+
+def expert_tensor_size(parallel: ParallelConfig) -> int:
+    """Tensor parallel size inside experts: `etp`, else tp, or 1 when ep > 1."""
+    if parallel.etp is not None:
+        return parallel.etp
+    return parallel.tp if parallel.ep == 1 else 1
+
+
+def data_parallel_size(config: RunConfig, parallel: ParallelConfig) -> int | None:
+    """Replicas of a model with this layout; None when the processes do not divide into replicas."""
+    replicas, rest = divmod(config.cluster.nproc, parallel.model_parallel_size)
+    return replicas if replicas and not rest else None
+
+
+def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) -> None:
+    """Processes over machines."""
+    cluster = config.cluster
+    if cluster.nnodes > cluster.nproc:
+        checks.fail(
+            "machines",
+            "cluster.nnodes",
+            f"{cluster.nproc} processes cannot be spread over {cluster.nnodes} machines",
+            found=cluster.nnodes,
+            allowed=divisors(cluster.nproc),
+            fix="cluster.nproc counts the processes of all machines together",
+        )
+    else:
+        checks.divides("machines", "cluster.nproc", cluster.nproc, cluster.nnodes, "cluster.nproc", "cluster.nnodes")
+    if launcher == "local" and cluster.nnodes > 1:
+        checks.fail(
+            "launcher",
+            "cluster.nnodes",
+            "the local launcher starts processes on this machine only",
+            found=cluster.nnodes,
+            allowed="1",
+            fix="use --launcher torchrun or --launcher ray, or set cluster.nnodes=1",
+        )
+
+
+def check_parallel(
+    config: RunConfig, key: str, parallel: ParallelConfig, facts: ModelFacts | None, checks: Checklist
+) -> None:
+    """One role's layout. `key` is its dotted key, such as `actor.parallel`."""
+    nproc, size = config.cluster.nproc, parallel.model_parallel_size
+    role = key.partition(".")[0]
+    split = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}"
+    if checks.divides(f"{role} replicas", "cluster.nproc", nproc, size, "cluster.nproc", f"{key}: {split}"):
+        checks.ok(f"{role} data parallel", f"{nproc} processes = {split} * dp {nproc // size}")
+    _check_rules(key, role, parallel, checks)
+    _check_experts_layout(nproc, key, role, parallel, checks)
+    if facts is None:
+        checks.skip(
+            f"{role} model split", "the model's sizes are not known here: heads, layers and widths are unchecked"
+        )
+        return
+    _check_tensor(key, role, parallel, facts, checks)
+    _check_pipeline(key, role, parallel, facts, checks)
+    _check_moe(key, role, parallel, facts, checks)
+
+
+def _check_rules(key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
+    if parallel.vpp is not None and parallel.pp == 1:
+        checks.fail(
+            f"{role} interleaving",
+            f"{key}.vpp",
+            "virtual pipeline chunks need more than one pipeline stage",
+            found=parallel.vpp,
+            allowed="null with pp 1",
+            fix=f"set {key}.pp to 2 or more, or {key}.vpp=null",
+        )
+    if parallel.sp and parallel.tp == 1:
+        checks.fail(
+            f"{role} sequence parallel",
+            f"{key}.sp",
+            "sequence parallelism splits over the tensor parallel ranks, and tp is 1",
+            found=True,
+            allowed="false with tp 1",
+            fix=f"set {key}.tp to 2 or more, or {key}.sp=false",
+        )
+
+
+def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
+    """Megatron places experts on etp * ep * pp processes; what is left is the expert data parallel size."""
+    if parallel.ep == 1 and parallel.etp is None:
+        return
+    etp = expert_tensor_size(parallel)
+    fit = [ep for ep in divisors(nproc) if nproc % (etp * ep * parallel.pp) == 0]
+    if checks.divides(
+        f"{role} expert replicas",
+        f"{key}.ep",
+        nproc,
+        etp * parallel.ep * parallel.pp,
+        "cluster.nproc",
+        f"{key}: etp {etp} * ep {parallel.ep} * pp {parallel.pp}",
+        allowed=fit or "none with this etp and pp",
+    ):
+        checks.ok(
+            f"{role} expert data parallel",
+            f"{nproc} processes = etp {etp} * ep {parallel.ep} * pp {parallel.pp} "
+            f"* expert dp {nproc // (etp * parallel.ep * parallel.pp)}",
+        )
+
+
+def _check_tensor(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
+    tp = parallel.tp
+    widths = {"attention heads": facts.heads, "key/value heads": facts.kv_heads}
+    if not facts.is_moe:
+        widths["feed-forward width"] = facts.ffn
+    fit = [size for size in divisors(facts.heads) if all(width % size == 0 for width in widths.values())]
+    bad = {name: width for name, width in widths.items() if width % tp}
+    if not bad:
+        checks.ok(f"{role} tensor split", f"tp {tp} divides " + ", ".join(f"{n} {w}" for n, w in widths.items()))
+        return
+    note = " (a key/value head is never copied to several ranks)" if facts.kv_heads < tp else ""
+    checks.fail(
+        f"{role} tensor split",
+        f"{key}.tp",
+        f"tp {tp} does not divide the model's " + ", ".join(f"{w} {n}" for n, w in bad.items()) + note,
+        found=tp,
+        allowed=fit,
+        fix=f"set {key}.tp to {max((size for size in fit if size <= tp), default=1)}",
+    )
+
+
+def _check_pipeline(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
+    chunks = parallel.pp * (parallel.vpp or 1)
+    if facts.layers % chunks == 0:
+        checks.ok(f"{role} pipeline split", f"{facts.layers} layers = {chunks} chunks of {facts.layers // chunks}")
+    elif facts.layers % parallel.pp:
+        fit = divisors(facts.layers)
+        checks.fail(
+            f"{role} pipeline split",
+            f"{key}.pp",
+            f"{facts.layers} layers cannot be split evenly over pp {parallel.pp}",
+            found=parallel.pp,
+            allowed=fit,
+            fix=f"set {key}.pp to {min(fit, key=lambda size: abs(size - parallel.pp))}",
+        )
+    else:
+        per_stage = facts.layers // parallel.pp
+        checks.fail(
+            f"{role} pipeline split",
+            f"{key}.vpp",
+            f"a stage's {per_stage} layers cannot be split into {parallel.vpp} chunks",
+            found=parallel.vpp,
+            allowed=divisors(per_stage),
+            fix=f"set {key}.vpp to a divisor of {facts.layers} layers / pp {parallel.pp} = {per_stage}",
+        )
+
+
+def _check_moe(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
+    if not facts.is_moe:
+        for name, value in (("ep", parallel.ep if parallel.ep > 1 else None), ("etp", parallel.etp)):
+            if value is not None:
+                checks.fail(
+                    f"{role} experts",
+                    f"{key}.{name}",
+                    f"{name} splits experts, and {facts.model_type} has none",
+                    found=value,
+                    allowed="1" if name == "ep" else "null",
+                    fix=f"set {key}.{name}={'1' if name == 'ep' else 'null'}",
+                )
+        return
+    if parallel.tp > 1 and not parallel.sp:
+        checks.fail(
+            f"{role} experts with tensor parallel",
+            f"{key}.sp",
+            "a mixture of experts with tp > 1 must also split the sequence",
+            found=False,
+            allowed="true",
+            fix=f"set {key}.sp=true",
+        )
+    etp = expert_tensor_size(parallel)
+    if facts.experts % parallel.ep:
+        checks.fail(
+            f"{role} experts",
+            f"{key}.ep",
+            f"{facts.experts} experts cannot be split evenly over ep {parallel.ep}",
+            found=parallel.ep,
+            allowed=divisors(facts.experts),
+            fix=f"set {key}.ep to a divisor of {facts.experts}",
+        )
+    elif facts.ffn % etp:
+        checks.fail(
+            f"{role} experts",
+            f"{key}.etp",
+            f"the expert width {facts.ffn} cannot be split evenly over etp {etp}",
+            found=etp,
+            allowed=[size for size in divisors(facts.ffn) if size <= 64],
+            fix=f"set {key}.etp to a divisor of {facts.ffn}",
+        )
+    else:
+        checks.ok(
+            f"{role} experts",
+            f"{facts.experts} experts = ep {parallel.ep} * {facts.experts // parallel.ep}; width {facts.ffn} over etp {etp}",
+        )
