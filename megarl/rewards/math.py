@@ -1,0 +1,91 @@
+"""Symbolic equality of mathematical answers through `math-verify`.
+
+SymPy can run for ever on a hostile expression, so every sample has its own time limit: an alarm that interrupts Python
+code here, and behind it the reward pool, which kills a process that hangs inside one C call. This scorer therefore
+always runs in a worker process (an alarm needs the main thread of one).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, Literal
+
+from megarl.rewards.format import last_boxed
+
+_TAIL = 600  # characters of an unboxed response that are searched, the answer stands at the end
+
+
+class _TimeLimit(BaseException):
+    """Raised by the alarm. Not an Exception: SymPy and math-verify swallow those."""
+
+
+def math(
+    sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict", timeout_s: float = 5.0
+) -> dict[str, Any]:
+    """1.0 when the response's answer equals the reference as mathematics (`1/2` = `0.5` = `\\frac{2}{4}`).
+
+    Args:
+        sample: `response` and `answer` (LaTeX or plain, boxed or not).
+        method: strict reads the last `\\boxed{}` only; flexible falls back on the last expression of the response.
+        timeout_s: limit per sample; what cannot be decided in time is wrong and has part `timeout` = 1.
+
+    Raises:
+        ValueError: the reference answer is empty, or an argument is out of range.
+    """
+    if method not in ("strict", "flexible") or not timeout_s > 0:
+        raise ValueError(f"method must be strict or flexible and timeout_s positive, not {method!r} and {timeout_s!r}")
+    gold = last_boxed(str(sample["answer"])) or str(sample["answer"])
+    if not gold.strip():
+        raise ValueError("the reference answer is empty")
+    boxed = last_boxed(sample["response"])
+    candidate = boxed if boxed is not None or method == "strict" else sample["response"][-_TAIL:]
+    extracted = (boxed or "").strip()
+    if candidate is None or not candidate.strip():
+        return {"overall": 0.0, "timeout": 0.0, "extracted": extracted}
+    if candidate.strip() == gold.strip():
+        return {"overall": 1.0, "timeout": 0.0, "extracted": extracted}
+    try:
+        with _time_limit(timeout_s):
+            equal = _equal(gold.strip(), candidate, boxed is not None)
+    except _TimeLimit:
+        return {"overall": 0.0, "timeout": 1.0, "extracted": extracted}
+    return {"overall": float(equal), "timeout": 0.0, "extracted": extracted}
+
+
+def _equal(gold: str, candidate: str, boxed: bool) -> bool:
+    from math_verify import parse, verify
+
+    for name in ("math_verify.parser", "math_verify.grader"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # they warn that their own timeouts are off
+    parsed = parse(_box(candidate) if boxed else candidate, parsing_timeout=None)
+    return bool(verify(_parse_gold(gold), parsed, timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse_gold(gold: str) -> list[Any]:
+    from math_verify import parse
+
+    return parse(_box(gold), parsing_timeout=None)
+
+
+def _box(text: str) -> str:
+    return rf"\boxed{{{text}}}"
+
+
+@contextlib.contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    def on_alarm(number: int, frame: FrameType | None) -> None:
+        raise _TimeLimit
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,42 @@
+"""Numeric comparison of a response with the answer."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any, Literal
+
+from megarl.rewards.numbers import canonical, find_numbers, parse_number
+
+
+def numeric(
+    sample: dict[str, Any], *, tolerance: float = 1e-6, extract: Literal["whole", "first", "last"] = "whole"
+) -> dict[str, Any]:
+    """1.0 when the response denotes the same number as the answer: `24` = `24.0` = `48/2`, `1,000` = `1e3`.
+
+    Args:
+        sample: `response` and `answer`.
+        tolerance: |response - answer| may be at most tolerance * max(1, |answer|).
+        extract: whole: the response is nothing but the number; first or last: that number of the response.
+
+    Raises:
+        ValueError: the answer is not a number, or an argument is out of range.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be at least 0, not {tolerance!r}")
+    reference = parse_number(str(sample["answer"]))
+    if reference is None:
+        raise ValueError(f"the reference answer is not a number: {sample['answer']!r}")
+    value = _read(sample["response"], extract)
+    if value is None:
+        return {"overall": 0.0, "extracted": ""}
+    close = abs(value - reference) <= Fraction(tolerance) * max(1, abs(reference))
+    return {"overall": float(close), "extracted": canonical(value)}
+
+
+def _read(text: str, extract: str) -> Fraction | None:
+    if extract == "whole":
+        return parse_number(text)
+    if extract not in ("first", "last"):
+        raise ValueError(f"extract must be whole, first or last, not {extract!r}")
+    numbers = find_numbers(text)
+    return parse_number(numbers[0 if extract == "first" else -1]) if numbers else None

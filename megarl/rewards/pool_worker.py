@@ -1,0 +1,51 @@
+"""One process of the reward pool: `python -m megarl.rewards.pool_worker FD`, driven over that socket by `pool.py`.
+
+It loads the reward function itself, so a user's file never runs in a training process. It ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until the parent closes the connection."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    conn = Connection(int(sys.argv[1]))
+    try:
+        serve(conn)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(0)  # the parent is gone, and nobody waits for a clean interpreter shutdown
+
+
+def serve(conn: Connection) -> None:
+    """Load the function, say so, then score chunk after chunk, one message per sample."""
+    from megarl.errors import UserError
+    from megarl.rewards.registry import load_scorer
+    from megarl.rewards.scoring import score
+
+    setup = conn.recv()
+    sys.path[:] = setup["sys_path"]
+    try:
+        scorer = load_scorer(setup["name"], setup["mode"], setup["kwargs"])
+    except UserError as error:
+        conn.send(("refused", str(error)))
+        return
+    conn.send(("ready",))
+    while True:
+        samples, stop_at_failure = conn.recv()
+        for index, outcome in score(scorer, samples, stop_at_failure):
+            conn.send(("scored", index, outcome))
+        conn.send(("idle",))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Scorers by name: the included ones, and functions of the user's own files and packages."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from megarl.errors import ConfigError
+
+Mode = Literal["batch", "sequential"]
+
+
+@dataclass(frozen=True)
+class _Included:
+    path: str
+    isolated: bool = False
+
+
+_INCLUDED = {
+    "gsm8k": _Included("megarl.rewards.gsm8k:gsm8k"),
+    "math": _Included("megarl.rewards.math:math", isolated=True),
+    "exact_match": _Included("megarl.rewards.exact_match:exact_match"),
+    "numeric": _Included("megarl.rewards.numeric:numeric"),
+    "format": _Included("megarl.rewards.format:format_reward"),
+}
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """One reward function, ready to call.
+
+    Attributes:
+        name: as the configuration spells it; errors use it.
+        function: `(samples: list[dict], **kwargs) -> list` in batch mode, `(sample: dict, **kwargs)` in sequential
+            mode; a result is a number or a dict with `overall`.
+        file: source file, to find the user's line in a traceback.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    mode: Mode
+    file: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+def scorer_names() -> list[str]:
+    """Names of the included scorers."""
+    return sorted(_INCLUDED)
+
+
+def is_isolated(name: str) -> bool:
+    """True when the scorer must run in the main thread of a process of its own (it uses alarms)."""
+    return name in _INCLUDED and _INCLUDED[name].isolated
+
+
+def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
+    """Find the function behind `name` and check that it takes `kwargs`.
+
+    Args:
+        name: an included scorer, `path/to/file.py:function`, or `package.module:function`.
+        mode: how the user's function is called; included scorers take one sample at a time.
+        kwargs: keyword arguments of every call.
+
+    Raises:
+        ConfigError: unknown name, missing file or function, an error while importing, or arguments it does not take.
+    """
+    included = _INCLUDED.get(name)
+    path = included.path if included else name
+    if ":" not in path:
+        near = difflib.get_close_matches(name, _INCLUDED, n=1)
+        raise ConfigError(
+            "unknown reward",
+            where="reward.name",
+            found=name,
+            allowed=[*scorer_names(), "file.py:function", "pkg.mod:fn"],
+            fix=f"did you mean {near[0]!r}?" if near else None,
+        )
+    module_name, _, function_name = path.rpartition(":")
+    module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        local = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
+        raise ConfigError(
+            f"{module_name} has no function {function_name!r}", where="reward.name", found=name, allowed=local or None
+        )
+    scorer = Scorer(name, function, "sequential" if included else mode, str(module.__file__), kwargs)
+    _check_kwargs(scorer)
+    return scorer
+
+
+def _import_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(
+            "the reward file does not exist",
+            where="reward.name",
+            found=str(path),
+            fix=f"relative paths start at the current folder, {os.getcwd()}",
+        )
+    path = path.resolve()
+    name = f"megarl_reward_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # helper modules beside the file
+    sys.modules[name] = module  # dataclasses and pickles look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _import_error(str(path), error) from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())  # a console script does not put it there
+    try:
+        return importlib.import_module(name)
+    except Exception as error:
+        raise _import_error(name, error) from error
+
+
+def _import_error(where: str, error: Exception) -> ConfigError:
+    from megarl.rewards.scoring import location
+
+    line = location(error, where)
+    at = f" ({line})" if line else ""
+    return ConfigError(
+        f"importing {where} failed: {type(error).__name__}: {error}{at}", where="reward.name", fix="correct the file"
+    )
+
+
+def _check_kwargs(scorer: Scorer) -> None:
+    try:
+        signature = inspect.signature(scorer.function)
+    except ValueError:  # a built-in without a signature: its own error will do
+        return
+    try:
+        signature.bind(None, **scorer.kwargs)
+    except TypeError as error:
+        raise ConfigError(
+            f"{scorer.name} does not take these arguments: {error}",
+            where="reward.kwargs",
+            found=scorer.kwargs,
+            allowed=f"{scorer.name}{signature}, whose first argument is the sample or the list of samples",
+        ) from error

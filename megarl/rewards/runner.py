@@ -1,0 +1,210 @@
+"""Scoring batches while something else runs.
+
+    handle = runner.submit(samples)      # returns at once
+    ...                                  # compute log-probs
+    results = runner.result(handle)      # waits, raises RewardError that names the sample
+
+A failing sample stops the run, or scores `reward.on_error` when the user says so; it is never silently zero.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from megarl.errors import RewardError
+from megarl.metrics import Metrics
+from megarl.rewards.pool import Pool
+from megarl.rewards.registry import Scorer, is_isolated, load_scorer
+from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Failure, Outcome, Result, Sample, score
+
+if TYPE_CHECKING:
+    from megarl.config.data import RewardConfig
+
+log = logging.getLogger(__name__)
+_POLL_S = 0.2
+_LIMIT_GRACE_S = 2.0  # the alarm inside the process gets this much longer before the process is killed
+
+
+class RewardHandle:
+    """One submitted batch."""
+
+    def __init__(self, samples: list[Sample]) -> None:
+        self.samples = samples
+        self.outcomes: Future[dict[int, Outcome]] = Future()
+        self.started: float | None = None
+        self.progress = 0  # samples scored so far (in-process sequential mode)
+
+
+class RewardRunner:
+    """Scores batches with one reward function, in submission order, beside the caller.
+
+    Without processes the function runs in a background thread of this process. `math` uses alarms and always gets at
+    least one process.
+
+    Args:
+        cfg: the `reward` section.
+
+    Raises:
+        ConfigError: the function cannot be found or loaded, or does not take its arguments.
+    """
+
+    def __init__(self, cfg: RewardConfig) -> None:
+        self._cfg = cfg
+        self._scorer: Scorer | None = None
+        self._pool: Pool | None = None
+        if cfg.workers or is_isolated(cfg.name):
+            limit = _sample_limit(cfg) if is_isolated(cfg.name) else None
+            late = {"overall": 0.0, "timeout": 1.0, EXTRACTED_KEY: ""}
+            mode = "sequential" if ":" not in cfg.name else cfg.mode
+            self._pool = Pool(cfg.name, mode, cfg.kwargs, max(1, cfg.workers), sample_limit_s=limit, limit_result=late)
+        else:
+            self._scorer = load_scorer(cfg.name, cfg.mode, cfg.kwargs)
+        self._stuck: str | None = None
+        self._jobs: queue.SimpleQueue[RewardHandle | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="megarl-rewards", daemon=True)
+        self._thread.start()
+
+    def submit(self, samples: list[Sample]) -> RewardHandle:
+        """Start scoring. Every sample has `prompt`, `response`, `answer`, ... and `uid`; the list must not change."""
+        if self._stuck:
+            raise RewardError(self._stuck)
+        handle = RewardHandle(samples)
+        self._jobs.put(handle)
+        return handle
+
+    def result(self, handle: RewardHandle) -> list[Result]:
+        """Wait for a batch: one dict per sample with finite `overall` and parts, and possibly text `extracted`.
+
+        Raises:
+            RewardError: a sample failed and `reward.on_error` is `raise`, or the deadline passed in process.
+        """
+        while True:
+            try:
+                outcomes = handle.outcomes.result(timeout=_POLL_S)
+                break
+            except FutureTimeout:
+                if self._scorer and handle.started and time.monotonic() > handle.started + self._cfg.timeout_s:
+                    self._stuck = self._describe_stuck(handle)
+                    raise RewardError(self._stuck) from None
+        return self._settle(handle.samples, outcomes)
+
+    def close(self) -> None:
+        """End the background thread and the processes."""
+        self._jobs.put(None)
+        if not self._stuck:
+            self._thread.join(timeout=1.0)
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> RewardRunner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        while (handle := self._jobs.get()) is not None:
+            handle.started = time.monotonic()
+            try:
+                handle.outcomes.set_result(self._score(handle))
+            except BaseException as error:  # whatever it is, the caller of result() must see it
+                handle.outcomes.set_exception(error)
+
+    def _score(self, handle: RewardHandle) -> dict[int, Outcome]:
+        stop = self._cfg.on_error == "raise"
+        if self._pool is not None:
+            return self._pool.score(handle.samples, self._cfg.timeout_s, stop)
+        assert self._scorer is not None
+        outcomes: dict[int, Outcome] = {}
+        for index, outcome in score(self._scorer, handle.samples, stop):
+            outcomes[index] = outcome
+            handle.progress = len(outcomes)
+        return outcomes
+
+    def _settle(self, samples: list[Sample], outcomes: dict[int, Outcome]) -> list[Result]:
+        failures = {i: o for i, o in outcomes.items() if isinstance(o, Failure)}
+        if failures:
+            first = min(failures, key=lambda i: (failures[i].collateral, i))
+            message = _describe(self._cfg.name, samples, first, failures[first])
+            if self._cfg.on_error == "raise":
+                raise RewardError(message)
+            log.warning(
+                "%d of %d rewards failed and were scored %s; the first:\n%s",
+                len(failures), len(samples), self._cfg.on_error, message,
+            )  # fmt: skip
+        return [self._result(outcomes[i]) for i in range(len(samples))]
+
+    def _result(self, outcome: Outcome) -> Result:
+        if isinstance(outcome, Failure):
+            assert self._cfg.on_error != "raise"
+            return {"overall": float(self._cfg.on_error), ERROR_KEY: 1.0}
+        return outcome
+
+    def _describe_stuck(self, handle: RewardHandle) -> str:
+        assert self._scorer is not None
+        at = handle.progress if self._scorer.mode == "sequential" else 0
+        failure = Failure(
+            f"did not finish within reward.timeout_s = {self._cfg.timeout_s:g} (running in the trainer itself)"
+        )
+        fix = "raise reward.timeout_s, or set reward.workers: 1 so that a hanging call can be killed"
+        return _describe(self._cfg.name, handle.samples, min(at, len(handle.samples) - 1), failure, fix)
+
+
+def build_reward(cfg: RewardConfig) -> RewardRunner:
+    """The runner of the `reward` section; raises ConfigError when its function cannot be loaded."""
+    return RewardRunner(cfg)
+
+
+def reward_metrics(results: list[Result]) -> Metrics:
+    """`reward/<part>`: mean of every numeric part over the samples that have it; `reward/errors`: failed samples."""
+    metrics = Metrics()
+    metrics.sum("reward/errors", sum(result.get(ERROR_KEY, 0.0) for result in results))
+    for result in results:
+        for name, value in result.items():
+            if name not in (ERROR_KEY, EXTRACTED_KEY):
+                metrics.mean(f"reward/{name}", value, 1)
+    return metrics
+
+
+def _sample_limit(cfg: RewardConfig) -> float:
+    """Seconds after which a hanging sample's process is killed: the scorer's own limit and some grace."""
+    function: Callable[..., object] = load_scorer(cfg.name, cfg.mode, cfg.kwargs).function
+    default = inspect.signature(function).parameters["timeout_s"].default
+    return float(cfg.kwargs.get("timeout_s", default)) + _LIMIT_GRACE_S
+
+
+def _describe(name: str, samples: list[Sample], index: int, failure: Failure, fix: str | None = None) -> str:
+    sample = samples[index]
+    lines = [
+        f"reward {name!r}: sample {index} of {len(samples)} {_verb(failure.reason)}",
+        f"  uid:      {sample.get('uid')!r}",
+        f"  prompt:   {_start(sample.get('prompt'))}",
+        f"  response: {_start(sample.get('response'))}",
+        f"  answer:   {_start(sample.get('answer'))}",
+    ]
+    if failure.where:
+        lines.append(f"  at:       {failure.where}")
+    lines.append(
+        f"  fix:      {fix or 'correct the function or the data, or set reward.on_error to a score for such samples'}"
+    )
+    return "\n".join(lines)
+
+
+def _verb(reason: str) -> str:
+    return f"failed: the function {reason}" if reason.startswith(("raised", "returned", "did not")) else reason
+
+
+def _start(value: object, limit: int = 120) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."

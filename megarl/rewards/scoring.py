@@ -1,0 +1,148 @@
+"""Calling a reward function and judging what comes back: a finite number per sample, or a `Failure` that says why."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.rewards.registry import Scorer
+
+Sample = dict[str, Any]
+Result = dict[str, Any]
+ERROR_KEY = "_error"  # marks a result that `on_error` supplied
+EXTRACTED_KEY = "extracted"  # the one part that may be text: the answer read from the response, for majority votes
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a sample has no score. `where` is the line of the user's file; `collateral`: another sample is to blame."""
+
+    reason: str
+    where: str | None = None
+    collateral: bool = False
+
+
+Outcome = Result | Failure
+
+
+def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Iterator[tuple[int, Outcome]]:
+    """Score `samples`, yielding (index, outcome) as they are known; each index once, or fewer after a stop.
+
+    Args:
+        scorer: the function and how it is called.
+        samples: what the function sees.
+        stop_at_failure: end after the first failure (the run will stop anyway).
+    """
+    if scorer.mode == "batch":
+        yield from _score_batch(scorer, list(range(len(samples))), samples, stop_at_failure)
+        return
+    for index, sample in enumerate(samples):
+        outcome = _guard(scorer, lambda s=sample: _checked(scorer.function(s, **scorer.kwargs)))
+        yield index, outcome
+        if stop_at_failure and isinstance(outcome, Failure):
+            return
+
+
+def _score_batch(
+    scorer: Scorer, indices: list[int], samples: list[Sample], stop_at_failure: bool
+) -> Iterator[tuple[int, Outcome]]:
+    """One call for all. When it raises, single calls find the samples to blame and the others are scored together."""
+    raised, results = _call_batch(scorer, [samples[i] for i in indices])
+    if raised is None:
+        yield from zip(indices, results, strict=True)
+        return
+    blamed = []
+    for index in indices if len(indices) > 1 else []:
+        alone, _ = _call_batch(scorer, [samples[index]])
+        if alone is not None:
+            blamed.append(index)
+            yield index, alone
+            if stop_at_failure:
+                return
+    if not blamed:
+        for position, index in enumerate(indices):
+            many = len(indices) > 1
+            reason = (
+                f"{raised.reason} (no single sample does, only this batch of {len(indices)})" if many else raised.reason
+            )
+            yield index, Failure(reason, raised.where, collateral=position > 0)
+        return
+    rest = [i for i in indices if i not in set(blamed)]
+    if rest:
+        yield from _score_batch(scorer, rest, samples, stop_at_failure)
+
+
+def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[Failure | None, list[Outcome]]:
+    """(failure of the call itself, outcomes): exactly one of them is meaningful."""
+    returned: list[Any] = []
+
+    def call() -> None:
+        values = scorer.function(samples, **scorer.kwargs)
+        if isinstance(values, dict) or not hasattr(values, "__len__") or isinstance(values, str):
+            raise _Refused(f"returned {_short(values)} for {len(samples)} samples instead of a list of results")
+        if len(values) != len(samples):
+            raise _Refused(f"returned {len(values)} results for {len(samples)} samples")
+        returned.extend(values)
+
+    failure = _guard(scorer, call)
+    if isinstance(failure, Failure):
+        return failure, []
+    return None, [_guard(scorer, lambda v=value: _checked(v)) for value in returned]
+
+
+class _Refused(Exception):
+    """The function returned something that is not a reward."""
+
+
+def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except _Refused as error:
+        return Failure(str(error))
+    except (Exception, SystemExit) as error:
+        return Failure(f"raised {type(error).__name__}: {error}".rstrip(": "), location(error, scorer.file))
+
+
+def _checked(value: Any) -> Result:
+    """`value` as a dict of finite floats with `overall` (and text under `extracted`)."""
+    if not isinstance(value, dict):
+        return {"overall": _finite(value, "")}
+    if "overall" not in value:
+        raise _Refused(f"returned a dict without 'overall': {_short(value)}")
+    result: Result = {}
+    for name, part in value.items():
+        if name == EXTRACTED_KEY and (part is None or isinstance(part, str)):
+            result[name] = part or ""
+        else:
+            result[str(name)] = _finite(part, f" for part {name!r}")
+    return result
+
+
+def _finite(value: Any, part: str) -> float:
+    if value is None or isinstance(value, (str, bytes, complex)) or not hasattr(value, "__float__"):
+        raise _Refused(f"returned {_short(value)}{part}, which is not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise _Refused(f"returned {number}{part}")
+    return number
+
+
+def location(error: BaseException, file: str) -> str | None:
+    """`file:line: code` of the innermost frame of `error` inside `file`, else of its innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    inside = [frame for frame in frames if frame.filename == file] or list(frames)
+    if not inside:
+        return None
+    frame = inside[-1]
+    return f"{frame.filename}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

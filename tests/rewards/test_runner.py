@@ -1,0 +1,251 @@
+import os
+import signal
+import textwrap
+import time
+
+import pytest
+
+from megarl.config.data import RewardConfig
+from megarl.errors import ConfigError, RewardError
+from megarl.rewards import build_reward, reward_metrics
+
+HELPERS = """
+import os, time, math
+
+def length(samples, scale=1.0):
+    return [{"overall": scale * len(s["response"]), "words": float(len(s["response"].split()))} for s in samples]
+
+def one(sample):
+    return len(sample["response"])
+
+def broken(sample):
+    if sample["response"] == "bad":
+        return 1 / 0
+    return 1
+
+def broken_batch(samples):
+    return [1 / (s["response"] != "bad") for s in samples]
+
+def only_together(samples):
+    assert len(samples) == 1, "no company please"
+    return [1.0]
+
+def odd(sample):
+    return {"nan": math.nan, "inf": math.inf, "none": None, "str": "1.0", "dict": {"score": 1}, "part": {"overall": 1,
+            "x": None}, "ok": 1.0}[sample["response"]]
+
+def short(samples):
+    return [1.0] * (len(samples) - 1)
+
+def group_mean(samples):
+    assert len({s["uid"] for s in samples}) * 4 == len(samples)
+    return [1.0] * len(samples)
+
+def die(sample):
+    if sample["response"] == "bad":
+        os.kill(os.getpid(), 9)
+    return 1
+
+def hang(sample):
+    if sample["response"] == "bad":
+        time.sleep(60)
+    return 1
+
+def leave(sample):
+    raise SystemExit(3)
+"""
+BOTH = pytest.mark.parametrize("workers", [0, 2])
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_reward.py"
+    path.write_text(HELPERS)
+    return path
+
+
+def samples(*responses):
+    return [{"uid": f"u{i}", "prompt": f"p{i}", "response": r, "answer": "1"} for i, r in enumerate(responses)]
+
+
+def run(cfg, batch):
+    with build_reward(cfg) as runner:
+        return runner.result(runner.submit(batch))
+
+
+def config(name, mode="sequential", **more):
+    return RewardConfig(name=str(name), mode=mode, **more)
+
+
+@BOTH
+def test_batch_function_with_kwargs_keeps_order_and_parts(file, workers):
+    results = run(config(f"{file}:length", "batch", workers=workers, kwargs={"scale": 2}), samples("a", "b c", "ddd"))
+    assert results == [
+        {"overall": 2.0, "words": 1.0},
+        {"overall": 6.0, "words": 2.0},
+        {"overall": 6.0, "words": 1.0},
+    ]
+
+
+@BOTH
+def test_sequential_function_many_samples(file, workers):
+    batch = samples(*["x" * (i % 7) for i in range(200)])
+    assert [r["overall"] for r in run(config(f"{file}:one", workers=workers), batch)] == [i % 7 for i in range(200)]
+
+
+@BOTH
+@pytest.mark.parametrize(("function", "mode"), [("broken", "sequential"), ("broken_batch", "batch")])
+def test_raising_names_the_sample_and_the_line(file, workers, function, mode):
+    with pytest.raises(RewardError) as caught:
+        run(config(f"{file}:{function}", mode, workers=workers), samples("good", "good", "bad", "good"))
+    message = str(caught.value)
+    for part in ("sample 2 of 4", "'u2'", "'p2'", "'bad'", "ZeroDivisionError", "my_reward.py:", "1 / ", function):
+        assert part in message
+
+
+@BOTH
+@pytest.mark.parametrize(("function", "mode"), [("broken", "sequential"), ("broken_batch", "batch")])
+def test_on_error_scores_only_the_failing_sample_and_counts_it(file, workers, function, mode):
+    results = run(
+        config(f"{file}:{function}", mode, workers=workers, on_error=-1.0), samples("good", "bad", "good", "bad")
+    )
+    assert [r["overall"] for r in results] == [1.0, -1.0, 1.0, -1.0]
+    metrics = reward_metrics(results).result()
+    assert metrics == {"reward/errors": 2.0, "reward/overall": 0.0}
+
+
+def test_a_batch_that_fails_only_as_a_whole_is_said_to(file):
+    with pytest.raises(RewardError, match="no single sample does, only this batch of 2"):
+        run(config(f"{file}:only_together", "batch"), samples("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("nan", "returned nan"),
+        ("inf", "returned inf"),
+        ("none", "returned None"),
+        ("str", "'1.0', which is not a number"),
+        ("dict", "without 'overall'"),
+        ("part", "None for part 'x'"),
+    ],
+)
+def test_results_that_are_no_rewards_are_refused(file, response, reason):
+    with pytest.raises(RewardError) as caught:
+        run(config(f"{file}:odd"), samples("ok", response))
+    assert "sample 1 of 2" in str(caught.value)
+    assert reason in str(caught.value)
+
+
+@BOTH
+def test_wrong_count_is_refused(file, workers):
+    with pytest.raises(RewardError, match="results for"):
+        run(config(f"{file}:short", "batch", workers=workers), samples("a", "b", "c", "d"))
+
+
+@BOTH
+def test_system_exit_is_a_failure_not_an_exit(file, workers):
+    with pytest.raises(RewardError, match="SystemExit"):
+        run(config(f"{file}:leave", workers=workers), samples("a"))
+
+
+def test_batches_are_split_between_groups_only(file):
+    batch = [{"uid": f"u{i // 4}", "prompt": "", "response": "", "answer": ""} for i in range(40)]
+    assert len(run(config(f"{file}:group_mean", "batch", workers=3), batch)) == 40
+
+
+def test_dead_process_is_recognised_and_replaced(file):
+    with build_reward(config(f"{file}:die", workers=2)) as runner:
+        with pytest.raises(RewardError) as caught:
+            runner.result(runner.submit(samples("ok", "bad", "ok")))
+        assert "sample 1 of 3" in str(caught.value)
+        assert "SIGKILL" in str(caught.value)
+        assert runner.result(runner.submit(samples("ok", "ok"))) == [{"overall": 1.0}] * 2
+    results = run(config(f"{file}:die", workers=1, on_error=0), samples("ok", "bad", "ok", "bad"))
+    assert [r["overall"] for r in results] == [1, 0, 1, 0]
+
+
+def test_process_killed_while_idle_is_replaced(file):
+    with build_reward(config(f"{file}:one", workers=1)) as runner:
+        os.kill(runner._pool._workers[0].process.pid, signal.SIGKILL)
+        time.sleep(0.1)
+        assert runner.result(runner.submit(samples("abc"))) == [{"overall": 3.0}]
+
+
+@BOTH
+def test_deadline_names_the_function_and_the_sample(file, workers):
+    started = time.monotonic()
+    with pytest.raises(RewardError) as caught:
+        run(config(f"{file}:hang", workers=workers, timeout_s=0.5), samples("ok", "ok", "bad", "ok"))
+    assert time.monotonic() - started < 10
+    for part in ("hang", "sample 2 of 4", "timeout_s = 0.5"):
+        assert part in str(caught.value)
+
+
+def test_deadline_with_on_error_keeps_what_was_scored(file):
+    results = run(config(f"{file}:hang", workers=1, timeout_s=0.5, on_error=-1), samples("ok", "ok", "bad", "ok"))
+    assert [r["overall"] for r in results] == [1, 1, -1, -1]
+
+
+def test_submit_returns_at_once_and_overlaps(file):
+    with build_reward(config("math")) as runner:
+        handles = [
+            runner.submit([{"uid": "a", "prompt": "", "response": r"\boxed{2/4}", "answer": "1/2"}]) for _ in range(3)
+        ]
+        assert all(not h.outcomes.done() for h in handles[1:])
+        assert [runner.result(h)[0]["overall"] for h in handles] == [1.0] * 3
+
+
+def test_a_hostile_expression_costs_one_sample_not_the_run():
+    hostile = r"\boxed{9^{9^{9^{9}}}}"
+    batch = [
+        {"uid": "a", "prompt": "", "response": r, "answer": "1/2"} for r in (r"\boxed{0.5}", hostile, r"\boxed{3}")
+    ]
+    results = run(config("math", kwargs={"timeout_s": 0.5}), batch)
+    assert [r["overall"] for r in results] == [1.0, 0.0, 0.0]
+    assert results[2]["timeout"] == 0.0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm8", "did you mean 'gsm8k'"),
+        ("missing.py:f", "does not exist"),
+        ("{file}:lenght", "no function 'lenght'"),
+        ("no.such.module:f", "importing no.such.module failed"),
+        ("{dir}/syntax.py:f", "syntax.py:1"),
+        ("{dir}/crash.py:f", "crash.py:3"),
+    ],
+)
+def test_functions_that_cannot_be_loaded(file, workers, name, message):
+    (file.parent / "syntax.py").write_text("def f(:\n")
+    (file.parent / "crash.py").write_text(
+        textwrap.dedent("""
+        value = {}
+        value["x"]
+        """)
+        .lstrip("\n")
+        .replace("value = {}", "\nvalue = {}")
+    )
+    with pytest.raises(ConfigError) as caught:
+        build_reward(config(name.format(file=file, dir=file.parent), workers=workers))
+    assert message in str(caught.value)
+
+
+def test_unknown_kwargs_are_refused_before_the_run():
+    with pytest.raises(ConfigError, match="tolerence"):
+        build_reward(config("numeric", kwargs={"tolerence": 1}))
+
+
+def test_included_scorers_ignore_batch_mode():
+    assert run(config("numeric", "batch"), samples("1", "2")) == [
+        {"overall": 1.0, "extracted": "1"},
+        {"overall": 0.0, "extracted": "2"},
+    ]
+
+
+def test_package_function(tmp_path, monkeypatch):
+    (tmp_path / "scores_pkg.py").write_text("def f(samples):\n    return [True] * len(samples)\n")
+    monkeypatch.chdir(tmp_path)
+    assert run(config("scores_pkg:f", "batch", workers=1), samples("a")) == [{"overall": 1.0}]

@@ -1,0 +1,165 @@
+from fractions import Fraction
+
+import pytest
+
+from megarl.rewards.exact_match import exact_match
+from megarl.rewards.format import format_reward, last_boxed
+from megarl.rewards.gsm8k import gsm8k
+from megarl.rewards.math import math
+from megarl.rewards.numbers import find_numbers, parse_number
+from megarl.rewards.numeric import numeric
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("24", 24),
+        (" 24.0 ", 24),
+        ("24.", 24),
+        (".5", Fraction(1, 2)),
+        ("-3", -3),
+        ("\u22123", -3),
+        ("+7", 7),
+        ("1,000", 1000),
+        ("12,345,678.5", Fraction(24691357, 2)),
+        ("1/3", Fraction(1, 3)),
+        ("-1/4", Fraction(-1, 4)),
+        (r"\frac{1}{2}", Fraction(1, 2)),
+        (r"-\dfrac{3}{4}", Fraction(-3, 4)),
+        ("$18", 18),
+        ("-$5", -5),
+        ("50%", Fraction(1, 2)),
+        ("1e3", 1000),
+        ("2.5e-1", Fraction(1, 4)),
+        ("007", 7),
+        ("0.1", Fraction(1, 10)),
+    ],
+)
+def test_parse_number_reads(text, value):
+    assert parse_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "abc", "1 2", "1,00", "1/0", "24 apples", "--3", "1.2.3", "9" * 100, "1e999", "."]
+)
+def test_parse_number_refuses(text):
+    assert parse_number(text) is None
+
+
+def test_find_numbers_sees_operators_and_full_stops():
+    assert find_numbers("He had 7-3 = 4 apples, so $1,234.50 and -2.") == ["7", "3", "4", "$1,234.50", "-2"]
+
+
+@pytest.mark.parametrize(
+    ("response", "method", "score"),
+    [
+        ("so 9 * 2 = 18\n#### 18", "strict", 1.0),
+        ("#### 17\n#### $18.00", "strict", 1.0),
+        ("the answer is 18", "strict", 0.0),
+        ("the answer is 18.", "flexible", 1.0),
+        ("18 or 19", "flexible", 0.0),
+        ("#### eighteen", "strict", 0.0),
+        ("", "flexible", 0.0),
+    ],
+)
+def test_gsm8k(response, method, score):
+    for answer in ("18", "She makes 9 * 2 = 18.\n#### 18"):
+        assert gsm8k({"response": response, "answer": answer}, method=method)["overall"] == score
+
+
+def test_gsm8k_refuses_an_answer_without_a_number():
+    with pytest.raises(ValueError, match="no number"):
+        gsm8k({"response": "1", "answer": "#### none"})
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [("24", "24.0", 1.0), ("24.1", "24", 0.0), (".3333333", "1/3", 1.0), ("1,000", "1000", 1.0), ("24 24", "24", 0.0)],
+)
+def test_numeric(response, answer, score):
+    assert numeric({"response": response, "answer": answer})["overall"] == score
+
+
+def test_numeric_tolerance_and_extraction():
+    assert numeric({"response": "3.33", "answer": "10/3"}, tolerance=0.01)["overall"] == 1.0
+    assert numeric({"response": "0.009", "answer": "0"}, tolerance=0.01)["overall"] == 1.0
+    assert numeric({"response": "1 then 24", "answer": "24"}, extract="last")["overall"] == 1.0
+    assert numeric({"response": "24 then 1", "answer": "24"}, extract="first")["overall"] == 1.0
+    with pytest.raises(ValueError, match="not a number"):
+        numeric({"response": "1", "answer": "one"})
+
+
+def test_numeric_votes_agree_across_spellings():
+    votes = {numeric({"response": r, "answer": "1"})["extracted"] for r in ("0.5", ".50", "1/2", r"\frac12", "2/4")}
+    assert votes == {"1/2", ""}
+
+
+def test_exact_match():
+    assert exact_match({"response": " New  York\n", "answer": "New York"})["overall"] == 1.0
+    assert exact_match({"response": "new york", "answer": "New York"})["overall"] == 0.0
+    assert exact_match({"response": "new york", "answer": "New York"}, ignore_case=True)["overall"] == 1.0
+    assert exact_match({"response": "24", "answer": 24})["overall"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{1} and \boxed{2", "1"),
+        (r"\fbox {x}", "x"),
+        (r"\boxed{}", ""),
+        ("no box", None),
+    ],
+)
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("<think>a</think> \\boxed{1}", 1.0),
+        ("<think> </think> \\boxed{1}", 0.0),
+        ("<think>a</think><think>b</think>\\boxed{1}", 0.0),
+        ("<think>\\boxed{1}</think> done", 0.0),
+        ("a</think>\\boxed{1}", 0.0),
+        ("x <think>a</think>\\boxed{1}", 0.0),
+        ("<think>a</think>\\boxed{}", 0.0),
+    ],
+)
+def test_format(response, score):
+    assert format_reward({"response": response}) == score
+
+
+def test_format_parts_can_be_turned_off():
+    assert format_reward({"response": "\\boxed{1}"}, think=False) == 1.0
+    assert format_reward({"response": "<think>a</think>b"}, boxed=False) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        (r"\boxed{\frac{2}{4}}", "1/2", 1.0),
+        (r"\boxed{0.5}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{(x+1)^2}", "x^2+2x+1", 1.0),
+        (r"\boxed{x+1}", "x+2", 0.0),
+        (r"\boxed{\text{east}}", r"\text{east}", 1.0),
+        ("0.5", "1/2", 0.0),
+        (r"\boxed{}", "1/2", 0.0),
+        (r"\boxed{2\sqrt{2}}", r"\boxed{\sqrt{8}}", 1.0),
+    ],
+)
+def test_math_strict(response, answer, score):
+    assert math({"response": response, "answer": answer})["overall"] == score
+
+
+def test_math_flexible_reads_unboxed_answers():
+    assert math({"response": "so the answer is $\\frac{3}{6}$.", "answer": "1/2"}, method="flexible")["overall"] == 1.0
+
+
+def test_math_gives_up_in_time_and_says_so():
+    slow = r"\boxed{" + "+".join(rf"\sin(x^{{{i}}})^{{{i + 9}}}" for i in range(60)) + "}"
+    result = math({"response": slow, "answer": r"\cos(x)^{77}"}, timeout_s=0.05)
+    assert result["overall"] == 0.0
+    assert result["timeout"] == 1.0
