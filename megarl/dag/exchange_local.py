@@ -1,0 +1,44 @@
+"""The exchange of a graph whose nodes all run in one process: nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.dag.exchange import DataLayout
+from megarl.dag.merge import merge
+from megarl.data.batch import Batch
+
+
+class LocalExchange:
+    """Batches stay where they are; see `megarl.dag.exchange.Exchange`."""
+
+    def redistribute(
+        self,
+        batch: Batch | None,
+        src: DataLayout,
+        dst: DataLayout,
+        *,
+        key: str,
+        held: Sequence[str] | None = None,
+    ) -> Batch | None:
+        """The batch itself; the layouts must be the same."""
+        if src != dst:
+            raise ValueError(f"{key}: layouts differ ({src} and {dst}), which needs a DistExchange")
+        return batch
+
+    def merge(self, outputs: dict[str, Batch]) -> Batch:
+        """Union of the producers' fields; see `megarl.dag.merge.merge`."""
+        return merge(outputs)
+
+    def copy(self, batch: Batch) -> Batch:
+        """Shallow copy."""
+        return batch.copy()
+
+    def keep(self, batch: Batch, index: Any) -> Batch:
+        """The samples at `index`."""
+        return batch.select(index)
+
+    def ids(self, batch: Batch) -> list[str] | None:
+        """The `sample_id` column, or None."""
+        return batch["sample_id"] if "sample_id" in batch else None  # noqa: SIM401 (a Batch has no get)
