@@ -1,0 +1,138 @@
+"""Validation metrics of n samples per prompt: accuracy, best@k, worst@k, maj@n, pass@k; by data source and overall.
+
+best@k and worst@k are exact expectations over all k-subsets of the n samples (no bootstrap), so they are unbiased for
+every k <= n and equal the maximum and minimum at k = n. With 0/1 correctness best@k is pass@k of Chen et al. 2021
+(arXiv:2107.03374), 1 - C(n - c, k) / C(n, k).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from math import comb
+from typing import Any
+
+from megarl.metrics import Metrics
+
+CORRECT_ABOVE = 0.5  # pass@k counts a sample as correct when its value is above this
+_ACCURACY_PARTS = ("acc", "accuracy", "overall")  # a reward function's accuracy part, else its score
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One scored sample.
+
+    Attributes:
+        uid: prompt it answers; samples of one prompt form a group.
+        value: how right it is, usually 0 or 1.
+        vote: what it votes for in maj@n: the extracted answer; None or "" is no vote.
+        data_source: data set of the prompt; "" is none.
+    """
+
+    uid: Hashable
+    value: float
+    vote: str | None
+    data_source: str = ""
+
+
+def from_reward(uid: Hashable, result: dict[str, Any], response: str, data_source: str = "") -> Scored:
+    """The sample of a reward result: value from part `acc` or `accuracy`, else `overall`; vote from `extracted`.
+
+    A reward function that extracts nothing makes the whole response (white space aside) the vote.
+    """
+    value = next(float(result[name]) for name in _ACCURACY_PARTS if name in result)
+    vote = result["extracted"] if "extracted" in result else response.strip()
+    return Scored(uid, value, vote, data_source)
+
+
+def validation_metrics(samples: Iterable[Scored], prefix: str = "val") -> Metrics:
+    """Metrics of all samples of some prompts; merging the bags of several ranks is exact.
+
+    Names: `val/acc`, `val/prompts`, `val/samples`; with n > 1 samples per prompt also `val/best@k`, `val/worst@k`,
+    `val/pass@k` for k = n and the powers of two below, and `val/maj@n`. With several data sources the same names
+    again as `val/<data_source>/...`. Every prompt counts the same, whatever its number of samples.
+
+    Args:
+        samples: scored samples; all samples of a prompt must be in the same call.
+        prefix: first part of the names.
+    """
+    groups: dict[tuple[str, Hashable], list[Scored]] = defaultdict(list)
+    for sample in samples:
+        groups[sample.data_source, sample.uid].append(sample)
+    metrics = Metrics()
+    for (source, _), group in groups.items():
+        for where in (prefix, f"{prefix}/{source}") if source else (prefix,):
+            _add_group(metrics, where, group)
+    return metrics
+
+
+def _add_group(metrics: Metrics, where: str, group: Sequence[Scored]) -> None:
+    n = len(group)
+    values = [sample.value for sample in group]
+    correct = sum(value > CORRECT_ABOVE for value in values)
+    metrics.mean(f"{where}/acc", sum(values) / n, 1)
+    metrics.sum(f"{where}/prompts", 1)
+    metrics.sum(f"{where}/samples", n)
+    if n == 1:
+        return
+    for k in subset_sizes(n):
+        metrics.mean(f"{where}/best@{k}", best_at_k(values, k), 1)
+        metrics.mean(f"{where}/worst@{k}", worst_at_k(values, k), 1)
+        metrics.mean(f"{where}/pass@{k}", pass_at_k(n, correct, k), 1)
+    metrics.mean(f"{where}/maj@{n}", majority(group), 1)
+
+
+def subset_sizes(n: int) -> list[int]:
+    """2, 4, 8, ... below n, and n itself.
+
+    >>> subset_sizes(12)
+    [2, 4, 8, 12]
+    """
+    sizes = []
+    k = 2
+    while k < n:
+        sizes.append(k)
+        k *= 2
+    return [*sizes, n]
+
+
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Probability that k of n samples drawn without replacement hold a correct one, given that `correct` are.
+
+    Unbiased estimator of Chen et al. 2021, in exact integer arithmetic. Requires 1 <= k <= n and 0 <= correct <= n.
+    """
+    if not (1 <= k <= n and 0 <= correct <= n):
+        raise ValueError(f"pass@k needs 1 <= k <= n and 0 <= correct <= n, not n={n}, correct={correct}, k={k}")
+    total = comb(n, k)
+    return (total - comb(n - correct, k)) / total
+
+
+def best_at_k(values: Sequence[float], k: int) -> float:
+    """Expected maximum of k of the values drawn without replacement; 1 <= k <= len(values)."""
+    n = len(values)
+    if not 1 <= k <= n:
+        raise ValueError(f"k must be between 1 and {n}, not {k}")
+    # The i-th smallest (from 0) is the maximum of the subsets whose other k - 1 members are below it.
+    return sum(value * (comb(i, k - 1) / comb(n, k)) for i, value in enumerate(sorted(values)))
+
+
+def worst_at_k(values: Sequence[float], k: int) -> float:
+    """Expected minimum of k of the values drawn without replacement; 1 <= k <= len(values)."""
+    return -best_at_k([-value for value in values], k)
+
+
+def majority(group: Sequence[Scored]) -> float:
+    """Value of the most frequent vote of one prompt's samples.
+
+    Samples without a vote abstain; when all do, their mean value counts. A tie gives the mean over the tied votes,
+    which is the expectation under a random tie break. Samples with one vote and several values count with their mean.
+    """
+    votes: dict[str | None, list[float]] = defaultdict(list)
+    for sample in group:
+        votes[sample.vote or None].append(sample.value)
+    if len(votes) > 1:
+        votes.pop(None, None)
+    most = max(len(values) for values in votes.values())
+    winners = [sum(values) / len(values) for values in votes.values() if len(values) == most]
+    return sum(winners) / len(winners)

@@ -1,0 +1,99 @@
+from itertools import combinations, product
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.evaluation import (
+    Scored,
+    best_at_k,
+    from_reward,
+    majority,
+    pass_at_k,
+    validation_metrics,
+    worst_at_k,
+)
+
+
+@given(st.lists(st.floats(-5, 5, width=32), min_size=1, max_size=7), st.data())
+def test_best_and_worst_equal_the_mean_over_all_subsets(values, data):
+    k = data.draw(st.integers(1, len(values)))
+    subsets = list(combinations(values, k))
+    assert best_at_k(values, k) == pytest.approx(mean(map(max, subsets)), abs=1e-9)
+    assert worst_at_k(values, k) == pytest.approx(mean(map(min, subsets)), abs=1e-9)
+
+
+def test_pass_at_k_equals_enumeration():
+    for n in range(1, 7):
+        for outcome in product([0, 1], repeat=n):
+            for k in range(1, n + 1):
+                expected = mean(float(any(s)) for s in combinations(outcome, k))
+                assert pass_at_k(n, sum(outcome), k) == pytest.approx(expected, abs=1e-15)
+                assert best_at_k(outcome, k) == pytest.approx(expected, abs=1e-12)
+
+
+def test_pass_at_k_of_many_samples_is_finite():
+    assert 0 < pass_at_k(2000, 1, 1000) == 0.5
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(2, 1, 3), (2, 3, 1), (2, 1, 0), (2, -1, 1)])
+def test_pass_at_k_refuses(n, c, k):
+    with pytest.raises(ValueError, match="pass@k"):
+        pass_at_k(n, c, k)
+
+
+def group(*pairs):
+    return [Scored("p", value, vote) for vote, value in pairs]
+
+
+@pytest.mark.parametrize(
+    ("samples", "value"),
+    [
+        (group(("a", 1), ("a", 1), ("b", 0)), 1),
+        (group(("a", 1), ("b", 0), ("b", 0)), 0),
+        (group(("a", 1), ("b", 0)), 0.5),
+        (group(("a", 1), ("b", 0), ("c", 0)), 1 / 3),
+        (group((None, 0), ("", 0), ("a", 1)), 1),
+        (group((None, 0), (None, 1)), 0.5),
+        (group(("a", 1), ("a", 0.5)), 0.75),
+    ],
+)
+def test_majority(samples, value):
+    assert majority(samples) == pytest.approx(value)
+
+
+def test_validation_metrics_by_source_and_overall():
+    samples = [
+        *(Scored("p1", v, t, "math") for v, t in [(1, "a"), (0, "b"), (1, "a")]),
+        *(Scored("p2", v, t, "code") for v, t in [(0, "x"), (0, "x"), (1, "y")]),
+    ]
+    result = validation_metrics(samples).result()
+    assert result["val/acc"] == pytest.approx((2 / 3 + 1 / 3) / 2)
+    assert result["val/math/acc"] == pytest.approx(2 / 3)
+    assert result["val/best@3"] == 1.0
+    assert result["val/best@2"] == pytest.approx((1 + 2 / 3) / 2)
+    assert result["val/worst@3"] == 0.0
+    assert result["val/maj@3"] == 0.5
+    assert result["val/code/maj@3"] == 0.0
+    assert result["val/pass@2"] == pytest.approx((1 + 2 / 3) / 2)
+    assert (result["val/prompts"], result["val/samples"]) == (2, 6)
+
+
+def test_one_sample_per_prompt_gives_accuracy_only():
+    result = validation_metrics([Scored(i, float(i % 2), None) for i in range(4)]).result()
+    assert result == {"val/acc": 0.5, "val/prompts": 4, "val/samples": 4}
+
+
+def test_merging_ranks_is_exact():
+    samples = [Scored(f"p{i // 4}", float(i % 3 == 0), str(i % 2), "s") for i in range(24)]
+    whole = validation_metrics(samples).result()
+    parts = validation_metrics(samples[:8]).merge(validation_metrics(samples[8:])).result()
+    assert parts == pytest.approx(whole)
+
+
+def test_from_reward_prefers_the_accuracy_part_and_the_extracted_answer():
+    assert from_reward("u", {"overall": 0.4, "acc": 1.0, "extracted": "24"}, "is 24", "s") == Scored(
+        "u", 1.0, "24", "s"
+    )
+    assert from_reward("u", {"overall": 0.4}, " is 24 ") == Scored("u", 0.4, "is 24")
