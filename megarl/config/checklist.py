@@ -63,14 +63,16 @@ class Checklist:
         noun: str,
         by: str,
         *,
-        minimum: int = 1,
         allowed: object = None,
     ) -> bool:
-        """Check that `number` (of `noun`) is a multiple of `divisor` (described by `by`); name the nearest multiples."""
+        """Check that `number` (of `noun`) is a multiple of `divisor` (told by `by`); name the nearest multiples.
+
+        `allowed` replaces the multiples when it is the divisor that `key` sets.
+        """
         if number % divisor == 0:
             self.ok(name, f"{noun} {number} is divisible by {divisor} ({by})")
             return True
-        near = nearest_multiples(number, divisor, minimum)
+        near = nearest_multiples(number, divisor)
         self.fail(
             name,
             key,
@@ -82,10 +84,10 @@ class Checklist:
         return False
 
 
-def nearest_multiples(number: int, divisor: int, minimum: int = 1) -> list[int]:
-    """The multiples of `divisor` just below and above `number`, none below `minimum`."""
+def nearest_multiples(number: int, divisor: int) -> list[int]:
+    """The positive multiples of `divisor` just below and above `number`."""
     lower = number // divisor * divisor
-    return [value for value in (lower, lower + divisor) if value >= minimum]
+    return [value for value in (lower, lower + divisor) if value > 0]
 
 
 def divisors(number: int) -> list[int]:

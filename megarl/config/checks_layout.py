@@ -201,5 +201,6 @@ def _check_moe(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts,
     else:
         checks.ok(
             f"{role} experts",
-            f"{facts.experts} experts = ep {parallel.ep} * {facts.experts // parallel.ep}; width {facts.ffn} over etp {etp}",
+            f"{facts.experts} experts = ep {parallel.ep} * {facts.experts // parallel.ep}, "
+            f"width {facts.ffn} over etp {etp}",
         )

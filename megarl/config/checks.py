@@ -1,0 +1,50 @@
+"""Every check of a recipe that needs no process: what exists, what divides what, what contradicts what."""
+
+from __future__ import annotations
+
+import warnings
+
+from megarl.config.base import raise_problems
+from megarl.config.checklist import Check, Checklist
+from megarl.config.checks_files import check_data, check_model, check_places, check_reward
+from megarl.config.checks_layout import check_cluster, check_parallel
+from megarl.config.checks_settings import check_batches, check_objective, check_sampling, check_schedules
+from megarl.config.facts import ModelFacts
+from megarl.config.run import RunConfig
+
+
+class ConfigWarning(UserWarning):
+    """A setting is legal and most likely not what is wanted."""
+
+
+def check_config(config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None) -> list[Check]:
+    """Run all checks and return them in order, failed ones included. Nothing is started, downloaded or imported.
+
+    Args:
+        hf: sizes of the model; None: read from the local files that the recipe names.
+        launcher: also check what this launcher cannot do.
+    """
+    checks = Checklist()
+    facts = check_model(config.model, hf, checks)
+    check_cluster(config, checks, launcher)
+    check_parallel(config, "actor.parallel", config.actor.parallel, facts, checks)
+    if config.algorithm.pipeline == "ppo":
+        check_parallel(config, "critic.parallel", config.critic.parallel, facts, checks)
+    check_batches(config, checks)
+    check_objective(config, checks)
+    check_sampling(config, facts, checks)
+    check_schedules(config, checks)
+    check_data(config.data, checks)
+    check_reward(config, checks)
+    check_places(config, checks)
+    return checks.items
+
+
+def validate(config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None) -> list[Check]:
+    """Raise one ConfigError that lists every failed check; warn (ConfigWarning) of the doubtful ones; return all."""
+    checks = check_config(config, hf=hf, launcher=launcher)
+    raise_problems([check.problem() for check in checks if check.status == "fail"])
+    for check in checks:
+        if check.status == "warn":
+            warnings.warn(str(check.problem()), ConfigWarning, stacklevel=2)
+    return checks

@@ -1,0 +1,234 @@
+"""Checks that what a recipe names exists: model, tokenizer, data, reward, checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from megarl.config.checklist import Checklist
+from megarl.config.data import DataConfig
+from megarl.config.facts import ModelFacts, hub_cache_folder, is_hub_name, model_facts
+from megarl.config.model import ModelConfig
+from megarl.config.references import check_reference, is_file_reference, is_module_reference
+from megarl.config.run import RunConfig
+from megarl.errors import ConfigError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+REWARDS = ("exact_match", "format", "gsm8k", "math", "numeric")
+CHARACTERS = "chars:"
+# A character tokenizer has these tokens besides its alphabet: padding, start, end.
+SPECIAL_TOKENS = 3
+_HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.\[\]:%-]+)?|[\w.-]+@[\w.\[\]:%-]+")
+
+
+def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist) -> ModelFacts | None:
+    """The policy's source; returns the model's facts, None when they are not known."""
+    if model.path is not None and model.hf_config is not None:
+        checks.fail(
+            "model",
+            "model",
+            "a model is either loaded or made, and both model.path and model.hf_config are given",
+            found=model.path,
+            allowed="one of model.path, model.hf_config",
+            fix="set the other to null",
+        )
+        return None
+    if facts is None:
+        try:
+            facts = model_facts(model)
+        except ConfigError as error:
+            checks.from_error("model", error)
+            return None
+    if facts is None:
+        checks.skip("model", f"{model.path} is a hub name that is not in the local cache")
+    else:
+        checks.ok("model", f"{facts.source}: {facts.model_type}, {facts.parameters:,} parameters")
+    _check_tokenizer(model, facts, checks)
+    return facts
+
+
+def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+    name = model.tokenizer
+    if name is None:
+        if model.path is None:
+            checks.fail(
+                "tokenizer",
+                "model.tokenizer",
+                "a fresh model brings no tokenizer",
+                found="null",
+                allowed="a folder, a hub name, or chars:<alphabet>",
+                fix="set model.tokenizer, for example to 'chars:0123456789+='",
+            )
+        return
+    if name.startswith(CHARACTERS):
+        _check_alphabet(name.removeprefix(CHARACTERS), facts, checks)
+    elif Path(name).expanduser().is_dir():
+        checks.ok("tokenizer", name)
+    elif not is_hub_name(name):
+        checks.fail(
+            "tokenizer",
+            "model.tokenizer",
+            "there is no such tokenizer folder",
+            found=name,
+            allowed="a folder, a hub name, or chars:<alphabet>",
+            fix="check the path; it is relative to the current folder",
+        )
+    elif hub_cache_folder(name) is None:
+        checks.skip("tokenizer", f"{name} is a hub name that is not in the local cache")
+
+
+def _check_alphabet(alphabet: str, facts: ModelFacts | None, checks: Checklist) -> None:
+    twice = sorted({letter for letter in alphabet if alphabet.count(letter) > 1})
+    if not alphabet or twice:
+        checks.fail(
+            "tokenizer",
+            "model.tokenizer",
+            "the alphabet is empty" if not alphabet else f"the alphabet has {''.join(twice)!r} more than once",
+            found=CHARACTERS + alphabet,
+            allowed="chars: and then each character once",
+            fix=f"write {CHARACTERS}{''.join(dict.fromkeys(alphabet)) or '0123456789+='}",
+        )
+        return
+    needed = len(alphabet) + SPECIAL_TOKENS
+    if facts is not None and facts.vocab < needed:
+        checks.fail(
+            "vocabulary",
+            "model.hf_config.vocab_size",
+            f"the model has fewer tokens than the tokenizer ({len(alphabet)} characters + {SPECIAL_TOKENS} special)",
+            found=facts.vocab,
+            allowed=f"whole number >= {needed}",
+            fix=f"set model.hf_config.vocab_size={needed}",
+        )
+    else:
+        checks.ok("tokenizer", f"{len(alphabet)} characters + {SPECIAL_TOKENS} special tokens")
+
+
+def check_data(data: DataConfig, checks: Checklist) -> None:
+    """Every source of training and held-out rows, and template files."""
+    if not data.train_files:
+        checks.fail(
+            "data",
+            "data.train_files",
+            "there is no training data",
+            found=[],
+            allowed="files, folders, hub names org/name@split, or pkg.mod:fn",
+            fix="set data.train_files, for example to [train.jsonl]",
+        )
+    for key, sources in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+        for source in sources:
+            _check_source(source, key, checks)
+
+
+def _check_source(source: str, key: str, checks: Checklist) -> None:
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix not in SUFFIXES:
+        checks.fail(
+            "data", key, "the file's form is not known", found=source, allowed=SUFFIXES, fix="convert it, or rename it"
+        )
+    elif path.is_dir() and not any(file.suffix in SUFFIXES for file in path.rglob("*")):
+        checks.fail(
+            "data", key, "the folder holds no data file", found=source, allowed=SUFFIXES, fix="check the folder's name"
+        )
+    elif path.exists():
+        checks.ok("data", f"{key}: {source}")
+    elif is_module_reference(source):
+        _check_function("data", source, key, checks)
+    elif path.suffix in SUFFIXES or not _HUB_DATA.fullmatch(source):
+        siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.5)
+        checks.fail(
+            "data",
+            key,
+            "there is no such file or folder",
+            found=source,
+            allowed=f"{', '.join(SUFFIXES)} files, folders, hub names org/name@split, or pkg.mod:fn",
+            fix=f"did you mean {path.parent / close[0]}?" if close else "paths are relative to the current folder",
+        )
+    else:
+        checks.skip("data", f"{key}: {source} is a hub name")
+
+
+def check_reward(config: RunConfig, checks: Checklist) -> None:
+    """The reward's name, or the function it refers to."""
+    name = config.reward.name
+    if name in REWARDS:
+        checks.ok("reward", name)
+    elif is_file_reference(name) or is_module_reference(name):
+        _check_function("reward", name, "reward.name", checks)
+    else:
+        close = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
+        missing_function = name.endswith(".py")
+        checks.fail(
+            "reward",
+            "reward.name",
+            "the function in the file is not named" if missing_function else "unknown reward",
+            found=name,
+            allowed=[*REWARDS, "file.py:function", "pkg.mod:fn"],
+            fix=f"write {name}:function" if missing_function else _did_you_mean(close),
+        )
+
+
+def check_places(config: RunConfig, checks: Checklist) -> None:
+    """Folders of a checkpoint, the reference model and the run."""
+    resume = config.trainer.resume
+    if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
+        checks.fail(
+            "resume",
+            "trainer.resume",
+            "there is no such checkpoint folder",
+            found=resume,
+            allowed="auto, never, or a checkpoint folder",
+            fix="use auto to resume from the newest complete checkpoint of this run",
+        )
+    reference = config.reference.path
+    if reference is not None and not Path(reference).expanduser().is_dir() and not is_hub_name(reference):
+        checks.fail(
+            "reference",
+            "reference.path",
+            "there is no such model folder",
+            found=reference,
+            allowed="a Hugging Face folder or hub name, or null for the actor's weights at the start of RL",
+            fix="check the path; it is relative to the current folder",
+        )
+    if Path(config.tracking.dir).is_file():
+        checks.fail(
+            "run folder",
+            "tracking.dir",
+            "this is a file, and run folders are made below it",
+            found=config.tracking.dir,
+            fix="name a folder",
+        )
+    if Path(config.name).name != config.name or config.name in ("", ".", ".."):
+        checks.fail(
+            "run folder",
+            "name",
+            "the run's name is also the name of its folder",
+            found=config.name,
+            allowed="text without slashes",
+            fix=f"set name={Path(config.name).name or 'my_run'}",
+        )
+
+
+def check_function_name(name: str, text: str, key: str, known: tuple[str, ...], noun: str, checks: Checklist) -> None:
+    """A registered name, or a `pkg.mod:fn` that can be found."""
+    if text in known:
+        checks.ok(name, text)
+    elif is_module_reference(text):
+        _check_function(name, text, key, checks)
+    else:
+        close = difflib.get_close_matches(text, known, n=1, cutoff=0.4)
+        checks.fail(name, key, f"unknown {noun}", found=text, allowed=[*known, "pkg.mod:fn"], fix=_did_you_mean(close))
+
+
+def _check_function(name: str, reference: str, key: str, checks: Checklist) -> None:
+    try:
+        check_reference(reference, key)
+    except ConfigError as error:
+        checks.from_error(name, error)
+    else:
+        checks.ok(name, f"{key}: {reference}")
+
+
+def _did_you_mean(close: list[str]) -> str:
+    return f"did you mean {close[0]}?" if close else "use one of the values above"

@@ -1,0 +1,316 @@
+"""Checks of settings against each other: batch sizes, objective, sampling, schedules."""
+
+from __future__ import annotations
+
+from megarl.config.checklist import Checklist, divisors
+from megarl.config.checks_files import check_function_name
+from megarl.config.checks_layout import data_parallel_size
+from megarl.config.facts import ModelFacts
+from megarl.config.rollout import SamplingConfig
+from megarl.config.run import RunConfig
+from megarl.config.training import OptimConfig
+
+PIPELINES = ("grpo", "ppo", "dapo")
+ESTIMATORS = ("gae", "grpo", "reinforce_pp", "remax", "rloo")
+GROUP_ESTIMATORS = ("grpo", "rloo")
+LOSSES = ("ppo",)
+KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+")
+
+
+def check_batches(config: RunConfig, checks: Checklist) -> None:
+    """Prompts per step, per mini-batch and per replica."""
+    data, mini = config.data, config.actor.mini_batch_size
+    if mini is not None and (mini > data.batch_size or data.batch_size % mini):
+        fit = divisors(data.batch_size)
+        checks.fail(
+            "mini-batches",
+            "actor.mini_batch_size",
+            f"a step of {data.batch_size} prompts cannot be split into mini-batches of {mini}",
+            found=mini,
+            allowed=fit,
+            fix=f"set actor.mini_batch_size to {min(fit, key=lambda size: abs(size - mini))}",
+        )
+    roles = {"actor": config.actor.parallel}
+    if config.algorithm.pipeline == "ppo":
+        roles["critic"] = config.critic.parallel
+    sizes = [
+        ("data.batch_size", data.batch_size),
+        ("actor.mini_batch_size", mini),
+        ("data.val_batch_size", data.val_batch_size),
+    ]
+    if config.sft.steps:
+        sizes.append(("sft.batch_size", config.sft.batch_size))
+    for role, parallel in roles.items():
+        dp = data_parallel_size(config, parallel)
+        for key, size in sizes:
+            if dp is not None and size is not None:
+                checks.divides(f"{role} batch", key, size, dp, key, f"the {role}'s data parallel size")
+
+
+def check_objective(config: RunConfig, checks: Checklist) -> None:
+    """Pipeline, estimator, loss and KL by name, and what each needs of the others."""
+    algorithm = config.algorithm
+    check_function_name("pipeline", algorithm.pipeline, "algorithm.pipeline", PIPELINES, "pipeline", checks)
+    estimator = algorithm.advantage.name
+    check_function_name("estimator", estimator, "algorithm.advantage.name", ESTIMATORS, "advantage estimator", checks)
+    check_function_name("policy loss", algorithm.loss.name, "algorithm.loss.name", LOSSES, "policy loss", checks)
+    n = config.rollout.sampling.n
+    if estimator in GROUP_ESTIMATORS and n < 2 and not algorithm.advantage.allow_singleton:
+        checks.fail(
+            "group size",
+            "rollout.sampling.n",
+            f"{estimator} compares the samples of a prompt with each other, and there is one",
+            found=n,
+            allowed="whole number >= 2, or 1 with algorithm.advantage.allow_singleton",
+            fix="set rollout.sampling.n=8",
+        )
+    if estimator == "gae" and algorithm.pipeline in ("grpo", "dapo"):
+        checks.fail(
+            "estimator",
+            "algorithm.advantage.name",
+            f"gae needs the values of a critic, and the {algorithm.pipeline} pipeline has none",
+            found=estimator,
+            allowed=[name for name in ESTIMATORS if name != "gae"],
+            fix="set algorithm.pipeline=ppo, or another estimator",
+        )
+    if algorithm.pipeline == "ppo" and estimator in ESTIMATORS and estimator != "gae":
+        checks.warn(
+            "estimator",
+            "algorithm.advantage.name",
+            f"the ppo pipeline trains a critic that {estimator} does not use",
+            found=estimator,
+            fix="set algorithm.advantage.name=gae, or algorithm.pipeline=grpo",
+        )
+    _check_aggregation(config, checks)
+    _check_dapo(config, checks)
+    _check_kl(config, checks)
+
+
+def _check_aggregation(config: RunConfig, checks: Checklist) -> None:
+    loss = config.algorithm.loss
+    if loss.aggregation == "seq-mean-token-sum-norm" and loss.sum_norm is None:
+        checks.fail(
+            "aggregation",
+            "algorithm.loss.sum_norm",
+            "seq-mean-token-sum-norm divides by a constant that is not given",
+            found="null",
+            allowed="number > 0",
+            fix=f"set algorithm.loss.sum_norm={config.rollout.sampling.max_new_tokens} (the response length limit)",
+        )
+    elif loss.sum_norm is not None and loss.aggregation != "seq-mean-token-sum-norm":
+        checks.warn(
+            "aggregation",
+            "algorithm.loss.sum_norm",
+            f"{loss.aggregation} does not use this divisor",
+            found=loss.sum_norm,
+            fix="set it to null, or algorithm.loss.aggregation=seq-mean-token-sum-norm",
+        )
+
+
+def _check_dapo(config: RunConfig, checks: Checklist) -> None:
+    algorithm, sampling = config.algorithm, config.rollout.sampling
+    if algorithm.pipeline == "dapo" and not algorithm.dynamic_sampling.enabled:
+        checks.warn(
+            "dynamic sampling",
+            "algorithm.dynamic_sampling.enabled",
+            "the dapo pipeline runs with its group filter off",
+            found=False,
+            fix="set algorithm.dynamic_sampling.enabled=true",
+        )
+    if algorithm.dynamic_sampling.enabled and sampling.n < 2:
+        checks.fail(
+            "dynamic sampling",
+            "rollout.sampling.n",
+            "a group of one sample has no variance, so every group would be dropped",
+            found=sampling.n,
+            allowed="whole number >= 2",
+            fix="set rollout.sampling.n=8",
+        )
+    buffer = algorithm.overlong.buffer_tokens
+    if buffer is not None and buffer >= sampling.max_new_tokens:
+        checks.fail(
+            "overlong penalty",
+            "algorithm.overlong.buffer_tokens",
+            f"the penalty zone is as long as the longest response ({sampling.max_new_tokens} tokens)",
+            found=buffer,
+            allowed=f"whole number from 1 to {sampling.max_new_tokens - 1}",
+            fix=f"set algorithm.overlong.buffer_tokens={max(1, sampling.max_new_tokens // 4)}",
+        )
+
+
+def _check_kl(config: RunConfig, checks: Checklist) -> None:
+    kl = config.algorithm.kl
+    check_function_name("KL", kl.estimator, "algorithm.kl.estimator", KL_ESTIMATORS, "KL estimator", checks)
+    if kl.adaptive and kl.use != "reward":
+        checks.fail(
+            "KL",
+            "algorithm.kl.adaptive",
+            "the adaptive controller belongs to KL as a reward term",
+            found=f"use: {kl.use}",
+            allowed="reward",
+            fix="set algorithm.kl.use=reward, or algorithm.kl.adaptive=false",
+        )
+    if kl.use == "none" and config.reference.path is not None:
+        checks.warn(
+            "KL",
+            "reference.path",
+            "a reference model is named, and nothing uses it",
+            found=config.reference.path,
+            fix="set algorithm.kl.use=loss or reward, or remove reference.path",
+        )
+    if kl.use != "none" and kl.coef == 0:
+        checks.warn(
+            "KL",
+            "algorithm.kl.coef",
+            "the reference model is computed and its weight is 0",
+            found=kl.coef,
+            fix="set algorithm.kl.use=none, or a coefficient",
+        )
+    if kl.use == "reward" and kl.estimator.endswith("+"):
+        checks.warn(
+            "KL",
+            "algorithm.kl.estimator",
+            "a reward has no gradient, so the straight-through form changes nothing",
+            found=kl.estimator,
+            fix=f"set algorithm.kl.estimator={kl.estimator[:-1]}",
+        )
+
+
+def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Lengths against the model, and sampling that changes what the gradient means."""
+    training = config.rollout.sampling
+    for key, sampling in (("rollout.sampling", training), ("validation.sampling", config.validation.sampling)):
+        _check_lengths(key, sampling, config.data.max_prompt_tokens, facts, checks)
+    if training.temperature == 0:
+        checks.fail(
+            "sampling",
+            "rollout.sampling.temperature",
+            "greedy samples of a prompt are all the same, so there is nothing to learn from",
+            found=training.temperature,
+            allowed="number > 0",
+            fix="set rollout.sampling.temperature=1",
+        )
+    if training.top_p < 1 or training.top_k > 0:
+        checks.warn(
+            "sampling",
+            "rollout.sampling.top_p" if training.top_p < 1 else "rollout.sampling.top_k",
+            "tokens are drawn from a truncated distribution and scored under the full one, which is off-policy",
+            found=training.top_p if training.top_p < 1 else training.top_k,
+            fix="set rollout.sampling.top_p=1 and top_k=0",
+        )
+    held_out = config.validation.sampling
+    if held_out.temperature == 0 and held_out.n > 1:
+        checks.warn(
+            "sampling",
+            "validation.sampling.n",
+            "greedy samples of a prompt are all the same",
+            found=held_out.n,
+            fix="set validation.sampling.n=1, or a temperature above 0",
+        )
+    if config.rollout.dtype == "bf16" and config.model.dtype == "fp32":
+        checks.warn(
+            "sampling",
+            "rollout.dtype",
+            "generation in bf16 and training in fp32 give different log-probabilities, which is slightly off-policy",
+            found="bf16",
+            fix="set rollout.dtype=model",
+        )
+
+
+def _check_lengths(
+    key: str, sampling: SamplingConfig, prompt: int, facts: ModelFacts | None, checks: Checklist
+) -> None:
+    new = sampling.max_new_tokens
+    if sampling.min_new_tokens > new:
+        checks.fail(
+            "lengths",
+            f"{key}.min_new_tokens",
+            f"it exceeds max_new_tokens ({new})",
+            found=sampling.min_new_tokens,
+            allowed=f"whole number from 0 to {new}",
+            fix=f"set {key}.min_new_tokens={new} or less",
+        )
+    if facts is None:
+        return
+    if prompt + new > facts.max_positions:
+        room = facts.max_positions - prompt
+        checks.fail(
+            "lengths",
+            f"{key}.max_new_tokens",
+            f"prompt and response ({prompt} + {new} tokens) exceed the model's {facts.max_positions} positions",
+            found=new,
+            allowed=f"at most {room}" if room > 0 else f"data.max_prompt_tokens below {facts.max_positions} first",
+            fix=f"set {key}.max_new_tokens={room}" if room > 0 else "lower data.max_prompt_tokens",
+        )
+    else:
+        checks.ok("lengths", f"{key}: {prompt} + {new} tokens fit {facts.max_positions} positions")
+    outside = [token for token in sampling.stop_token_ids if not 0 <= token < facts.vocab]
+    if outside:
+        checks.fail(
+            "stop tokens",
+            f"{key}.stop_token_ids",
+            f"token ids outside the vocabulary of {facts.vocab}",
+            found=outside,
+            allowed=f"whole numbers from 0 to {facts.vocab - 1}",
+            fix="remove them",
+        )
+
+
+def check_schedules(config: RunConfig, checks: Checklist) -> None:
+    """Learning rates, supervised phase and evaluation."""
+    minis = config.data.batch_size // (config.actor.mini_batch_size or config.data.batch_size)
+    steps = config.trainer.steps * config.actor.ppo_epochs * max(1, minis)
+    _check_optim("actor.optim", config.actor.optim, steps, checks)
+    if config.algorithm.pipeline == "ppo":
+        _check_optim("critic.optim", config.critic.optim, steps, checks)
+    sft, evaluated = config.sft, bool(config.data.val_files)
+    if sft.steps:
+        _check_optim("sft.optim", sft.optim, sft.steps, checks)
+    if sft.stop_at_accuracy is not None and sft.steps and not (sft.eval_every and evaluated):
+        missing = "sft.eval_every" if not sft.eval_every else "data.val_files"
+        checks.fail(
+            "supervised phase",
+            missing,
+            "sft.stop_at_accuracy needs evaluations on held-out prompts",
+            found=0 if not sft.eval_every else [],
+            allowed="whole number > 0" if not sft.eval_every else "a list of sources",
+            fix=f"set {missing}, or sft.stop_at_accuracy=null",
+        )
+    if config.validation.every and not evaluated:
+        checks.warn(
+            "validation",
+            "data.val_files",
+            f"validation.every is {config.validation.every}, and there are no held-out prompts",
+            found=[],
+            fix="set data.val_files, or validation.every=0",
+        )
+
+
+def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) -> None:
+    if optim.min_lr > optim.lr:
+        checks.fail(
+            "schedule",
+            f"{key}.min_lr",
+            f"the learning rate would rise from {optim.lr} to {optim.min_lr}",
+            found=optim.min_lr,
+            allowed=f"number from 0 to {optim.lr}",
+            fix=f"set {key}.min_lr=0",
+        )
+    end = optim.decay_steps or steps
+    if optim.schedule != "constant" and optim.warmup_steps >= end:
+        checks.fail(
+            "schedule",
+            f"{key}.warmup_steps",
+            f"the warm-up is as long as the whole schedule of {end} optimizer steps",
+            found=optim.warmup_steps,
+            allowed=f"whole number from 0 to {end - 1}",
+            fix=f"set {key}.warmup_steps={end // 10}",
+        )
+    elif optim.warmup_steps >= steps:
+        checks.warn(
+            "schedule",
+            f"{key}.warmup_steps",
+            f"the run ends after {steps} optimizer steps, before the warm-up does",
+            found=optim.warmup_steps,
+            fix=f"set {key}.warmup_steps={steps // 10}",
+        )

@@ -1,0 +1,117 @@
+"""References to user code, `pkg.mod:fn` and `file.py:fn`, checked by reading the source: nothing of it is run."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+from megarl.errors import ConfigError
+
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*")
+
+
+def is_module_reference(text: str) -> bool:
+    """True for `pkg.mod:fn`, a reference into an importable module."""
+    return _MODULE.fullmatch(text) is not None and not text.partition(":")[0].endswith(".py")
+
+
+def is_file_reference(text: str) -> bool:
+    """True for `path/file.py:fn`."""
+    return text.rpartition(":")[0].endswith(".py")
+
+
+def check_reference(text: str, key: str) -> None:
+    """Find the function `text` refers to; ConfigError at `key` when its file, module or name is missing or broken."""
+    module, _, function = text.rpartition(":")
+    file = _file_of(module, text, key) if is_file_reference(text) else _source_of(module, text, key)
+    if file is None:
+        return
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
+    except SyntaxError as error:
+        raise ConfigError(
+            f"{file}:{error.lineno}: the file is not valid Python ({error.msg})", where=key, found=text, fix="mend it"
+        ) from error
+    names = _top_level_names(tree)
+    top = function.partition(".")[0]
+    if names is not None and top not in names:
+        close = difflib.get_close_matches(top, names, n=1, cutoff=0.5)
+        public = [name for name in names if not name.startswith("_")]
+        raise ConfigError(
+            f"{file} defines no {top}",
+            where=key,
+            found=text,
+            allowed=public or "the file defines nothing",
+            fix=f"did you mean {module}:{close[0]}?" if close else f"define {top} in {file.name}",
+        )
+
+
+def _file_of(path: str, text: str, key: str) -> Path:
+    file = Path(path).expanduser()
+    if not file.is_file():
+        siblings = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
+        close = difflib.get_close_matches(file.name, siblings, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"there is no file {path}",
+            where=key,
+            found=text,
+            fix=f"did you mean {file.parent / close[0]}?" if close else "paths are relative to the current folder",
+        )
+    return file
+
+
+def _source_of(module: str, text: str, key: str) -> Path | None:
+    """Source file of an importable module; None for one without Python source (an extension module)."""
+    here = str(Path.cwd())
+    added = here not in sys.path and "" not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"the module {module} cannot be found ({error})", where=key, found=text, fix="install it, or check its name"
+        ) from error
+    finally:
+        if added:
+            sys.path.remove(here)
+    if spec is None:
+        raise ConfigError(
+            f"there is no module {module}",
+            where=key,
+            found=text,
+            allowed="a module that `python -c 'import ...'` finds from this folder, or file.py:function",
+            fix="install it, or check its name",
+        )
+    return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
+
+
+def _top_level_names(tree: ast.Module) -> list[str] | None:
+    """Names that a module defines; None when it cannot be told (`import *`, a module-level `__getattr__`)."""
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names += [alias.asname or alias.name for alias in node.names]
+    for node in _statements(tree.body):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.append(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names += [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+    return None if "*" in names or "__getattr__" in names else names
+
+
+def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
+    """Module-level statements, also those inside if, try and with."""
+    found = []
+    for node in body:
+        found.append(node)
+        if isinstance(node, (ast.If, ast.Try, ast.With)):
+            inner = [*node.body, *getattr(node, "orelse", []), *getattr(node, "finalbody", [])]
+            inner += [statement for handler in getattr(node, "handlers", []) for statement in handler.body]
+            found += _statements(inner)
+    return found
