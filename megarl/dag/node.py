@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from megarl.dag.stage import contract_of
 from megarl.errors import UserError
+from megarl.imports import import_callable
 
 
 class NodeType(Enum):
@@ -131,48 +131,6 @@ class Node:
         """Key of the model the node works on, (role, agent group); None for roles without one."""
         has_model = self.role in (Role.ACTOR, Role.CRITIC, Role.ROLLOUT, Role.REFERENCE)
         return (self.role.value, self.agent_group) if has_model else None
-
-
-def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[..., Any]:
-    """The callable behind "pkg.mod:Class.method", "pkg.mod:fn" or "pkg.mod.fn"; a callable is returned as it is.
-
-    Raises:
-        UserError: the module does not import, the name is not in it, or it is not callable.
-    """
-    if callable(path):
-        return path
-    module_name, colon, qualname = path.partition(":")
-    if not colon:
-        module_name, _, qualname = path.rpartition(".")
-    forms = "pkg.mod:Class.method, pkg.mod:fn, or pkg.mod.fn"
-    if not module_name or not qualname:
-        raise UserError("this is not an import path", where=where, found=path, allowed=forms)
-    try:
-        target: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise UserError(
-            f"module {module_name!r} does not import: {type(error).__name__}: {error}",
-            where=where,
-            found=path,
-            allowed=forms,
-            fix="install the module, put its folder on PYTHONPATH, or correct the name",
-        ) from error
-    for part in qualname.split("."):
-        if not hasattr(target, part):
-            raise UserError(
-                f"{target.__name__!r} has no {part!r}", where=where, found=path, fix=_near(part, dir(target))
-            )
-        target = getattr(target, part)
-    if not callable(target):
-        raise UserError("this is not callable", where=where, found=path, allowed=forms)
-    return target
-
-
-def _near(name: str, known: list[str]) -> str | None:
-    import difflib
-
-    near = difflib.get_close_matches(name, known, 3)
-    return f"did you mean {' or '.join(near)}?" if near else None
 
 
 def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str) -> None:

@@ -1,0 +1,54 @@
+"""Turn `pkg.mod:fn` in a recipe into the function, with an error a user can act on."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from megarl.errors import UserError
+
+_FORMS = "pkg.mod:fn, pkg.mod:Class.method, or pkg.mod.fn"
+
+
+def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[..., Any]:
+    """The callable behind "pkg.mod:Class.method", "pkg.mod:fn" or "pkg.mod.fn"; a callable is returned as it is.
+
+    Args:
+        path: import path, or the callable itself.
+        where: configuration key or node it was found at, for the message.
+
+    Raises:
+        UserError: the module does not import, the name is not in it, or it is not callable.
+    """
+    if callable(path):
+        return path
+    module_name, colon, qualname = path.partition(":")
+    if not colon:
+        module_name, _, qualname = path.rpartition(".")
+    if not module_name or not qualname:
+        raise UserError("this is not an import path", where=where, found=path, allowed=_FORMS)
+    try:
+        target: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(
+            f"module {module_name!r} does not import: {type(error).__name__}: {error}",
+            where=where,
+            found=path,
+            allowed=_FORMS,
+            fix="install the module, put its folder on PYTHONPATH, or correct the name",
+        ) from error
+    for part in qualname.split("."):
+        if not hasattr(target, part):
+            near = difflib.get_close_matches(part, dir(target), 3)
+            raise UserError(
+                f"{target.__name__!r} has no {part!r}",
+                where=where,
+                found=path,
+                fix=f"did you mean {' or '.join(near)}?" if near else None,
+            )
+        target = getattr(target, part)
+    if not callable(target):
+        raise UserError("this is not callable", where=where, found=path, allowed=_FORMS)
+    return target
