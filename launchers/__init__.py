@@ -1,0 +1,1 @@
+"""Ways to start the workers of a run: local processes, torchrun, Ray."""

@@ -1,0 +1,232 @@
+"""What all launchers share: the run folder, the environment of a worker, and `run_workers`.
+
+run_workers(launcher, entry, config, run_dir)
+  prepare run_dir: config.yaml, log.txt, a lock; nothing of an earlier attempt's errors
+  start            local.start | torchrun.start | ray.start      -> Workers
+  supervise        until all ranks end, one fails, one hangs, or a signal arrives
+  stop             whatever happened, no worker is left
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import importlib
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from megarl.errors import ConfigError, MegarlError, UserError
+from megarl.launchers.output import OutputLog
+from megarl.processes import write_atomically
+from megarl.runtime.health import forget
+from megarl.runtime.worker import WATCHED
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+
+Launcher = Literal["local", "torchrun", "ray"]
+LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
+
+# By default glibc gives every block above 128 kB back to the kernel as soon as it is freed, and the next allocation
+# pays a page fault for each 4 kB of it again. A decode loop that grows its cache by concatenation (32 sequences,
+# 8 layers of 8 x 64, 60 tokens; one core) took 1.56 CPU-s and 735,000 faults with glibc's defaults, 0.35 CPU-s and
+# 50,000 with these, for 0.08 GB more memory at the peak. glibc reads them when a process starts, so they must be in
+# its environment. Values of the user's own environment win.
+KEEP_FREED_MEMORY = {
+    "MALLOC_MMAP_THRESHOLD_": str(4 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What to run: `entry` is `pkg.mod:fn(config, run_dir)`."""
+
+    entry: str
+    config: RunConfig
+    run_dir: Path
+    log: OutputLog
+
+    @property
+    def config_path(self) -> Path:
+        """The resolved configuration that every worker reads."""
+        return self.run_dir / "config.yaml"
+
+    @property
+    def log_dir(self) -> Path:
+        """Output files of ranks that are no children of the launcher."""
+        return self.run_dir / "logs"
+
+
+class Workers(Protocol):
+    """The running ranks of a job."""
+
+    def poll(self) -> dict[int, int]:
+        """Exit codes by rank of the ranks that ended by themselves; negative: the signal that ended it."""
+
+    def ranks(self) -> list[int]:
+        """The ranks this launcher started and watches."""
+
+    def cause(self, rank: int) -> str | None:
+        """What the launcher knows about the end of a rank that left no error itself."""
+
+    def stop(self) -> None:
+        """End every rank that still runs, within seconds; may be called again."""
+
+
+def make_run_dir(config: RunConfig, run_dir: Path | None = None) -> Path:
+    """The folder of a run: `run_dir` when the user names one (to continue it), else a new RUNS/<name>/<stamp>."""
+    if run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        return run_dir.resolve()
+    parent = Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
+    parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    for attempt in range(1, 1000):
+        candidate = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
+        with contextlib.suppress(FileExistsError):
+            candidate.mkdir()
+            return candidate.resolve()
+    raise ConfigError("cannot make a new run folder", where="tracking.dir", found=str(parent))
+
+
+def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> int:
+    """Run `entry` on every rank and return the exit code of the command: 0, 1, 2 (user error), 128 + signal.
+
+    Raises:
+        UserError: unknown launcher, a layout it cannot start, or a run folder that another run uses.
+    """
+    from megarl.launchers.supervise import supervise
+
+    if launcher not in LAUNCHERS:
+        raise ConfigError("unknown launcher", where="--launcher", found=launcher, allowed=LAUNCHERS)
+    backend = importlib.import_module(f"megarl.launchers.{launcher}")
+    with _locked(run_dir), contextlib.closing(OutputLog(run_dir / "log.txt")) as log:
+        job = Job(entry, config, run_dir, log)
+        workers: Workers | None = None
+        with _signals_raise() as ignore_signals:
+            try:
+                _prepare(job)
+                workers = backend.start(job)
+                return supervise(workers, job)
+            except Stopped as stopped:
+                log.say(f"megarl: stopped by {signal.Signals(stopped.number).name}")
+                return 128 + stopped.number
+            except UserError:
+                raise
+            except MegarlError as error:
+                log.say(f"megarl: {error}")
+                return error.exit_code
+            except Exception as error:
+                log.say(
+                    f"{traceback.format_exc()}megarl: {launcher} launcher failed: {error}; see {run_dir / 'log.txt'}"
+                )
+                return 1
+            finally:
+                ignore_signals()
+                if workers is not None:
+                    workers.stop()
+
+
+def _prepare(job: Job) -> None:
+    import yaml
+
+    if node_rank() == 0:
+        forget(job.run_dir)
+        text = yaml.safe_dump(job.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        write_atomically(job.config_path, text)
+
+
+def node_rank() -> int:
+    """This machine's number among `cluster.nnodes`, from NODE_RANK (0 when unset)."""
+    return int(os.environ.get("NODE_RANK", "0"))
+
+
+@contextlib.contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """Refuse two runs in one folder at the same time. The kernel drops the lock with the process."""
+    with (run_dir / f".lock.{node_rank()}").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                "another run is using this run folder",
+                where="--run-dir",
+                found=str(run_dir),
+                fix="wait for it, or stop it",
+            ) from error
+        yield
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked this launcher to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextlib.contextmanager
+def _signals_raise() -> Iterator[_Ignore]:
+    """Turn SIGINT, SIGTERM and SIGHUP into `Stopped`, until the yielded function is called to ignore them."""
+    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    def ignore() -> None:
+        for number in caught:
+            signal.signal(number, signal.SIG_IGN)
+
+    before = {number: signal.signal(number, stop) for number in caught}
+    try:
+        yield ignore
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Ignore(Protocol):
+    def __call__(self) -> None: ...
+
+
+def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
+    """Environment that every worker process must start with, before any library is loaded."""
+    threads = config.cluster.threads or max(1, available_cores() // workers_here)
+    chosen = {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",  # spinning threads starve the other workers of a small machine
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONSAFEPATH": "1",  # the repository's own kernels/ must not hide the PyPI package of that name
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if not has_nvidia_device():
+        chosen |= KEEP_FREED_MEMORY
+    if config.cluster.nnodes == 1:
+        chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses
+    if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it draw its progress bars
+        chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(os.get_terminal_size().columns)}
+    environment = {WATCHED: "1"} | {name: os.environ.get(name, value) for name, value in chosen.items()}
+    if config.cluster.threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return environment
+
+
+def available_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def has_nvidia_device() -> bool:
+    """True when an NVIDIA driver is loaded; answered without importing torch."""
+    return Path("/dev/nvidiactl").exists()

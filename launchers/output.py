@@ -1,0 +1,104 @@
+"""Where the output of all ranks goes: rank 0 to the console as it is, every rank as whole lines to RUN_DIR/log.txt."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
+_LONGEST_LINE = 1 << 16
+
+
+class OutputLog:
+    """Collects raw output by rank. Safe to call from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._lock = threading.Lock()
+        self._pending: dict[int, bytes] = {}
+
+    def write(self, rank: int, data: bytes) -> None:
+        """Take the next bytes that `rank` printed."""
+        if rank == 0:
+            _to_console(data)
+        with self._lock:
+            *lines, rest = (self._pending.get(rank, b"") + data).split(b"\n")
+            self._pending[rank] = rest[-_LONGEST_LINE:]
+            self._file.write(b"".join(_as_line(rank, line) for line in lines))
+
+    def say(self, text: str) -> None:
+        """A message of the launcher itself: to stderr and to the file."""
+        print(text, file=sys.stderr, flush=True)
+        self.record("launcher", text)
+
+    def record(self, source: str, text: str) -> None:
+        """Add `text` to the file alone, marked as coming from `source`."""
+        with self._lock:
+            self._file.write("".join(f"[{source}] {line}\n" for line in text.splitlines()).encode())
+
+    def close(self) -> None:
+        """Write what is left without a line end."""
+        with self._lock:
+            self._file.write(b"".join(_as_line(rank, rest) for rank, rest in self._pending.items() if rest))
+            self._pending.clear()
+            self._file.close()
+
+
+def _as_line(rank: int, raw: bytes) -> bytes:
+    """One line of the file. Of a progress bar, which redraws its line, only the last drawing counts."""
+    drawings = [part for part in _ESCAPES.sub(b"", raw).split(b"\r") if part.strip()]
+    return b"[rank %d] %s\n" % (rank, drawings[-1].rstrip() if drawings else b"")
+
+
+def _to_console(data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, ValueError):
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), data)
+
+
+def pump(pipe: BinaryIO, rank: int, log: OutputLog) -> threading.Thread:
+    """Start a thread that copies `pipe` to the log until it closes."""
+
+    def copy() -> None:
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                log.write(rank, data)
+
+    thread = threading.Thread(target=copy, name=f"output-{rank}", daemon=True)
+    thread.start()
+    return thread
+
+
+class Follower:
+    """Copies what ranks append to LOG_DIR/rank_K.txt to the log; for ranks that are no children of this process."""
+
+    def __init__(self, log_dir: Path, world_size: int, log: OutputLog, poll_s: float = 0.1) -> None:
+        self._log, self._poll_s = log, poll_s
+        self._paths = {rank: log_dir / f"rank_{rank}.txt" for rank in range(world_size)}
+        self._offsets = {rank: path.stat().st_size if path.exists() else 0 for rank, path in self._paths.items()}
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="follow-output", daemon=True)
+        self._thread.start()
+
+    def _follow(self) -> None:
+        while not self._done.wait(self._poll_s):
+            self._copy_new()
+        self._copy_new()
+
+    def _copy_new(self) -> None:
+        for rank, path in self._paths.items():
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                file.seek(self._offsets[rank])
+                if data := file.read():
+                    self._offsets[rank] += len(data)
+                    self._log.write(rank, data)
+
+    def close(self) -> None:
+        """Copy the rest and stop."""
+        self._done.set()
+        self._thread.join()

@@ -1,0 +1,227 @@
+"""Workers as Ray actors, one per device, in one placement group.
+
+    driver: connect or start Ray -> reserve devices -> actors -> number them node by node -> rank 0 picks the address
+            -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
+
+Run folders must be on a file system all nodes share. RAY_ADDRESS selects an existing cluster; without it Ray is started
+on this machine for the length of the run, bound to the loopback device.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import ConfigError, WorkerError
+from megarl.launchers.common import Job, available_cores, has_nvidia_device, process_environment
+from megarl.launchers.output import Follower
+from megarl.launchers.supervise import signal_rank
+
+if TYPE_CHECKING:
+    from megarl.config.run import ClusterConfig
+
+_OBJECT_STORE_BYTES = 128 << 20  # no batch travels through Ray objects; only arguments and exit codes do
+
+
+class Actor:
+    """One device's process. Methods run one after the other on the process's main thread."""
+
+    def place(self) -> tuple[str, list[int]]:
+        """Node address and the numbers of the GPUs that Ray gave to this actor."""
+        import ray
+
+        return ray.util.get_node_ip_address(), [int(i) for i in ray.get_gpu_ids()]
+
+    def port(self, host: str) -> int:
+        """A free port on this actor's node."""
+        from megarl.processes import free_port
+
+        return free_port(host)
+
+    def run(self, entry: str, config_path: str, log_dir: str, environment: dict[str, str]) -> int:
+        """Be one rank; returns its exit code."""
+        import faulthandler
+        import sys
+
+        from megarl.runtime import worker
+
+        os.environ.update(environment)
+        worker.redirect_output(Path(log_dir), int(environment["RANK"]))
+        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+        sys.path.append(os.getcwd())
+        return worker.run(entry, Path(config_path))
+
+
+def start(job: Job) -> RayWorkers:
+    """Reserve the devices, start the actors and set them to work.
+
+    Raises:
+        ConfigError: the cluster has too few devices.
+        WorkerError: the devices or actors were not there within `cluster.start_timeout_s`.
+    """
+    workers = RayWorkers(job)
+    try:
+        workers.launch()
+    except BaseException:
+        workers.stop()
+        raise
+    return workers
+
+
+class RayWorkers:
+    """The actors of one run and the placement group that holds their devices."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._actors: list[Any] = []
+        self._results: dict[int, Any] = {}
+        self._ended: dict[int, int] = {}
+        self._causes: dict[int, str] = {}
+        self._group: Any = None
+        self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
+        self._deadline = time.monotonic() + job.config.cluster.start_timeout_s
+
+    def launch(self) -> None:
+        """Everything up to the moment all ranks run."""
+        _connect(self._job.config.cluster.nproc)
+        self._reserve()
+        self._number_by_node()
+        self._run()
+
+    def _reserve(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        cluster = self._job.config.cluster
+        bundle = _bundle(cluster, ray.cluster_resources())
+        strategy = "STRICT_PACK" if cluster.nnodes == 1 else "PACK"
+        self._group = ray.util.placement_group([bundle] * cluster.nproc, strategy=strategy)
+        if not self._group.wait(self._left()):
+            raise WorkerError(
+                f"Ray did not free {cluster.nproc} x {bundle} within cluster.start_timeout_s = "
+                f"{cluster.start_timeout_s:g} s; it has {ray.available_resources()} to give"
+            )
+        per_node = cluster.nproc // cluster.nnodes
+        environment = process_environment(self._job.config, per_node)
+        if "PYTHONPATH" in os.environ:
+            environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        make = ray.remote(max_restarts=0, max_task_retries=0)(Actor).options
+        self._actors = [
+            make(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                runtime_env={"env_vars": environment},
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+            ).remote()
+            for index in range(cluster.nproc)
+        ]
+
+    def _number_by_node(self) -> None:
+        """Order the actors so that the ranks of one node follow each other, in the order of their GPUs."""
+        import ray
+
+        places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._left())
+        order = sorted(range(len(places)), key=lambda i: (places[i], i))
+        self._actors = [self._actors[i] for i in order]
+        self._hosts = [places[i][0] for i in order]
+
+    def _run(self) -> None:
+        import ray
+
+        job = self._job
+        host = "127.0.0.1" if len(set(self._hosts)) == 1 else self._hosts[0]
+        port = ray.get(self._actors[0].port.remote(host), timeout=self._left())
+        for rank, actor in enumerate(self._actors):
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank - self._hosts.index(self._hosts[rank])),
+                "LOCAL_WORLD_SIZE": str(self._hosts.count(self._hosts[rank])),
+                "WORLD_SIZE": str(len(self._actors)),
+                "MASTER_ADDR": host,
+                "MASTER_PORT": str(port),
+            }
+            self._results[rank] = actor.run.remote(job.entry, str(job.config_path), str(job.log_dir), environment)
+
+    def _left(self) -> float:
+        return max(1.0, self._deadline - time.monotonic())
+
+    def ranks(self) -> list[int]:
+        """All ranks."""
+        return list(range(self._job.config.cluster.nproc))
+
+    def poll(self) -> dict[int, int]:
+        """Exit codes of the ranks whose actor has returned or died (-SIGKILL: Ray does not tell which signal)."""
+        import ray
+
+        waiting = {result: rank for rank, result in self._results.items() if rank not in self._ended}
+        done = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)[0] if waiting else []
+        for result in done:
+            rank = waiting[result]
+            try:
+                self._ended[rank] = ray.get(result)
+            except ray.exceptions.RayError as error:
+                self._ended[rank] = -signal.SIGKILL
+                self._causes[rank] = _why(error)
+        return dict(self._ended)
+
+    def cause(self, rank: int) -> str | None:
+        """Ray's own words on the end of an actor."""
+        return self._causes.get(rank)
+
+    def stop(self) -> None:
+        """Kill the actors, give their devices back, and leave Ray; a Ray that this launcher started ends with it."""
+        import ray
+
+        if ray.is_initialized():
+            for rank in self._results:
+                if rank not in self._ended:
+                    signal_rank(self._job, rank, signal.SIGTERM)
+            for actor in self._actors:
+                ray.kill(actor)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
+            ray.shutdown()
+        self._follower.close()
+
+
+def _connect(nproc: int) -> None:
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(address=os.environ["RAY_ADDRESS"], **quiet)
+        return
+    ray.init(
+        address="local",
+        num_cpus=max(nproc, available_cores()),  # a small machine may hold more CPU workers than cores
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        _node_ip_address="127.0.0.1",
+        **quiet,
+    )
+
+
+def _bundle(cluster: ClusterConfig, resources: dict[str, float]) -> dict[str, float]:
+    """What one worker reserves: a GPU where the cluster has any, and a share of its CPUs."""
+    gpus, cpus = resources.get("GPU", 0.0), resources.get("CPU", 0.0)
+    if (gpus or has_nvidia_device()) and gpus < cluster.nproc:
+        raise ConfigError(
+            "the Ray cluster has too few GPUs",
+            where="cluster.nproc",
+            found=cluster.nproc,
+            allowed=f"at most {int(gpus)}, one process per GPU",
+            fix="set cluster.nproc, or add nodes to the Ray cluster",
+        )
+    share = min(1.0, int(100 * cpus / cluster.nproc) / 100)
+    return {"CPU": share, "GPU": 1.0} if gpus else {"CPU": share}
+
+
+def _why(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if "SIGKILL" in text or "OOM" in text or "connection error" in text.lower():
+        return "died (killed by a signal, by the out-of-memory killer, or crashed)"
+    return f"died: {text[:300]}"

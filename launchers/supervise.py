@@ -1,0 +1,147 @@
+"""Waits for the ranks of a job, finds the first thing that went wrong, and says it in one located message."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import time
+
+from megarl.launchers.common import Job, Workers
+from megarl.processes import oom_kills
+from megarl.runtime.health import Failure, Watch, read_beat, read_errors, where_text
+
+POLL_S = 0.1
+SETTLE_S = 1.0  # after the first bad end: time for the others to show that they only lost a peer
+STACKS_S = 0.5  # time for hung ranks to write their stacks into the log
+
+OUT_OF_MEMORY_FIX = (
+    "use less memory: smaller actor.engine.micro_batch_tokens, rollout.max_running or data.batch_size, "
+    "actor.engine.recompute=full, actor.engine.offload=true, or more tensor/pipeline parallelism"
+)
+
+
+def supervise(workers: Workers, job: Job) -> int:
+    """Return the exit code of the command once all ranks have ended or one has failed or hung."""
+    cluster, ranks = job.config.cluster, workers.ranks()
+    watch = Watch(job.run_dir, ranks, cluster.timeout_s, cluster.start_timeout_s)
+    oom_before = oom_kills()
+    while True:
+        ended = workers.poll()
+        if any(ended.values()):
+            ended = _settle(workers)
+            failure = first_failure(workers, job, ended, oom_kills() > oom_before)
+            _report(failure, workers, job, ended)
+            return failure.exit_code
+        if len(ended) == len(ranks):
+            return 0
+        trouble = watch.check(rank for rank in ranks if rank not in ended)
+        if trouble is not None:
+            _report_hang(trouble, workers, job, ended)
+            return 1
+        time.sleep(POLL_S)
+
+
+def _settle(workers: Workers) -> dict[int, int]:
+    deadline = time.monotonic() + SETTLE_S
+    while len(ended := workers.poll()) < len(workers.ranks()) and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return ended
+
+
+def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed: bool) -> Failure:
+    """The root cause: a rank that was killed, else the earliest error that is not just the loss of a peer."""
+    errors = read_errors(job.run_dir)
+    abrupt = [
+        _abrupt_end(rank, code, workers, job, oom_killed) for rank, code in ended.items() if code and rank not in errors
+    ]
+    killed = [failure for failure in abrupt if ended[failure.rank] < 0]
+    own = [failure for failure in errors.values() if not failure.peer_lost]
+    by_time = sorted(own, key=lambda f: f.time) + abrupt + sorted(errors.values(), key=lambda f: f.time)
+    return (killed + by_time)[0]
+
+
+def _abrupt_end(rank: int, code: int, workers: Workers, job: Job, oom_killed: bool) -> Failure:
+    """Describe a rank that ended without a word, from its exit code and its last heartbeat."""
+    beat = read_beat(job.run_dir, rank)
+    message = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
+    message = workers.cause(rank) or message
+    if code == -signal.SIGKILL and oom_killed:
+        message += ": out of memory, the kernel ended it"
+    return Failure(
+        rank=rank,
+        phase=beat.phase if beat else "start",
+        step=beat.step if beat else 0,
+        type="",
+        message=message,
+        traceback="",
+        time=time.time(),
+        exit_code=1,
+    )
+
+
+def _signal_name(number: int) -> str:
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return "unknown"
+
+
+def _report(failure: Failure, workers: Workers, job: Job, ended: dict[int, int]) -> None:
+    for rank, other in read_errors(job.run_dir).items():
+        if rank != failure.rank:
+            job.log.record(f"rank {rank}", other.traceback)
+    where = f"in phase {failure.phase} at step {failure.step}"
+    if failure.user_error:
+        lines = [f"megarl: rank {failure.rank} stopped {where}:", failure.message]
+    elif not failure.type:
+        lines = [f"megarl: rank {failure.rank} {failure.message} {where}"]
+    else:
+        lines = [failure.traceback.rstrip()]
+        lines.append(f"megarl: rank {failure.rank} failed {where}: {failure.type}: {failure.message}")
+    if failure.out_of_memory:
+        lines.append(f"  fix:     {OUT_OF_MEMORY_FIX}")
+    if not failure.user_error:
+        lines += _others(workers, job, ended, skip=failure.rank)
+    lines.append(f"  log:     {job.run_dir / 'log.txt'}")
+    job.log.say("\n".join(lines))
+
+
+def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None) -> list[str]:
+    """One line per rank: where it was. Long jobs show the first sixteen."""
+    now, lines, errors = time.time(), [], read_errors(job.run_dir)
+    ranks = [rank for rank in workers.ranks() if rank != skip]
+    for rank in ranks[:16]:
+        beat = read_beat(job.run_dir, rank)
+        text = where_text(beat)
+        if rank in errors:
+            error = errors[rank]
+            text = f"in phase {error.phase} at step {error.step}: {error.type}: {_first_line(error.message)}"
+        elif rank in ended:
+            text += f", ended with exit code {ended[rank]}"
+        elif beat is not None:
+            text += f" for {max(0.0, now - beat.time):.1f} s"
+        lines.append(f"  rank {rank}: {text}")
+    return lines + ([f"  ... and {len(ranks) - 16} more"] if len(ranks) > 16 else [])
+
+
+def _first_line(text: str) -> str:
+    return re.sub(r"\s+", " ", text.strip())[:160]
+
+
+def _report_hang(trouble: str, workers: Workers, job: Job, ended: dict[int, int]) -> None:
+    for rank in workers.ranks():  # their Python stacks go to the log, through faulthandler
+        signal_rank(job, rank, signal.SIGUSR1)
+    time.sleep(STACKS_S)
+    lines = [f"megarl: {trouble}", *_others(workers, job, ended, skip=None)]
+    lines.append(f"  log:     {job.run_dir / 'log.txt'} (with the stack of every rank)")
+    job.log.say("\n".join(lines))
+
+
+def signal_rank(job: Job, rank: int, number: int) -> None:
+    """Send a signal to a rank's process when it runs on this machine."""
+    beat = read_beat(job.run_dir, rank)
+    if beat is not None and beat.host == socket.gethostname():
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(beat.pid, number)

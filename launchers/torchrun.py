@@ -1,0 +1,132 @@
+"""Workers under torchrun (torch.distributed.run), for one machine or several.
+
+The launcher starts one torchrun agent per machine as a child, `python -m megarl.launchers.torchrun ARGS`, and watches
+the workers through the run folder. On several machines start the same command on each, with NODE_RANK, MASTER_ADDR and
+MASTER_PORT set and `--run-dir` on a file system they share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megarl.errors import ConfigError
+from megarl.launchers.common import Job, node_rank, process_environment
+from megarl.launchers.output import Follower
+from megarl.processes import free_port, kill_with_parent, watch_parent, write_atomically
+
+GRACE_S = 3.0
+AGENT_REPORT = "MEGARL_AGENT_REPORT"
+
+
+def start(job: Job) -> TorchrunWorkers:
+    """Start the torchrun agent of this machine."""
+    cluster = job.config.cluster
+    if cluster.nproc % cluster.nnodes:
+        raise ConfigError(
+            "processes do not divide evenly over the machines",
+            where="cluster.nproc",
+            found=cluster.nproc,
+            allowed=f"a multiple of cluster.nnodes = {cluster.nnodes}",
+        )
+    here = cluster.nproc // cluster.nnodes
+    address, port = _rendezvous(cluster.nnodes)
+    arguments = [f"--nnodes={cluster.nnodes}", f"--nproc-per-node={here}", f"--node-rank={node_rank()}"]
+    arguments += [f"--master-addr={address}", f"--master-port={port}", "--max-restarts=0"]
+    arguments += ["-m", "megarl.runtime.worker", "--entry", job.entry]
+    arguments += ["--config", str(job.config_path), "--log-dir", str(job.log_dir)]
+    ranks = list(range(node_rank() * here, (node_rank() + 1) * here))
+    return TorchrunWorkers(job, ranks, arguments, os.environ | process_environment(job.config, here))
+
+
+def _rendezvous(nnodes: int) -> tuple[str, int]:
+    if nnodes == 1:
+        return "127.0.0.1", free_port()
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
+    if missing:
+        raise ConfigError(
+            "several machines need a place to meet",
+            where="cluster.nnodes",
+            found=nnodes,
+            fix=f"set {', '.join(missing)} in the environment of each machine, and the same shared --run-dir",
+        )
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+class TorchrunWorkers:
+    """The ranks below one torchrun agent."""
+
+    def __init__(self, job: Job, ranks: list[int], arguments: list[str], environment: dict[str, str]) -> None:
+        self._job, self._ranks = job, ranks
+        self._report = job.run_dir / "errors" / f"agent_{node_rank()}.json"
+        self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
+        job.log_dir.mkdir(exist_ok=True)
+        with (job.log_dir / f"agent_{node_rank()}.txt").open("ab") as output:
+            self._agent = subprocess.Popen(
+                [sys.executable, "-m", "megarl.launchers.torchrun", *arguments],
+                env=environment | {AGENT_REPORT: str(self._report)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def ranks(self) -> list[int]:
+        """The ranks of this machine."""
+        return self._ranks
+
+    def poll(self) -> dict[int, int]:
+        """All ranks of this machine have ended when the agent has; it says which failed before it ended the rest."""
+        code = self._agent.poll()
+        if code is None:
+            return {}
+        if code == 0:
+            return dict.fromkeys(self._ranks, 0)
+        if self._report.exists():
+            return {int(rank): status for rank, status in json.loads(self._report.read_text()).items()}
+        return {self._ranks[0]: code}
+
+    def cause(self, rank: int) -> str | None:
+        """Points at the agent's own output when the agent failed without naming a rank."""
+        if self._report.exists():
+            return None
+        return f"could not run: torchrun ended with exit code {self._agent.poll()}, see {self._job.log_dir}/agent_*.txt"
+
+    def stop(self) -> None:
+        """End the agent, which ends its workers; then whatever is left of either."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._agent.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._agent.pid, number)
+                deadline = time.monotonic() + GRACE_S
+                while self._agent.poll() is None and time.monotonic() < deadline:
+                    time.sleep(0.05)
+        self._agent.wait()
+        self._follower.close()
+
+
+def agent(arguments: list[str], report: Path) -> int:
+    """Run torchrun in this process; leave {rank: exit code} of the ranks that failed by themselves in `report`."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(arguments)
+    except ChildFailedError as error:
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        own = {rank: code for rank, code in codes.items() if code != -signal.SIGTERM}  # torchrun sends it to the others
+        write_atomically(report, json.dumps(own or codes))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    kill_with_parent()
+    watch_parent()
+    sys.exit(agent(sys.argv[1:], Path(os.environ[AGENT_REPORT])))

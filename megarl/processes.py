@@ -1,0 +1,66 @@
+"""Facts about processes that every layer may need: parents, ports, out-of-memory kills, files that appear whole."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def kill_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends (Linux; elsewhere nothing happens).
+
+    Only for processes started from their parent's main thread: the signal follows the thread, not the process.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def watch_parent(poll_s: float = 1.0) -> None:
+    """Kill this process within `poll_s` of its parent's death, whichever thread started it, on any system."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(poll_s)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port on `host` that nothing listens on at the moment of the call."""
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return listener.getsockname()[1]
+
+
+def oom_kills() -> int:
+    """Processes the kernel's out-of-memory killer has ended on this machine since boot; 0 where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` so that a reader of `path` sees the old file or the whole new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

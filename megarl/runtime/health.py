@@ -1,0 +1,207 @@
+"""What a worker tells about itself while it runs and when it fails, and how a launcher reads it.
+
+    worker                         RUN_DIR                          launcher
+    megarl.phase -> Heartbeat ->   heartbeats/rank_K   -> read_beat -> Watch   no phase change for too long: a hang
+    exception    -> write_error -> errors/rank_K.json  -> read_errors          which rank failed first, and where
+
+A heartbeat is progress of the main thread, not a sign of life: it changes only when a phase opens or closes, so a
+rank that waits for ever looks stuck although its process is healthy. Each beat is a copy into a memory-mapped file of
+one block (about 2 microseconds), so every phase change is recorded and none has to be rate-limited.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import re
+import socket
+import struct
+import threading
+import time
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+
+from megarl import phase
+from megarl.errors import MegarlError, UserError
+from megarl.processes import write_atomically
+
+_HEADER = struct.Struct("<QQqQdH")  # sequence (odd: being written), changes, step, pid, unix time, text length
+_SIZE = 512
+_TEXT_MAX = _SIZE - _HEADER.size
+
+# What a rank sees when *another* one has gone. Never the root cause if any other error is there.
+_PEER_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|(wait|socket) timeout|timed out (waiting|after)"
+    r"|remote process (has )?(exited|terminated)|heartbeat.*(lost|timeout)|(recvvalue|to recv) failed"
+    r"|aborted communicator",
+    re.IGNORECASE,
+)
+_PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc", re.IGNORECASE
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """One rank's last recorded phase change; `time` is unix seconds."""
+
+    changes: int
+    step: int
+    pid: int
+    time: float
+    phase: str
+    host: str
+
+
+class Heartbeat:
+    """Records every phase change of this process in RUN_DIR/heartbeats/rank_K."""
+
+    def __init__(self, run_dir: Path, rank: int) -> None:
+        path = _beat_path(run_dir, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        temporary.write_bytes(bytes(_SIZE))
+        with temporary.open("r+b") as file:
+            self._map = mmap.mmap(file.fileno(), _SIZE)
+        self._host = socket.gethostname()
+        self._lock = threading.Lock()
+        self._changes = 0
+        self.beat(phase.current())
+        temporary.rename(path)  # a reader never meets a file without a first beat
+        phase.on_change(self.beat)
+
+    def beat(self, path: str) -> None:
+        """Record that the main thread is now in phase `path`."""
+        text = f"{self._host} {path}".encode()[:_TEXT_MAX]
+        with self._lock:
+            self._changes += 1
+            head = (self._changes, phase.step_now, os.getpid(), time.time(), len(text))
+            _HEADER.pack_into(self._map, 0, 2 * self._changes - 1, *head)
+            self._map[_HEADER.size : _HEADER.size + len(text)] = text
+            _HEADER.pack_into(self._map, 0, 2 * self._changes, *head)
+
+
+def _beat_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / "heartbeats" / f"rank_{rank}"
+
+
+def read_beat(run_dir: Path, rank: int) -> Beat | None:
+    """Last beat of `rank`; None before its first. Rereads when it catches the writer in the middle."""
+    path = _beat_path(run_dir, rank)
+    for _ in range(1000):
+        try:
+            data, again = path.read_bytes(), path.read_bytes()
+        except FileNotFoundError:
+            return None
+        sequence, changes, step, pid, unix_time, length = _HEADER.unpack_from(data)
+        if sequence % 2 == 0 and data == again:
+            host, _, text = data[_HEADER.size : _HEADER.size + length].decode(errors="replace").partition(" ")
+            return Beat(changes, step, pid, unix_time, text, host)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """How one rank failed. `exit_code` is what the whole command shall return."""
+
+    rank: int
+    phase: str
+    step: int
+    type: str
+    message: str
+    traceback: str
+    time: float
+    exit_code: int
+    user_error: bool = False
+
+    @property
+    def peer_lost(self) -> bool:
+        """True when this error only says that another rank went away."""
+        return not self.user_error and (self.type in _PEER_TYPES or bool(_PEER_LOST.search(self.message)))
+
+    @property
+    def out_of_memory(self) -> bool:
+        """True when the rank ran out of host or device memory."""
+        return self.type in {"MemoryError", "OutOfMemoryError"} or bool(_OUT_OF_MEMORY.search(self.message))
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """Describe `error`, raised in this process, with the phase and step it was raised in."""
+    return Failure(
+        rank=rank,
+        phase=phase.failed_at(error),
+        step=phase.step_now,
+        type=type(error).__name__,
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)),
+        time=time.time(),
+        exit_code=error.exit_code if isinstance(error, MegarlError) else 1,
+        user_error=isinstance(error, UserError),
+    )
+
+
+def write_error(run_dir: Path, failure: Failure) -> None:
+    """Leave `failure` for the launcher in RUN_DIR/errors/rank_K.json."""
+    write_atomically(
+        run_dir / "errors" / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure), indent=2)
+    )
+
+
+def read_errors(run_dir: Path) -> dict[int, Failure]:
+    """Failures left in RUN_DIR/errors by rank."""
+    failures = [Failure(**json.loads(path.read_text())) for path in (run_dir / "errors").glob("rank_*.json")]
+    return {failure.rank: failure for failure in failures}
+
+
+def forget(run_dir: Path) -> None:
+    """Remove heartbeats and errors of an earlier attempt in the same run folder."""
+    for pattern in ("heartbeats/*", "heartbeats/.rank_*", "errors/*"):
+        for path in run_dir.glob(pattern):
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+
+
+class Watch:
+    """Notices ranks that never report in, and ranks whose phase has not changed for too long.
+
+    Times are this process's own monotonic clock, so clocks of other machines do not matter.
+    """
+
+    def __init__(self, run_dir: Path, ranks: Iterable[int], timeout_s: float, start_timeout_s: float) -> None:
+        self._run_dir, self._timeout_s, self._start_timeout_s = run_dir, timeout_s, start_timeout_s
+        self._started = time.monotonic()
+        self._seen: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (-1, self._started))
+
+    def check(self, live: Iterable[int]) -> str | None:
+        """A sentence that says what is wrong with the `live` ranks, or None."""
+        live, now = sorted(live), time.monotonic()
+        for rank in live:
+            beat = read_beat(self._run_dir, rank)
+            if beat is not None and beat.changes != self._seen[rank][0]:
+                self._seen[rank] = (beat.changes, now)
+        missing = [rank for rank in live if self._seen[rank][0] < 0]
+        if missing and now - self._started > self._start_timeout_s:
+            return (
+                f"{ranks_text(missing)} did not report in within {self._start_timeout_s:g} s (cluster.start_timeout_s)"
+            )
+        stuck = [r for r in live if r not in missing and now - self._seen[r][1] > self._timeout_s]
+        if stuck:
+            return f"{ranks_text(stuck)} made no progress for {self._timeout_s:g} s (cluster.timeout_s)"
+        return None
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """`rank 1` or `ranks 0, 2`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def where_text(beat: Beat | None) -> str:
+    """`in phase rollout/decode at step 3`, as far as it is known."""
+    if beat is None:
+        return "before it reported in"
+    return f"in phase {beat.phase} at step {beat.step}"

@@ -1,0 +1,110 @@
+"""The one program every rank runs, whichever launcher started it.
+
+    python -m megarl.runtime.worker --entry pkg.mod:fn --config RUN_DIR/config.yaml
+
+RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment, so
+`torchrun ... -m megarl.runtime.worker --entry ... --config ...` works without any launcher of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import ConfigError
+from megarl.phase import phase
+from megarl.processes import kill_with_parent, watch_parent
+from megarl.runtime.health import Heartbeat, failure_of, write_error
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+
+Entry = Callable[["RunConfig", Path], object]
+WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
+NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run(entry: str, config_path: Path) -> int:
+    """Load the configuration, call the entry function, and return the exit code; a failure is left in errors/."""
+    run_dir = config_path.parent
+    rank = int(os.environ["RANK"])
+    Heartbeat(run_dir, rank)
+    try:
+        with phase("start"):
+            config = read_config(config_path)
+            if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
+                os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
+            function = load_entry(entry)
+        function(config, run_dir)
+    except BaseException as error:
+        failure = failure_of(error, rank)
+        write_error(run_dir, failure)
+        if WATCHED not in os.environ:
+            print(failure.message if failure.user_error else failure.traceback, file=sys.stderr)
+        return failure.exit_code
+    return 0
+
+
+def read_config(path: Path) -> RunConfig:
+    """The resolved configuration a launcher wrote."""
+    import yaml
+
+    from megarl.config.run import RunConfig
+
+    return RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def load_entry(entry: str) -> Entry:
+    """The function named `pkg.mod:fn`."""
+    module, _, name = entry.partition(":")
+    function = getattr(importlib.import_module(module), name, None) if name else None
+    if not callable(function):
+        raise ConfigError("not a function", where="--entry", found=entry, allowed="pkg.mod:fn")
+    return function
+
+
+def redirect_output(log_dir: Path, rank: int) -> None:
+    """Send this process's stdout and stderr, also those of native code, to log_dir/rank_K.txt."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    handle = os.open(log_dir / f"rank_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one rank as a process of its own."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.runtime.worker", description="Run one rank.")
+    parser.add_argument("--entry", required=True, help="function to run, pkg.mod:fn(config, run_dir)")
+    parser.add_argument("--config", required=True, type=Path, help="resolved config.yaml in the run folder")
+    parser.add_argument("--log-dir", type=Path, help="write output to LOG_DIR/rank_K.txt instead of the console")
+    arguments = parser.parse_args(argv)
+    missing = [name for name in NEEDED if name not in os.environ]
+    if missing:
+        parser.error(f"{', '.join(missing)} not set: start this through `megarl train` or torchrun")
+    kill_with_parent()
+    watch_parent()
+    if arguments.log_dir is not None:
+        redirect_output(arguments.log_dir, int(os.environ["RANK"]))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a launcher asks for it before it ends a hung rank
+    sys.path.append(os.getcwd())  # user modules beside the recipe; last, so that no folder here hides a package
+    return run(arguments.entry, arguments.config.resolve())
+
+
+if __name__ == "__main__":
+    exit_code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if exit_code:
+        os._exit(exit_code)  # at once: communication threads may wait for ranks that are gone
+    sys.exit(0)

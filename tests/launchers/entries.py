@@ -1,0 +1,89 @@
+"""Entry functions that the launcher tests run inside real workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+from megarl.config.run import RunConfig
+from megarl.errors import UserError
+from megarl.phase import phase, set_step
+
+HERE_FOR_LONG_S = 60.0  # far beyond every deadline of the tests
+
+
+def _wait_for_ever() -> None:
+    time.sleep(HERE_FOR_LONG_S)
+
+
+def write_environment(config: RunConfig, run_dir: Path) -> None:
+    """Every rank adds its number to a sum over gloo and leaves what it was given."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor([int(os.environ["RANK"]) + 1])
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MALLOC_TRIM_THRESHOLD_", "OMP_WAIT_POLICY")
+    seen = {name: os.environ.get(name) for name in names}
+    seen |= {"sum": int(total), "threads": torch.get_num_threads(), "name": config.name}
+    (run_dir / f"seen_{seen['RANK']}.json").write_text(json.dumps(seen))
+    print(f"hello from {seen['RANK']}")
+    dist.destroy_process_group()
+
+
+def rank_1_raises(config: RunConfig, run_dir: Path) -> None:
+    """Rank 1 raises in a phase; rank 0 waits for it."""
+    set_step(7)
+    with phase("train"), phase("forward"):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError("loss is NaN")
+        _wait_for_ever()
+
+
+def rank_1_is_killed(config: RunConfig, run_dir: Path) -> None:
+    """Rank 1 is killed while rank 0 waits for it in a collective, so rank 0 fails too, with a lost connection."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    dist.barrier()
+    set_step(3)
+    with phase("rollout"), phase("decode"):
+        if os.environ["RANK"] == "1":
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(1))
+
+
+def rank_1_hangs(config: RunConfig, run_dir: Path) -> None:
+    """Rank 1 waits for nothing; rank 0 waits for rank 1."""
+    with phase("sync" if os.environ["RANK"] == "0" else "reward"):
+        _wait_for_ever()
+
+
+def user_error(config: RunConfig, run_dir: Path) -> None:
+    """A mistake of the user that only shows inside a worker."""
+    raise UserError("no such column", where="train.jsonl:1", found="promt", allowed=["prompt", "answer"])
+
+
+def out_of_memory(config: RunConfig, run_dir: Path) -> None:
+    """A really failing allocation, below a limit on the address space of rank 1."""
+    import resource
+
+    import torch
+
+    with phase("train"):
+        if os.environ["RANK"] != "1":
+            _wait_for_ever()
+        resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
+        torch.empty(128 << 30, dtype=torch.uint8)
+
+
+def wait(config: RunConfig, run_dir: Path) -> None:
+    """Leave the process id and wait to be stopped."""
+    (run_dir / f"pid_{os.environ['RANK']}").write_text(str(os.getpid()))
+    _wait_for_ever()
