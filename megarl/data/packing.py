@@ -79,7 +79,8 @@ def _best_fit(sizes: np.ndarray, budget: int) -> list[list[int]]:
         place = bisect.bisect_left(room, (size, -1))
         if place == len(room):
             parts.append([item])
-            bisect.insort(room, (max(budget - size, 0), len(parts) - 1))
+            if size <= budget:
+                bisect.insort(room, (budget - size, len(parts) - 1))
         else:
             left, part = room.pop(place)
             parts[part].append(item)

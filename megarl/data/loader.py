@@ -1,0 +1,133 @@
+"""Endless, seeded, resumable loader whose global batches do not depend on how many ranks share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from megarl.data.batch import Batch
+from megarl.errors import DataError
+
+
+class Indexed(Protocol):
+    """What a loader can draw from."""
+
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
+        """Samples at `indices`, met in `epoch`."""
+        ...
+
+
+class PromptLoader:
+    """Iterator over this rank's share of each global batch.
+
+    The epochs are laid end to end, each in its own order drawn from (seed, epoch), and cut into global batches of
+    `batch_size`. So every sample is met exactly once per epoch, every batch is full, and nothing is dropped: where an
+    epoch does not divide into batches, one batch holds its last samples and the next epoch's first. Rank r of d takes
+    samples r * batch_size // d up to (r + 1) * batch_size // d of each global batch; joined in rank order the shares
+    are the global batch.
+
+    The state names the next sample and no rank, so a run resumes on another number of ranks with the same batches.
+    """
+
+    def __init__(
+        self, dataset: Indexed, batch_size: int, dp_rank: int = 0, dp_size: int = 1, seed: int = 0, shuffle: bool = True
+    ) -> None:
+        """Start at the first epoch. `batch_size` counts samples over all ranks.
+
+        Raises:
+            ValueError: an empty dataset, or sizes that make no sense.
+        """
+        if len(dataset) == 0 or batch_size < 1 or not 0 <= dp_rank < dp_size:
+            raise ValueError(f"loader of {len(dataset)} samples, batch {batch_size}, rank {dp_rank} of {dp_size}")
+        self.dataset, self.batch_size = dataset, batch_size
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.seed, self.shuffle = seed, shuffle
+        self._epoch, self._position = 0, 0
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def epoch(self) -> float:
+        """Epochs given out so far, with the fraction of the current one."""
+        return self._epoch + self._position / len(self.dataset)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        start, stop = (rank * self.batch_size // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
+        parts = [self.dataset.batch(some.tolist(), epoch) for epoch, some in self._span(start, stop)]
+        count = self._position + self.batch_size
+        self._epoch, self._position = self._epoch + count // len(self.dataset), count % len(self.dataset)
+        return Batch.concat(parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON: the next sample (epoch, position in it), the order (seed, shuffle) and the data it belongs to."""
+        return {
+            "epoch": self._epoch,
+            "position": self._position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "samples": len(self.dataset),
+            "fingerprint": self.dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; its seed and shuffle replace this loader's.
+
+        Raises:
+            DataError: the state belongs to other data, where its position would mean other samples.
+        """
+        mine = {"samples": len(self.dataset), "fingerprint": self.dataset.fingerprint}
+        other = {name: state[name] for name in mine}
+        if mine != other:
+            raise DataError(
+                "the data is not what the checkpoint was trained on, so the loader cannot continue in it",
+                where="data.train_files",
+                found=f"{mine['samples']} samples ({mine['fingerprint'][:8]})",
+                allowed=f"{other['samples']} samples ({other['fingerprint'][:8]})",
+                fix="restore the files and the prompt settings, or start anew with trainer.resume: never",
+            )
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
+        self._order = None
+
+    def _span(self, start: int, stop: int) -> list[tuple[int, np.ndarray]]:
+        """(epoch, dataset indices) of places start..stop-1 of the next global batch; at least one, perhaps empty."""
+        size = len(self.dataset)
+        epoch, first = divmod(self._position + start, size)
+        pieces = []
+        left = stop - start
+        while left > 0 or not pieces:
+            some = self._indices(self._epoch + epoch)[first : first + left]
+            pieces.append((self._epoch + epoch, some))
+            left -= len(some)
+            epoch, first = epoch + 1, 0
+        return pieces
+
+    def _indices(self, epoch: int) -> np.ndarray:
+        """Order of the samples in `epoch`; the last one used is kept."""
+        if not self.shuffle:
+            return np.arange(len(self.dataset))
+        if self._order is None or self._order[0] != epoch:
+            # SeedSequence takes no negative numbers.
+            generator = np.random.Generator(np.random.PCG64([self.seed % 2**64, epoch]))
+            self._order = (epoch, generator.permutation(len(self.dataset)))
+        return self._order[1]
+
+
+def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:
+    """One pass in order, for validation: this rank's share of each round of `batch_size` samples (null: all at once).
+
+    All ranks see the same number of rounds; in the last, shorter one a rank's share may be empty.
+    """
+    size = batch_size or len(dataset)
+    for start in range(0, len(dataset), size):
+        count = min(size, len(dataset) - start)
+        low, high = (start + rank * count // dp_size for rank in (dp_rank, dp_rank + 1))
+        yield dataset.batch(list(range(low, high)))

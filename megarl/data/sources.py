@@ -1,0 +1,321 @@
+"""Rows of data from files, folders, hub datasets and Python functions; each row knows where it came from."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import decimal
+import difflib
+import importlib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megarl.config.data import DataConfig
+from megarl.errors import ConfigError, DataError
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+FORMS = (
+    "a .jsonl, .json, .csv or .parquet file, a folder of them, folder@split, a hub name org/name@split or "
+    "org/name:config@split, or pkg.mod:fn"
+)
+_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>.+))?")
+_SPLIT_IN_NAME = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?:[^a-z]|$)")
+
+
+class Row(dict):
+    """One data row: column -> plain JSON value, plus where it was read.
+
+    Attributes:
+        source: file, hub name, or function.
+        number: line of the file (jsonl, csv) or row counted from 1 (`unit` says which).
+    """
+
+    __slots__ = ("number", "source", "unit")
+
+    def __init__(self, values: Mapping[str, Any], source: str, number: int, unit: str = "row") -> None:
+        super().__init__(values)
+        self.source, self.number, self.unit = source, number, unit
+
+    @property
+    def where(self) -> str:
+        """`train.jsonl:17` for a line, `train.parquet row 17` for a row without a line."""
+        return f"{self.source}:{self.number}" if self.unit == "line" else f"{self.source} row {self.number}"
+
+    def column(self, name: str, key: str) -> Any:
+        """Value of column `name`, which configuration key `key` asks for.
+
+        Raises:
+            DataError: there is no such column; the message names the row, its columns and the nearest one.
+        """
+        if name in self:
+            return self[name]
+        near = difflib.get_close_matches(name, self, 1, cutoff=0.5)
+        raise DataError(
+            f"no column {name!r}",
+            where=self.where,
+            allowed=f"columns here: {', '.join(self) or 'none'}",
+            fix=f"set {key} to {near[0]!r}" if near else f"set {key} to the column that holds it",
+        )
+
+
+def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]:
+    """All rows of one source (any form that data.train_files takes), in order.
+
+    Args:
+        source: see FORMS. A csv column is text; all other forms keep numbers, lists and dicts.
+        kwargs: keyword arguments for a pkg.mod:fn source; those it does not take are left out.
+
+    Raises:
+        DataError: missing or broken file, no rows, a value that is not plain data; file and line are named.
+        ConfigError: the function cannot be imported or lacks an argument.
+    """
+    path = Path(source).expanduser()
+    folder, _, split = source.rpartition("@")
+    if path.is_dir():
+        rows = _read_folder(path)
+    elif path.is_file():
+        rows = _read_file(path)
+    elif _FUNCTION.fullmatch(source):
+        rows = _call(source, kwargs or {})
+    elif folder and Path(folder).expanduser().is_dir():
+        rows = _read_dataset(source, str(Path(folder).expanduser()), None, split)
+    elif path.suffix.lower() not in SUFFIXES and (match := _HUB.fullmatch(source)):
+        rows = _read_dataset(source, match["name"], match["config"], match["split"] or "train")
+    else:
+        raise _missing(path)
+    if not rows:
+        raise DataError("there are no rows", where=source, fix="check that the file was written to the end")
+    return rows
+
+
+def check_loader_kwargs(config: DataConfig) -> None:
+    """Refuse data.loader_kwargs that no pkg.mod:fn source takes: a misspelt one would be ignored.
+
+    Raises:
+        ConfigError: names the argument and what the functions take.
+    """
+    if not config.loader_kwargs:
+        return
+    known: dict[str, None] = {}
+    for source in dict.fromkeys([*config.train_files, *config.val_files]):
+        if _FUNCTION.fullmatch(source) and not Path(source).exists():
+            parameters = inspect.signature(_import(source)).parameters.values()
+            if any(p.kind is p.VAR_KEYWORD for p in parameters):
+                return
+            known.update(dict.fromkeys(p.name for p in parameters))
+    for name in config.loader_kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            raise ConfigError(
+                "no data source takes this argument",
+                where=f"data.loader_kwargs.{name}",
+                allowed=known or "nothing: no source is a pkg.mod:fn",
+                fix=f"did you mean {near[0]!r}?" if near else "remove it",
+            )
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def _missing(path: Path) -> DataError:
+    siblings = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, siblings, 1)
+    return DataError(
+        "no such file or folder",
+        where=str(path),
+        allowed=FORMS,
+        fix=f"did you mean {path.parent / near[0]}?"
+        if near
+        else "check the path; it is relative to the working folder",
+    )
+
+
+def _read_file(path: Path) -> list[Row]:
+    readers = {".jsonl": _read_jsonl, ".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataError("unknown kind of data file", where=str(path), found=path.suffix, allowed=SUFFIXES)
+    return list(reader(path))
+
+
+def _read_folder(folder: Path) -> list[Row]:
+    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+        return _read_dataset(str(folder), str(folder), None, None)
+    files = sorted(p for p in folder.rglob("*") if p.suffix.lower() in SUFFIXES and not p.name.startswith("."))
+    if not files:
+        raise DataError("the folder holds no data file", where=str(folder), allowed=SUFFIXES)
+    named = {match[1] for p in files if (match := _SPLIT_IN_NAME.search(str(p.relative_to(folder)).lower()))}
+    if len(named) > 1:
+        # Reading all of them would train on the test set.
+        raise DataError(
+            "the folder holds several splits",
+            where=str(folder),
+            found=", ".join(sorted(named)),
+            fix=f"name one split ({folder}@{min(named, key=lambda n: n != 'train')}) or one file",
+        )
+    return [row for path in files for row in _read_file(path)]
+
+
+def _read_jsonl(path: Path) -> Iterator[Row]:
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            try:
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
+                value = json.loads(text) if text.strip() else None
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise DataError(
+                    f"broken JSON: {error}",
+                    where=f"{path}:{number}",
+                    found=raw[:80].decode("utf-8", "replace").rstrip("\n"),
+                    allowed="one JSON object per line",
+                    fix="repair or delete the line",
+                ) from error
+            if text.strip():
+                yield _row(value, str(path), number, "line")
+
+
+def _read_json(path: Path) -> Iterator[Row]:
+    try:
+        values = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        hint = "; one object per line belongs into a .jsonl file" if error.msg == "Extra data" else ""
+        raise DataError(f"broken JSON: {error.msg}{hint}", where=f"{path}:{error.lineno}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text: {error}", where=str(path)) from error
+    if not isinstance(values, list):
+        raise DataError("not a list of rows", where=str(path), found=type(values).__name__, allowed="[{...}, {...}]")
+    for number, value in enumerate(values, 1):
+        yield _row(value, str(path), number, "row")
+
+
+def _read_csv(path: Path) -> Iterator[Row]:
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file, strict=True)
+            for values in reader:
+                if None in values or None in values.values():
+                    count = len(values) - 1 + len(values[None]) if None in values else None
+                    raise DataError(
+                        "the line does not have one value per column",
+                        where=f"{path}:{reader.line_num}",
+                        found=f"{count} values" if count else f"no value for {_first_missing(values)!r}",
+                        allowed=f"{len(reader.fieldnames or [])} values: {', '.join(reader.fieldnames or [])}",
+                        fix="quote values that hold commas or line breaks",
+                    )
+                yield Row(values, str(path), reader.line_num, "line")
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"broken csv: {error}", where=f"{path}:{reader.line_num + 1}") from error
+
+
+def _first_missing(values: Mapping[str, str | None]) -> str:
+    return next(name for name, value in values.items() if value is None)
+
+
+def _read_parquet(path: Path) -> Iterator[Row]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"not a readable parquet file: {error}", where=str(path)) from error
+    for number, value in enumerate(table.to_pylist(), 1):
+        yield _row(value, str(path), number, "row")
+
+
+# -- datasets and functions --------------------------------------------------------------------------------------
+
+
+def _read_dataset(source: str, name: str, config: str | None, split: str | None) -> list[Row]:
+    """Rows through the `datasets` package: hub names, folders in hub layout, folders of `save_to_disk`."""
+    import datasets
+
+    try:
+        if (Path(name) / "state.json").is_file() or (Path(name) / "dataset_dict.json").is_file():
+            data = datasets.load_from_disk(name)
+            data = data[split] if split else data
+        else:
+            data = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the package raises whatever its readers and the network raise
+        raise DataError(
+            f"the dataset cannot be loaded: {type(error).__name__}: {str(error).strip()[:300]}",
+            where=source,
+            allowed=FORMS,
+            fix="check name, configuration and split; a hub name needs network access or a filled cache",
+        ) from error
+    if isinstance(data, dict):
+        raise DataError(
+            "the dataset has several splits", where=source, found=list(data), fix=f"name one: {name}@{next(iter(data))}"
+        )
+    return [_row(value, source, number, "row") for number, value in enumerate(data.to_list(), 1)]
+
+
+def _import(source: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
+    module_name, _, name = source.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"the data function cannot be imported: {error}",
+            where="data.train_files / data.val_files",
+            found=source,
+            allowed="pkg.mod:fn, importable from the working folder or PYTHONPATH",
+        ) from error
+    if not callable(function):
+        raise ConfigError("not a function", where="data.train_files / data.val_files", found=source)
+    return function
+
+
+def _call(source: str, kwargs: Mapping[str, Any]) -> list[Row]:
+    function = _import(source)
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    given = {name: value for name, value in kwargs.items() if takes_all or name in parameters}
+    try:
+        inspect.signature(function).bind(**given)
+    except TypeError as error:
+        raise ConfigError(
+            str(error),
+            where="data.loader_kwargs",
+            found=dict(kwargs),
+            allowed=f"{source} takes {', '.join(parameters)}",
+        ) from error
+    return [_row(value, source, number, "row") for number, value in enumerate(function(**given), 1)]
+
+
+def _row(value: Any, source: str, number: int, unit: str) -> Row:
+    """Row from a parsed value; dates and decimals become text."""
+    if not isinstance(value, Mapping):
+        where = f"{source}:{number}" if unit == "line" else f"{source} row {number}"
+        raise DataError(
+            "a row must be an object with named columns", where=where, found=value, allowed='{"column": ...}'
+        )
+    row = Row({}, source, number, unit)
+    for name, item in value.items():
+        if not isinstance(name, str):
+            raise DataError("a column name must be text", where=row.where, found=name)
+        row[name] = _plain(item, row, name)
+    return row
+
+
+def _plain(value: Any, row: Row, column: str) -> Any:
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item, row, column) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, row, column) for item in value]
+    if isinstance(value, datetime.date | datetime.time | decimal.Decimal):
+        return str(value)
+    raise DataError(
+        f"column {column!r} holds a value that is not plain data",
+        where=row.where,
+        found=type(value).__name__,
+        allowed="text, numbers, true/false, null, lists and objects of those",
+        fix="leave the column out, or convert it in a pkg.mod:fn source",
+    )

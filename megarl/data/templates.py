@@ -1,0 +1,105 @@
+"""Jinja prompt templates, run in a sandbox because recipes travel between people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megarl.data.sources import Row
+from megarl.errors import ConfigError, DataError
+
+_FILE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")
+
+
+def read_template(value: str, key: str) -> str:
+    """Template text given inline or as the name of a file (less one final line break).
+
+    Raises:
+        ConfigError: `value` looks like a file name and there is no such file.
+    """
+    inline = "{{" in value or "{%" in value or "\n" in value
+    path = Path(value).expanduser()
+    if not inline and path.is_file():
+        return path.read_text(encoding="utf-8").removesuffix("\n")
+    if not inline:
+        raise ConfigError(
+            "no such template file" if value.endswith(_FILE_SUFFIXES) else "neither a template nor a file",
+            where=key,
+            found=value,
+            allowed="Jinja text such as '{{ content | trim }}', or a file that holds it",
+        )
+    return value
+
+
+def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:
+    """Function (content, row) -> prompt text. The template sees `content`, each column by name, and `row`.
+
+    >>> prompt_formatter("{{ content | trim }} ({{ unit }})")(" how far? ", Row({"unit": "km"}, "doc", 1))
+    'how far? (km)'
+
+    Raises:
+        ConfigError: the template does not parse.
+        DataError: on a row that lacks a column the template uses, or that makes it fail; the row is named.
+    """
+    if template is None:
+        return lambda content, row: content
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    key = "data.format_prompt"
+    text = read_template(template, key)
+    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+    try:
+        compiled = environment.from_string(text)
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(
+            f"broken template: {error.message}", where=f"{key}, line {error.lineno}", found=text
+        ) from error
+
+    def render(content: str, row: Row) -> str:
+        try:
+            return compiled.render({**row, "content": content, "row": dict(row)})
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise DataError(
+                f"{key} fails on this row: {error}",
+                where=row.where,
+                allowed=f"content, row, and the columns {', '.join(row)}",
+                fix=f"correct {key} or the row",
+            ) from error
+
+    return render
+
+
+def chat_renderer(tokenizer: Any, override: str | None) -> Callable[[list[dict[str, str]], Row], str]:
+    """Function (messages, row) -> text that ends where the assistant begins to answer.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template and none is given.
+        DataError: the template refuses a row's messages; the row is named.
+    """
+    key = "data.override_chat_template"
+    template = read_template(override, key) if override is not None else tokenizer.chat_template
+    if template is None:
+        raise ConfigError(
+            "the tokenizer has no chat template",
+            where="data.chat_template",
+            found=True,
+            fix=f"set {key}, or data.chat_template: false for plain text prompts",
+        )
+    import jinja2
+
+    def render(messages: list[dict[str, str]], row: Row) -> str:
+        try:
+            return tokenizer.apply_chat_template(
+                messages, chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise DataError(
+                f"the chat template fails on this row: {error}",
+                where=row.where,
+                found=[message["role"] for message in messages],
+                fix=f"correct the messages or {key}",
+            ) from error
+
+    return render

@@ -1,0 +1,78 @@
+"""Tokenizers: Hugging Face fast ones, and one token per character for tiny models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.config.model import ModelConfig
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CHARS = "chars:"
+SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
+
+
+def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """Tokenizer that `model.tokenizer` names, or the one beside the weights at `model.path`.
+
+    Raises:
+        ConfigError: none is named, it cannot be loaded, or it has no end token.
+    """
+    name = model.tokenizer or model.path
+    if name is None:
+        raise ConfigError(
+            "no tokenizer",
+            where="model.tokenizer",
+            allowed="a folder, a hub name, or 'chars:<alphabet>'",
+            fix="set model.tokenizer, or model.path to a folder that holds one",
+        )
+    if name.startswith(CHARS):
+        return character_tokenizer(name.removeprefix(CHARS))
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(
+            f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}",
+            where="model.tokenizer" if model.tokenizer else "model.path",
+            found=name,
+            fix="name a folder or hub repository that holds tokenizer.json",
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "the tokenizer has no end token, so no response could ever end",
+            where="model.tokenizer",
+            found=name,
+            fix="set eos_token in its tokenizer_config.json",
+        )
+    return tokenizer
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
+    """One token per character: <pad>=0, <bos>=1, <eos>=2, <unk>=3, then the alphabet in its order.
+
+    It adds no special tokens by itself, decodes back to the same text, and reloads through AutoTokenizer.
+
+    Raises:
+        ConfigError: the alphabet is empty or holds a character twice.
+    """
+    twice = sorted({character for character in alphabet if alphabet.count(character) > 1})
+    if not alphabet or twice:
+        raise ConfigError(
+            "the alphabet holds characters twice" if twice else "the alphabet is empty",
+            where="model.tokenizer",
+            found=CHARS + alphabet,
+            allowed="'chars:' and then each character once",
+            fix=f"keep one of each: {''.join(twice)!r}" if twice else "list the characters of prompts and responses",
+        )
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS.values(), *alphabet])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL_TOKENS["unk_token"]))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS)

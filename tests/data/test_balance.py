@@ -1,0 +1,103 @@
+"""Balanced partitions: complete, deterministic, close to the optimum, fast."""
+
+import itertools
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given
+
+from megarl.data.balance import balance
+
+lengths_lists = st.lists(st.integers(0, 50), max_size=24)
+
+
+def worst(lengths, parts) -> int:
+    return max(sum(lengths[i] for i in part) for part in parts)
+
+
+def optimum(lengths: list[int], k: int, equal_counts: bool) -> int:
+    """Smallest possible largest total, by trying every assignment."""
+    best = sum(lengths)
+    for choice in itertools.product(range(k), repeat=len(lengths)):
+        counts = [choice.count(part) for part in range(k)]
+        if not equal_counts or max(counts) - min(counts) <= 1:
+            best = min(
+                best, max(sum(n for n, c in zip(lengths, choice, strict=True) if c == part) for part in range(k))
+            )
+    return best
+
+
+@given(lengths_lists, st.integers(1, 9), st.booleans())
+def test_every_item_is_in_exactly_one_part(lengths, k, equal_counts):
+    parts = balance(lengths, k, equal_counts)
+    assert len(parts) == k
+    assert sorted(itertools.chain.from_iterable(parts)) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in parts)
+
+
+@given(lengths_lists, st.integers(1, 9))
+def test_equal_counts_differ_by_at_most_one(lengths, k):
+    counts = [len(part) for part in balance(lengths, k, equal_counts=True)]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(st.lists(st.integers(1, 50), max_size=24), st.integers(1, 9))
+def test_no_part_is_empty_while_another_holds_two(lengths, k):
+    counts = [len(part) for part in balance(lengths, k)]
+    assert min(counts) > 0 or max(counts) <= 1
+
+
+@given(lengths_lists, st.integers(1, 9), st.booleans())
+def test_the_same_lengths_give_the_same_parts(lengths, k, equal_counts):
+    assert balance(lengths, k, equal_counts) == balance(np.array(lengths, dtype=np.int32), k, equal_counts)
+
+
+@given(lengths_lists, st.integers(1, 9))
+def test_longest_first_bound_holds(lengths, k):
+    # Graham: at most 4/3 - 1/(3k) of the optimum, which is at least the mean and the longest item.
+    parts = balance(lengths, k)
+    longest = sorted(lengths, reverse=True)
+    at_least = max([sum(lengths) / k, *longest[:1], sum(longest[k - 1 : k + 1]) if len(lengths) > k else 0])
+    assert worst(lengths, parts) <= 4 / 3 * at_least + 1e-9
+
+
+@pytest.mark.parametrize("equal_counts", [False, True])
+def test_small_cases_are_close_to_the_brute_force_optimum(equal_counts):
+    generator = np.random.default_rng(0)
+    ratios = []
+    for _ in range(40):
+        lengths = generator.integers(1, 30, 8).tolist()
+        ratios.append(worst(lengths, balance(lengths, 3, equal_counts)) / optimum(lengths, 3, equal_counts))
+    assert np.mean(ratios) < 1.03
+    assert max(ratios) < 1.2
+
+
+DISTRIBUTIONS = {
+    "uniform": lambda g: g.integers(1, 4097, 8192),
+    "lognormal": lambda g: np.minimum(g.lognormal(6, 1, 8192), 8192).astype(int) + 1,
+    "exponential": lambda g: g.exponential(1000, 8192).astype(int) + 1,
+    "clipped": lambda g: np.where(g.random(8192) < 0.3, 4096, g.integers(50, 4096, 8192)),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_8192_lengths_over_512_ranks_with_equal_counts(name):
+    lengths = DISTRIBUTIONS[name](np.random.default_rng(0))
+    best = float("inf")
+    for _ in range(3):
+        start = time.process_time()
+        parts = balance(lengths, 512, equal_counts=True)
+        best = min(best, time.process_time() - start)
+    totals = [lengths[part].sum() for part in parts]
+    assert {len(part) for part in parts} == {16}
+    assert max(totals) / np.mean(totals) <= 1.02
+    assert best <= 0.05
+
+
+def test_nonsense_is_refused():
+    with pytest.raises(ValueError, match="k=0"):
+        balance([1], 0)
+    with pytest.raises(ValueError, match="non-negative"):
+        balance([-1], 1)
