@@ -62,13 +62,8 @@ class Checklist:
         divisor: int,
         noun: str,
         by: str,
-        *,
-        allowed: object = None,
     ) -> bool:
-        """Check that `number` (of `noun`) is a multiple of `divisor` (told by `by`); name the nearest multiples.
-
-        `allowed` replaces the multiples when it is the divisor that `key` sets.
-        """
+        """Check that `number` (of `noun`) is a multiple of `divisor` (told by `by`); name the nearest multiples."""
         if number % divisor == 0:
             self.ok(name, f"{noun} {number} is divisible by {divisor} ({by})")
             return True
@@ -78,8 +73,8 @@ class Checklist:
             key,
             f"{noun} {number} is not divisible by {divisor} ({by})",
             found=number,
-            allowed=allowed if allowed is not None else f"a multiple of {divisor}, nearest: {_words(near)}",
-            fix=f"set {key} to {_words(near, ' or ')}" if allowed is None else f"set {key} to a value allowed above",
+            allowed=f"a multiple of {divisor}, nearest: {_words(near)}",
+            fix=f"set {key} to {_words(near, ' or ')}",
         )
         return False
 

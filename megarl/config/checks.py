@@ -7,7 +7,7 @@ import warnings
 from megarl.config.base import raise_problems
 from megarl.config.checklist import Check, Checklist
 from megarl.config.checks_files import check_data, check_model, check_places, check_reward
-from megarl.config.checks_layout import check_cluster, check_parallel
+from megarl.config.checks_layout import check_cluster, check_parallel, check_same_layout
 from megarl.config.checks_settings import check_batches, check_objective, check_sampling, check_schedules
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
@@ -29,7 +29,7 @@ def check_config(config: RunConfig, *, hf: ModelFacts | None = None, launcher: s
     check_cluster(config, checks, launcher)
     check_parallel(config, "actor.parallel", config.actor.parallel, facts, checks)
     if config.algorithm.pipeline == "ppo":
-        check_parallel(config, "critic.parallel", config.critic.parallel, facts, checks)
+        check_same_layout(config, checks)
     check_batches(config, checks)
     check_objective(config, checks)
     check_sampling(config, facts, checks)

@@ -17,9 +17,9 @@ from megarl.errors import ConfigError
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REWARDS = ("exact_match", "format", "gsm8k", "math", "numeric")
 CHARACTERS = "chars:"
-# A character tokenizer has these tokens besides its alphabet: padding, start, end.
-SPECIAL_TOKENS = 3
-_HUB_DATA = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?(@[\w.\[\]:%-]+)?|[\w.-]+@[\w.\[\]:%-]+")
+# A character tokenizer has these tokens besides its alphabet: padding, start, end, unknown.
+SPECIAL_TOKENS = 4
+_HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?(@.+)?")
 
 
 def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist) -> ModelFacts | None:
@@ -41,7 +41,9 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
             checks.from_error("model", error)
             return None
     if facts is None:
-        checks.skip("model", f"{model.path} is a hub name that is not in the local cache")
+        checks.skip(
+            "model", f"{model.path} is not a folder here and is not in the local hub cache: taken as a hub name"
+        )
     else:
         checks.ok("model", f"{facts.source}: {facts.model_type}, {facts.parameters:,} parameters")
     _check_tokenizer(model, facts, checks)
@@ -122,19 +124,19 @@ def check_data(data: DataConfig, checks: Checklist) -> None:
 
 def _check_source(source: str, key: str, checks: Checklist) -> None:
     path = Path(source).expanduser()
-    if path.is_file() and path.suffix not in SUFFIXES:
+    if path.is_file() and path.suffix.lower() not in SUFFIXES:
         checks.fail(
             "data", key, "the file's form is not known", found=source, allowed=SUFFIXES, fix="convert it, or rename it"
         )
-    elif path.is_dir() and not any(file.suffix in SUFFIXES for file in path.rglob("*")):
+    elif path.is_dir() and not any(file.suffix.lower() in SUFFIXES for file in path.rglob("*")):
         checks.fail(
             "data", key, "the folder holds no data file", found=source, allowed=SUFFIXES, fix="check the folder's name"
         )
-    elif path.exists():
+    elif path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
         checks.ok("data", f"{key}: {source}")
     elif is_module_reference(source):
         _check_function("data", source, key, checks)
-    elif path.suffix in SUFFIXES or not _HUB_DATA.fullmatch(source):
+    elif path.suffix.lower() in SUFFIXES or not _HUB_DATA.fullmatch(source):
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         close = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.5)
         checks.fail(
@@ -146,7 +148,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
             fix=f"did you mean {path.parent / close[0]}?" if close else "paths are relative to the current folder",
         )
     else:
-        checks.skip("data", f"{key}: {source} is a hub name")
+        checks.skip("data", f"{key}: {source} is not a local path: taken as a hub name")
 
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:

@@ -67,6 +67,21 @@ def check_parallel(
     _check_moe(key, role, parallel, facts, checks)
 
 
+def check_same_layout(config: RunConfig, checks: Checklist) -> None:
+    """Actor and critic live in the same processes and share their process groups."""
+    actor, critic = config.actor.parallel, config.critic.parallel
+    if critic != actor:
+        different = [name for name in ParallelConfig.model_fields if getattr(actor, name) != getattr(critic, name)]
+        checks.fail(
+            "critic layout",
+            "critic.parallel",
+            "all models of one process share one layout",
+            found={name: getattr(critic, name) for name in different},
+            allowed=", ".join(f"{name} {getattr(actor, name)}" for name in different),
+            fix="give critic.parallel the values of actor.parallel",
+        )
+
+
 def _check_rules(key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
     if parallel.vpp is not None and parallel.pp == 1:
         checks.fail(
@@ -93,21 +108,19 @@ def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelCon
     if parallel.ep == 1 and parallel.etp is None:
         return
     etp = expert_tensor_size(parallel)
+    split, size = f"etp {etp} * ep {parallel.ep} * pp {parallel.pp}", etp * parallel.ep * parallel.pp
+    if nproc % size == 0:
+        checks.ok(f"{role} expert data parallel", f"{nproc} processes = {split} * expert dp {nproc // size}")
+        return
     fit = [ep for ep in divisors(nproc) if nproc % (etp * ep * parallel.pp) == 0]
-    if checks.divides(
-        f"{role} expert replicas",
+    checks.fail(
+        f"{role} expert data parallel",
         f"{key}.ep",
-        nproc,
-        etp * parallel.ep * parallel.pp,
-        "cluster.nproc",
-        f"{key}: etp {etp} * ep {parallel.ep} * pp {parallel.pp}",
+        f"{nproc} processes are not divisible by {size} ({split})",
+        found=parallel.ep,
         allowed=fit or "none with this etp and pp",
-    ):
-        checks.ok(
-            f"{role} expert data parallel",
-            f"{nproc} processes = etp {etp} * ep {parallel.ep} * pp {parallel.pp} "
-            f"* expert dp {nproc // (etp * parallel.ep * parallel.pp)}",
-        )
+        fix=f"set {key}.ep to {max((ep for ep in fit if ep <= parallel.ep), default=1)}" if fit else "lower etp or pp",
+    )
 
 
 def _check_tensor(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:

@@ -30,21 +30,16 @@ def check_batches(config: RunConfig, checks: Checklist) -> None:
             allowed=fit,
             fix=f"set actor.mini_batch_size to {min(fit, key=lambda size: abs(size - mini))}",
         )
-    roles = {"actor": config.actor.parallel}
-    if config.algorithm.pipeline == "ppo":
-        roles["critic"] = config.critic.parallel
     sizes = [
         ("data.batch_size", data.batch_size),
         ("actor.mini_batch_size", mini),
-        ("data.val_batch_size", data.val_batch_size),
     ]
     if config.sft.steps:
         sizes.append(("sft.batch_size", config.sft.batch_size))
-    for role, parallel in roles.items():
-        dp = data_parallel_size(config, parallel)
-        for key, size in sizes:
-            if dp is not None and size is not None:
-                checks.divides(f"{role} batch", key, size, dp, key, f"the {role}'s data parallel size")
+    dp = data_parallel_size(config, config.actor.parallel)
+    for key, size in sizes:
+        if dp is not None and size is not None:
+            checks.divides("batch", key, size, dp, key, "the data parallel size")
 
 
 def check_objective(config: RunConfig, checks: Checklist) -> None:

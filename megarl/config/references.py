@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*")
 
 
@@ -40,12 +41,12 @@ def check_reference(text: str, key: str) -> None:
     top = function.partition(".")[0]
     if names is not None and top not in names:
         close = difflib.get_close_matches(top, names, n=1, cutoff=0.5)
-        public = [name for name in names if not name.startswith("_")]
+        public = [node.name for node in tree.body if isinstance(node, _DEFINITIONS) and not node.name.startswith("_")]
         raise ConfigError(
             f"{file} defines no {top}",
             where=key,
             found=text,
-            allowed=public or "the file defines nothing",
+            allowed=public or "the file defines no function",
             fix=f"did you mean {module}:{close[0]}?" if close else f"define {top} in {file.name}",
         )
 
@@ -97,7 +98,7 @@ def _top_level_names(tree: ast.Module) -> list[str] | None:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names += [alias.asname or alias.name for alias in node.names]
     for node in _statements(tree.body):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(node, _DEFINITIONS):
             names.append(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -1,0 +1,140 @@
+"""What a recipe would do, as text: resolved keys, task graph, ranks, memory, checks. Starts nothing."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.checklist import Check, Checklist
+from megarl.config.checks import check_config
+from megarl.config.checks_files import check_model
+from megarl.config.checks_layout import data_parallel_size, expert_tensor_size
+from megarl.config.checks_settings import PIPELINES
+from megarl.config.facts import ModelFacts
+from megarl.config.load import dump_config
+from megarl.config.memory import estimate_memory
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from megarl.dag.graph import TaskGraph
+
+ROWS_SHOWN = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan as text, and what stands in the way of running it."""
+
+    text: str
+    problems: list[ConfigError]
+
+
+def dry_run(config: RunConfig, launcher: str) -> str:
+    """The plan of a run as text; failed checks are part of it."""
+    return make_plan(config, launcher).text
+
+
+def make_plan(config: RunConfig, launcher: str) -> Plan:
+    """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded."""
+    checks = check_config(config, launcher=launcher)
+    try:
+        graph = build_task_graph(config).draw_text()
+    except UserError as error:
+        listed = Checklist()
+        listed.from_error("task graph", error)
+        checks += listed.items
+        graph = "cannot be built, see the checks"
+    sections = {
+        "Configuration": dump_config(config),
+        "Task graph": graph,
+        f"Ranks ({launcher} launcher)": _ranks_text(config),
+        "Memory per rank (estimate)": _memory_text(config),
+        "Checks": "\n".join(_check_lines(check) for check in checks),
+    }
+    failed = [check for check in checks if check.status == "fail"]
+    counts = ", ".join(f"{sum(c.status == s for c in checks)} {s}" for s in ("ok", "warn", "fail", "skip"))
+    text = "\n\n".join(f"== {title} ==\n{body.rstrip()}" for title, body in sections.items())
+    return Plan(f"{text}\n\n{counts}. Nothing was started.", [check.problem() for check in failed])
+
+
+def build_task_graph(config: RunConfig) -> TaskGraph:
+    """The task graph of `algorithm.pipeline`, checked. UserError when it cannot be found or is not sound."""
+    name = config.algorithm.pipeline
+    reference = f"megarl.recipes.{name}:build_graph" if name in PIPELINES else name
+    module_name, _, function_name = reference.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # a console script does not put it there, and workers have it
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"the pipeline cannot be imported ({error})",
+            where="algorithm.pipeline",
+            found=name,
+            allowed=[*PIPELINES, "pkg.mod:fn"],
+            fix="check module and function name",
+        ) from error
+    return function(config)
+
+
+def coordinates(rank: int, nproc: int, parallel: ParallelConfig) -> dict[str, int]:
+    """Place of a rank in Megatron's order tp-cp-ep-dp-pp (the first changes fastest); edp is expert data parallel."""
+    dp = nproc // parallel.model_parallel_size
+    etp = expert_tensor_size(parallel)
+    place = _unravel(rank, {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp})
+    expert = _unravel(rank, {"etp": etp, "ep": parallel.ep, "edp": nproc // (etp * parallel.ep * parallel.pp)})
+    return {name: place[name] for name in ("dp", "pp", "cp", "tp")} | {
+        name: expert[name] for name in ("ep", "etp", "edp")
+    }
+
+
+def _unravel(rank: int, sizes: dict[str, int]) -> dict[str, int]:
+    place = {}
+    for name, size in sizes.items():
+        rank, place[name] = divmod(rank, size)
+    return place
+
+
+def _ranks_text(config: RunConfig) -> str:
+    parallel, nproc = config.actor.parallel, config.cluster.nproc
+    experts = expert_tensor_size(parallel) * parallel.ep * parallel.pp
+    if data_parallel_size(config, parallel) is None or nproc % experts:
+        return "the processes do not divide into replicas, see the checks"
+    per_node = max(1, nproc // config.cluster.nnodes)
+    names = ["dp", "pp", "cp", "tp"] + (["ep", "etp", "edp"] if parallel.ep > 1 or parallel.etp else [])
+    header = "".join(f"{name:>6}" for name in ["rank", "node", *names])
+    lines = []
+    for rank in range(nproc):
+        if nproc > ROWS_SHOWN and ROWS_SHOWN // 2 <= rank < nproc - ROWS_SHOWN // 2:
+            if rank == ROWS_SHOWN // 2:
+                lines.append(f"   ... {nproc - ROWS_SHOWN} ranks left out ...")
+            continue
+        place = coordinates(rank, nproc, parallel)
+        lines.append("".join(f"{value:>6}" for value in [rank, rank // per_node, *(place[name] for name in names)]))
+    return "\n".join([header, *lines])
+
+
+def _memory_text(config: RunConfig) -> str:
+    facts: ModelFacts | None = check_model(config.model, None, Checklist())
+    dp = data_parallel_size(config, config.actor.parallel)
+    if facts is None or dp is None:
+        return "not known: " + (
+            "the model's sizes are not known here" if facts is None else "the layout does not divide"
+        )
+    memory = estimate_memory(config, facts, dp)
+    lines = [f"{name:<36}{size / 1e9:>10.3f} GB" for name, size in memory.parts]
+    note = "roles offloaded in turn" if config.actor.engine.offload else "everything resident"
+    return "\n".join([*lines, f"{'peak (' + note + ')':<36}{memory.peak / 1e9:>10.3f} GB"])
+
+
+def _check_lines(check: Check) -> str:
+    if check.status in ("ok", "skip"):
+        return f"[{check.status:>4}] {check.name}: {check.message}"
+    lines = str(check.problem()).splitlines()
+    return "\n".join([f"[{check.status:>4}] {check.name}: {lines[0]}", *(f"       {line}" for line in lines[1:])])
