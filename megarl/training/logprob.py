@@ -24,8 +24,7 @@ from torch import Tensor
 class _Shard(NamedTuple):
     """What a call is about besides its tensors."""
 
-    start: int  # first vocabulary index of this rank's columns
-    columns: int  # columns that are real tokens; the rest is padding and takes no part
+    start: int  # vocabulary index of this rank's first column
     inverse_temperature: float
     chunk: int
     entropy: bool
@@ -38,7 +37,7 @@ def linear_logprob(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    vocab_size: int | None = None,
+    vocab_start: int = 0,
     chunk_tokens: int = 1024,
     entropy: bool = True,
     group: dist.ProcessGroup | None = None,
@@ -48,10 +47,11 @@ def linear_logprob(
     Args:
         hidden: [N, H], equal on all ranks of `group`. Its gradient is this rank's *partial* one: sum it over the group
             (Megatron's copy_to or gather_from_sequence_parallel mappings before this call do that).
-        weight: [V, H], this rank's rows of the output embedding.
+        weight: [V, H], this rank's rows of the output embedding, without rows that only pad the vocabulary; V may
+            differ between ranks and may be 0.
         targets: int64 [N], indices into the whole vocabulary.
         temperature: softmax temperature, > 0.
-        vocab_size: size of the whole vocabulary without padding rows; None: there is no padding.
+        vocab_start: vocabulary index of the first row of `weight`.
         chunk_tokens: tokens whose logits exist at the same time.
         entropy: False skips the entropy, which then comes back as an empty tensor.
         group: tensor-parallel group that splits the vocabulary; None: one process.
@@ -66,11 +66,8 @@ def linear_logprob(
         raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
     if temperature <= 0 or chunk_tokens <= 0:
         raise ValueError(f"temperature {temperature} and chunk_tokens {chunk_tokens} must be positive")
-    size, rank = (group.size(), group.rank()) if group is not None else (1, 0)
-    rows = weight.shape[0]
-    total = rows * size if vocab_size is None else vocab_size
-    columns = min(max(total - rank * rows, 0), rows)
-    shard = _Shard(rank * rows, columns, 1.0 / temperature, chunk_tokens, entropy, group if size > 1 else None)
+    group = None if group is None or group.size() == 1 else group
+    shard = _Shard(vocab_start, 1.0 / temperature, chunk_tokens, entropy, group)
     return _LinearLogprob.apply(hidden, weight, targets, shard)
 
 
@@ -84,7 +81,7 @@ class _LinearLogprob(torch.autograd.Function):
         logits = None
         for begin in range(0, count, shard.chunk):
             part = slice(begin, begin + shard.chunk)
-            logits = torch.mm(hidden[part], weight[: shard.columns].t())
+            logits = torch.mm(hidden[part], weight.t())
             _reduce(logits, targets[part], shard, stats[:, part])
         logp, log_z, entropy = _combine(stats, shard)
         ctx.shard = shard
@@ -97,14 +94,13 @@ class _LinearLogprob(torch.autograd.Function):
         shard: _Shard = ctx.shard
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None
-        columns = weight[: shard.columns]
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         # Sums over chunks are kept wide: a bf16 accumulator would lose the small contributions of late chunks.
         grad_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype) if wants_weight else None
         for begin in range(0, hidden.shape[0], shard.chunk):
             part = slice(begin, begin + shard.chunk)
-            logits = torch.mm(hidden[part], columns.t()) if kept is None else kept
+            logits = torch.mm(hidden[part], weight.t()) if kept is None else kept
             grad_logits = _grad_logits(
                 logits,
                 targets[part],
@@ -115,9 +111,9 @@ class _LinearLogprob(torch.autograd.Function):
                 None if grad_entropy is None else grad_entropy[part],
             ).to(weight.dtype)
             if grad_hidden is not None:
-                torch.mm(grad_logits, columns, out=grad_hidden[part])
+                torch.mm(grad_logits, weight, out=grad_hidden[part])
             if grad_weight is not None:
-                grad_weight[: shard.columns] += torch.mm(grad_logits.t(), hidden[part])
+                grad_weight += torch.mm(grad_logits.t(), hidden[part])
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
 
 
@@ -132,21 +128,21 @@ def _scaled(logits: Tensor, shard: _Shard) -> Tensor:
     return scaled if shard.inverse_temperature == 1.0 else scaled.mul_(shard.inverse_temperature)
 
 
-def _local(targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+def _local(targets: Tensor, shard: _Shard, columns: int) -> tuple[Tensor, Tensor]:
     """Column of each target in this shard (0 where it is elsewhere), and whether it is here."""
     column = targets - shard.start
-    here = (column >= 0) & (column < shard.columns)
+    here = (column >= 0) & (column < columns)
     return column.masked_fill(~here, 0), here
 
 
 def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor) -> None:
     """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of this shard to out [4, C]."""
-    if shard.columns == 0:  # nothing but padding: a contribution of zero that stays finite
+    if logits.shape[1] == 0:  # no column here: a contribution of zero that stays finite
         out.zero_()
         out[0] = torch.finfo(out.dtype).min / 2
         return
     logits = _scaled(logits, shard)
-    column, here = _local(targets, shard)
+    column, here = _local(targets, shard, logits.shape[1])
     torch.mul(logits.gather(1, column[:, None])[:, 0], here, out=out[3])
     torch.amax(logits, 1, out=out[0])
     logits -= out[0][:, None]
@@ -199,7 +195,7 @@ def _grad_logits(
         assert grad_logp is not None
         grad.mul_(grad_logp[:, None])
     grad.neg_()
-    if grad_logp is not None and shard.columns:
-        column, here = _local(targets, shard)
+    if grad_logp is not None and grad.shape[1]:
+        column, here = _local(targets, shard, grad.shape[1])
         grad.scatter_add_(1, column[:, None], (grad_logp * here)[:, None])
     return grad if shard.inverse_temperature == 1.0 else grad.mul_(shard.inverse_temperature)

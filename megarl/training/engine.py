@@ -1,0 +1,340 @@
+"""The Megatron engine: one model under one layout, trained or frozen, fed with batches of packed samples.
+
+    batch -> plan: micro-batches by token budget, equally many on all data-parallel ranks
+          -> Megatron's schedule (none, 1F1B, interleaved) -> hidden states on the last stage
+          -> rows that predict response tokens -> fused log-prob and entropy -> loss_fn -> backward
+          -> gradients summed over dp x cp -> finite? -> clip -> AdamW -> new parameters
+
+The loss is a sum whose weights already hold the global normalisers, so nothing is ever divided here and the result
+does not depend on micro-batches or layout. Context-parallel ranks all see the whole micro-batch's log-probs and
+compute the same loss, but each passes back only the gradient of the tokens it holds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.comm import broadcast_json, reduce_metrics
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig, OptimConfig
+from megarl.data.batch import Batch, Jagged
+from megarl.device import device
+from megarl.metrics import Metrics
+from megarl.models.build import build_policy
+from megarl.models.config import transformer_config
+from megarl.models.policy import PolicyModel
+from megarl.phase import phase
+from megarl.training import microbatch, offload, optimizer
+from megarl.training.guard import check_finite
+from megarl.training.logprob import linear_logprob
+from megarl.training.microbatch import MicroBatch
+from megarl.training.parallel import Layout
+
+from megatron.core.distributed import finalize_model_grads  # isort: skip  (megarl imports install the compat hook)
+from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
+from megatron.core.tensor_parallel.mappings import (  # isort: skip
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, Metrics]]
+Weights = Callable[[list[PolicyModel]], None]
+
+
+class MegatronEngine:
+    """One model under `layout`. All methods are collective over all ranks of the layout.
+
+    Args:
+        hf_config: Hugging Face configuration of the model.
+        parallel, engine: layout and memory settings.
+        optim: optimizer settings; None makes a frozen engine without gradient buffers and optimizer.
+        dtype: of parameters and activations; bf16 has float32 master weights and gradients.
+        total_steps: optimizer steps of the whole run, the default length of the learning-rate decay.
+        weights: fills the freshly built chunks, e.g. `lambda chunks: load_weights(chunks, folder)`.
+        name: role, the first part of the metric names.
+        seed: of dropout and whatever else the model draws.
+    """
+
+    def __init__(
+        self,
+        hf_config: PretrainedConfig,
+        parallel: ParallelConfig,
+        engine: EngineConfig,
+        optim: OptimConfig | None,
+        *,
+        dtype: torch.dtype,
+        layout: Layout,
+        total_steps: int,
+        weights: Weights,
+        name: str = "actor",
+        seed: int = 0,
+    ) -> None:
+        self.hf_config, self.config, self.optim = hf_config, engine, optim
+        self.dtype, self.layout, self.total_steps, self.name = dtype, layout, total_steps, name
+        self.device = device()
+        self.step = 0
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        self.model_config = transformer_config(hf_config, parallel, dtype=dtype, engine=engine)
+        self.chunks = build_policy(hf_config, self.model_config)
+        weights(self.chunks)
+        self._parked: offload.Parked | None = None
+        if optim is None:
+            self.wrapped: list[Any] = list(self.chunks)
+            for chunk in self.chunks:
+                chunk.requires_grad_(False).eval()
+            self.optimizer = None
+            return
+        self.wrapped = optimizer.wrap_chunks(self.chunks, self.model_config, engine)
+        self.optimizer = optimizer.build_optimizer(self.wrapped, optim, engine, dtype)
+        self.model_config.finalize_model_grads_func = _sum_gradients
+        if engine.overlap_grad_reduce:
+            no_sync = [chunk.no_sync for chunk in self.wrapped]
+            self.model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+
+    def set_weights(self, weights: Weights) -> None:
+        """Replace all parameters (and their float32 masters); optimizer moments stay."""
+        weights(self.chunks)
+        if self.optimizer is not None:
+            self.optimizer.reload_model_params()
+
+    # -- log-probs -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, temperature: float = 1.0, entropy: bool = True) -> tuple[Jagged, Jagged]:
+        """Log-prob and entropy of every response token of this data-parallel rank's `batch`, which may be empty.
+
+        Returns:
+            Two Jagged float32 over response tokens, on the device of the batch, on every rank of the replica. The
+            entropy is zeros when it was not asked for.
+        """
+        self._require_onloaded()
+        groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
+        micros = [microbatch.build(batch, group, self.layout, self.device) for group in groups]
+        self._train_mode(False)
+        outputs = self._schedule(micros, functools.partial(self._outputs, temperature, entropy), forward_only=True)
+        self._train_mode(True)
+        total = sum(micro.tokens for micro in micros if micro.samples)
+        both = torch.zeros(2, total, device=self.device)
+        if self.layout.is_last_stage and total:
+            torch.cat([pair for pair, micro in zip(outputs, micros, strict=True) if micro.samples], 1, out=both)
+        if self.layout.pp_size > 1:
+            dist.broadcast(both, self.layout.last_stage_rank, group=self.layout.pp_group)
+        return self._in_batch_order(both, batch, groups)
+
+    def _outputs(self, temperature: float, entropy: bool, micro: MicroBatch, chunk: Any) -> Any:
+        def collect(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
+            logp, ent = self._token_logp(hidden, chunk, micro, temperature, entropy)
+            return torch.stack([logp, ent if entropy else torch.zeros_like(logp)])
+
+        return collect
+
+    @staticmethod
+    def _in_batch_order(both: Tensor, batch: Batch, groups: list[list[int]]) -> tuple[Jagged, Jagged]:
+        """Undo the grouping into micro-batches."""
+        responses = batch["response_ids"]
+        ordered = [sample for group in groups for sample in group]
+        back = torch.empty(len(ordered), dtype=torch.int64)
+        back[torch.tensor(ordered, dtype=torch.int64)] = torch.arange(len(ordered))
+        lengths = responses.lengths.cpu()[ordered]
+        logp, entropy = (
+            Jagged.from_lengths(row.to(responses.device), lengths.to(responses.device)).select(back)
+            for row in both.unbind()
+        )
+        return logp, entropy
+
+    def _token_logp(
+        self, hidden: Tensor, chunk: Any, micro: MicroBatch, temperature: float, entropy: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Float32 log-probs and entropies [N] of the micro-batch's response tokens, on every rank of the last stage."""
+        policy = _unwrap(chunk)
+        hidden = hidden[:, 0]
+        if self.model_config.sequence_parallel:
+            rows = gather_from_sequence_parallel_region(hidden)[micro.rows]
+        else:
+            rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
+        logp, ent = linear_logprob(
+            rows,
+            policy.lm_head_weight,
+            micro.targets,
+            temperature=temperature,
+            vocab_start=policy.vocab_range[0],
+            chunk_tokens=self.config.logits_chunk_tokens,
+            entropy=entropy,
+            group=self.layout.tp_group,
+        )
+        if self.layout.cp_size > 1:
+            place = (micro.order, micro.tokens, self.layout.cp_group)
+            logp = _AllTokens.apply(logp, *place)
+            ent = _AllTokens.apply(ent, *place) if entropy else ent
+        return logp, ent
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def train_step(self, batch: Batch, loss_fn: LossFn, temperature: float = 1.0) -> Metrics:
+        """One optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
+
+        `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of one micro-batch in order and the samples
+        they belong to, and returns a scalar that is already a sum with global weights, and metrics.
+
+        Returns:
+            The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal everywhere.
+
+        Raises:
+            NonFiniteError: the loss or the gradient norm is not finite; no parameter has moved.
+        """
+        if self.optimizer is None:
+            raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
+        self._require_onloaded()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with phase("forward_backward"):
+            groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
+            micros = [microbatch.build(batch, group, self.layout, self.device) for group in groups]
+            results = self._schedule(micros, functools.partial(self._loss, batch, loss_fn, temperature))
+        with phase("optimizer"):
+            norm, rate = self._update(batch, groups, [loss for loss, _ in results])
+        metrics = self._merge(Metrics(), results)
+        metrics.mean(f"{self.name}/grad_norm", norm, 1)
+        metrics.mean(f"{self.name}/lr", rate, 1)
+        return metrics
+
+    def sft_step(self, batch: Batch) -> Metrics:
+        """One optimizer step on -sum(weights * logp), with the field `loss_weights` (Jagged over response tokens)."""
+
+        def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
+            weights = micro["loss_weights"].values.to(logp.device)
+            value = -(weights * logp).sum()
+            metrics = Metrics()
+            metrics.sum("sft/loss", value.item())
+            return value, metrics
+
+        return self.train_step(batch, loss)
+
+    def _loss(self, batch: Batch, loss_fn: LossFn, temperature: float, micro: MicroBatch, chunk: Any) -> Any:
+        def loss(hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Metrics]]:
+            logp, entropy = self._token_logp(hidden, chunk, micro, temperature)
+            if micro.samples:
+                value, metrics = loss_fn(logp, entropy, batch.select(list(micro.samples)))
+            else:  # zero, but through every parameter: other ranks wait for this one's communication and gradients
+                value, metrics = logp.sum() * 0.0, Metrics()
+            return value, value.new_zeros((), dtype=torch.int), (value.detach(), metrics)
+
+        return loss
+
+    def _update(self, batch: Batch, groups: list[list[int]], losses: list[Tensor]) -> tuple[float, float]:
+        """Check, clip, step. Returns the gradient norm and the learning rate used."""
+        assert self.optimizer is not None
+        assert self.optim is not None
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        ids = batch["sample_id"] if "sample_id" in batch else list(map(str, range(len(batch))))
+        names = [[str(ids[sample]) for sample in group] for group in groups][: len(losses)]
+        check_finite(losses, names, norm, self.chunks, self.step)
+        optimizer.clip(self.optimizer, norm, self.optim.clip_grad)
+        rate = optimizer.learning_rate(self.optim, self.step, self.total_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step_with_ready_grads()
+        self.step += 1
+        return norm, rate
+
+    def _merge(self, metrics: Metrics, results: list[tuple[Tensor, Metrics]]) -> Metrics:
+        """Metrics of all micro-batches of all data-parallel ranks, on every rank."""
+        for _, part in results:
+            metrics.merge(part)
+        if self.layout.is_last_stage:
+            metrics = reduce_metrics(metrics, self.layout.dp_group)
+        if self.layout.pp_size > 1:
+            plain = broadcast_json(metrics.to_json(), self.layout.last_stage_rank, self.layout.pp_group)
+            metrics = Metrics.from_json(plain)
+        return metrics
+
+    # -- schedule ------------------------------------------------------------------------------------------------
+
+    def _schedule(
+        self, micros: list[MicroBatch], last: Callable[[MicroBatch, Any], Any], forward_only: bool = False
+    ) -> list[Any]:
+        """Run all micro-batches through the pipeline; `last(micro, chunk)` makes the function of the final hidden
+        states. Returns its results on the last stage, an empty list elsewhere."""
+
+        def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
+            micro = next(iterator)
+            hidden = chunk(
+                input_ids=micro.input_ids,
+                position_ids=micro.position_ids,
+                attention_mask=None,
+                packed_seq_params=micro.packed,
+            )
+            return hidden, last(micro, chunk)
+
+        many = len(self.wrapped) > 1
+        iterators = [iter(micros) for _ in self.wrapped]
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iterators if many else iterators[0],
+            model=self.wrapped if many else self.wrapped[0],
+            num_microbatches=len(micros),
+            seq_length=1,  # shapes travel with the tensors
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _train_mode(self, on: bool) -> None:
+        if self.optimizer is not None:
+            for chunk in self.chunks:
+                chunk.train(on)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def offload(self, parameters: bool = True) -> None:
+        """Free the gradient buffers and move optimizer state (and parameters) to host memory. Idempotent."""
+        if self._parked is None:
+            self._parked = offload.park(self.wrapped, self.optimizer, parameters=parameters)
+
+    def onload(self) -> None:
+        """Undo `offload`; training goes on bit for bit."""
+        if self._parked is not None:
+            self._parked.restore()
+            self._parked = None
+
+    def _require_onloaded(self) -> None:
+        if self._parked is not None:
+            raise RuntimeError(f"the {self.name} engine is offloaded: call onload() first")
+
+
+def _unwrap(chunk: Any) -> PolicyModel:
+    return chunk if isinstance(chunk, PolicyModel) else chunk.module
+
+
+def _sum_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Megatron's sum of gradients over dp, cp, tied embeddings and sequence-parallel norms, without its division."""
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+class _AllTokens(torch.autograd.Function):
+    """Values [n] of this context-parallel rank's rows -> values [N] of all rows, on every rank. The backward pass takes
+    this rank's part: every rank has computed the same loss, so summing over ranks would count it cp times."""
+
+    @staticmethod
+    def forward(ctx, values: Tensor, order: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(order)
+        full = values.new_zeros(tokens).index_copy_(0, order, values)
+        dist.all_reduce(full, group=group)
+        return full
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (order,) = ctx.saved_tensors
+        return grad[order], None, None, None

@@ -1,0 +1,71 @@
+"""Stops a training step whose loss or gradients are not finite, before any parameter has moved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from megarl import phase
+from megarl.comm import all_gather_json
+from megarl.device import device
+from megarl.errors import MegarlError
+
+_SHOWN = 4
+
+
+class NonFiniteError(MegarlError):
+    """A loss or gradient is NaN or infinite; the message names rank, phase, optimizer step, samples and parameters."""
+
+
+def check_finite(
+    losses: Sequence[torch.Tensor],
+    samples: Sequence[Sequence[str]],
+    grad_norm: float,
+    chunks: Sequence[torch.nn.Module],
+    step: int,
+) -> None:
+    """Raise on every rank when any rank's loss or the gradient norm is not finite. Collective over all ranks.
+
+    Args:
+        losses: scalar loss of each micro-batch that this rank computed.
+        samples: names of the samples in each of these micro-batches.
+        grad_norm: global gradient norm.
+        chunks: model chunks whose parameters carry `main_grad`.
+        step: optimizer step, for the message.
+
+    Raises:
+        NonFiniteError: with what each rank found.
+    """
+    finite = torch.stack(list(losses)).isfinite().tolist() if losses else []
+    bad = not all(finite) or not math.isfinite(grad_norm)
+    flag = torch.tensor(float(bad), device=device())
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    if not flag.item():
+        return
+    finding = {
+        "samples": [name for ok, names in zip(finite, samples, strict=True) if not ok for name in names][:_SHOWN],
+        "parameters": _bad_gradients(chunks),
+    }
+    lines = [
+        f"loss or gradient is not finite at optimizer step {step} in phase {phase.current()} "
+        f"(gradient norm {grad_norm}); no parameter was changed"
+    ]
+    for rank, found in enumerate(all_gather_json(finding)):
+        if found["samples"]:
+            lines.append(f"  rank {rank}: loss of the micro-batch with samples {', '.join(found['samples'])}, ...")
+        if found["parameters"]:
+            lines.append(f"  rank {rank}: gradient of {', '.join(found['parameters'])}, ...")
+    raise NonFiniteError("\n".join(lines))
+
+
+def _bad_gradients(chunks: Sequence[torch.nn.Module]) -> list[str]:
+    names = (
+        name
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if parameter.requires_grad and not bool(parameter.main_grad.isfinite().all())
+    )
+    return [name for name, _ in zip(names, range(_SHOWN), strict=False)]

@@ -1,0 +1,113 @@
+"""From a batch of samples to the packed micro-batches that go through the model.
+
+A sample with P prompt and R response tokens is fed as P + R - 1 tokens: the last response token predicts nothing.
+Response token j is predicted at place P - 1 + j, and only those places reach the vocabulary head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.data.batch import Batch, Jagged
+from megarl.data.packing import pack, split_to_count
+from megarl.models.packing import PackedSequences, pack_stream
+from megarl.training.parallel import Layout
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """This rank's share of one micro-batch. N is the number of response tokens of the whole micro-batch.
+
+    Attributes:
+        samples: positions in the batch; empty for a filler, which only keeps this rank in step with the others.
+        input_ids, position_ids: int64 [1, t].
+        packed: what attention has to know.
+        rows: int64 [n], places among the t tokens that predict a response token; n = N without context parallelism.
+        order: int64 [n], which of the N response tokens each row predicts.
+        targets: int64 [n], the tokens to predict.
+        tokens: N.
+    """
+
+    samples: tuple[int, ...]
+    input_ids: Tensor
+    position_ids: Tensor
+    packed: PackedSequences
+    rows: Tensor
+    order: Tensor
+    targets: Tensor
+    tokens: int
+
+
+def input_lengths(batch: Batch) -> Tensor:
+    """Tokens that each sample puts through the model, int64 [B].
+
+    Raises:
+        ValueError: a sample without a response to predict, or without a prompt to predict it from.
+    """
+    prompts, responses = batch["prompt_ids"].lengths.cpu(), batch["response_ids"].lengths.cpu()
+    if len(batch) and min(int(prompts.min()), int(responses.min())) < 1:
+        bad = int(((prompts < 1) | (responses < 1)).nonzero()[0])
+        raise ValueError(f"sample {bad} has {int(prompts[bad])} prompt and {int(responses[bad])} response tokens")
+    return prompts + responses - 1
+
+
+def plan(batch: Batch, budget: int, layout: Layout, device: torch.device) -> list[list[int]]:
+    """Samples of each micro-batch: the same number of micro-batches on all data-parallel ranks, fillers empty.
+
+    With interleaved pipelining the number is a multiple of the pipeline size.
+    """
+    lengths = input_lengths(batch).tolist()
+    wanted = torch.tensor([len(pack(lengths, budget))], device=device)
+    dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=layout.dp_group)
+    count = max(int(wanted), 1)
+    if layout.parallel.vpp:
+        count = -(-count // layout.pp_size) * layout.pp_size
+    return split_to_count(lengths, count, budget)
+
+
+def build(batch: Batch, samples: Sequence[int], layout: Layout, device: torch.device) -> MicroBatch:
+    """Pack `samples` of `batch`; no samples make a filler of one token with one row that counts for nothing."""
+    if samples:
+        part = batch.select(list(samples))
+        prompts, responses = part["prompt_ids"].to("cpu"), part["response_ids"].to("cpu")
+    else:
+        prompts = responses = Jagged.from_list([[0]], dtype=torch.int64)
+    tokens, predicts = _stream(prompts, responses)
+    stream = pack_stream(
+        (prompts.lengths + responses.lengths - 1).tolist(),
+        cp_size=layout.cp_size,
+        cp_rank=layout.cp_rank,
+        multiple=layout.tp_size if layout.parallel.sp else 1,
+        device=device,
+    )
+    which = stream.take(predicts.to(device), fill=-1)
+    rows = (which >= 0).nonzero()[:, 0]
+    order = which[rows]
+    return MicroBatch(
+        samples=tuple(samples),
+        input_ids=stream.input_ids(tokens.to(device)),
+        position_ids=stream.position_ids,
+        packed=stream.params,
+        rows=rows,
+        order=order,
+        targets=responses.values.to(device)[order],
+        tokens=len(responses.values),
+    )
+
+
+def _stream(prompts: Jagged, responses: Jagged) -> tuple[Tensor, Tensor]:
+    """Input tokens [T] of all samples end to end, and for each the response token it predicts, -1 for none [T]."""
+    tokens, predicts, done = [], [], 0
+    for prompt, response in zip(prompts.unbind(), responses.unbind(), strict=True):
+        tokens += [prompt, response[:-1]]
+        predicts += [
+            torch.full((len(prompt) - 1,), -1, dtype=torch.int64),
+            torch.arange(done, done + len(response)),
+        ]
+        done += len(response)
+    return torch.cat(tokens), torch.cat(predicts)

@@ -1,0 +1,101 @@
+"""Megatron's gradient buffers and AdamW, set up from our configuration, and the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.compat import megatron as compat
+from megarl.config.training import EngineConfig, OptimConfig
+
+compat.install()
+
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
+from megatron.core.optimizer import (  # noqa: E402
+    ChainedOptimizer,
+    MegatronOptimizer,
+    get_megatron_optimizer,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig  # noqa: E402
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+
+def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (0 is the first): linear warm-up, then constant, linear or cosine.
+
+    The peak is reached on step `warmup_steps` and `min_lr` on step `decay_steps`, which is one past the last step of
+    a run when it is left at its default `total_steps`.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    if config.schedule == "constant":
+        return config.lr
+    end = config.decay_steps or total_steps
+    span = max(end - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / span, 1.0)
+    left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def wrap_chunks(
+    chunks: list[torch.nn.Module], model_config: TransformerConfig, engine: EngineConfig
+) -> list[DistributedDataParallel]:
+    """Give each model chunk float32 gradient buffers that are summed (never averaged) over data-parallel ranks."""
+    if not model_config.calculate_per_token_loss:
+        raise ValueError("the model config must set calculate_per_token_loss, or Megatron divides gradients by dp * cp")
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=engine.overlap_grad_reduce,
+        use_distributed_optimizer=engine.distributed_optimizer,
+    )
+    return [
+        DistributedDataParallel(model_config, config, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(
+    chunks: list[DistributedDataParallel], config: OptimConfig, engine: EngineConfig, dtype: torch.dtype
+) -> ChainedOptimizer:
+    """AdamW over all parameters of `chunks`; vectors (norms, biases) are not decayed. bf16 gets float32 masters."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=engine.distributed_optimizer,
+        ),
+        chunks,
+    )
+    for part in parts(optimizer):
+        for group in part.param_groups:
+            # Megatron leaves this to a scheduler that we do not use.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                # One pass over the parameters in place of ten; Megatron has no argument for it.
+                group["fused"] = True
+    return optimizer
+
+
+def parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """The optimizers inside a chained one that hold parameters on this rank (dense, experts)."""
+    chain = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part for part in chain if not part.is_stub_optimizer]
+
+
+def clip(optimizer: MegatronOptimizer, norm: float, limit: float) -> None:
+    """Scale the ready gradients so that their global norm, which is `norm`, is at most `limit`; 0 turns it off."""
+    if limit > 0:
+        for part in parts(optimizer):
+            clip_grad_by_total_norm_fp32(part.get_parameters(), max_norm=limit, total_norm=norm)

@@ -1,0 +1,119 @@
+"""Small engines and batches for the training tests: the same model and samples under every layout."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig, OptimConfig
+from megarl.data.batch import Batch, Jagged
+from megarl.metrics import Metrics
+
+VOCAB = 131  # divided by no tensor-parallel size
+_DENSE = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MODELS = {"dense": _DENSE, "tied": {**_DENSE, "tie_word_embeddings": True}, "moe": {**_DENSE, **_EXPERTS}}
+
+
+def hf_config(name: str):
+    from transformers import AutoConfig
+
+    fields = dict(MODELS[name])
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def make_engine(name: str = "dense", parallel: ParallelConfig | None = None, **kwargs):
+    """Engine with seeded weights; `engine`, `optim`, `dtype`, `frozen`, `layout` and `seed` can be overridden."""
+    from megarl.training.engine import MegatronEngine
+    from megarl.training.parallel import init_parallel
+
+    parallel = parallel or ParallelConfig()
+    layout = kwargs.pop("layout", None) or init_parallel(parallel, 120)
+    hf = hf_config(name)
+    optim = None if kwargs.pop("frozen", False) else kwargs.pop("optim", OptimConfig(lr=1e-2, eps=1e-3))
+    seed = kwargs.pop("seed", 3)
+    return MegatronEngine(
+        hf,
+        parallel,
+        kwargs.pop("engine", EngineConfig(micro_batch_tokens=64, logits_chunk_tokens=16)),
+        optim,
+        dtype=kwargs.pop("dtype", torch.float32),
+        layout=layout,
+        total_steps=kwargs.pop("total_steps", 10),
+        weights=lambda chunks: _random(chunks, hf, seed),
+        **kwargs,
+    )
+
+
+def _random(chunks, hf, seed) -> None:
+    """Random weights with a scale that makes log-probs differ clearly."""
+    from megarl.models.weights import init_random
+
+    init_random(chunks, hf, seed)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(4.0)
+
+
+def make_batch(count: int = 9, seed: int = 0, longest: int = 40) -> Batch:
+    """Samples of uneven lengths with per-token weights that sum to about one."""
+    rng = torch.Generator().manual_seed(seed)
+    draw = lambda low, high: int(torch.randint(low, high, (), generator=rng))  # noqa: E731
+    prompts = [torch.randint(0, VOCAB, (draw(1, 9),), generator=rng) for _ in range(count)]
+    responses = [torch.randint(0, VOCAB, (draw(1, longest),), generator=rng) for _ in range(count)]
+    total = sum(map(len, responses))
+    weights = [torch.randn(len(r), generator=rng) / total for r in responses]
+    fields = {"prompt_ids": prompts, "response_ids": responses, "loss_weights": weights}
+    return Batch(
+        {key: Jagged.from_list(rows) for key, rows in fields.items()},
+        {"sample_id": [f"s{i}" for i in range(count)]},
+    )
+
+
+def split_over(batch: Batch, dp_rank: int, dp_size: int) -> Batch:
+    """Uneven parts: the first rank has all but one sample for each other rank, the last rank none (from three on)."""
+    if dp_size == 1:
+        return batch
+    few = [1] * (dp_size - 1)
+    if dp_size > 2:
+        few[-1] = 0
+    return batch.split([len(batch) - sum(few), *few])[dp_rank]
+
+
+def loss_fn(logp, entropy, micro: Batch):
+    """A loss that uses everything: weighted log-probs, their squares, entropy."""
+    weights = micro["loss_weights"].values.to(logp.device)
+    loss = (weights * logp + weights.abs() * (0.05 * logp.square() - 0.1 * entropy)).sum()
+    metrics = Metrics()
+    metrics.sum("loss", loss.item())
+    metrics.mean("logp", logp.sum().item(), len(logp))
+    metrics.sum("samples", len(micro))
+    return loss, metrics
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Hash of the exact bits."""
+    return hashlib.sha256(tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()
