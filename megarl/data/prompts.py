@@ -45,7 +45,8 @@ class PromptDataset:
         if not sources:
             raise ConfigError("no data", where=f"data.{split}_files", found=[], fix="name at least one source")
         check_loader_kwargs(config)
-        rows = [row for source in sources for row in load_rows(source, config.loader_kwargs)]
+        kwargs = {"split": split, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
+        rows = [row for source in sources for row in load_rows(source, kwargs)]
         texts = render_prompts(config, tokenizer, rows)
         ids = tokenize(tokenizer, texts, rows, special=not _uses_chat(config))
         kept = self._within_limit(rows, ids)

@@ -9,7 +9,11 @@ from megarl.rewards.numbers import canonical, find_numbers, parse_number
 
 
 def numeric(
-    sample: dict[str, Any], *, tolerance: float = 1e-6, extract: Literal["whole", "first", "last"] = "whole"
+    sample: dict[str, Any],
+    *,
+    tolerance: float = 1e-6,
+    extract: Literal["whole", "first", "last"] = "whole",
+    evaluated: bool = False,
 ) -> dict[str, Any]:
     """1.0 when the response denotes the same number as the answer: `24` = `24.0` = `48/2`, `1,000` = `1e3`.
 
@@ -17,6 +21,7 @@ def numeric(
         sample: `response` and `answer`.
         tolerance: |response - answer| may be at most tolerance * max(1, |answer|).
         extract: whole: the response is nothing but the number; first or last: that number of the response.
+        evaluated: refuse a response written as a quotient, which would let `48/2` answer the prompt `48/2=`.
 
     Raises:
         ValueError: the answer is not a number, or an argument is out of range.
@@ -27,7 +32,7 @@ def numeric(
     if reference is None:
         raise ValueError(f"the reference answer is not a number: {sample['answer']!r}")
     value = _read(sample["response"], extract)
-    if value is None:
+    if value is None or (evaluated and ("/" in sample["response"] or "frac" in sample["response"])):
         return {"overall": 0.0, "extracted": ""}
     close = abs(value - reference) <= Fraction(tolerance) * max(1, abs(reference))
     return {"overall": float(close), "extracted": canonical(value)}

@@ -163,3 +163,9 @@ def test_math_gives_up_in_time_and_says_so():
     result = math({"response": slow, "answer": r"\cos(x)^{77}"}, timeout_s=0.05)
     assert result["overall"] == 0.0
     assert result["timeout"] == 1.0
+
+
+def test_numeric_can_refuse_an_expression_that_was_not_worked_out():
+    assert numeric({"response": "48/2", "answer": "24"})["overall"] == 1.0
+    assert numeric({"response": "48/2", "answer": "24"}, evaluated=True)["overall"] == 0.0
+    assert numeric({"response": "24.0", "answer": "24"}, evaluated=True)["overall"] == 1.0
