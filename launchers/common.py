@@ -139,12 +139,11 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> 
 
 
 def _prepare(job: Job) -> None:
-    import yaml
+    from megarl.config.load import dump_config
 
     if node_rank() == 0:
         forget(job.run_dir)
-        text = yaml.safe_dump(job.config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        write_atomically(job.config_path, text)
+        write_atomically(job.config_path, dump_config(job.config))
 
 
 def node_rank() -> int:

@@ -10,23 +10,16 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megarl.errors import ConfigError
+from megarl.imports import import_callable
 from megarl.phase import phase
 from megarl.processes import kill_with_parent, watch_parent
 from megarl.runtime.health import Heartbeat, failure_of, write_error
 
-if TYPE_CHECKING:
-    from megarl.config.run import RunConfig
-
-Entry = Callable[["RunConfig", Path], object]
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -38,10 +31,12 @@ def run(entry: str, config_path: Path) -> int:
     Heartbeat(run_dir, rank)
     try:
         with phase("start"):
-            config = read_config(config_path)
+            from megarl.config.load import load_config
+
+            config = load_config(config_path)
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
-            function = load_entry(entry)
+            function = import_callable(entry, where="--entry")
         function(config, run_dir)
     except BaseException as error:
         failure = failure_of(error, rank)
@@ -50,24 +45,6 @@ def run(entry: str, config_path: Path) -> int:
             print(failure.message if failure.user_error else failure.traceback, file=sys.stderr)
         return failure.exit_code
     return 0
-
-
-def read_config(path: Path) -> RunConfig:
-    """The resolved configuration a launcher wrote."""
-    import yaml
-
-    from megarl.config.run import RunConfig
-
-    return RunConfig.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-
-
-def load_entry(entry: str) -> Entry:
-    """The function named `pkg.mod:fn`."""
-    module, _, name = entry.partition(":")
-    function = getattr(importlib.import_module(module), name, None) if name else None
-    if not callable(function):
-        raise ConfigError("not a function", where="--entry", found=entry, allowed="pkg.mod:fn")
-    return function
 
 
 def redirect_output(log_dir: Path, rank: int) -> None:

@@ -1,0 +1,153 @@
+"""The `megarl` command. Nothing heavy is imported before a subcommand runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megarl import __version__
+from megarl.errors import MegarlError, UserError
+
+# What runs inside the workers: command -> (entry, help)
+JOBS = {
+    "train": ("megarl.recipes.entry:train", "train with reinforcement learning, after the recipe's cold start"),
+    "sft": ("megarl.recipes.entry:sft", "supervised fine-tuning alone"),
+    "eval": ("megarl.recipes.entry:evaluate", "score the model on the held-out prompts"),
+    "generate": ("megarl.recipes.entry:generate", "write responses to the held-out prompts"),
+}
+LAUNCHERS = ("local", "torchrun", "ray")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All subcommands and their arguments."""
+    parser = argparse.ArgumentParser(
+        prog="megarl",
+        description="Large-scale post-training of language models on Megatron-Core.",
+        epilog="Start here: megarl train grpo_quickstart",
+    )
+    parser.add_argument("--version", action="version", version=f"megarl {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (_, text) in JOBS.items():
+        _add_job(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
+    convert = commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron form")
+    convert.add_argument("source", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run")
+    convert.add_argument("target", type=Path, help="folder to write; must not exist, or be empty")
+    convert.set_defaults(run=_convert)
+    report = commands.add_parser("report", help="write report.html of a run again")
+    report.add_argument("run_dir", type=Path, help="run folder, RUNS/<name>/<stamp>")
+    report.set_defaults(run=_report)
+    bench = commands.add_parser("bench", help="measure throughput on two fixed cases (in a clone of the repository)")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of benchmarks/throughput.py; try --help")
+    bench.set_defaults(run=_bench)
+    doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of one that ships with megarl")
+    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="local", help="how processes start (default: local)")
+    parser.add_argument("--run-dir", type=Path, help="continue in this run folder (default: a new one)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print configuration, graph, layout and checks; stop there"
+    )
+    parser.set_defaults(run=_job)
+
+
+def _job(arguments: argparse.Namespace) -> int:
+    from megarl.config.load import load_config
+
+    config = load_config(arguments.recipe, arguments.overrides)
+    if arguments.dry_run:
+        from megarl.config.plan import dry_run
+
+        print(dry_run(config, arguments.launcher))
+        return 0
+    from megarl.config.checks import validate
+    from megarl.launchers.common import make_run_dir, run_workers
+
+    validate(config, launcher=arguments.launcher)
+    run_dir = make_run_dir(config, arguments.run_dir)
+    print(f"run folder: {run_dir}", flush=True)
+    return run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    from megarl.models.convert import convert
+
+    convert(arguments.source, arguments.target)
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from megarl.tracking.report import write_report
+
+    if not arguments.run_dir.is_dir():
+        raise UserError("no such run folder", where="run_dir", found=str(arguments.run_dir))
+    print(write_report(arguments.run_dir))
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    import subprocess
+
+    script = Path(__file__).resolve().parents[1] / "benchmarks" / "throughput.py"
+    if not script.exists():
+        raise UserError(
+            "the benchmarks are not part of the installed package",
+            where="megarl bench",
+            fix="run it in a clone of the repository, installed with `pip install -e .`",
+        )
+    return subprocess.run([sys.executable, str(script), *arguments.arguments], check=False).returncode
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from megarl.doctor import report
+
+    print(report())
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0, 1 (failed), 2 (the user can mend it), 130 (interrupted)."""
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    # argparse takes overrides only where they stand together; here they may follow options as well.
+    unknown = [text for text in rest if text.startswith("-") or "overrides" not in arguments]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    warnings.showwarning = _show_warning
+    return _guarded(arguments.run, arguments)
+
+
+def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    try:
+        return run(arguments)
+    except MegarlError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("megarl: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        log = Path(tempfile.gettempdir()) / f"megarl-{time.strftime('%Y%m%d-%H%M%S')}.log"
+        log.write_text(traceback.format_exc())
+        print(f"megarl: {type(error).__name__}: {error}\n  log: {log}", file=sys.stderr)
+        return 1
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+    print(f"megarl: warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

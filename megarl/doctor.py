@@ -1,0 +1,60 @@
+"""What this installation can do: versions, devices, and what each optional package adds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+
+REQUIRED = (
+    "torch",
+    "megatron-core",
+    "transformers",
+    "tensordict",
+    "safetensors",
+    "pydantic",
+    "datasets",
+    "ray",
+    "mlflow",
+)
+OPTIONAL = {
+    "flash-attn": "variable-length attention kernels on GPUs (else: scaled-dot-product attention of torch)",
+    "transformer-engine": "fused layers and overlapped communication on GPUs (else: layers of this package)",
+    "math-verify": "reward `math`",
+    "mbridge": "tests compare weight conversion with it",
+}
+
+
+def report() -> str:
+    """The text of `megarl doctor`."""
+    lines = [f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores", ""]
+    lines += [f"  {name:<20} {_version(name) or 'MISSING'}" for name in REQUIRED]
+    lines += ["", "optional"]
+    lines += [f"  {name:<20} {_version(name) or '-':<14} {enables}" for name, enables in OPTIONAL.items()]
+    return "\n".join([*lines, "", "devices", *(f"  {line}" for line in _devices())])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    if _version("torch") is None:
+        return ["unknown: torch is missing"]
+    import torch
+
+    from megarl.device import has_cuda
+
+    if not has_cuda():
+        return [f"cpu, {torch.get_num_threads()} threads per process, bf16 and fp32 (torch built for {_built_for()})"]
+    names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"cuda:{index} {p.name}, {p.total_memory / 1e9:.0f} GB" for index, p in enumerate(names)]
+
+
+def _built_for() -> str:
+    import torch
+
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
