@@ -43,7 +43,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     document = _read_with_parents(file, ())
     document.data.setdefault("name", file.stem)
     # Some sections have defaults of their own (rollout.sampling.n is 8, not 1): giving one key keeps the others.
-    defaults = Document(RunConfig(name="").model_dump(), {})
+    defaults = Document(RunConfig(name="").model_dump())
     _merge(defaults, document)
     document = defaults
     problems: list[ConfigError] = []
@@ -115,7 +115,7 @@ def _read_with_parents(file: Path, chain: tuple[Path, ...]) -> Document:
         parents = [parents]
     if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
         raise ConfigError("extends has a wrong type", where=where, found=parents, allowed="a path, or a list of paths")
-    merged = Document({}, {})
+    merged = Document({})
     for parent in parents:
         above = _read_with_parents(
             find_recipe(parent, relative_to=file.parent, said_in=f"{where}: extends"), (*chain, resolved)
@@ -128,14 +128,18 @@ def _read_with_parents(file: Path, chain: tuple[Path, ...]) -> Document:
 
 def _merge(below: Document, above: Document) -> None:
     """Lay `above` over `below` in place: mappings key by key, everything else replaces."""
-    _merge_values(below.data, above.data)
+    _merge_values(below.data, above.data, (), above.replaced)
     below.origins.update(above.origins)
+    below.replaced.update(above.replaced)
 
 
-def _merge_values(below: dict[str, Any], above: dict[str, Any]) -> None:
+def _merge_values(
+    below: dict[str, Any], above: dict[str, Any], path: tuple[str, ...], replaced: set[tuple[str, ...]]
+) -> None:
     for key, value in above.items():
-        if isinstance(value, dict) and isinstance(below.get(key), dict):
-            _merge_values(below[key], value)
+        here = (*path, str(key))
+        if isinstance(value, dict) and isinstance(below.get(key), dict) and here not in replaced:
+            _merge_values(below[key], value, here, replaced)
         else:
             below[key] = copy.deepcopy(value)
 

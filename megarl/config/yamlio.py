@@ -6,7 +6,7 @@ YAML 1.1 surprises are off: `1e-6` is a number, `on`, `no`, dates and `1:30` are
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -52,10 +52,14 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 @dataclass
 class Document:
-    """A mapping read from YAML. `origins` gives `file:line` of each key path."""
+    """A mapping read from YAML. `origins` gives `file:line` of each key path.
+
+    `replaced` holds the paths of mappings tagged `!replace`, which take the place of inherited ones.
+    """
 
     data: dict[str, Any]
-    origins: dict[tuple[str, ...], str]
+    origins: dict[tuple[str, ...], str] = field(default_factory=dict)
+    replaced: set[tuple[str, ...]] = field(default_factory=set)
 
 
 def read_yaml(path: Path) -> Document:
@@ -68,9 +72,9 @@ def read_yaml(path: Path) -> Document:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        origins: dict[tuple[str, ...], str] = {}
+        document = Document({})
         if node is not None:
-            _walk(node, (), str(path), origins, ())
+            _walk(node, (), str(path), document, ())
         data = loader.construct_document(node) if node is not None else None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -87,15 +91,17 @@ def read_yaml(path: Path) -> Document:
             found=data,
             fix="start with lines such as `name: my_run`",
         )
-    return Document(data, origins)
+    document.data = data
+    return document
 
 
-def _walk(
-    node: yaml.Node, path: tuple[str, ...], file: str, origins: dict[tuple[str, ...], str], open_nodes: tuple[int, ...]
-) -> None:
+def _walk(node: yaml.Node, path: tuple[str, ...], file: str, document: Document, open_nodes: tuple[int, ...]) -> None:
     """Note the line of each key below a mapping node; refuse a key that comes twice and an alias of its own parent."""
     if not isinstance(node, yaml.MappingNode):
         return
+    if node.tag == "!replace":
+        node.tag = "tag:yaml.org,2002:map"
+        document.replaced.add(path)
     if id(node) in open_nodes:
         raise ConfigError("an alias leads back to a mapping that holds it", where=f"{file}:{node.start_mark.line + 1}")
     seen: dict[str, int] = {}
@@ -110,8 +116,8 @@ def _walk(
                 fix="keep one of the two",
             )
         seen[key] = line
-        origins[here] = f"{file}:{line}"
-        _walk(value_node, here, file, origins, (*open_nodes, id(node)))
+        document.origins[here] = f"{file}:{line}"
+        _walk(value_node, here, file, document, (*open_nodes, id(node)))
 
 
 def parse_value(text: str) -> Any:
