@@ -1,0 +1,242 @@
+"""Causal self-attention over a packed stream: Megatron's `core_attention` on CPU and GPU.
+
+    stream [t, 1, heads, d] --RoPE--> q, k  --(context parallel: k, v of all ranks)-->  buckets  -->  [t, 1, heads * d]
+
+On CUDA the stream goes to a variable-length kernel as it is, when one is there. Elsewhere sequences of similar length
+are right-padded into a bucket and each bucket is one scaled_dot_product_attention call; under causality no real query
+sees the padding behind its sequence, so no mask is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+
+from megarl import device
+from megarl.models.config import PolicyConfig
+from megarl.models.packing import PackedSequences, cp_split
+from megarl.models.rope import apply_rope
+
+_BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: below 1 - 0.85**2 = 28% of the work is padding
+
+
+class PackedAttention(MegatronModule):
+    """Attention of each sequence of a packed stream to itself; grouped queries, sliding window, context parallelism."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        layer_number: int,
+        attn_mask_type: object,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or config.kv_channels**-0.5
+        self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
+        self.cp_group = pg_collection.cp
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: object = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> torch.Tensor:
+        """Context [t, 1, heads * d] of `query` [t, 1, heads, d] and `key`, `value` [t, 1, groups, d], before RoPE."""
+        if not isinstance(packed_seq_params, PackedSequences):
+            raise ValueError(
+                "the model takes packed input only: pass packed_seq_params from models.packing.pack_stream"
+            )
+        cos, sin = packed_seq_params.cache["rope"]
+        q = apply_rope(query.squeeze(1), cos, sin)
+        k = apply_rope(key.squeeze(1), cos, sin)
+        v = value.squeeze(1)
+        if packed_seq_params.cp_size > 1:
+            k = gather_from_sequence_parallel_region(k.contiguous(), group=self.cp_group)
+            v = gather_from_sequence_parallel_region(v.contiguous(), group=self.cp_group)
+        window = self.window if self.window and self.window < packed_seq_params.max_seqlen_q else None
+        kernel = _varlen_kernel() if q.is_cuda and packed_seq_params.cp_size == 1 else None
+        if kernel is not None and q.dtype != torch.float32:
+            out = kernel(q, k, v, packed_seq_params, self.scale, window)
+        else:
+            out = bucket_attention(q, k, v, packed_seq_params, self.scale, window)
+        return out.reshape(out.shape[0], 1, -1)
+
+
+def _varlen_kernel() -> Callable[..., torch.Tensor] | None:
+    """The variable-length kernel of this machine: flash-attn, else torch's own, else None."""
+    if importlib.util.find_spec("flash_attn") is not None:
+        return _flash_varlen
+    if device.has_cuda() and torch.cuda.get_device_capability()[0] >= 8:
+        return _torch_varlen
+    return None
+
+
+def _flash_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
+) -> torch.Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    left = -1 if window is None else window - 1
+    return flash_attn_varlen_func(
+        q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=(left, 0 if window else -1)
+    )
+
+
+def _torch_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
+) -> torch.Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
+    left = -1 if window is None else window - 1
+    return varlen_attn(
+        q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences attended in one call. Index tensors point into the query and key streams; None: the stream itself."""
+
+    count: int
+    q_length: int
+    k_length: int
+    q_index: torch.Tensor | None
+    k_index: torch.Tensor | None
+    q_positions: torch.Tensor | None
+    """[count or 1, q_length], set where plain causality does not hold (context parallelism)."""
+
+    def mask(self, window: int | None) -> torch.Tensor | None:
+        """Boolean [count or 1, 1, q_length, k_length], True where a query sees a key; None: plain causality."""
+        if self.q_positions is None and (window is None or window >= self.k_length):
+            return None
+        keys = torch.arange(self.k_length, device=None if self.q_index is None else self.q_index.device)
+        queries = keys[None] if self.q_positions is None else self.q_positions
+        seen = keys <= queries[..., None]
+        if window is not None:
+            # A padding query may lie beyond every window; it must still see something, or its softmax is NaN.
+            seen &= (keys > queries[..., None] - window) | (queries[..., None] >= self.k_length)
+        return seen.unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All buckets of a stream; `restore` [t] points into their concatenated outputs, None: they are in order."""
+
+    buckets: tuple[Bucket, ...]
+    restore: torch.Tensor | None
+
+
+def plan_buckets(packed: PackedSequences, where: torch.device) -> Plan:
+    """Group the sequences of a stream by length. Computed once per stream, used by all layers."""
+    lengths, cp = packed.lengths, packed.cp_size
+    if cp == 1 and len(set(lengths)) == 1:
+        return Plan((Bucket(len(lengths), lengths[0], lengths[0], None, None, None),), None)
+    local = torch.tensor(lengths) // cp
+    q_start = local.cumsum(0) - local
+    k_order = None
+    if cp > 1:
+        gathered = torch.cat([cp_split(lengths, cp, rank) for rank in range(cp)])
+        k_order = torch.empty_like(gathered)
+        k_order[gathered] = torch.arange(len(gathered))
+    k_start = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    buckets, restore, offset = [], torch.empty(int(local.sum()), dtype=torch.int64), 0
+    for members in group_by_length(lengths):
+        k_length = max(lengths[i] for i in members)
+        q_length = k_length // cp
+        ids = torch.tensor(members)
+        q_place = torch.arange(q_length).expand(len(members), -1)
+        real = q_place < local[ids, None]
+        q_index = q_start[ids, None] + torch.where(real, q_place, 0)
+        k_index = k_start[ids, None] + torch.minimum(torch.arange(k_length), torch.tensor(lengths)[ids, None] - 1)
+        restore[q_index[real]] = offset + torch.arange(real.numel()).view_as(real)[real]
+        offset += real.numel()
+        positions = None
+        if cp > 1:
+            k_index = k_order[k_index]
+            positions = _zigzag_positions(q_place, local[ids, None], cp, packed.cp_rank)
+            positions = torch.where(real, positions, k_length).to(where)
+        buckets.append(
+            Bucket(
+                len(members), q_length, k_length, q_index.flatten().to(where), k_index.flatten().to(where), positions
+            )
+        )
+    return Plan(tuple(buckets), restore.to(where))
+
+
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of sequences, longest first, cut where the next is much shorter than the first of its group."""
+    groups: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if groups and lengths[i] >= _BUCKET_RATIO * lengths[groups[-1][0]]:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
+
+
+def _zigzag_positions(place: torch.Tensor, local: torch.Tensor, cp: int, rank: int) -> torch.Tensor:
+    """Position in its sequence of the token at `place` of a rank's `local` tokens of that sequence."""
+    chunk = local // 2
+    return torch.where(place < chunk, rank * chunk + place, (2 * cp - 1 - rank) * chunk + place - chunk)
+
+
+class _ToBucket(torch.autograd.Function):
+    """x[index], whose gradient at repeated (padding) rows is known to be zero or adds up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows = x.shape[0]
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_add_(0, index, grad), None
+
+
+def bucket_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
+) -> torch.Tensor:
+    """Context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t * cp, groups, d] by buckets of similar length."""
+    plan: Plan = packed.cache.get("plan") or plan_buckets(packed, q.device)
+    packed.cache["plan"] = plan
+    outputs = []
+    for number, bucket in enumerate(plan.buckets):
+        name = ("mask", number, window)
+        if name not in packed.cache:
+            packed.cache[name] = bucket.mask(window)
+        mask = packed.cache[name]
+        take = lambda x, index: x if index is None else _ToBucket.apply(x, index)  # noqa: E731
+        qb, kb, vb = (
+            take(x, index).view(bucket.count, length, *x.shape[1:]).transpose(1, 2)
+            for x, index, length in (
+                (q, bucket.q_index, bucket.q_length),
+                (k, bucket.k_index, bucket.k_length),
+                (v, bucket.k_index, bucket.k_length),
+            )
+        )
+        out = F.scaled_dot_product_attention(
+            qb, kb, vb, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+    out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return out if plan.restore is None else out.index_select(0, plan.restore)

@@ -1,0 +1,73 @@
+"""Build the pipeline chunks of a model that this process holds. Parameters are not initialised: load or draw them."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING
+
+from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megarl.models.attention import PackedAttention
+from megarl.models.config import PolicyConfig
+from megarl.models.hf import moe_layers
+from megarl.models.norm import RMSNorm
+from megarl.models.policy import PolicyModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head: bool = False) -> list[PolicyModel]:
+    """This process's chunks, one per virtual pipeline stage, with uninitialised parameters.
+
+    Megatron's parallel state must be initialised. Follow with `load_weights` or `init_random` from models.weights.
+    """
+    vpp = tconf.virtual_pipeline_model_parallel_size
+    chunks = []
+    for stage in range(vpp or 1):
+        vp_stage = stage if vpp else None
+        if vpp:
+            mpu.set_virtual_pipeline_model_parallel_rank(stage)
+        where = {"ignore_virtual": not vpp, "vp_stage": vp_stage}
+        chunks.append(
+            PolicyModel(
+                hf_config,
+                tconf,
+                block_spec(hf_config, tconf, vp_stage),
+                pre_process=mpu.is_pipeline_first_stage(**where),
+                post_process=mpu.is_pipeline_last_stage(**where),
+                vp_stage=vp_stage,
+                value_head=value_head,
+            )
+        )
+    return chunks
+
+
+def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Layers of one chunk: Megatron's own, with this package's attention and norm."""
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    kinds = {sparse: layer_spec(config, sparse=sparse) for sparse in set(moe_layers(hf))}
+    layers = [copy.deepcopy(kinds[sparse]) for sparse in moe_layers(hf)[first : first + count]]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
+    """One transformer layer, its MLP dense or a mixture of experts."""
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if sparse else None,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    parts = spec.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention = parts.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec

@@ -1,0 +1,124 @@
+"""From a Hugging Face configuration to Megatron's, for the supported architectures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megarl import device
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig
+from megarl.models.hf import (
+    check_layout,
+    expert_ffn,
+    expert_tp,
+    head_dim,
+    layer_windows,
+    load_hf_config,
+    moe_layers,
+    num_experts,
+)
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["PolicyConfig", "load_hf_config", "transformer_config"]
+
+
+@dataclass
+class PolicyConfig(TransformerConfig):
+    """Megatron's configuration and the few facts about a policy that it has no field for."""
+
+    layer_windows: tuple[int | None, ...] = ()
+    """Sliding attention window per layer (0-based, all layers of the model): a query sees that many newest keys,
+    itself included; None sees all."""
+
+
+def transformer_config(
+    hf: PretrainedConfig, parallel: ParallelConfig, *, dtype: torch.dtype, engine: EngineConfig
+) -> PolicyConfig:
+    """Megatron configuration of `hf` under the layout `parallel`, with parameters and activations in `dtype`.
+
+    Raises:
+        ConfigError: the layout does not divide the model.
+    """
+    check_layout(hf, parallel)
+    fields: dict[str, Any] = {
+        "num_layers": hf.num_hidden_layers,
+        "hidden_size": hf.hidden_size,
+        "num_attention_heads": hf.num_attention_heads,
+        "num_query_groups": hf.num_key_value_heads,
+        "kv_channels": head_dim(hf),
+        "ffn_hidden_size": hf.intermediate_size,
+        "layernorm_epsilon": hf.rms_norm_eps,
+        "normalization": "RMSNorm",
+        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
+        "add_qkv_bias": hf.model_type == "qwen2",
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "layer_windows": layer_windows(hf),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        # Parameters are read from a checkpoint or drawn by `init_random`; Megatron's own draw depends on the layout.
+        "perform_initialization": False,
+        "use_cpu_initialization": not device.has_cuda(),
+        # These need Transformer Engine or Apex.
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "cuda_graph_scope": [],  # the default, spelt "full", warns
+        "calculate_per_token_loss": True,
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+    }
+    fields |= _parallel_fields(parallel) | _moe_fields(hf, parallel) | _recompute_fields(engine)
+    return PolicyConfig(**fields)
+
+
+def _parallel_fields(parallel: ParallelConfig) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "virtual_pipeline_model_parallel_size": parallel.vpp,
+        "context_parallel_size": parallel.cp,
+        "sequence_parallel": parallel.sp and parallel.tp > 1,
+        "batch_p2p_comm": False,
+        "overlap_p2p_comm": False,
+        "deallocate_pipeline_outputs": True,
+    }
+
+
+def _moe_fields(hf: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any]:
+    experts = num_experts(hf)
+    if experts is None:
+        return {}
+    return {
+        "num_moe_experts": experts,
+        "moe_layer_freq": [int(sparse) for sparse in moe_layers(hf)],
+        "moe_ffn_hidden_size": expert_ffn(hf),
+        "moe_router_topk": hf.num_experts_per_tok,
+        # Top-k before the softmax equals renormalised probabilities.
+        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": False,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": expert_tp(parallel),
+    }
+
+
+def _recompute_fields(engine: EngineConfig) -> dict[str, Any]:
+    if engine.recompute == "full":
+        return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if engine.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+    return {}

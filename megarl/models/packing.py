@@ -1,0 +1,121 @@
+"""Variable-length sequences as one stream of tokens, and how context parallelism shares that stream out.
+
+A stream is the concatenation of all sequences. Each sequence is padded to a multiple of 2 * cp tokens and cut into
+2 * cp equal chunks; context-parallel rank r holds chunks r and 2 * cp - 1 - r of every sequence, so that all ranks do
+the same share of causal attention. A last dummy sequence fills the stream up where sequence parallelism needs it.
+Without context parallelism nothing is padded but that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """What attention has to know about a stream. `lengths` are padded lengths over all context-parallel ranks.
+
+    Megatron passes it through to every layer; `cache` holds what the first layer computes for the others.
+    """
+
+    lengths: tuple[int, ...] = ()
+    cp_size: int = 1
+    cp_rank: int = 0
+    cache: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class PackedStream:
+    """This rank's share of a stream of `t` tokens.
+
+    Attributes:
+        params: for the model's `packed_seq_params`.
+        index: int64 [t], where each token stands in the unpadded concatenation of all sequences; -1 is padding.
+        position_ids: int64 [1, t], place of each token in its own sequence.
+    """
+
+    params: PackedSequences
+    index: torch.Tensor
+    position_ids: torch.Tensor
+
+    def take(self, values: torch.Tensor, fill: float = 0) -> torch.Tensor:
+        """This rank's share [t, ...] of `values` [total, ...], `fill` at padding."""
+        taken = values.index_select(0, self.index.clamp(min=0))
+        return taken.masked_fill((self.index < 0).view(-1, *[1] * (values.dim() - 1)), fill)
+
+    def input_ids(self, values: torch.Tensor) -> torch.Tensor:
+        """Token ids [1, t] of the unpadded concatenation `values` [total]; padding is token 0."""
+        return self.take(values).unsqueeze(0)
+
+
+def pack_stream(
+    lengths: Sequence[int],
+    *,
+    cp_size: int = 1,
+    cp_rank: int = 0,
+    multiple: int = 1,
+    device: torch.device | str = "cpu",
+) -> PackedStream:
+    """Lay sequences of `lengths` tokens out as one stream and cut out the share of `cp_rank`.
+
+    Args:
+        lengths: tokens of each sequence, at least 1 each.
+        cp_size, cp_rank: context-parallel group.
+        multiple: the share's token count is padded to a multiple of this (the tensor-parallel size under sequence
+            parallelism, else 1).
+        device: where the index tensors live.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"a stream needs at least one sequence and no empty one, got lengths {list(lengths)[:8]}")
+    unit = 2 * cp_size if cp_size > 1 else 1
+    padded = [-(-n // unit) * unit for n in lengths]
+    short = -(sum(padded) // cp_size) % multiple
+    if short:
+        padded.append(-(-short * cp_size // unit) * unit)
+        while sum(padded) // cp_size % multiple:
+            padded[-1] += unit
+    index, positions = _full_index(list(lengths), padded)
+    mine = cp_split(padded, cp_size, cp_rank)
+    if mine is not None:
+        index, positions = index[mine], positions[mine]
+    cu = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0).to(torch.int32).to(device)
+    longest = max(padded)
+    params = PackedSequences(
+        qkv_format="sbhd",  # Megatron's own "thd" path would apply RoPE by itself and refuse this layout
+        cu_seqlens_q=cu,
+        cu_seqlens_kv=cu,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        lengths=tuple(padded),
+        cp_size=cp_size,
+        cp_rank=cp_rank,
+    )
+    return PackedStream(params, index.to(device), positions.unsqueeze(0).to(device))
+
+
+def _full_index(lengths: list[int], padded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index into the unpadded concatenation (-1: padding) and position of every token of the padded stream."""
+    positions = torch.cat([torch.arange(n) for n in padded])
+    real = torch.tensor([*lengths, *[0] * (len(padded) - len(lengths))])
+    sizes = torch.tensor(padded)
+    start = (real.cumsum(0) - real).repeat_interleave(sizes)
+    inside = positions < real.repeat_interleave(sizes)
+    return torch.where(inside, start + positions, -1), positions
+
+
+def cp_split(padded: Sequence[int], cp_size: int, cp_rank: int) -> torch.Tensor | None:
+    """Indices into the padded stream, in order, of the tokens `cp_rank` holds; None without context parallelism."""
+    if cp_size == 1:
+        return None
+    parts, start = [], 0
+    for length in padded:
+        chunk = length // (2 * cp_size)
+        for c in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            parts.append(torch.arange(start + c * chunk, start + (c + 1) * chunk))
+        start += length
+    return torch.cat(parts)

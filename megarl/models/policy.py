@@ -1,0 +1,121 @@
+"""A GPTModel that takes a packed stream and returns hidden states; the head is left to whoever needs log-probs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import MegatronModule
+
+from megarl.models.config import PolicyConfig
+from megarl.models.packing import PackedSequences
+from megarl.models.rope import Rope
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from transformers import PretrainedConfig
+
+
+class ValueHead(MegatronModule):
+    """Linear map from hidden state to one value; the weight [1, hidden] is the same on all tensor-parallel ranks."""
+
+    def __init__(self, config: PolicyConfig, where: torch.device) -> None:
+        super().__init__(config=config)
+        weight = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=where)
+        self.weight = torch.nn.Parameter(weight)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class PolicyModel(GPTModel):
+    """One pipeline chunk of a policy (or, with a value head, of a critic).
+
+    `model(input_ids [1, t], position_ids [1, t], None, packed_seq_params=...)` returns hidden states [t, 1, hidden]: on
+    the last chunk behind the final norm, elsewhere for the next chunk. Under sequence parallelism they are this
+    tensor-parallel rank's t / tp tokens. Logits are F.linear(hidden, model.lm_head_weight).
+    """
+
+    def __init__(
+        self,
+        hf: PretrainedConfig,
+        config: PolicyConfig,
+        spec: TransformerBlockSubmodules,
+        *,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+        value_head: bool,
+    ) -> None:
+        super().__init__(
+            config,
+            spec,
+            vocab_size=padded_vocab(hf.vocab_size, config.tensor_model_parallel_size),
+            max_sequence_length=hf.max_position_embeddings,
+            position_embedding_type="none",  # RoPE is applied by PackedAttention from explicit positions
+            share_embeddings_and_output_weights=hf.tie_word_embeddings and not value_head,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+        )
+        self.hf_config = hf
+        self.rope = Rope(hf)
+        self.has_value_head = value_head
+        if value_head and post_process:
+            self.output_layer = ValueHead(config, self.output_layer.weight.device)
+
+    def _preprocess(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        decoder_input: torch.Tensor | None = None,
+        inference_context: object = None,
+        packed_seq_params: PackedSequences | None = None,
+        padding_mask: torch.Tensor | None = None,
+    ) -> tuple[Any, ...]:
+        """Embed the tokens on the first chunk and leave the RoPE tables of this stream where attention finds them."""
+        if not isinstance(packed_seq_params, PackedSequences):
+            raise ValueError(
+                "the model takes packed input only: pass packed_seq_params from models.packing.pack_stream"
+            )
+        if decoder_input is None and self.pre_process:
+            decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        packed_seq_params.cache["rope"] = self.rope.cos_sin(position_ids.flatten(), self.config.params_dtype)
+        return decoder_input, None, None, None, None, padding_mask
+
+    def _postprocess(self, hidden_states: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        """Hidden states as the decoder leaves them."""
+        return hidden_states
+
+    @property
+    def lm_head_weight(self) -> torch.Tensor:
+        """Weight [rows, hidden] of the vocabulary rows `vocab_range` on this rank; padding rows are left out.
+
+        Last pipeline chunk only. Tied embeddings give the embedding (its copy, when the first chunk is elsewhere).
+        """
+        if not self.post_process or self.has_value_head:
+            raise ValueError("only the last pipeline chunk of a policy has a language-model head")
+        if self.share_embeddings_and_output_weights:
+            weight = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
+        start, end = self.vocab_range
+        return weight if end - start == weight.shape[0] else weight[: end - start]
+
+    @property
+    def vocab_range(self) -> tuple[int, int]:
+        """First and one past the last real token id whose logits this tensor-parallel rank computes."""
+        rows = self.vocab_size // self.config.tensor_model_parallel_size
+        start = min(self.pg_collection.tp.rank() * rows, self.hf_config.vocab_size)
+        return start, min(start + rows, self.hf_config.vocab_size)
+
+    @property
+    def value_weight(self) -> torch.Tensor:
+        """Weight [1, hidden] of the value head; last pipeline chunk of a critic only."""
+        if not self.post_process or not self.has_value_head:
+            raise ValueError("only the last pipeline chunk of a critic has a value head")
+        return self.output_layer.weight
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Vocabulary size rounded up to a multiple of the tensor-parallel size."""
+    return -(-vocab_size // tp) * tp

@@ -1,0 +1,67 @@
+"""Rotary position embedding from explicit positions.
+
+Positions come with the tokens, so packed sequences, context-parallel shards and decoding all take the same path.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megarl.models.hf import head_dim, rope_type
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class Rope(torch.nn.Module):
+    """Frequencies of one model; the scaling kinds are transformers' own."""
+
+    def __init__(self, hf: PretrainedConfig) -> None:
+        super().__init__()
+        if rope_type(hf) == "default":
+            size = head_dim(hf)
+            exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
+            frequencies, self.scale = 1.0 / hf.rope_parameters["rope_theta"] ** exponents, 1.0
+        else:
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            frequencies, self.scale = ROPE_INIT_FUNCTIONS[rope_type(hf)](hf, torch.device("cpu"))
+        # A plain attribute: as a buffer it would be cast to bf16 along with the model.
+        self.frequencies = frequencies.float()
+
+    def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables of `positions` [...] int64: cos and sin, each [..., head_dim / 2] in `dtype`, computed in fp32."""
+        self.frequencies = self.frequencies.to(positions.device)
+        angles = positions.unsqueeze(-1).float() * self.frequencies
+        return (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: float) -> torch.Tensor:
+    out = torch.empty_like(x)
+    x1, x2 = x.chunk(2, dim=-1)
+    y1, y2 = out.chunk(2, dim=-1)
+    torch.mul(x1, cos, out=y1).addcmul_(x2, sin, value=-sign)
+    torch.mul(x2, cos, out=y2).addcmul_(x1, sin, value=sign)
+    return out
+
+
+class _ApplyRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin, 1.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _rotate(grad, *ctx.saved_tensors, -1.0), None, None
+
+
+def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate heads `x` [t, ..., heads, head_dim]; `cos`, `sin` [t, ..., head_dim / 2] as `Rope.cos_sin` makes them.
+
+    The two halves of a head are rotated against each other (the layout of Hugging Face checkpoints). Without autograd's
+    record of every product: the gradient is the rotation by the opposite angle.
+    """
+    return _ApplyRope.apply(x, cos.unsqueeze(-2), sin.unsqueeze(-2))

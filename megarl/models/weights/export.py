@@ -1,0 +1,153 @@
+"""Gather a sharded model into Hugging Face tensors, one at a time, and write them to a folder."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megarl.models.policy import PolicyModel
+from megarl.models.weights.files import FolderWriter
+from megarl.models.weights.fill import coordinate, local_shards
+from megarl.models.weights.plan import Box, Coordinate, Piece, hf_tensors, slices_for
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+_WRITER = 0
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in box)
+
+
+def _layout_of_all(mine: Coordinate) -> list[Coordinate]:
+    """Coordinates of all processes, by global rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [mine]
+    values = torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)
+    everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, values)
+    return [Coordinate(*row.tolist()) for row in everyone]
+
+
+def _owners(
+    hf: PretrainedConfig, layout: list[Coordinate], value_head: bool
+) -> dict[str, dict[int, list[tuple[tuple[int, str], Piece]]]]:
+    """For each Hugging Face tensor: which rank gives which pieces of which parameters. Each box is given once."""
+    table: dict[str, dict[int, list[tuple[tuple[int, str], Piece]]]] = {}
+    given: set[tuple[str, Box]] = set()
+    seen: set[Coordinate] = set()
+    for rank, at in enumerate(layout):
+        if at in seen:
+            continue
+        seen.add(at)
+        for shard in slices_for(hf, at, value_head=value_head):
+            for piece in shard.pieces:
+                if (piece.source, piece.source_box) not in given:
+                    given.add((piece.source, piece.source_box))
+                    table.setdefault(piece.source, {}).setdefault(rank, []).append(((shard.chunk, shard.param), piece))
+    return table
+
+
+@torch.no_grad()
+def iter_hf_tensors(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every Hugging Face tensor in export order: the whole CPU tensor on global rank 0, None elsewhere.
+
+    Collective over all processes; one tensor is in flight at a time. Values are exactly the parameters'.
+    """
+    hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
+    params = {(shard.chunk, shard.param): param for shard, param in local_shards(chunks)}
+    layout = _layout_of_all(coordinate(chunks))
+    owners = _owners(hf, layout, value_head)
+    me = dist.get_rank() if len(layout) > 1 else 0
+    dtype = chunks[0].config.params_dtype
+    for name, shape in hf_tensors(hf, value_head=value_head).items():
+        whole = torch.empty(shape, dtype=dtype) if me == _WRITER else None
+        for rank, pieces in owners[name].items():
+            if rank == me:
+                parts = [params[key][_slices(piece.target_box)].cpu() for key, piece in pieces]
+                if whole is None:
+                    dist.send(torch.cat([part.flatten() for part in parts]), dst=_WRITER)
+            elif whole is not None:
+                parts = _receive(rank, pieces, dtype)
+            if whole is not None:
+                for (_, piece), part in zip(pieces, parts, strict=True):
+                    whole[_slices(piece.source_box)] = part
+        yield name, whole
+
+
+def _receive(rank: int, pieces: list[tuple[tuple[int, str], Piece]], dtype: torch.dtype) -> list[torch.Tensor]:
+    shapes = [tuple(stop - start for start, stop in piece.source_box) for _, piece in pieces]
+    buffer = torch.empty(sum(math.prod(shape) for shape in shapes), dtype=dtype)
+    dist.recv(buffer, src=rank)
+    parts = buffer.split([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def export_weights(
+    chunks: Sequence[PolicyModel],
+    out_dir: str | Path,
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_gb: float = 4.0,
+) -> None:
+    """Write the model as a Hugging Face folder that `from_pretrained` loads. Collective over all processes.
+
+    The folder appears under its name when it is complete; one that was there is replaced.
+
+    Args:
+        dtype: of the written tensors; None: as the parameters are.
+        max_shard_gb: start another file beyond this size (10**9 bytes).
+    """
+    out_dir = Path(out_dir)
+    writes = not dist.is_initialized() or dist.get_rank() == _WRITER
+    dtype = dtype or chunks[0].config.params_dtype
+    value_head = chunks[0].has_value_head
+    if not writes:
+        for _ in iter_hf_tensors(chunks):
+            pass
+    else:
+        shapes = hf_tensors(hf_config, value_head=value_head)
+        with FolderWriter(out_dir, shapes, dtype, int(max_shard_gb * 1e9)) as writer:
+            for name, tensor in iter_hf_tensors(chunks):
+                writer.add(name, tensor)
+            write_metadata(writer.temporary, hf_config, tokenizer, dtype, value_head=value_head)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()
+
+
+def write_metadata(
+    folder: Path,
+    hf_config: PretrainedConfig,
+    tokenizer: PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
+    *,
+    value_head: bool = False,
+) -> None:
+    """config.json, generation_config.json and the tokenizer's files."""
+    from transformers import GenerationConfig
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    )
+
+    config = copy.deepcopy(hf_config)
+    names = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES if value_head else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    config.architectures = [names[config.model_type]]
+    config.dtype = str(dtype).removeprefix("torch.")
+    if value_head:
+        config.num_labels = 1
+    config.save_pretrained(folder)
+    if not value_head:
+        GenerationConfig.from_model_config(config).save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)

@@ -1,0 +1,121 @@
+"""Fill the parameters of this process: from a Hugging Face checkpoint, or at random."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from megatron.core import parallel_state as mpu
+
+from megarl.errors import ConfigError
+from megarl.models.policy import PolicyModel
+from megarl.models.weights.files import CheckpointReader
+from megarl.models.weights.plan import Box, Coordinate, Shard, hf_tensors, slices_for
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def coordinate(chunks: Sequence[PolicyModel]) -> Coordinate:
+    """Place of this process in the layout that Megatron's parallel state holds."""
+    return Coordinate(
+        tp=mpu.get_tensor_model_parallel_world_size(),
+        tp_rank=mpu.get_tensor_model_parallel_rank(),
+        pp=mpu.get_pipeline_model_parallel_world_size(),
+        pp_rank=mpu.get_pipeline_model_parallel_rank(),
+        vpp=len(chunks),
+        ep=mpu.get_expert_model_parallel_world_size(),
+        ep_rank=mpu.get_expert_model_parallel_rank(),
+        etp=mpu.get_expert_tensor_parallel_world_size(),
+        etp_rank=mpu.get_expert_tensor_parallel_rank(),
+    )
+
+
+def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Parameter]]:
+    """The plan of this process, each entry with its parameter."""
+    hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
+    params = {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+    shards = slices_for(hf, coordinate(chunks), value_head=value_head)
+    planned = {(s.chunk, s.param) for s in shards}
+    if planned != params.keys():
+        raise ValueError(f"plan and model disagree about {sorted(planned ^ params.keys())[:4]}")
+    for shard in shards:
+        if shard.shape != tuple(params[shard.chunk, shard.param].shape):
+            raise ValueError(
+                f"{shard.param}: planned {shard.shape}, is {tuple(params[shard.chunk, shard.param].shape)}"
+            )
+    return [(shard, params[shard.chunk, shard.param]) for shard in shards]
+
+
+@torch.no_grad()
+def _fill(chunks: Sequence[PolicyModel], read: Callable[[str, Box], torch.Tensor]) -> None:
+    """Copy every piece, read by `read(source, box)`, into place; uncovered rows (vocabulary padding) become zero."""
+    for shard, param in local_shards(chunks):
+        covered = sum(math.prod(stop - start for start, stop in piece.target_box) for piece in shard.pieces)
+        if covered != param.numel():
+            param.zero_()
+        for piece in shard.pieces:
+            param[tuple(slice(*span) for span in piece.target_box)].copy_(read(piece.source, piece.source_box))
+
+
+def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
+    """Read this process's slices of a Hugging Face checkpoint into `chunks`; no other bytes are touched.
+
+    A critic built on a policy's checkpoint, which has no `score.weight`, starts with a value head of zeros.
+
+    Raises:
+        ConfigError: a tensor is missing or does not have the shape that config.json implies.
+    """
+    reader = CheckpointReader(source_dir)
+    hf = chunks[0].hf_config
+    for name, shape in hf_tensors(hf, value_head=chunks[0].has_value_head).items():
+        if name in reader and reader.shape(name) != shape:
+            raise ConfigError(
+                f"tensor {name!r} has another shape than config.json implies",
+                where=str(reader.folder),
+                found=reader.shape(name),
+                allowed=[shape],
+            )
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        if name == "score.weight" and name not in reader:
+            return torch.zeros(tuple(stop - start for start, stop in box))
+        return reader.read(name, box)
+
+    _fill(chunks, read)
+
+
+def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed: int) -> None:
+    """Draw a fresh model. Each whole tensor depends on `seed` and its Hugging Face name only, so layouts agree.
+
+    Norms are 1, biases and value heads 0, the rest normal with `initializer_range`; projections that write to the
+    residual stream are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
+    """
+    shapes = hf_tensors(hf_config, value_head=chunks[0].has_value_head)
+    drawn: dict[str, torch.Tensor] = {}
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        if name not in drawn:
+            drawn.clear() if len(drawn) > 2 else None  # the three parts of qkv are read in turns
+            drawn[name] = draw_tensor(hf_config, name, shapes[name], seed)
+        return drawn[name][tuple(slice(*span) for span in box)]
+
+    _fill(chunks, read)
+
+
+def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The fp32 tensor `name` of the random model of `seed`."""
+    if name.endswith(".bias") or name == "score.weight":
+        return torch.zeros(shape)
+    if "norm" in name:
+        return torch.ones(shape)
+    std = getattr(hf, "initializer_range", 0.02)
+    if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):
+        std /= math.sqrt(2 * hf.num_hidden_layers)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

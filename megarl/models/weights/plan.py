@@ -1,0 +1,192 @@
+"""Which box of which Hugging Face tensor goes to which box of which local parameter: plain data, no torch, no Megatron.
+
+A box is one (start, stop) per dimension. A local parameter is covered by the target boxes of its pieces, except for the
+padding rows of the vocabulary. Loading, random initialisation, export and weight synchronisation all read this plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl.models.hf import expert_ffn, head_dim, moe_layers, num_experts
+from megarl.models.weights.tables import TABLES, TIED_HEAD, UNTIED_HEAD, VALUE_HEAD, Rule
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Coordinate:
+    """Place of one process in the layout: sizes and its own rank of every kind."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+    vpp: int = 1
+    ep: int = 1
+    ep_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """hf[source][source_box] is local[target_box]."""
+
+    source: str
+    source_box: Box
+    target_box: Box
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One local parameter: chunk number on this process, name in the chunk, shape, and what it is made of."""
+
+    chunk: int
+    param: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def dimensions(hf: PretrainedConfig) -> dict[str, int]:
+    """Sizes that table entries name."""
+    head = head_dim(hf)
+    return {
+        "one": 1,
+        "hidden": hf.hidden_size,
+        "vocab": hf.vocab_size,
+        "head": head,
+        "groups": hf.num_key_value_heads,
+        "query": hf.num_attention_heads * head,
+        "kv": hf.num_key_value_heads * head,
+        "ffn": hf.intermediate_size,
+        "experts": num_experts(hf) or 0,
+        "expert_ffn": expert_ffn(hf),
+    }
+
+
+def rules(hf: PretrainedConfig, *, value_head: bool = False) -> tuple[Rule, ...]:
+    """The table of this model, its head included."""
+    lm_head = TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD
+    return (*TABLES[hf.model_type], VALUE_HEAD if value_head else lm_head)
+
+
+def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of the whole model in Hugging Face form, in export order."""
+    whole = Coordinate()
+    found: dict[str, tuple[int, ...]] = {}
+    size = dimensions(hf)
+    for rule, _, names in _instances(hf, whole, value_head):
+        for source, name in zip(rule.sources, names, strict=True):
+            found[name] = tuple(size[d] for d in source.shape)
+    return found
+
+
+def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False) -> list[Shard]:
+    """Every parameter of the process at `at`, and the boxes it is filled from."""
+    size = dimensions(hf)
+    shards = []
+    for rule, (chunk, param), names in _instances(hf, at, value_head):
+        ways, rank = (at.etp, at.etp_rank) if rule.place == "expert" else (at.tp, at.tp_rank)
+        shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
+        shape, pieces = _SPLITS[rule.split](list(zip(names, shapes, strict=True)), ways, rank, size)
+        shards.append(Shard(chunk, param, shape, pieces))
+    return shards
+
+
+def _instances(
+    hf: PretrainedConfig, at: Coordinate, value_head: bool
+) -> Iterator[tuple[Rule, tuple[int, str], tuple[str, ...]]]:
+    """Every rule for every layer and expert that lives at `at`: (rule, (chunk, parameter), source names)."""
+    table = rules(hf, value_head=value_head)
+    per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
+    sparse = moe_layers(hf)
+
+    def outer(place: str, chunk: int) -> Iterator[tuple[Rule, tuple[int, str], tuple[str, ...]]]:
+        for rule in table:
+            if rule.place == place:
+                yield rule, (chunk, rule.param), tuple(s.name for s in rule.sources)
+
+    if at.pp_rank == 0:
+        yield from outer("embedding", 0)
+    for chunk in range(at.vpp):
+        first = (chunk * at.pp + at.pp_rank) * per_chunk
+        for layer in range(first, first + per_chunk):
+            for rule in table:
+                if rule.place not in ("layer", "moe" if sparse[layer] else "dense", "expert" if sparse[layer] else ""):
+                    continue
+                for local, expert in _experts(hf, at) if rule.place == "expert" else [(0, 0)]:
+                    param = rule.param.format(i=layer - first, e=local)
+                    yield rule, (chunk, param), tuple(s.name.format(i=layer, e=expert) for s in rule.sources)
+    if at.pp_rank == at.pp - 1:
+        yield from outer("final", at.vpp - 1)
+        tied_in_place = hf.tie_word_embeddings and not value_head and at.pp * at.vpp == 1
+        if not tied_in_place:
+            yield from outer("head", at.vpp - 1)
+
+
+def _experts(hf: PretrainedConfig, at: Coordinate) -> list[tuple[int, int]]:
+    """(local number, global number) of the experts at `at`."""
+    count = dimensions(hf)["experts"] // at.ep
+    return [(local, at.ep_rank * count + local) for local in range(count)]
+
+
+_Sources = list[tuple[str, tuple[int, ...]]]
+_Cut = tuple[tuple[int, ...], tuple[Piece, ...]]
+
+
+def _whole(shape: tuple[int, ...]) -> Box:
+    return tuple((0, n) for n in shape)
+
+
+def _copy(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+    ((name, shape),) = sources
+    return shape, (Piece(name, _whole(shape), _whole(shape)),)
+
+
+def _vocab(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+    ((name, (total, *rest)),) = sources
+    rows = -(-total // ways)
+    start, stop = min(rank * rows, total), min((rank + 1) * rows, total)
+    tail = _whole(tuple(rest))
+    pieces = (Piece(name, ((start, stop), *tail), ((0, stop - start), *tail)),) if stop > start else ()
+    return (rows, *rest), pieces
+
+
+def _gate_up(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+    """Equal row blocks of each source, one below the other."""
+    shape, pieces, offset = sources[0][1], [], 0
+    for name, (total, *rest) in sources:
+        rows, tail = total // ways, _whole(tuple(rest))
+        pieces.append(Piece(name, ((rank * rows, (rank + 1) * rows), *tail), ((offset, offset + rows), *tail)))
+        offset += rows
+    return (offset, *shape[1:]), tuple(pieces)
+
+
+def _row(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+    ((name, (rows, total)),) = sources
+    columns = total // ways
+    source_box = ((0, rows), (rank * columns, (rank + 1) * columns))
+    return (rows, columns), (Piece(name, source_box, _whole((rows, columns))),)
+
+
+def _qkv(sources: _Sources, ways: int, rank: int, size: dict[str, int]) -> _Cut:
+    """Per key/value group: its query heads, its key, its value, one below the other."""
+    groups = size["groups"] // ways
+    heights = [shape[0] // size["groups"] for _, shape in sources]
+    tail = _whole(sources[0][1][1:])
+    pieces, offset = [], 0
+    for group in range(rank * groups, (rank + 1) * groups):
+        for (name, _), height in zip(sources, heights, strict=True):
+            source_rows = (group * height, (group + 1) * height)
+            pieces.append(Piece(name, (source_rows, *tail), ((offset, offset + height), *tail)))
+            offset += height
+    return (offset, *sources[0][1][1:]), tuple(pieces)
+
+
+_SPLITS = {"copy": _copy, "vocab": _vocab, "gate_up": _gate_up, "row": _row, "qkv": _qkv}

@@ -1,0 +1,98 @@
+"""Which Megatron parameter each Hugging Face tensor belongs to, per architecture.
+
+`{i}` is the layer and `{e}` the expert: global numbers in Hugging Face names, numbers local to the chunk in Megatron
+names. A new architecture is a new line in `TABLES`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Place = Literal["embedding", "layer", "dense", "moe", "expert", "final", "head"]
+Split = Literal["copy", "vocab", "row", "qkv", "gate_up"]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor; `shape` are names of `plan.dimensions`."""
+
+    name: str
+    shape: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One Megatron parameter and the tensors it is made of.
+
+    place: which layers and pipeline chunks have it. split: how tensor parallelism cuts it (`copy`: not at all; `vocab`:
+    rows, the last padded; `row`: columns of the weight; `qkv`: rows, interleaved by key/value group; `gate_up`: rows of
+    the gate over rows of the up projection).
+    """
+
+    param: str
+    place: Place
+    split: Split
+    sources: tuple[Source, ...]
+
+
+_HF, _MCORE = "model.layers.{i}.", "decoder.layers.{i}."
+
+
+def _attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[Rule, ...]:
+    def qkv(kind: str, *tail: str) -> Rule:
+        names = (("q", "query"), ("k", "kv"), ("v", "kv"))
+        sources = tuple(Source(f"{_HF}self_attn.{n}_proj.{kind}", (rows, *tail)) for n, rows in names)
+        return Rule(f"{_MCORE}self_attention.linear_qkv.{kind}", "layer", "qkv", sources)
+
+    def norm(param: str, source: str, size: str) -> Rule:
+        return Rule(f"{_MCORE}{param}.weight", "layer", "copy", (Source(f"{_HF}{source}.weight", (size,)),))
+
+    rules = [norm("input_layernorm", "input_layernorm", "hidden"), qkv("weight", "hidden")]
+    if bias:
+        rules.append(qkv("bias"))
+    if qk_norm:
+        rules.append(norm("self_attention.q_layernorm", "self_attn.q_norm", "head"))
+        rules.append(norm("self_attention.k_layernorm", "self_attn.k_norm", "head"))
+    out = Source(f"{_HF}self_attn.o_proj.weight", ("hidden", "query"))
+    rules.append(Rule(f"{_MCORE}self_attention.linear_proj.weight", "layer", "row", (out,)))
+    rules.append(norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden"))
+    return tuple(rules)
+
+
+def _mlp(param: str, place: Place, width: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    halves = (Source(gate, (width, "hidden")), Source(up, (width, "hidden")))
+    return (
+        Rule(f"{param}linear_fc1.weight", place, "gate_up", halves),
+        Rule(f"{param}linear_fc2.weight", place, "row", (Source(down, ("hidden", width)),)),
+    )
+
+
+def _moe(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    names = (f"{_HF}{block}.experts.{{e}}.{name}.weight" for name in (gate, up, down))
+    router = Source(f"{_HF}{block}.gate.weight", ("experts", "hidden"))
+    return (
+        Rule(f"{_MCORE}mlp.router.weight", "moe", "copy", (router,)),
+        *_mlp(f"{_MCORE}mlp.experts.local_experts.{{e}}.", "expert", "expert_ffn", *names),
+    )
+
+
+_EMBEDDING = Source("model.embed_tokens.weight", ("vocab", "hidden"))
+_OUTER = (
+    Rule("embedding.word_embeddings.weight", "embedding", "vocab", (_EMBEDDING,)),
+    Rule("decoder.final_layernorm.weight", "final", "copy", (Source("model.norm.weight", ("hidden",)),)),
+)
+_DENSE = _mlp(f"{_MCORE}mlp.", "dense", "ffn", *(f"{_HF}mlp.{name}_proj.weight" for name in ("gate", "up", "down")))
+
+UNTIED_HEAD = Rule("output_layer.weight", "head", "vocab", (Source("lm_head.weight", ("vocab", "hidden")),))
+TIED_HEAD = Rule("output_layer.weight", "head", "vocab", (_EMBEDDING,))
+VALUE_HEAD = Rule("output_layer.weight", "head", "copy", (Source("score.weight", ("one", "hidden")),))
+
+TABLES: dict[str, tuple[Rule, ...]] = {
+    "llama": _OUTER + _attention() + _DENSE,
+    "mistral": _OUTER + _attention() + _DENSE,
+    "mixtral": _OUTER + _attention() + _moe("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen2": _OUTER + _attention(bias=True) + _DENSE,
+    "qwen3": _OUTER + _attention(qk_norm=True) + _DENSE,
+    "qwen3_moe": _OUTER + _attention(qk_norm=True) + _DENSE + _moe("mlp", "gate_proj", "up_proj", "down_proj"),
+}

@@ -1,0 +1,86 @@
+"""Tiny random models of every architecture, made by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.training import EngineConfig
+
+COMMON = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 131,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+EXTRA: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16, "rms_norm_eps": 1e-5},
+    "mistral": {"head_dim": 16, "sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+    },
+}
+ARCHITECTURES = sorted(EXTRA)
+
+
+def tiny_dict(model_type: str, **changes: Any) -> dict[str, Any]:
+    """`model.hf_config` of a tiny model."""
+    return {"model_type": model_type, **COMMON, **EXTRA[model_type], **changes}
+
+
+def tiny_hf(model_type: str, **changes: Any):
+    """transformers model with weights large enough that every part of it shows in the logits."""
+    from transformers import AutoModelForCausalLM
+
+    from megarl.models.hf import load_hf_config
+
+    config = load_hf_config(ModelConfig(path=None, hf_config=tiny_dict(model_type, **changes)))
+    config._attn_implementation = "eager"
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.dim() == 1:
+                param.add_(torch.randn_like(param) * (0.1 if "norm" in name else 0.3))
+            else:
+                param.mul_(3.0)
+    return model
+
+
+def save_tiny(folder: Path, model_type: str, **changes: Any):
+    """Save a tiny model to `folder` and return it."""
+    model = tiny_hf(model_type, **changes)
+    model.save_pretrained(folder)
+    return model
+
+
+def build_tiny(folder: Path | str, dtype: torch.dtype = torch.float32, value_head: bool = False, **layout: int):
+    """Load `folder` into Megatron chunks under the parallel state that is set up now."""
+    from megarl.models.build import build_policy
+    from megarl.models.config import load_hf_config, transformer_config
+    from megarl.models.weights import load_weights
+
+    hf = load_hf_config(ModelConfig(path=str(folder)))
+    config = transformer_config(hf, ParallelConfig(**layout), dtype=dtype, engine=EngineConfig())
+    chunks = build_policy(hf, config, value_head=value_head)
+    load_weights(chunks, folder)
+    return chunks
