@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UserError
 
 Status = Literal["ok", "warn", "fail", "skip"]
 
@@ -50,7 +50,7 @@ class Checklist:
         """Note a setting that is legal and most likely not what is wanted."""
         self.items.append(Check("warn", name, what, key, found, None, fix))
 
-    def from_error(self, name: str, error: ConfigError) -> None:
+    def from_error(self, name: str, error: UserError) -> None:
         """Note a problem that was raised as an error."""
         self.items.append(Check("fail", name, error.what, error.where, error.found, error.allowed, error.fix))
 

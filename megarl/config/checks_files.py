@@ -5,10 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from pathlib import Path
+from typing import Any
 
 from megarl.config.checklist import Checklist
 from megarl.config.data import DataConfig
-from megarl.config.facts import ModelFacts, hub_cache_folder, is_hub_name, model_facts
+from megarl.config.facts import KNOWN_KEYS, ModelFacts, hub_cache_folder, is_hub_name, model_facts
 from megarl.config.model import ModelConfig
 from megarl.config.references import check_reference, is_file_reference, is_module_reference
 from megarl.config.run import RunConfig
@@ -46,8 +47,24 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
         )
     else:
         checks.ok("model", f"{facts.source}: {facts.model_type}, {facts.parameters:,} parameters")
+    if model.hf_config is not None:
+        _check_spelling(model.hf_config, checks)
     _check_tokenizer(model, facts, checks)
     return facts
+
+
+def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
+    """Hugging Face accepts any key, so a misspelt size would silently become the default of a large model."""
+    for name in hf_config:
+        close = difflib.get_close_matches(name, KNOWN_KEYS, n=1, cutoff=0.85)
+        if name not in KNOWN_KEYS and close:
+            checks.warn(
+                "model",
+                f"model.hf_config.{name}",
+                "no supported architecture has this key, so it changes nothing",
+                found=hf_config[name],
+                fix=f"did you mean {close[0]}?",
+            )
 
 
 def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Checklist) -> None:

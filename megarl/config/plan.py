@@ -42,13 +42,14 @@ def dry_run(config: RunConfig, launcher: str) -> str:
 def make_plan(config: RunConfig, launcher: str) -> Plan:
     """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded."""
     checks = check_config(config, launcher=launcher)
-    try:
-        graph = build_task_graph(config).draw_text()
-    except UserError as error:
-        listed = Checklist()
-        listed.from_error("task graph", error)
-        checks += listed.items
-        graph = "cannot be built, see the checks"
+    graph = "cannot be built, see the checks"
+    if not any(check.status == "fail" and check.key == "algorithm.pipeline" for check in checks):
+        try:
+            graph = build_task_graph(config).draw_text()
+        except UserError as error:
+            listed = Checklist()
+            listed.from_error("task graph", error)
+            checks += listed.items
     sections = {
         "Configuration": dump_config(config),
         "Task graph": graph,
@@ -72,9 +73,9 @@ def build_task_graph(config: RunConfig) -> TaskGraph:
         sys.path.append(here)  # a console script does not put it there, and workers have it
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # whatever the user's module raises while it is imported
         raise ConfigError(
-            f"the pipeline cannot be imported ({error})",
+            f"the pipeline cannot be imported ({type(error).__name__}: {error})",
             where="algorithm.pipeline",
             found=name,
             allowed=[*PIPELINES, "pkg.mod:fn"],

@@ -1,0 +1,92 @@
+"""The reference of configuration keys, written from the models: `python -m megarl.config.describe docs/recipes.md`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from pydantic_core import PydanticUndefined
+
+from megarl.config.base import Section
+from megarl.config.fields import Key, describe_allowed, iter_keys
+from megarl.config.run import RunConfig
+
+BEGIN = "<!-- keys: written by python -m megarl.config.describe docs/recipes.md, do not edit below -->"
+END = "<!-- end of keys -->"
+
+
+def reference() -> str:
+    """Markdown: one table per section with key, accepted values, default and meaning."""
+    defaults = _defaults()
+    lines: list[str] = []
+    keys = list(iter_keys())
+    lines += _table("Run", "One recipe.", [key for key in keys if "." not in key.path], defaults)
+    for key in keys:
+        if key.section is not None:
+            inside = [other for other in keys if other.path.rpartition(".")[0] == key.path]
+            lines += _table(f"`{key.path}`", _sentence(key.section), inside, defaults)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write_reference(file: Path) -> bool:
+    """Replace what stands between the markers in `file`; True when the file changed.
+
+    Raises:
+        ValueError: the file lacks a marker.
+    """
+    old = file.read_text(encoding="utf-8")
+    if BEGIN not in old or END not in old:
+        raise ValueError(f"{file} needs the lines {BEGIN!r} and {END!r}")
+    head, _, rest = old.partition(BEGIN)
+    new = f"{head}{BEGIN}\n\n{reference()}\n{END}{rest.partition(END)[2]}"
+    if new != old:
+        file.write_text(new, encoding="utf-8")
+    return new != old
+
+
+def _defaults() -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def walk(values: dict[str, Any], prefix: str, model: type[Section]) -> None:
+        for key in iter_keys(model):
+            if "." in key.path:
+                continue
+            value = values[key.path]
+            flat[prefix + key.path] = value
+            if key.section is not None:
+                walk(value, f"{prefix}{key.path}.", key.section)
+
+    walk(RunConfig(name="").model_dump(), "", RunConfig)
+    flat["name"] = PydanticUndefined
+    return flat
+
+
+def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any]) -> list[str]:
+    rows = [_row(key, defaults[key.path]) for key in keys]
+    return [f"### {title}", "", sentence, "", "| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""]
+
+
+def _row(key: Key, default: Any) -> str:
+    name = key.path.rpartition(".")[2]
+    if key.section is not None:
+        anchor = key.path.replace(".", "")
+        cells = [f"[`{name}`](#{anchor})", "section", "", key.info.description or ""]
+    else:
+        shown = "file name" if default is PydanticUndefined else f"`{_yaml(default)}`"
+        cells = [f"`{name}`", describe_allowed(key.info), shown, key.info.description or ""]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _sentence(section: type[Section]) -> str:
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+if __name__ == "__main__":
+    print("changed" if write_reference(Path(sys.argv[1])) else "up to date")
