@@ -1,0 +1,144 @@
+"""Attention while decoding and while reading prompts.
+
+Shapes: n rows (one new position each), m prompts of up to P tokens, G key/value heads of this rank, q query heads per
+key/value head, D head size, L cached positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.rollout.embedded.cache import KVCache
+
+
+class Attend(Protocol):
+    """Stores the new keys and values of a layer and returns the context of its queries."""
+
+    def __call__(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[t, G*q*D] from q [t, G, q, D], k and v [t, G, D]; `layer` counts this process's layers."""
+        ...
+
+
+class DecodeAttention:
+    """One new token per row at `positions` [n], over the first `length` cached positions."""
+
+    def __init__(self, cache: KVCache, positions: Tensor, length: int, scale: float) -> None:
+        self._cache, self._positions, self._length, self._scale = cache, positions, length, scale
+        self._index = cache.flat_index(positions)
+        self._bias: dict[int | None, Tensor] = {}
+
+    def __call__(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`."""
+        n, groups, per, size = q.shape
+        self._cache.append(layer, self._index, k, v)
+        keys, values = self._cache.keys(layer)[:n], self._cache.values(layer)[:n]
+        if window not in self._bias:
+            bias = length_bias(self._positions, self._length, window, q.dtype)
+            wide = bias[:, None, None]
+            if not self._cache.fixed:
+                wide = wide.expand(-1, groups, per, -1).reshape(n * groups, per, -1)
+            self._bias[window] = wide
+        if self._cache.fixed:
+            keys, values = keys[:, :, : self._length], values[:, :, : self._length]
+            return attend_gpu(q, keys, values, self._bias[window], self._scale).reshape(n, -1)
+        flat = (x.view(n * groups, self._length, size) for x in (keys, values))
+        return attend_cpu(q.reshape(n * groups, per, size), *flat, self._bias[window], self._scale).view(n, -1)
+
+
+class PromptAttention:
+    """Packed prompts that start at position 0; each prompt's keys and values go to all of its rows.
+
+    Args:
+        lengths: tokens of each prompt in the stream.
+        rows: cache rows of each prompt.
+    """
+
+    def __init__(self, cache: KVCache, lengths: Sequence[int], rows: Sequence[Sequence[int]], scale: float) -> None:
+        self._cache, self._scale = cache, scale
+        device = cache.device
+        self._shape = (len(lengths), max(lengths))
+        sizes = torch.tensor(lengths)
+        place = torch.arange(self._shape[1])
+        real = place < sizes[:, None]
+        start = sizes.cumsum(0) - sizes
+        # Padding repeats the first token of its prompt: finite, and overwritten or masked wherever it lands.
+        self._padded = torch.where(real, start[:, None] + place, start[:, None]).flatten().to(device)
+        self._packed = real.flatten().nonzero()[:, 0].to(device)
+        self._rows = torch.tensor([row for group in rows for row in group], device=device)
+        self._source = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=device)
+
+    def __call__(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """See `Attend`."""
+        m, longest = self._shape
+        q = q[self._padded].view(m, longest, *q.shape[1:]).permute(0, 2, 3, 1, 4)
+        k, v = (x[self._padded].view(m, longest, *x.shape[1:]).transpose(1, 2) for x in (k, v))
+        self._cache.fill(layer, self._rows, k[self._source], v[self._source])
+        out = attend_prompts(q, k, v, window, self._scale)
+        return out.permute(0, 3, 1, 2, 4).reshape(m * longest, -1)[self._packed]
+
+
+def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """[n, L]: 0 at the positions a row may read (itself included, `window` of them at most), -inf elsewhere."""
+    at = torch.arange(length, device=positions.device)
+    hidden = at > positions[:, None]
+    if window is not None:
+        hidden |= at <= positions[:, None] - window
+    return torch.zeros(hidden.shape, dtype=dtype, device=positions.device).masked_fill_(hidden, -torch.inf)
+
+
+def attend_cpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """One query position per row against its cache, as two batched matmuls: 5 to 12 times faster than SDPA here.
+
+    Args:
+        q: [n*G, q, D].
+        keys, values: [n*G, L, D], contiguous.
+        bias: [n*G, q, L].
+
+    Returns:
+        [n*G, q, D].
+    """
+    scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
+    return torch.bmm(torch.softmax(scores, dim=-1), values)
+
+
+def attend_gpu(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """The same as `attend_cpu` through SDPA, with the query heads of a group as its query positions.
+
+    Args:
+        q: [n, G, q, D].
+        keys, values: [n, G, L, D].
+        bias: [n, 1, 1, L].
+    """
+    return F.scaled_dot_product_attention(q, keys, values, attn_mask=bias.expand(-1, -1, q.shape[2], -1), scale=scale)
+
+
+def attend_prompts(q: Tensor, keys: Tensor, values: Tensor, window: int | None, scale: float) -> Tensor:
+    """Causal attention over right-padded prompts.
+
+    Args:
+        q: [m, G, q, P, D].
+        keys, values: [m, G, P, D].
+
+    Returns:
+        [m, G, q, P, D]; padding rows hold anything finite.
+    """
+    m, groups, per, length, size = q.shape
+    wide = lambda x: x[:, :, None].expand(-1, -1, per, -1, -1).reshape(m, groups * per, length, size)  # noqa: E731
+    mask = None
+    if window is not None and length > window:
+        at = torch.arange(length, device=q.device)
+        mask = (at <= at[:, None]) & (at > at[:, None] - window)
+    out = F.scaled_dot_product_attention(
+        q.reshape(m, groups * per, length, size),
+        wide(keys),
+        wide(values),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+    )
+    return out.view(q.shape)

@@ -1,0 +1,80 @@
+"""Mixture-of-experts layers while decoding.
+
+Ranks that share one set of experts (the expert axis) run in lockstep: each pads its tokens to the largest count on the
+axis, all gather all tokens, every rank adds up what its own experts contribute, and a sum over the axis brings the
+results home. Decoding batches are small, so this moves little and needs no data-dependent sizes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megarl.rollout.embedded.parallel import Mesh
+
+
+class MoE:
+    """Router and local experts of one layer, read from a Megatron MoELayer.
+
+    Raises:
+        ValueError: the layer routes in a way this class does not compute.
+    """
+
+    def __init__(self, module: Any, config: Any, mesh: Mesh, dtype: torch.dtype) -> None:
+        if config.moe_router_score_function != "softmax" or config.moe_router_num_groups:
+            raise ValueError("embedded generation supports plain softmax top-k routing only")
+        if getattr(config, "moe_router_enable_expert_bias", False) or config.moe_shared_expert_intermediate_size:
+            raise ValueError("embedded generation supports no expert bias and no shared experts")
+        self._mesh, self._dtype = mesh, dtype
+        self._topk, self._pre_softmax = config.moe_router_topk, config.moe_router_pre_softmax
+        self._scale = config.moe_router_topk_scaling_factor
+        self._router = module.router.weight.detach().float()
+        self._experts = [
+            (expert.linear_fc1.weight.detach().to(dtype), expert.linear_fc2.weight.detach().to(dtype))
+            for expert in module.experts.local_experts
+        ]
+        self._first = mesh.ep.rank * len(self._experts)
+
+    def __call__(self, x: Tensor, lockstep: int) -> Tensor:
+        """Sum over the chosen experts, [n, h].
+
+        Args:
+            x: [n, h], this rank's tokens; the same on all ranks of a tensor-parallel group.
+            lockstep: the largest n on the expert axis.
+        """
+        weights, experts = self._route(x)
+        if self._mesh.ep.size == 1:
+            # Expert-tensor ranks hold the same tokens and a slice of every expert.
+            return self._mesh.etp.all_sum(self._run(x, weights, experts))
+        n, pad = len(x), (0, 0, 0, lockstep - len(x))
+        axis = self._mesh.expert
+        everyone = axis.gather(F.pad(x, pad)).flatten(0, 1)
+        weights = axis.gather(F.pad(weights, pad)).flatten(0, 1)
+        experts = axis.gather(F.pad(experts, pad, value=-1)).flatten(0, 1)
+        # A rank of a tensor-parallel group sends the same tokens as its peers; each gets its own copy back.
+        total = axis.all_sum(self._run(everyone, weights, experts))
+        return total[axis.rank * lockstep :][:n]
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Weights float32 [n, k] and expert numbers int64 [n, k]."""
+        logits = F.linear(x.float(), self._router)
+        scores = torch.softmax(logits, dim=-1) if self._pre_softmax else logits
+        top, experts = torch.topk(scores, self._topk, dim=-1)
+        weights = top if self._pre_softmax else torch.softmax(top, dim=-1)
+        return (weights * self._scale if self._scale else weights), experts
+
+    def _run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        """What the local experts contribute to each token."""
+        out = torch.zeros_like(x)
+        local = experts - self._first
+        for number, (up, down) in enumerate(self._experts):
+            token, choice = (local == number).nonzero(as_tuple=True)
+            if not len(token):
+                continue
+            gate, value = F.linear(x[token], up).chunk(2, dim=-1)
+            inner = F.silu(gate) * value * weights[token, choice, None]
+            out.index_add_(0, token, F.linear(inner.to(x.dtype), down))
+        return out

@@ -1,0 +1,150 @@
+"""Drawing tokens: counter-based noise, exact filters, log-probs of the full distribution, on vocabulary shards.
+
+A token is the winner of an exponential race: with E_v ~ Exp(1) independent, argmax_v(z_v - log E_v) is distributed as
+softmax(z) (the Gumbel-max trick). E_v is a hash of (seed, token number, v), so a draw depends on nothing but its own
+sample, and every tensor-parallel rank finds the winner of its own shard without seeing the others' logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.config.rollout import SamplingConfig
+from megarl.rollout.embedded.parallel import Axis
+
+_MASK64 = (1 << 64) - 1
+
+
+def _signed(value: int, bits: int) -> int:
+    """The two's complement reading of an unsigned constant, as torch's integer types hold it."""
+    return value - (1 << bits) if value >> (bits - 1) else value
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """splitmix64's finaliser on int64 (Steele et al. 2014); products wrap, shifts are made logical by a mask."""
+    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
+    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
+    return x ^ ((x >> 31) & ((1 << 33) - 1))
+
+
+def _mix32_(x: Tensor) -> Tensor:
+    """A 32-bit finaliser with low bias (C. Wellons' lowbias32) on int32, in place."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= _signed(0x7FEB352D, 32)
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _signed(0x846CA68B, 32)
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1) as a function of (seed, token number, vocabulary id) alone.
+
+    Args:
+        seeds: int64 [n].
+        index: int64 [n], number of the token within its sample.
+        vocab_ids: int64 [V].
+
+    Returns:
+        float32 [n, V]. Small values keep full relative precision, which is the end that decides a race.
+    """
+    key = _mix64(_mix64(seeds + _signed(0x9E3779B97F4A7C15, 64)) + index)
+    low, high = key.to(torch.int32)[:, None], (key >> 32).to(torch.int32)[:, None]
+    counter = (vocab_ids * _signed(0x9E3779B9, 32)).to(torch.int32)
+    bits = _mix32_(_mix32_(counter ^ low).add_(high)) & 0x7FFFFFFF
+    return bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
+
+
+def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:
+    """The k-th largest of every row over all shards, [n, 1]."""
+    top = torch.topk(z, min(k, z.shape[-1]), dim=-1).values
+    top = tp.gather(top).transpose(0, 1).flatten(1)
+    return torch.topk(top, min(k, top.shape[-1]), dim=-1).values[:, -1:]
+
+
+def _nucleus_floor(z: Tensor, top_p: float, tp: Axis) -> Tensor:
+    """The smallest logit of the smallest set of likeliest tokens whose mass reaches top_p, [n, 1]."""
+    full = tp.gather(z).transpose(0, 1).flatten(1)
+    ordered = torch.sort(full, dim=-1, descending=True).values
+    probs = torch.softmax(ordered, dim=-1)
+    before = probs.cumsum(-1) - probs
+    last = (before < top_p).sum(-1, keepdim=True) - 1
+    return ordered.gather(-1, last)
+
+
+class Sampler:
+    """Draws one token per row from vocabulary-sharded logits.
+
+    Args:
+        sampling: temperature, filters, min_new_tokens.
+        stop_ids: tokens that min_new_tokens holds back.
+        vocab_start: first vocabulary id of this rank's shard.
+        vocab_size: true vocabulary size; columns beyond it are padding and never drawn.
+        shard: columns of this rank's logits.
+        tp: the axis the vocabulary is sharded over.
+    """
+
+    def __init__(
+        self,
+        sampling: SamplingConfig,
+        stop_ids: list[int],
+        *,
+        vocab_start: int,
+        vocab_size: int,
+        shard: int,
+        tp: Axis,
+        device: torch.device,
+    ) -> None:
+        self._cfg, self._tp, self._vocab_size = sampling, tp, vocab_size
+        self._greedy = sampling.temperature == 0
+        self._inv_temperature = 1.0 if self._greedy else 1.0 / sampling.temperature
+        self._ids = torch.arange(vocab_start, vocab_start + shard, device=device)
+        self._padding = max(0, vocab_start + shard - vocab_size)
+        local = [i - vocab_start for i in stop_ids if vocab_start <= i < vocab_start + shard]
+        self._stops = torch.tensor(local, dtype=torch.int64, device=device) if sampling.min_new_tokens else None
+
+    def __call__(self, logits: Tensor, seeds: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens int64 [n] and log-probs float32 [n], the same on every rank of the axis.
+
+        Args:
+            logits: [n, V / tp], any float dtype.
+            seeds: int64 [n].
+            index: int64 [n], number of the token within its sample, from 0.
+        """
+        z = logits.float()
+        if self._inv_temperature != 1.0:
+            z = z * self._inv_temperature
+        if self._padding:
+            z[:, -self._padding :] = -torch.inf
+        total = torch.logsumexp(z, dim=-1)
+        allowed = self._filter(z, index)
+        if self._greedy:
+            score = allowed
+        else:
+            score = allowed - torch.log(-torch.log1p(-uniforms(seeds, index, self._ids)))
+        best, column = score.max(dim=-1)
+        logit = z.gather(1, column[:, None])[:, 0]
+        if self._tp.size == 1:
+            return column, logit - total
+        return self._join(best, self._ids[column], logit, total)
+
+    def _filter(self, z: Tensor, index: Tensor) -> Tensor:
+        """`z` with the excluded tokens at -inf: stop tokens that come too early, then top-k, then top-p."""
+        if self._stops is not None and self._stops.numel():
+            early = (index < self._cfg.min_new_tokens)[:, None]
+            z = z.index_copy(1, self._stops, z[:, self._stops].masked_fill(early, -torch.inf))
+        if 0 < self._cfg.top_k < self._vocab_size and not self._greedy:
+            z = z.masked_fill(z < _kth_largest(z, self._cfg.top_k, self._tp), -torch.inf)
+        if self._cfg.top_p < 1.0 and not self._greedy:
+            z = z.masked_fill(z < _nucleus_floor(z, self._cfg.top_p, self._tp), -torch.inf)
+        return z
+
+    def _join(self, best: Tensor, token: Tensor, logit: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+        """The overall winner from the shards' winners; float64 holds token ids exactly."""
+        shards = self._tp.gather(torch.stack([best, token, logit, total], dim=-1).double())
+        winner = shards[:, :, 0].argmax(dim=0)
+        row = torch.arange(len(winner), device=winner.device)
+        chosen = shards[winner, row]
+        total = torch.logsumexp(shards[:, :, 3], dim=0)
+        return chosen[:, 1].long(), (chosen[:, 2] - total).float()

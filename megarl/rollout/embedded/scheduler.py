@@ -1,0 +1,102 @@
+"""Continuous batching, without tensors: which sample sits in which row, what is prefilled, what moves when rows end.
+
+The running samples always fill rows 0..len(running)-1 of the cache, so no padded row is ever computed.
+
+    queue --admit--> [prefill prompts that no running row holds] --> rows --decode...--> finish --> hole filled by last row
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.rollout.engine import Request
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sample to generate; `id` numbers all samples of a call."""
+
+    id: int
+    request: int
+    prompt_tokens: int
+
+
+@dataclass
+class Prefill:
+    """One packed prefill pass: prompts (request numbers) and the rows each of them fills."""
+
+    requests: list[int] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)
+
+
+@dataclass
+class Admission:
+    """What entering samples need: prefill passes, and (source row, row) copies of prompts that a row already holds."""
+
+    samples: list[Sample] = field(default_factory=list)
+    prefills: list[Prefill] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """First come, first served over a fixed number of rows.
+
+    Args:
+        requests: prompts with their seeds.
+        slots: rows of the cache.
+        max_prefill_tokens: prompt tokens (padded to the longest of the pass) in one prefill pass.
+    """
+
+    def __init__(self, requests: Sequence[Request], slots: int, max_prefill_tokens: int) -> None:
+        self._slots, self._budget = slots, max_prefill_tokens
+        self.samples: list[Sample] = []
+        for number, request in enumerate(requests):
+            for _ in request.seeds:
+                self.samples.append(Sample(len(self.samples), number, len(request.prompt_ids)))
+        self._queue = deque(self.samples)
+        self.running: list[Sample] = []
+
+    def admit(self) -> Admission | None:
+        """Fill the free rows from the queue; None when there is nothing to do."""
+        free = min(self._slots - len(self.running), len(self._queue))
+        if free <= 0:
+            return None
+        admission = Admission()
+        holder = {sample.request: row for row, sample in enumerate(self.running)}
+        fresh: dict[int, list[int]] = {}
+        for _ in range(free):
+            sample, row = self._queue.popleft(), len(self.running)
+            self.running.append(sample)
+            admission.samples.append(sample)
+            if sample.prompt_tokens == 1:
+                continue  # the first decode step reads the last prompt token; nothing comes before it
+            if sample.request in holder:
+                admission.copies.append((holder[sample.request], row))
+            else:
+                fresh.setdefault(sample.request, []).append(row)
+        admission.prefills = self._pack(fresh)
+        return admission
+
+    def _pack(self, fresh: dict[int, list[int]]) -> list[Prefill]:
+        """Prompts of similar length side by side, each pass within the budget (a longer prompt goes alone)."""
+        passes: list[Prefill] = []
+        length = {request: self.running[rows[0]].prompt_tokens - 1 for request, rows in fresh.items()}
+        for request in sorted(fresh, key=lambda r: length[r]):
+            if not passes or (len(passes[-1].requests) + 1) * length[request] > self._budget:
+                passes.append(Prefill())
+            passes[-1].requests.append(request)
+            passes[-1].rows.append(fresh[request])
+        return passes
+
+    def finish(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Drop finished rows. Returns (holes, movers): row movers[i] must be copied to holes[i], all at once."""
+        gone = set(rows)
+        kept = len(self.running) - len(gone)
+        holes = sorted(row for row in gone if row < kept)
+        movers = [row for row in range(kept, len(self.running)) if row not in gone]
+        for hole, mover in zip(holes, movers, strict=True):
+            self.running[hole] = self.running[mover]
+        del self.running[kept:]
+        return holes, movers

@@ -1,0 +1,241 @@
+"""One call of `generate` on one process: the loop that prefills, decodes, draws and retires samples.
+
+State lives in device tensors indexed by cache row, results in tensors indexed by sample, so that a decode step is a
+fixed sequence of device operations without a host read; the host looks at the finished flags every `check_every` steps.
+
+A prompt is prefilled up to, not including, its last token. That token enters the first decode step of each of its
+samples, so logits come from one place only and a sample can join from any row that holds the same prompt.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.config.rollout import SamplingConfig
+from megarl.errors import MegarlError
+from megarl.rollout.embedded.attention import DecodeAttention, PromptAttention
+from megarl.rollout.embedded.cache import KVCache, free_bytes
+from megarl.rollout.embedded.graphs import DecodeGraphs
+from megarl.rollout.embedded.model import DecoderStage
+from megarl.rollout.embedded.sampler import Sampler
+from megarl.rollout.embedded.scheduler import Prefill, Scheduler
+from megarl.rollout.engine import FinishReason, Request
+
+_CHECK_EVERY_GPU = 8
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much runs at a time: rows, and prompt tokens per prefill pass."""
+
+    max_running: int
+    max_prefill_tokens: int
+    graphs: bool
+
+
+class _State:
+    """Per row: which sample, the token to feed, its position, tokens drawn so far, finished or not."""
+
+    def __init__(self, slots: int, idle: int, device: torch.device) -> None:
+        self.numbers = torch.zeros(4, slots, dtype=torch.int64, device=device)
+        self.numbers[0] = idle
+        self.sample, self.token, self.position, self.count = self.numbers
+        self.done = torch.zeros(slots, dtype=torch.bool, device=device)
+
+
+class Session:
+    """Generates all samples of `requests`; every process of a replica runs one with the same arguments."""
+
+    def __init__(
+        self,
+        stage: DecoderStage,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        stop_ids: Sequence[int],
+        limits: Limits,
+    ) -> None:
+        self._stage, self._mesh, self._requests, self._sampling = stage, stage.mesh, requests, sampling
+        device = stage.device
+        fixed = device.type == "cuda"
+        self._check_every = _CHECK_EVERY_GPU if fixed else 1
+        seeds = [seed for request in requests for seed in request.seeds]
+        self._width = sampling.max_new_tokens + self._check_every
+        longest = max((len(r.prompt_ids) for r in requests), default=1) - 1 + self._width
+        slots = self._slots(min(limits.max_running, len(seeds)), longest)
+        self._scheduler = Scheduler(requests, slots, limits.max_prefill_tokens)
+        self._cache = KVCache(
+            layers=stage.layers,
+            slots=slots,
+            max_length=longest,
+            heads=stage.heads,
+            head_dim=stage.head_dim,
+            dtype=stage.dtype,
+            device=device,
+            fixed=fixed,
+        )
+        # One sample more than there are: padded rows of a captured graph write there.
+        self._state = _State(slots, idle=len(seeds), device=device)
+        self._seeds = torch.tensor([*seeds, 0], dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(len(seeds) + 1, self._width, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(len(seeds) + 1, self._width, dtype=torch.float32, device=device)
+        self._stops = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=device)
+        self._sampler = Sampler(
+            sampling,
+            list(stop_ids),
+            vocab_start=self._mesh.tp.rank * stage.shard,
+            vocab_size=stage.vocab_size,
+            shard=stage.shard,
+            tp=self._mesh.tp,
+            device=device,
+        )
+        self._scale = stage.head_dim**-0.5
+        self._pending: deque[Prefill] = deque()
+        self._reach = 0  # the largest position that the next decode step writes
+        graphs = fixed and limits.graphs and self._mesh.pp.size == 1 and not stage.is_moe
+        self._graphs = DecodeGraphs(self._step, self._state.numbers, self._state.done, len(seeds)) if graphs else None
+
+    def _slots(self, wanted: int, length: int) -> int:
+        """Rows that fit into memory, the same number on all ranks of the replica."""
+        if wanted == 0:
+            return 0
+        row = KVCache.bytes_per_row(
+            self._stage.layers, length, self._stage.heads, self._stage.head_dim, self._stage.dtype
+        )
+        device = self._stage.device
+        fit = min(wanted, int(free_bytes(device) // row))
+        fit = -self._mesh.pp.all_max(self._mesh.tp.all_max(-fit, device), device)
+        if fit < 1:
+            raise MegarlError(
+                f"the key/value cache of one sequence of {length} tokens needs {row / 1e9:.2f} GB and does not fit into "
+                "memory; lower sampling.max_new_tokens or data.max_prompt_tokens, or raise actor.parallel.tp or pp"
+            )
+        return fit
+
+    @torch.inference_mode()
+    def run(self) -> list[tuple[list[int], list[float], FinishReason]]:
+        """Tokens, log-probs and finish reason of every sample, in the order of requests and seeds."""
+        steps = 0
+        while True:
+            if not self._pending:
+                self._admit()
+            batch = self._pending.popleft() if self._pending else None
+            rows = len(self._scheduler.running)
+            work = self._prefill_tokens(batch) if batch else rows
+            lockstep = self._mesh.expert.all_max(work, self._stage.device) if self._stage.is_moe else work
+            if lockstep == 0:
+                return self._results()
+            if batch:
+                self._prefill(batch, lockstep)
+            elif rows == 0:
+                self._serve_experts(lockstep)
+            else:
+                self._decode(rows, lockstep)
+                steps += 1
+                if steps % self._check_every == 0:
+                    self._retire(rows)
+
+    def _admit(self) -> None:
+        """Move waiting samples into free rows."""
+        first = len(self._scheduler.running)
+        admission = self._scheduler.admit()
+        if admission is None:
+            return
+        samples, device = admission.samples, self._stage.device
+        state = [
+            [s.id for s in samples],
+            [self._requests[s.request].prompt_ids[-1] for s in samples],
+            [s.prompt_tokens - 1 for s in samples],
+            [0] * len(samples),
+        ]
+        rows = slice(first, first + len(samples))
+        self._state.numbers[:, rows] = torch.tensor(state, device=device)
+        self._state.done[rows] = False
+        self._reach = max(self._reach, *state[2])
+        self._cache.reserve(first, self._reach + 1)
+        if blank := [first + i for i, s in enumerate(samples) if s.prompt_tokens == 1]:
+            self._cache.clear(torch.tensor(blank, device=device))
+        if admission.copies:
+            sources, targets = torch.tensor(admission.copies, device=device).unbind(1)
+            self._cache.copy_rows(sources, targets)
+        self._pending.extend(admission.prefills)
+
+    def _prefill_tokens(self, batch: Prefill) -> int:
+        return sum(len(self._requests[r].prompt_ids) - 1 for r in batch.requests)
+
+    def _prefill(self, batch: Prefill, lockstep: int) -> None:
+        """Fill the cache rows of a pass with their prompts, all but the last token."""
+        prompts = [self._requests[r].prompt_ids[:-1] for r in batch.requests]
+        lengths = [len(p) for p in prompts]
+        attend = PromptAttention(self._cache, lengths, batch.rows, self._scale)
+        device = self._stage.device
+        tokens = torch.tensor([t for prompt in prompts for t in prompt], device=device)
+        positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        self._stage.forward(tokens, positions, attend, want_logits=False, lockstep=lockstep)
+
+    def _serve_experts(self, lockstep: int) -> None:
+        """A pass without tokens of its own, so that other ranks reach this rank's experts."""
+        nothing = torch.zeros(0, dtype=torch.int64, device=self._stage.device)
+        attend = DecodeAttention(self._cache, nothing, 0, self._scale)
+        self._stage.forward(nothing, nothing, attend, want_logits=False, lockstep=lockstep)
+
+    def _decode(self, rows: int, lockstep: int) -> None:
+        self._cache.reserve(rows, self._reach + 1)
+        if self._graphs is not None:
+            self._graphs.run(rows, self._reach + 1, self._cache.max_length)
+        else:
+            length = min(self._cache.length, self._reach + 1) if self._cache.fixed else self._cache.length
+            self._step(rows, length, lockstep)
+        self._reach += 1
+
+    def _step(self, rows: int, length: int, lockstep: int) -> None:
+        """Draw one token for each of the first `rows` rows: device operations only, so that it can be captured."""
+        sample, token, position, count = self._state.numbers[:, :rows]
+        attend = DecodeAttention(self._cache, position, length, self._scale)
+        logits = self._stage.forward(token, position, attend, want_logits=True, lockstep=lockstep)
+        if logits is not None:
+            drawn, logprobs = self._sampler(logits, self._seeds[sample], count)
+            self._logprobs[sample, count] = logprobs
+        else:
+            drawn = torch.empty_like(token)
+        drawn = self._mesh.from_last_stage(drawn)
+        self._tokens[sample, count] = drawn
+        token.copy_(drawn)
+        position += 1
+        count += 1
+        done = self._state.done[:rows]
+        done |= count >= self._sampling.max_new_tokens
+        if len(self._stops):
+            done |= torch.isin(drawn, self._stops)
+
+    def _retire(self, rows: int) -> None:
+        """Give the rows of finished samples back and close the gaps."""
+        finished = self._state.done[:rows].nonzero()[:, 0].tolist()
+        if not finished:
+            return
+        holes, movers = self._scheduler.finish(finished)
+        state = self._state
+        if holes:
+            targets, sources = (torch.tensor(x, device=self._stage.device) for x in (holes, movers))
+            self._cache.copy_rows(sources, targets)
+            state.numbers[:, targets] = state.numbers[:, sources]
+            state.done[targets] = state.done[sources]
+        left = len(self._scheduler.running)
+        self._reach = int(state.position[:left].max()) if left else 0
+
+    def _results(self) -> list[tuple[list[int], list[float], FinishReason]]:
+        """Results cut at the first end token; what ran on between two checks falls away."""
+        self._mesh.from_last_stage(self._logprobs)
+        limit = self._sampling.max_new_tokens
+        tokens, logprobs = self._tokens[:-1, :limit].cpu(), self._logprobs[:-1, :limit].cpu()
+        stop = torch.isin(tokens, self._stops.cpu())
+        ended = stop.any(1)
+        lengths = torch.where(ended, stop.int().argmax(1) + 1, limit).tolist()
+        return [
+            (tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if ended[i] else "length")
+            for i, n in enumerate(lengths)
+        ]

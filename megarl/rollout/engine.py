@@ -1,0 +1,54 @@
+"""What every generation engine takes and gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from megarl.config.rollout import SamplingConfig
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and the seeds of its samples: `len(seeds)` samples share one prefill.
+
+    A sample is a function of the weights, the prompt, the sampling settings and its own seed (0 <= seed < 2**63).
+    """
+
+    prompt_ids: list[int]
+    seeds: list[int]
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise ValueError("a request needs at least one prompt token")
+        if any(not 0 <= seed < 2**63 for seed in self.seeds):
+            raise ValueError("seeds must lie in [0, 2**63)")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sample: its tokens (end token included) and their log-probs.
+
+    `logprobs[i]` is log p(token_ids[i] | prompt, token_ids[:i]) under the full softmax at the sampling temperature
+    (temperature 1 when greedy), before top-k, top-p and min-token masks.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: FinishReason
+    weight_version: int
+
+
+class RolloutEngine(Protocol):
+    """Generates samples. Every rank of a model replica calls `generate` with the same arguments."""
+
+    weight_version: int
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingConfig, eos_ids: Sequence[int]
+    ) -> list[list[Completion]]:
+        """Completions in the order of `requests` and of their seeds; `sampling.n` is not read."""
+        ...
