@@ -1,0 +1,55 @@
+"""Advantage estimators by name. `estimate` feeds any of them, a user's own included, from batch fields by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.advantages.gae import gae
+from megarl.algorithms.advantages.grpo import grpo
+from megarl.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
+from megarl.algorithms.advantages.remax import remax
+from megarl.algorithms.advantages.rloo import rloo
+from megarl.errors import ConfigError
+
+__all__ = [
+    "ADVANTAGES",
+    "Estimate",
+    "estimate",
+    "gae",
+    "grpo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "remax",
+    "rloo",
+]
+
+
+def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Estimate:
+    """Call an estimator with the arguments it names.
+
+    Args:
+        name: registered name, or `pkg.mod:fn`.
+        fields: what the batch offers: mask, offsets, token_rewards, uid, values, greedy_score, ...
+        options: settings, such as gamma, lam, norm_by_std, allow_singleton, all_sum.
+
+    Raises:
+        ConfigError: the estimator needs something that neither holds.
+    """
+    function = ADVANTAGES.get(name)
+    offered = {**options, **fields}
+    parameters = inspect.signature(function).parameters
+    missing = [key for key in ADVANTAGES.required(name) if key not in offered]
+    if missing:
+        raise ConfigError(
+            f"estimator {name!r} needs {', '.join(missing)}, which this pipeline does not provide",
+            where=ADVANTAGES.key,
+            found=name,
+            allowed=f"fields there: {', '.join(sorted(fields))}; options there: {', '.join(sorted(options))}",
+            fix="add the node that writes it (gae: values, remax: greedy_score), or choose another estimator",
+        )
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    result = function(**{key: value for key, value in offered.items() if takes_all or key in parameters})
+    return Estimate(*result)

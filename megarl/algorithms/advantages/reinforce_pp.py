@@ -1,0 +1,74 @@
+"""Discounted token returns, whitened over the batch (REINFORCE++)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.rows import Rows
+from megarl.algorithms.scan import over_valid, suffix_sum
+from megarl.algorithms.stats import AllSum, Groups, one_rank, whiten_
+
+
+@ADVANTAGES.register("reinforce_pp")
+@torch.no_grad()
+def reinforce_pp(
+    token_rewards: Tensor,
+    mask: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    gamma: float = 1.0,
+    all_sum: AllSum = one_rank,
+) -> Estimate:
+    """R_t = r_t + gamma R_{t+1} over valid tokens; A = R whitened over all valid tokens of all ranks.
+
+    Args:
+        token_rewards: float [N] or [B, T].
+        mask: bool, same shape; tokens in a hole are skipped.
+        offsets: int64 [B + 1] for the packed form.
+        gamma: discount per valid token.
+        all_sum: adds over ranks.
+
+    Source: REINFORCE++ (arXiv 2501.03262).
+    """
+    rows = Rows.of(mask, offsets)
+    (returns,) = over_valid(lambda rewards, _: [suffix_sum(rewards, gamma)], rows, mask, [token_rewards], 1)
+    return Estimate(whiten_(returns.clone(), mask, rows, all_sum), returns)
+
+
+@ADVANTAGES.register("reinforce_pp_baseline")
+@torch.no_grad()
+def reinforce_pp_baseline(
+    token_rewards: Tensor,
+    mask: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    offsets: Tensor | None = None,
+    allow_singleton: bool = False,
+    all_sum: AllSum = one_rank,
+) -> Estimate:
+    """A = score - group mean, whitened over all valid tokens of all ranks.
+
+    Args:
+        token_rewards: float [N] or [B, T].
+        mask: bool, same shape.
+        uid: B group names.
+        offsets: int64 [B + 1] for the packed form.
+        allow_singleton: accept groups of one sample, which enter the whitening with 0.
+        all_sum: adds over ranks.
+
+    Raises:
+        UserError: a group of one sample, unless allowed.
+
+    Source: REINFORCE++ (arXiv 2501.03262).
+    """
+    rows = Rows.of(mask, offsets)
+    groups = Groups.of(
+        rows.masked_sum(token_rewards, mask), rows.counts(mask) > 0, uid, allow_singleton=allow_singleton
+    )
+    advantages = rows.spread(groups.centred.to(token_rewards.dtype), mask)
+    advantages = whiten_(advantages, mask, rows, all_sum)
+    return Estimate(advantages, advantages)

@@ -1,0 +1,28 @@
+"""Greedy-rollout baseline (ReMax)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.rows import Rows
+
+
+@ADVANTAGES.register("remax")
+@torch.no_grad()
+def remax(token_rewards: Tensor, mask: Tensor, greedy_score: Tensor, *, offsets: Tensor | None = None) -> Estimate:
+    """A = score - score of a greedy rollout of the same prompt.
+
+    Args:
+        token_rewards: float [N] or [B, T].
+        mask: bool, same shape.
+        greedy_score: float [B], score of the prompt's greedy response.
+        offsets: int64 [B + 1] for the packed form.
+
+    Source: ReMax (arXiv 2310.10505).
+    """
+    rows = Rows.of(mask, offsets)
+    per_sample = rows.masked_sum(token_rewards, mask) - greedy_score.to(token_rewards)
+    advantages = rows.spread(torch.where(rows.counts(mask) > 0, per_sample, 0), mask)
+    return Estimate(advantages, advantages)

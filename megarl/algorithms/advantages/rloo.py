@@ -1,0 +1,45 @@
+"""Leave-one-out baseline (RLOO)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.rows import Rows
+from megarl.algorithms.stats import Groups
+
+
+@ADVANTAGES.register("rloo")
+@torch.no_grad()
+def rloo(
+    token_rewards: Tensor,
+    mask: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    offsets: Tensor | None = None,
+    allow_singleton: bool = False,
+) -> Estimate:
+    """A = score - mean score of the other samples of the group = n / (n - 1) (score - group mean).
+
+    Args:
+        token_rewards: float [N] or [B, T].
+        mask: bool, same shape.
+        uid: B group names.
+        offsets: int64 [B + 1] for the packed form.
+        allow_singleton: accept groups of one sample, with A = 0.
+
+    Raises:
+        UserError: a group of one sample, unless allowed.
+
+    Source: Back to Basics (arXiv 2402.14740).
+    """
+    rows = Rows.of(mask, offsets)
+    groups = Groups.of(
+        rows.masked_sum(token_rewards, mask), rows.counts(mask) > 0, uid, allow_singleton=allow_singleton
+    )
+    per_sample = groups.centred * groups.count / (groups.count - 1).clamp(min=1)
+    advantages = rows.spread(per_sample.to(token_rewards.dtype), mask)
+    return Estimate(advantages, advantages)

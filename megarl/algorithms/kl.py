@@ -1,0 +1,135 @@
+"""Distance to the reference policy: estimators from sampled tokens, the reward form, and its controller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.registry import Registry
+
+KL = Registry("KL estimator", "algorithm.kl.estimator")
+
+
+@KL.register("kl", "k1")
+def k1(d: Tensor) -> Tensor:
+    """d = log pi - log ref. Unbiased, often negative."""
+    return d
+
+
+@KL.register("abs")
+def absolute(d: Tensor) -> Tensor:
+    """|d|."""
+    return d.abs()
+
+
+@KL.register("mse", "k2")
+def k2(d: Tensor) -> Tensor:
+    """d^2 / 2. Biased value, but its gradient is that of the KL."""
+    return 0.5 * d.square()
+
+
+@KL.register("low_var_kl", "k3")
+def k3(d: Tensor) -> Tensor:
+    """exp(-d) - 1 + d, with d limited to +-20 and the value to +-10. Unbiased, never negative."""
+    d = d.clamp(-20, 20)
+    return ((-d).exp() - 1 + d).clamp(-10, 10)
+
+
+def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def plus(d: Tensor) -> Tensor:
+        right_gradient = k2(d)
+        return value(d).detach() + right_gradient - right_gradient.detach()
+
+    plus.__doc__ = f"Value of: {value.__doc__} Gradient of k2."
+    return plus
+
+
+for _names in (("kl", "k1"), ("abs",), ("mse", "k2"), ("low_var_kl", "k3")):
+    KL.register(*(name + "+" for name in _names))(_straight_through(KL.get(_names[0])))
+
+
+def kl_tokens(estimator: str, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
+    """Estimate of KL(pi || ref) at each sampled token, zero where the mask hides; differentiable in `logp`.
+
+    The forms with "+" have the value of the plain form and the gradient of k2, d grad(log pi), whose expectation under
+    pi is the gradient of the KL; the plain gradients of k1 and k3 are not (k1's is zero on average).
+
+    Args:
+        estimator: kl | abs | mse | low_var_kl (aliases k1, k2, k3), each also with "+"; or `pkg.mod:fn(d)`.
+        logp: float [N] or [B, T], log pi of the sampled tokens.
+        ref_logp: same shape, log ref.
+        mask: bool, same shape.
+
+    Raises:
+        ConfigError: unknown estimator.
+
+    Source: Schulman, Approximating KL Divergence (2020); gradients: arXiv 2506.09477.
+    """
+    return KL.get(estimator)(torch.where(mask, logp - ref_logp.detach(), 0))
+
+
+def full_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Exact KL(pi || ref) per position, [...]; both inputs are normalised log-probs [..., V].
+
+    Tokens that pi excludes (log-prob -inf) add nothing.
+    """
+    p = log_probs.exp()
+    return torch.where(p > 0, p * (log_probs - ref_log_probs.detach()), 0).sum(-1)
+
+
+@torch.no_grad()
+def kl_in_reward(
+    token_rewards: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float, estimator: str = "kl"
+) -> tuple[Tensor, Tensor]:
+    """Token rewards minus coef * KL.
+
+    Args:
+        token_rewards: float [N] or [B, T].
+        logp: same shape, policy before the update.
+        ref_logp: same shape.
+        mask: bool, same shape.
+        coef: weight of the penalty.
+        estimator: see `kl_tokens`.
+
+    Returns:
+        New token rewards, zero where the mask hides, and float64 [2] on the CPU: sum of the KL and number of tokens.
+        Add the latter over ranks; their quotient is what the controller wants.
+    """
+    kl = kl_tokens(estimator, logp, ref_logp, mask)
+    rewards = torch.where(mask, token_rewards, 0) - coef * kl
+    return rewards, torch.stack([kl.double().sum(), mask.sum().double()]).cpu()
+
+
+@dataclass
+class KLController:
+    """Weight of the KL penalty; adaptive when `target` is set.
+
+    update: coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon.
+
+    Source: Ziegler et al. (arXiv 1909.08593).
+
+    >>> c = KLController(0.1, target=1.0, horizon=100)
+    >>> c.update(kl=5.0, samples=50); round(c.coef, 6)
+    0.11
+    """
+
+    coef: float
+    target: float | None = None
+    horizon: int = 10_000
+
+    def update(self, kl: float, samples: int) -> None:
+        """Move `coef` after a step of `samples` samples (over all ranks) with mean token KL `kl`."""
+        if self.target is not None:
+            error = min(max(kl / self.target - 1, -0.2), 0.2)
+            self.coef *= 1 + error * samples / self.horizon
+
+    def state_dict(self) -> dict[str, float]:
+        """For the checkpoint."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Inverse of `state_dict`."""
+        self.coef = float(state["coef"])

@@ -1,0 +1,52 @@
+"""Clipped surrogate (PPO), with separate bounds (DAPO) and dual clip."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses.base import POLICY_LOSSES, LossSettings, Prologue
+from megarl.metrics import Metrics
+
+
+@POLICY_LOSSES.register("ppo")
+def ppo(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: LossSettings,
+    *,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), and at most -A c where A < 0; r = exp(clamp(logp - old_logp, +-20)).
+
+    Args:
+        logp: float [N] or [B, T], differentiable.
+        old_logp: same shape.
+        advantages: same shape.
+        mask: bool, same shape.
+        cfg: clip_low, clip_high (0 is legal), dual_clip (c > 1, or None).
+        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
+
+    Returns:
+        Token loss, zero where the mask hides, and metrics.
+
+    Source: PPO (arXiv 1707.06347), dual clip (arXiv 1912.09729), clip-higher (arXiv 2503.14476).
+
+    >>> from types import SimpleNamespace
+    >>> cfg = SimpleNamespace(clip_low=0.2, clip_high=0.2, dual_clip=3.0)
+    >>> logp = torch.log(torch.tensor([1.5, 0.5, 5.0]))
+    >>> ppo(logp, torch.zeros(3), torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), cfg)[0]
+    tensor([-1.2000,  0.8000,  3.0000])
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    plain = -p.advantages * p.ratio
+    bounded = -p.advantages * p.ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    loss, clipped = torch.maximum(plain, bounded), bounded > plain
+    lower = None
+    if cfg.dual_clip is not None:
+        ceiling = -p.advantages * cfg.dual_clip
+        lower = (p.advantages < 0) & (ceiling < loss)
+        loss = torch.where(lower, ceiling, loss)
+    return loss, p.metrics(clipped, lower)

@@ -1,0 +1,49 @@
+"""Clipped regression of the critic."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.metrics import Metrics
+
+
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
+) -> tuple[Tensor, Metrics]:
+    """0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2) per token; average it with token-mean weights.
+
+    Args:
+        values: float [N] or [B, T], differentiable.
+        old_values: same shape, before the update.
+        returns: same shape.
+        mask: bool, same shape.
+        clip: eps; None: no clipping.
+
+    Returns:
+        Token loss, zero where the mask hides, and metrics.
+
+    Source: PPO's reference implementation; arXiv 2005.12729.
+    """
+    values = torch.where(mask, values, 0)
+    old_values = torch.where(mask, old_values.detach(), 0)
+    returns = torch.where(mask, returns.detach(), 0)
+    loss = (values - returns).square()
+    clipped = torch.zeros_like(mask)
+    if clip is not None:
+        near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+        bounded = (near - returns).square()
+        clipped = bounded > loss
+        loss = torch.maximum(loss, bounded)
+    return 0.5 * loss, _metrics(values.detach(), clipped, mask)
+
+
+def _metrics(values: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
+    metrics = Metrics()
+    count, total, n_clipped = torch.stack(
+        [mask.sum().double(), values.sum().double(), (clipped & mask).sum().double()]
+    ).tolist()
+    if count:
+        metrics.mean("critic/vpred_mean", total, count)
+        metrics.mean("critic/vf_clipfrac", n_clipped, count)
+    return metrics

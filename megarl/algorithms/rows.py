@@ -1,0 +1,104 @@
+"""One view of both forms, packed [N] + offsets and padded [B, T]: B rows of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Tokens worked on at a time on a CPU: temporaries of this size stay in the cache, whatever the batch.
+_BLOCK_TOKENS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where rows begin and end in flat [N] values.
+
+    Attributes:
+        offsets: int64 [B + 1], from 0 to N.
+        width: length of every row in the padded form; None in the packed form.
+    """
+
+    offsets: Tensor
+    width: int | None
+
+    @classmethod
+    def of(cls, mask: Tensor, offsets: Tensor | None) -> Rows:
+        """Rows of `mask`: [B, T] without offsets, or [N] with offsets.
+
+        Raises:
+            ValueError: neither of these forms, or offsets that do not end at N.
+        """
+        if mask.dtype != torch.bool:
+            raise ValueError(f"mask must be bool, got {mask.dtype}")
+        if offsets is None:
+            if mask.ndim != 2:
+                raise ValueError(f"without offsets the mask must be [B, T], got shape {tuple(mask.shape)}")
+            rows, width = mask.shape
+            return cls(torch.arange(rows + 1, device=mask.device) * width, width)
+        if mask.ndim != 1 or offsets.ndim != 1 or offsets.dtype != torch.int64:
+            raise ValueError(
+                f"packed form is mask [N] and int64 offsets [B + 1], got {tuple(mask.shape)} and "
+                f"{offsets.dtype} {tuple(offsets.shape)}"
+            )
+        if not offsets.is_cuda and int(offsets[-1]) != len(mask):
+            raise ValueError(f"offsets end at {int(offsets[-1])}, the mask at {len(mask)}")
+        return cls(offsets, None)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum of each row, [B]; differentiable. Values that a mask hides must be zero already."""
+        if self.width is not None:
+            return values.reshape(len(self), self.width).sum(1)
+        if not values.is_floating_point():
+            values = values.to(torch.float32 if len(values) < 1 << 24 else torch.float64)
+        if len(values) == 0:
+            return values.new_zeros(len(self))
+        return torch.segment_reduce(values, "sum", offsets=self.offsets, initial=0)
+
+    def masked_sum(self, values: Tensor, mask: Tensor) -> Tensor:
+        """Sum of the valid values of each row, [B]; not differentiable, no temporary of the size of the batch."""
+        out = values.new_zeros(len(self))
+        flat_values, flat_mask = values.detach().reshape(-1), mask.reshape(-1)
+        for first, last, tokens in self.blocks():
+            part = Rows(self.offsets[first : last + 1] - tokens.start, self.width)
+            out[first:last] = part.sum(torch.where(flat_mask[tokens], flat_values[tokens], 0))
+        return out
+
+    def counts(self, mask: Tensor) -> Tensor:
+        """Valid tokens of each row, int64 [B]."""
+        if self.width is not None:
+            # int32 is twice as fast to add up as int64, and rows are never that long.
+            return mask.reshape(len(self), self.width).sum(1, dtype=torch.int32).long()
+        return self.sum(mask.reshape(-1)).round().long()
+
+    def expand(self, per_row: Tensor) -> Tensor:
+        """Each row's value at each of its tokens: [B] -> flat [N]."""
+        if self.width is not None:
+            return per_row[:, None].expand(-1, self.width).reshape(-1)
+        lengths = self.offsets.diff()
+        return torch.repeat_interleave(per_row, lengths, output_size=None if lengths.is_cuda else int(lengths.sum()))
+
+    def spread(self, per_row: Tensor, mask: Tensor) -> Tensor:
+        """Each row's value at its valid tokens, zero elsewhere, in the shape of `mask`."""
+        if self.width is not None:
+            return mask.reshape(len(self), self.width).to(per_row.dtype).mul_(per_row[:, None]).view(mask.shape)
+        return mask.to(per_row.dtype).mul_(self.expand(per_row))
+
+    def blocks(self) -> Iterator[tuple[int, int, slice]]:
+        """Runs of whole rows as (first row, end row, their tokens), small on a CPU, everything at once on a GPU."""
+        ends = self.offsets.tolist()
+        if self.offsets.is_cuda:
+            if len(self):
+                yield 0, len(self), slice(0, ends[-1])
+            return
+        first = 0
+        for last in range(1, len(ends)):
+            full = last == len(self) or ends[last + 1] - ends[first] > _BLOCK_TOKENS
+            if full:
+                yield first, last, slice(ends[first], ends[last])
+                first = last

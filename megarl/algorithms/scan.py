@@ -1,0 +1,86 @@
+"""Discounted suffix sums over valid tokens, without a loop over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.rows import Rows
+
+_CHUNK = 64
+
+#: Takes dense [R, T] inputs and their prefix mask, returns dense [R, T] outputs.
+Dense = Callable[..., Sequence[Tensor]]
+
+
+def suffix_sum(values: Tensor, discount: float) -> Tensor:
+    """out[r, t] = sum over s >= t of discount^(s - t) values[r, s], for values [R, T].
+
+    Chunks of 64 tokens are summed by one triangular matrix product; their totals are the same problem 64 times
+    smaller, with discount^64. So the work is a few matrix products, and rounding grows with log T, not T.
+    """
+    rows, length = values.shape
+    if rows == 0 or length == 0:
+        return values.clone()
+    powers = torch.tensor(discount, dtype=torch.float64) ** torch.arange(_CHUNK + 1, dtype=torch.float64)
+    if length <= _CHUNK:
+        return values @ _triangle(powers, length).to(values)
+    chunks = -(-length // _CHUNK)
+    if chunks * _CHUNK != length:
+        values = torch.nn.functional.pad(values, (0, chunks * _CHUNK - length))
+    out = (values.reshape(-1, _CHUNK) @ _triangle(powers, _CHUNK).to(values)).view(rows, chunks, _CHUNK)
+    carry = suffix_sum(out[:, :, 0], float(powers[_CHUNK]))
+    if discount > 0:
+        out[:, :-1].addcmul_(carry[:, 1:, None], powers[1:].flip(0).to(values))
+    return out.view(rows, -1)[:, :length]
+
+
+def _triangle(powers: Tensor, size: int) -> Tensor:
+    """[size, size] with discount^(s - t) at [s, t] for s >= t."""
+    gap = torch.arange(size)[:, None] - torch.arange(size)
+    return torch.where(gap >= 0, powers[gap.clamp(min=0)], 0.0)
+
+
+def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_outputs: int) -> list[Tensor]:
+    """Apply `fn` to the valid tokens of each row, moved together so that holes in the mask vanish.
+
+    Args:
+        fn: `fn(*dense_inputs, prefix)`: dense [R, T] blocks that are zero outside `prefix`, bool [R, T] that is true
+            for the first n tokens of each row; returns `n_outputs` tensors [R, T].
+        rows: the rows of `mask`.
+        mask: bool, padded or packed.
+        inputs: tensors in the shape of `mask`.
+        n_outputs: number of tensors `fn` returns.
+
+    Returns:
+        Tensors in the shape of `mask`, zero where it hides.
+    """
+    dtype = torch.promote_types(inputs[0].dtype, torch.float32)
+    outputs = [torch.empty(mask.shape, dtype=dtype, device=mask.device) for _ in range(n_outputs)]
+    flat_mask, flat_inputs = mask.reshape(-1), [x.detach().reshape(-1) for x in inputs]
+    for first, last, tokens in rows.blocks():
+        here, xs = flat_mask[tokens], [x[tokens] for x in flat_inputs]
+        targets = [out.view(-1)[tokens] for out in outputs]
+        if rows.width and _is_prefix(here.view(-1, rows.width)):
+            prefix = here.view(-1, rows.width)
+            dense = [torch.where(prefix, x.view(prefix.shape), 0).to(dtype) for x in xs]
+            for target, result in zip(targets, fn(*dense, prefix), strict=True):
+                target.copy_(result.reshape(-1))
+        elif len(here):
+            block = Rows(rows.offsets[first : last + 1] - tokens.start, rows.width)
+            counts = block.counts(here)
+            prefix = torch.arange(int(counts.max()), device=mask.device) < counts[:, None]
+            dense = [torch.zeros(prefix.shape, dtype=dtype, device=mask.device) for _ in xs]
+            for pad, x in zip(dense, xs, strict=True):
+                pad[prefix] = x[here].to(dtype)
+            for target, result in zip(targets, fn(*dense, prefix), strict=True):
+                target.zero_()
+                target[here] = result[prefix]
+    return outputs
+
+
+def _is_prefix(mask: Tensor) -> bool:
+    """Whether in every row no valid token follows a hidden one."""
+    return not bool((mask[:, 1:] > mask[:, :-1]).any())

@@ -1,0 +1,108 @@
+"""Means and variances over groups, and over everything on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.rows import Rows
+from megarl.errors import UserError
+
+#: Adds a small float64 tensor over all ranks that share the mini-batch and returns the total.
+AllSum = Callable[[Tensor], Tensor]
+
+
+def one_rank(values: Tensor) -> Tensor:
+    """The `AllSum` of a single process."""
+    return values
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Statistics of B scores by group; samples that are masked entirely are outside of all statistics.
+
+    Attributes:
+        index: int64 [B], group number of each sample.
+        live: bool [B], samples with a valid token.
+        count: float64 [B], live samples in the sample's group.
+        mean: float64 [B], mean score of the live samples in the sample's group (0 without any).
+        scores: float64 [B], zero for samples that are not live.
+    """
+
+    index: Tensor
+    live: Tensor
+    count: Tensor
+    mean: Tensor
+    scores: Tensor
+
+    @classmethod
+    def of(cls, scores: Tensor, live: Tensor, uid: Sequence[Hashable], *, allow_singleton: bool) -> Groups:
+        """Group `scores` [B] by `uid` (B values). A group must not be split over ranks.
+
+        Raises:
+            UserError: a group of one sample, unless `allow_singleton`. (A group that masking left with one sample is
+                no error; its advantage is 0.)
+        """
+        if len(uid) != len(scores):
+            raise ValueError(f"{len(uid)} uids for {len(scores)} samples")
+        numbers: dict[Hashable, int] = {}
+        index = torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64)
+        sizes = torch.bincount(index, minlength=len(numbers))
+        if not allow_singleton and bool((sizes == 1).any()):
+            lonely = [u for u, number in numbers.items() if sizes[number] == 1]
+            raise UserError(
+                f"{len(lonely)} prompt groups have a single sample, so they have no baseline",
+                where="algorithm.advantage.allow_singleton",
+                found=lonely[0],
+                fix="raise rollout.sampling.n to 2 or more, or set allow_singleton: true (their advantage is then 0)",
+            )
+        index = index.to(scores.device)
+        scores = torch.where(live, scores.double(), 0)
+        count = _by_group(live.double(), index, len(numbers))
+        mean = _by_group(scores, index, len(numbers)) / count.clamp(min=1)
+        return cls(index, live, count[index], mean[index], scores)
+
+    @property
+    def centred(self) -> Tensor:
+        """float64 [B]: score - group mean; zero for samples that are not live or alone."""
+        return torch.where(self.live & (self.count > 1), self.scores - self.mean, 0)
+
+    @property
+    def std(self) -> Tensor:
+        """float64 [B]: unbiased standard deviation of the sample's group; zero for groups of one."""
+        squares = _by_group(self.centred.square(), self.index, int(self.index.max()) + 1 if len(self.index) else 0)
+        return (squares[self.index] / (self.count - 1).clamp(min=1)).sqrt()
+
+
+def _by_group(values: Tensor, index: Tensor, n: int) -> Tensor:
+    return torch.zeros(n, dtype=values.dtype, device=values.device).index_add_(0, index, values)
+
+
+def whiten_(values: Tensor, mask: Tensor, rows: Rows, all_sum: AllSum = one_rank, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(var + eps) over the valid tokens of all ranks, in place; zero elsewhere.
+
+    The variance is unbiased. Fewer than two valid tokens give zeros.
+
+    Args:
+        values: padded or packed, contiguous, zero where `mask` hides.
+        mask: bool, same shape.
+        rows: rows of `mask`.
+        all_sum: adds over ranks; must be called by all of them.
+        eps: added to the variance.
+    """
+    flat, valid = values.view(-1), mask.reshape(-1)
+    blocks = [tokens for *_, tokens in rows.blocks()]
+    moments = torch.zeros(2, dtype=torch.float64)
+    for tokens in blocks:
+        moments += torch.stack([valid[tokens].sum().double(), flat[tokens].sum().double()]).cpu()
+    count, total = (float(x) for x in all_sum(moments))
+    mean = total / max(count, 1)
+    squares = torch.zeros(1, dtype=torch.float64)
+    for tokens in blocks:
+        flat[tokens].sub_(mean).mul_(valid[tokens])
+        squares += torch.dot(flat[tokens], flat[tokens]).double().cpu()
+    variance = float(all_sum(squares)) / max(count - 1, 1)
+    return values.mul_(0.0 if count < 2 else (variance + eps) ** -0.5)
