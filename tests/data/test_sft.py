@@ -1,0 +1,71 @@
+"""Supervised examples: prompt tokens as in RL, response and end token learned."""
+
+import json
+
+import pytest
+
+from megarl.config.data import DataConfig
+from megarl.data.loader import PromptLoader
+from megarl.data.prompts import PromptDataset
+from megarl.data.sft import SFTDataset
+from megarl.data.tokenizer import character_tokenizer
+from megarl.errors import DataError
+
+
+@pytest.fixture
+def tokenizer():
+    return character_tokenizer("0123456789+= ")
+
+
+def config(tmp_path, rows) -> DataConfig:
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataConfig(train_files=[str(tmp_path / "d.jsonl")], format_prompt="{{ content }}=")
+
+
+def test_response_ends_with_the_end_token_and_all_of_it_is_learned(tmp_path, tokenizer):
+    data = SFTDataset(config(tmp_path, [{"prompt": "1+1", "answer": "2"}, {"prompt": "9+9", "answer": 18}]), tokenizer)
+    batch = data.batch([1, 0])
+    assert [tokenizer.decode(ids) for ids in batch["prompt_ids"].unbind()] == ["9+9=", "1+1="]
+    assert [tokenizer.decode(ids) for ids in batch["response_ids"].unbind()] == ["18<eos>", "2<eos>"]
+    assert batch["response_mask"].lengths.tolist() == [3, 2]
+    assert batch["response_mask"].values.all()
+    assert batch["response_text"] == ["18", "2"]
+
+
+def test_prompts_are_those_of_rl(tmp_path, tokenizer):
+    settings = config(tmp_path, [{"prompt": "1+1", "answer": "2"}])
+    expected = PromptDataset(settings, tokenizer).batch([0])
+    batch = SFTDataset(settings, tokenizer).batch([0])
+    assert batch.drop(["response_ids", "response_mask", "response_text"]).equals(expected)
+
+
+def test_the_loader_draws_examples(tmp_path, tokenizer):
+    data = SFTDataset(config(tmp_path, [{"prompt": str(i), "answer": str(i)} for i in range(5)]), tokenizer)
+    batch = next(PromptLoader(data, 8, 1, 2))
+    assert len(batch) == 4
+    assert batch["response_text"] == [text.removesuffix("=") for text in batch["prompt_text"]]
+
+
+def test_another_response_column_is_other_data(tmp_path, tokenizer):
+    settings = config(tmp_path, [{"prompt": "1", "answer": "2", "solution": "1 2"}])
+    assert SFTDataset(settings, tokenizer).fingerprint != SFTDataset(settings, tokenizer, "solution").fingerprint
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "1", "answer": None}, r"d.jsonl:1: wrong type in column 'answer'"),
+        ({"prompt": "1", "answer": 0.5}, r"wrong type in column 'answer'(?s:.*)found:   0.5"),
+        ({"prompt": "1", "answer": True}, "wrong type"),
+        ({"prompt": "1", "answer": ""}, r"d.jsonl:1: the text has no tokens"),
+        ({"prompt": "1", "answer": "x"}, r"no token for 'x'"),
+    ],
+)
+def test_bad_responses_name_the_row(tmp_path, tokenizer, row, message):
+    with pytest.raises(DataError, match=message):
+        SFTDataset(config(tmp_path, [row]), tokenizer)
+
+
+def test_a_missing_response_column_names_the_key(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"no column 'solution'(?s:.*)sft.response_key"):
+        SFTDataset(config(tmp_path, [{"prompt": "1", "answer": "2"}]), tokenizer, "solution")

@@ -1,0 +1,252 @@
+"""Rows from every form of source, and the message for everything that can be wrong with one."""
+
+import csv
+import json
+import sys
+
+import pytest
+
+from megarl.config.data import DataConfig
+from megarl.data.sources import check_loader_kwargs, load_rows
+from megarl.errors import ConfigError, DataError
+
+ROWS = [
+    {"question": "2+2?", "answer": "4", "level": 1, "tags": ["a", None], "meta": {"ok": True}},
+    {"question": 'Ä, "b"\nc', "answer": "5", "level": 2, "tags": [], "meta": {"ok": False}},
+]
+
+
+def write(path, rows=ROWS):
+    """Write `rows` in the form that the suffix names."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    elif path.suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["question", "answer"], extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet"])
+def test_typed_files_keep_types(tmp_path, suffix):
+    assert load_rows(str(write(tmp_path / f"d{suffix}"))) == ROWS
+
+
+def test_csv_holds_text(tmp_path):
+    rows = load_rows(str(write(tmp_path / "d.csv")))
+    assert rows == [{"question": row["question"], "answer": row["answer"]} for row in ROWS]
+    assert rows[1].where == f"{tmp_path}/d.csv:4"  # a value may span lines; the last of them is named
+
+
+def test_rows_know_their_line_or_number(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
+    assert [row.where for row in load_rows(f"{tmp_path}/d.jsonl")] == [f"{tmp_path}/d.jsonl:1", f"{tmp_path}/d.jsonl:3"]
+    assert load_rows(str(write(tmp_path / "d.parquet")))[1].where == f"{tmp_path}/d.parquet row 2"
+
+
+def test_byte_order_mark_is_no_part_of_the_data(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\n')
+    (tmp_path / "d.csv").write_bytes(b"\xef\xbb\xbfa\n1\n")
+    assert load_rows(f"{tmp_path}/d.jsonl") == [{"a": 1}]
+    assert load_rows(f"{tmp_path}/d.csv") == [{"a": "1"}]
+
+
+def test_a_folder_is_all_its_files_in_order(tmp_path):
+    write(tmp_path / "b.jsonl", [{"a": 2}])
+    write(tmp_path / "a.json", [{"a": 1}])
+    (tmp_path / "README.md").write_text("no data")
+    assert load_rows(str(tmp_path)) == [{"a": 1}, {"a": 2}]
+
+
+def test_a_folder_of_several_splits_is_refused(tmp_path):
+    write(tmp_path / "train.jsonl")
+    write(tmp_path / "test.jsonl")
+    with pytest.raises(DataError, match="several splits") as error:
+        load_rows(str(tmp_path))
+    assert f"{tmp_path}@train" in str(error.value)
+
+
+@pytest.fixture
+def no_network(monkeypatch, tmp_path):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.mark.usefixtures("no_network")
+def test_a_split_of_a_folder_goes_through_datasets(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder / "train.parquet", [{"a": 1}])
+    write(folder / "test.parquet", [{"a": 2}, {"a": 3}])
+    rows = load_rows(f"{folder}@test")
+    assert rows == [{"a": 2}, {"a": 3}]
+    assert rows[1].where == f"{folder}@test row 2"
+
+
+@pytest.mark.usefixtures("no_network")
+def test_folders_of_save_to_disk(tmp_path):
+    import datasets
+
+    one = datasets.Dataset.from_list([{"a": 1}])
+    one.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": one, "test": datasets.Dataset.from_list([{"a": 2}])}).save_to_disk(
+        str(tmp_path / "two")
+    )
+    assert load_rows(str(tmp_path / "one")) == [{"a": 1}]
+    assert load_rows(f"{tmp_path}/two@test") == [{"a": 2}]
+    with pytest.raises(DataError, match="several splits"):
+        load_rows(str(tmp_path / "two"))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("org/name@test", ("org/name", None, "test")),
+        ("org/name", ("org/name", None, "train")),
+        ("openai/gsm8k:main@train[:10]", ("openai/gsm8k", "main", "train[:10]")),
+    ],
+)
+def test_hub_names_reach_load_dataset(monkeypatch, source, expected):
+    import datasets
+
+    calls = []
+
+    def load_dataset(name, config, split):
+        calls.append((name, config, split))
+        return datasets.Dataset.from_list([{"a": 1}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_rows(source) == [{"a": 1}]
+    assert calls == [expected]
+
+
+def test_a_hub_failure_names_the_source(monkeypatch):
+    import datasets
+
+    def load_dataset(*args, **kwargs):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"org/name@train: the dataset cannot be loaded: ConnectionError: no route"):
+        load_rows("org/name@train")
+
+
+@pytest.fixture
+def row_maker(tmp_path, monkeypatch):
+    (tmp_path / "my_rows_module.py").write_text(
+        "def numbers(count, start=0):\n    for i in range(count):\n        yield {'a': start + i}\n"
+        "def bad(): return [3]\n"
+        "def anything(**kwargs): return [dict(kwargs)]\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield "my_rows_module"
+    sys.modules.pop("my_rows_module", None)
+
+
+def test_a_function_makes_rows_from_the_arguments_it_takes(row_maker):
+    rows = load_rows(f"{row_maker}:numbers", {"count": 2, "start": 5, "of_another_source": 1})
+    assert rows == [{"a": 5}, {"a": 6}]
+    assert rows[0].where == "my_rows_module:numbers row 1"
+    assert load_rows(f"{row_maker}:anything", {"x": 1}) == [{"x": 1}]
+
+
+def test_a_function_that_cannot_be_called_is_told_why(row_maker):
+    with pytest.raises(ConfigError, match="missing a required argument: 'count'"):
+        load_rows(f"{row_maker}:numbers", {})
+    with pytest.raises(ConfigError, match="cannot be imported"):
+        load_rows(f"{row_maker}:nothing_there")
+    with pytest.raises(ConfigError, match="cannot be imported: No module named 'not_there_at_all'"):
+        load_rows("not_there_at_all:fn")
+    with pytest.raises(DataError, match="my_rows_module:bad row 1: a row must be an object"):
+        load_rows(f"{row_maker}:bad")
+
+
+def test_misspelt_loader_arguments_are_refused(row_maker):
+    config = DataConfig(train_files=[f"{row_maker}:numbers"], loader_kwargs={"count": 1, "stat": 2})
+    with pytest.raises(ConfigError, match=r"data.loader_kwargs.stat(?s:.*)did you mean 'start'"):
+        check_loader_kwargs(config)
+    check_loader_kwargs(config.model_copy(update={"train_files": [f"{row_maker}:anything"]}))
+
+
+# -- errors ------------------------------------------------------------------------------------------------------
+
+
+def test_broken_json_line_is_named(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"a": 1}\n{"a": \n')
+    with pytest.raises(DataError) as error:
+        load_rows(f"{tmp_path}/d.jsonl")
+    assert f"{tmp_path}/d.jsonl:2: broken JSON" in str(error.value)
+    assert "'{\"a\": '" in str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "d.jsonl").write_bytes(b'{"a": 1}\n\xff\n')
+    with pytest.raises(DataError, match=r"d.jsonl:2: broken JSON: 'utf-8' codec"):
+        load_rows(f"{tmp_path}/d.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("d.jsonl", "[1]\n", r"d.jsonl:1: a row must be an object"),
+        ("d.jsonl", "\n\n", r"d.jsonl: there are no rows"),
+        ("d.jsonl", "", r"d.jsonl: there are no rows"),
+        ("d.json", '[{"a": 1},\n{]', r"d.json:2: broken JSON"),
+        ("d.json", '{"a": 1}\n{"a": 2}', r"d.json:2: broken JSON: Extra data; .* \.jsonl"),
+        ("d.json", '{"a": 1}', r"d.json: not a list of rows"),
+        ("d.json", "[[]]", r"d.json row 1: a row must be an object"),
+        ("d.csv", "a,b\n1,2\n3\n", r"d.csv:3: the line does not have one value per column(?s:.*)no value for 'b'"),
+        ("d.csv", "a,b\n1,2,3\n", r"d.csv:2: (?s:.*)3 values"),
+        ("d.csv", "a,b\n", r"d.csv: there are no rows"),
+        ("d.csv", 'a\n"x\n', r"d.csv:\d: broken csv"),
+        ("d.parquet", "not parquet", r"d.parquet: not a readable parquet file"),
+        ("d.txt", "x", r"d.txt: unknown kind of data file(?s:.*)\.jsonl, \.json, \.csv, \.parquet"),
+    ],
+)
+def test_broken_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        load_rows(str(tmp_path / name))
+
+
+def test_missing_file_suggests_its_neighbour(tmp_path):
+    write(tmp_path / "train.jsonl")
+    with pytest.raises(DataError, match=r"trian.jsonl: no such file or folder(?s:.*)did you mean .*/train.jsonl"):
+        load_rows(f"{tmp_path}/trian.jsonl")
+
+
+def test_a_missing_relative_file_is_not_taken_for_a_hub_name():
+    with pytest.raises(DataError, match="no such file"):
+        load_rows("data/train.jsonl")
+
+
+def test_an_empty_folder_is_named(tmp_path):
+    with pytest.raises(DataError, match="holds no data file"):
+        load_rows(str(tmp_path))
+
+
+def test_values_that_are_not_plain_are_named(tmp_path):
+    write(tmp_path / "d.parquet", [{"a": 1, "image": b"\x00"}])
+    with pytest.raises(DataError, match=r"d.parquet row 1: column 'image' holds a value that is not plain data"):
+        load_rows(f"{tmp_path}/d.parquet")
+
+
+def test_missing_column_names_row_columns_and_the_nearest(tmp_path):
+    row = load_rows(str(write(tmp_path / "d.jsonl")))[1]
+    with pytest.raises(DataError) as error:
+        row.column("questions", "data.prompt_key")
+    text = str(error.value)
+    assert f"{tmp_path}/d.jsonl:2: no column 'questions'" in text
+    assert "columns here: question, answer, level, tags, meta" in text
+    assert "set data.prompt_key to 'question'" in text
