@@ -66,14 +66,20 @@ def _job(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.recipe, arguments.overrides)
     if arguments.dry_run:
-        from megarl.config.plan import dry_run
+        from megarl.config.base import raise_problems
+        from megarl.config.plan import make_plan
 
-        print(dry_run(config, arguments.launcher))
+        plan = make_plan(config, arguments.launcher, arguments.command)
+        print(plan.text, flush=True)
+        raise_problems(plan.problems)
         return 0
     from megarl.config.checks import validate
+    from megarl.config.plan import build_task_graph
     from megarl.launchers.common import make_run_dir, run_workers
 
-    validate(config, launcher=arguments.launcher)
+    validate(config, launcher=arguments.launcher, job=arguments.command)
+    if arguments.command == "train":
+        build_task_graph(config)
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
     return run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)

@@ -17,12 +17,15 @@ class ConfigWarning(UserWarning):
     """A setting is legal and most likely not what is wanted."""
 
 
-def check_config(config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None) -> list[Check]:
+def check_config(
+    config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None, job: str = "train"
+) -> list[Check]:
     """Run all checks and return them in order, failed ones included. Nothing is started, downloaded or imported.
 
     Args:
         hf: sizes of the model; None: read from the local files that the recipe names.
         launcher: also check what this launcher cannot do.
+        job: train, sft, eval or generate: which data must be there.
     """
     checks = Checklist()
     facts = check_model(config.model, hf, checks)
@@ -34,15 +37,17 @@ def check_config(config: RunConfig, *, hf: ModelFacts | None = None, launcher: s
     check_objective(config, checks)
     check_sampling(config, facts, checks)
     check_schedules(config, checks)
-    check_data(config.data, checks)
+    check_data(config.data, job, checks)
     check_reward(config, checks)
     check_places(config, checks)
     return checks.items
 
 
-def validate(config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None) -> list[Check]:
+def validate(
+    config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None, job: str = "train"
+) -> list[Check]:
     """Raise one ConfigError that lists every failed check; warn (ConfigWarning) of the doubtful ones; return all."""
-    checks = check_config(config, hf=hf, launcher=launcher)
+    checks = check_config(config, hf=hf, launcher=launcher, job=job)
     raise_problems([check.problem() for check in checks if check.status == "fail"])
     for check in checks:
         if check.status == "warn":

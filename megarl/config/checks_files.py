@@ -123,16 +123,17 @@ def _check_alphabet(alphabet: str, facts: ModelFacts | None, checks: Checklist) 
         checks.ok("tokenizer", f"{len(alphabet)} characters + {SPECIAL_TOKENS} special tokens")
 
 
-def check_data(data: DataConfig, checks: Checklist) -> None:
-    """Every source of training and held-out rows, and template files."""
-    if not data.train_files:
+def check_data(data: DataConfig, job: str, checks: Checklist) -> None:
+    """Every source of training and held-out rows; `job` (train, sft, eval, generate) needs one of the two."""
+    needed = "train_files" if job in ("train", "sft") else "val_files"
+    if not getattr(data, needed):
         checks.fail(
             "data",
-            "data.train_files",
-            "there is no training data",
+            f"data.{needed}",
+            "there is no training data" if needed == "train_files" else "there are no held-out prompts",
             found=[],
             allowed="files, folders, hub names org/name@split, or pkg.mod:fn",
-            fix="set data.train_files, for example to [train.jsonl]",
+            fix=f"set data.{needed}, for example to [{needed.partition('_')[0]}.jsonl]",
         )
     for key, sources in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
         for source in sources:

@@ -34,14 +34,9 @@ class Plan:
     problems: list[ConfigError]
 
 
-def dry_run(config: RunConfig, launcher: str) -> str:
-    """The plan of a run as text; failed checks are part of it."""
-    return make_plan(config, launcher).text
-
-
-def make_plan(config: RunConfig, launcher: str) -> Plan:
+def make_plan(config: RunConfig, launcher: str, job: str = "train") -> Plan:
     """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded."""
-    checks = check_config(config, launcher=launcher)
+    checks = check_config(config, launcher=launcher, job=job)
     graph = "cannot be built, see the checks"
     if not any(check.status == "fail" and check.key == "algorithm.pipeline" for check in checks):
         try:
