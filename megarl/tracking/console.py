@@ -1,0 +1,126 @@
+"""What a person sees while a run works: progress bars on a terminal, plain lines in a log file, a table at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from megarl.tracking.names import FINAL_TABLE, STEP_LINE, Shown, number
+
+_LOG_EVERY_S = 15.0  # progress lines where no bar can be drawn
+
+
+class ConsoleView:
+    """Step lines, progress bars and the final table of one run.
+
+    Args:
+        total_steps: steps of the run, for `12/160`; None: not known.
+        console: where to write; None: standard output.
+        label: first word of a step line.
+    """
+
+    def __init__(self, total_steps: int | None, console: Console | None = None, label: str = "step") -> None:
+        self.console = console or Console(highlight=False, soft_wrap=True)
+        self._total, self._label = total_steps, label
+        self._bars: Progress | None = None
+        self._run_bar: TaskID | None = None
+        if self.console.is_terminal:
+            self._bars = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeRemainingColumn(),
+                console=self.console,
+                transient=True,
+            )
+            self._bars.start()
+            if total_steps:
+                self._run_bar = self._bars.add_task("training", total=total_steps)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """One line with the metrics people look at; metrics that are absent are left out."""
+        if self._bars is not None and self._run_bar is not None:
+            self._bars.update(self._run_bar, completed=step)
+        self.console.print(self.step_text(step, metrics))
+
+    def step_text(self, step: int, metrics: dict[str, float]) -> Text:
+        """The step line, its numbers aligned from line to line."""
+        width = len(str(self._total)) if self._total else 5
+        line = Text(f"{self._label} {step:>{width}}" + (f"/{self._total}" if self._total else ""), style="bold")
+        for shown in STEP_LINE:
+            if shown.name in metrics:
+                line.append(f"  {shown.short}" if shown.short else " ", style="not bold dim")
+                style = "not bold green" if shown.better == "up" else "not bold"
+                line.append(f"{number(metrics[shown.name], 3):>8}{shown.unit and ' '}{shown.unit}", style=style)
+        return line
+
+    @contextlib.contextmanager
+    def progress(self, description: str, total: int | None) -> Iterator[Callable[[float], None]]:
+        """Show long work; the body calls the given function with the units done since its last call."""
+        if self._bars is not None:
+            task = self._bars.add_task(description, total=total)
+            try:
+                yield lambda units: self._bars.advance(task, units) if self._bars else None
+            finally:
+                self._bars.remove_task(task)
+            return
+        start = last = time.monotonic()
+        done = 0.0
+
+        def advance(units: float) -> None:
+            nonlocal done, last
+            done += units
+            if time.monotonic() - last >= _LOG_EVERY_S:
+                last = time.monotonic()
+                share = f"{done:g}/{total} ({100 * done / total:.0f}%)" if total else f"{done:g}"
+                self.console.print(f"{description}: {share}, {last - start:.0f} s")
+
+        yield advance
+
+    def note(self, message: str) -> None:
+        """One plain line."""
+        self.console.print(Text(message))
+
+    def final(self, title: str, records: list[dict[str, Any]]) -> None:
+        """First, best and last value of the key metrics over all records; a record is a line of metrics.jsonl."""
+        self.close()
+        rows = summary(records)
+        if not rows:
+            return
+        table = Table(title=title, title_justify="left", title_style="bold")
+        table.add_column("metric")
+        for column in ("first", "best", "last"):
+            table.add_column(column, justify="right")
+        for shown, row in rows:
+            best = f"{number(row['best'])} (step {row['best_step']})" if "best" in row else ""
+            unit = f" [{shown.unit}]" if shown.unit else ""
+            table.add_row(Text(shown.short + unit), number(row["first"]), best, number(row["last"]))
+        self.console.print(table)
+
+    def close(self) -> None:
+        """Take the progress bars down."""
+        if self._bars is not None:
+            self._bars.stop()
+            self._bars = None
+
+
+def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]:
+    """(metric, {first, last, best, best_step}) of the key metrics that occur; `best` only where better is known."""
+    rows = []
+    for shown in FINAL_TABLE:
+        points = [(r["step"], r[shown.name]) for r in records if isinstance(r.get(shown.name), (int, float))]
+        if not points:
+            continue
+        row: dict[str, Any] = {"first": points[0][1], "last": points[-1][1]}
+        if shown.better is not None:
+            pick = max if shown.better == "up" else min
+            row["best_step"], row["best"] = pick(points, key=lambda point: point[1])
+        rows.append((shown, row))
+    return rows

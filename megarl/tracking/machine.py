@@ -1,0 +1,47 @@
+"""What a run ran on: recorded with its numbers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from typing import Any
+
+_PACKAGES = ("megarl", "torch", "megatron-core", "transformers", "ray", "sglang", "transformer-engine", "flash-attn")
+
+
+def machine_info() -> dict[str, Any]:
+    """Processor, cores, memory, GPUs, Python and package versions of this machine."""
+    import psutil
+    import torch
+
+    cuda = torch.cuda.is_available()
+    return {
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "system": platform.platform(),
+        "python": sys.version.split()[0],
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def processor_name() -> str:
+    """Marketing name of the processor."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,172 @@
+"""MLflow beside the training loop: importing it takes seconds and a remote server may be slow, so a thread does both.
+
+A store that cannot be opened stops the run (at the first `metrics` call that notices); a call that fails later is
+reported once as it happens and counted at the end, because metrics.jsonl has every number anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError
+
+log = logging.getLogger(__name__)
+EXPERIMENT = "megarl"
+_PARAM_CHARS = 500  # the smallest limit among MLflow's stores
+_PARAMS_PER_CALL = 100
+_FINISH_TIMEOUT_S = 120.0
+_FORBIDDEN = re.compile(r"[^\w\-./ ]")
+
+
+class MlflowLog:
+    """One MLflow run. Its id is kept in a file of the run folder, so that a resumed run continues it.
+
+    Args:
+        uri: tracking URI.
+        artifacts: where artifacts of a new experiment go, for stores on this machine; None: the server decides.
+        name: run name.
+        params: logged once, when the MLflow run is created.
+        id_file: where the id of the MLflow run is kept.
+        resume: continue the run of `id_file`.
+    """
+
+    def __init__(
+        self, uri: str, artifacts: str | None, name: str, params: dict[str, Any], id_file: Path, *, resume: bool
+    ) -> None:
+        self._uri, self._artifacts, self._name, self._params = uri, artifacts, name, params
+        self._id_file, self._resume = id_file, resume
+        self._calls: queue.SimpleQueue[Callable[[Any, str], None] | None] = queue.SimpleQueue()
+        self._start_error: Exception | None = None
+        self.failures = 0
+        self._thread = threading.Thread(target=self._serve, name="megarl-mlflow", daemon=True)
+        self._thread.start()
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Queue the finite numbers of one step; `@` in a name becomes `_at_`, as MLflow forbids it.
+
+        Raises:
+            ConfigError: the store could not be opened.
+        """
+        self._check()
+        now = int(time.time() * 1000)
+
+        def call(client: Any, run_id: str) -> None:
+            from mlflow.entities import Metric
+
+            finite = {metric_name(key): float(value) for key, value in values.items() if math.isfinite(value)}
+            client.log_batch(run_id, metrics=[Metric(key, value, now, step) for key, value in finite.items()])
+
+        self._calls.put(call)
+
+    def finish(self, status: str, artifacts: Iterable[Path]) -> None:
+        """Upload files, close the run (`FINISHED`, `FAILED` or `KILLED`), wait for the queue, report failed calls."""
+        paths = [path for path in artifacts if path.is_file()]
+
+        def call(client: Any, run_id: str) -> None:
+            for path in paths:
+                client.log_artifact(run_id, str(path))
+
+        self._calls.put(call)
+        self._calls.put(lambda client, run_id: client.set_terminated(run_id, status))
+        self._calls.put(None)
+        self._thread.join(_FINISH_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("MLflow at %s did not answer for %g s; its run is incomplete", self._uri, _FINISH_TIMEOUT_S)
+        if self.failures:
+            log.warning("MLflow at %s: %d calls failed; metrics.jsonl is complete", self._uri, self.failures)
+        self._check()
+
+    def _check(self) -> None:
+        if self._start_error is not None:
+            error = self._start_error
+            raise ConfigError(
+                f"MLflow could not be started: {type(error).__name__}: {error}",
+                where="tracking.mlflow_uri",
+                found=self._uri,
+                fix="correct the URI, or set tracking.mlflow: false",
+            ) from error
+
+    def _serve(self) -> None:
+        try:
+            client, run_id = self._open()
+        except Exception as error:
+            self._start_error = error
+            return
+        while (call := self._calls.get()) is not None:
+            try:
+                call(client, run_id)
+            except Exception as error:
+                self.failures += 1
+                if self.failures == 1:
+                    log.warning("MLflow call failed, training goes on: %s: %s", type(error).__name__, error)
+
+    def _open(self) -> tuple[Any, str]:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reports usage over the network otherwise
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # table creation chatter
+        from mlflow.tracking import MlflowClient
+
+        for name in ("mlflow", "alembic"):
+            logging.getLogger(name).setLevel(logging.WARNING)  # importing it sets its own level
+        client = MlflowClient(self._uri)
+        run_id = self._continued(client) if self._resume else None
+        return client, run_id or self._create(client)
+
+    def _continued(self, client: Any) -> str | None:
+        """Id of the MLflow run this folder logged to, set to running again; None when there is none in this store."""
+        if not self._id_file.is_file():
+            return None
+        known = json.loads(self._id_file.read_text())
+        if known["uri"] != self._uri:
+            return None
+        client.update_run(known["run_id"], status="RUNNING")
+        return str(known["run_id"])
+
+    def _create(self, client: Any) -> str:
+        experiment = client.get_experiment_by_name(EXPERIMENT)
+        if experiment is None:
+            experiment_id = client.create_experiment(EXPERIMENT, artifact_location=self._artifacts)
+        else:
+            experiment_id = experiment.experiment_id
+        run_id = str(client.create_run(experiment_id, run_name=self._name).info.run_id)
+        from mlflow.entities import Param
+
+        params = [Param(_name(key), str(value)[:_PARAM_CHARS]) for key, value in flatten(self._params)]
+        for start in range(0, len(params), _PARAMS_PER_CALL):
+            client.log_batch(run_id, params=params[start : start + _PARAMS_PER_CALL])
+        temporary = self._id_file.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"uri": self._uri, "experiment": EXPERIMENT, "run_id": run_id}))
+        os.replace(temporary, self._id_file)
+        return run_id
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, leaf) pairs of nested dicts; an empty dict and a list are leaves.
+
+    >>> list(flatten({"a": {"b": 1, "c": [2]}}))
+    [('a.b', 1), ('a.c', [2])]
+    """
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def metric_name(name: str) -> str:
+    """`name` with what MLflow allows only: `val/best@8` becomes `val/best_at_8`."""
+    return _name(name.replace("@", "_at_"))
+
+
+def _name(name: str) -> str:
+    return _FORBIDDEN.sub("_", name)

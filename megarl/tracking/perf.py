@@ -1,0 +1,142 @@
+"""Peak rates of devices, and the `perf/*` metrics made from FLOPs, tokens and seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from megarl import device
+from megarl.errors import UserError
+
+# Dense matrix TFLOP/s from the vendors' data sheets (no sparsity): (bf16, tf32, fp32). First match wins, so a longer
+# name stands before a shorter one.
+_GPUS: dict[str, tuple[float, float, float]] = {
+    "GB300": (2500, 1250, 77),
+    "GB200": (2500, 1250, 80),
+    "B300": (2250, 1100, 75),
+    "B200": (2250, 1100, 75),
+    "H200": (989, 494, 67),
+    "GH200": (989, 494, 67),
+    "H100 PCIe": (756, 378, 51),
+    "H100 NVL": (835, 417, 60),
+    "H100": (989, 494, 67),
+    "H800": (989, 494, 67),
+    "H20": (148, 74, 44),
+    "A100": (312, 156, 19.5),
+    "A800": (312, 156, 19.5),
+    "A40": (150, 75, 37),
+    "A30": (165, 82, 10.3),
+    "A10": (125, 62, 31),
+    "L40S": (362, 183, 91.6),
+    "L40": (181, 90.5, 90.5),
+    "L4": (121, 60, 30.3),
+    "RTX 5090": (209, 105, 105),
+    "RTX 4090": (165, 82.6, 82.6),
+    "RTX 3090": (71, 35.6, 35.6),
+    "RTX 6000 Ada": (364, 182, 91),
+    "MI355X": (2300, 0, 157),
+    "MI325X": (1307, 654, 163),
+    "MI300X": (1307, 654, 163),
+    "MI250X": (383, 0, 96),
+}
+_MEASURE_S = 0.3
+_MEASURE_SIZE = 1024
+
+
+def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
+    """FLOP/s of a GPU by its marketing name for dtype `bf16` or `fp32`; None when it is not in the table."""
+    for part, (bf16, tensor32, fp32) in _GPUS.items():
+        if part.lower() in name.lower():
+            rate = bf16 if dtype == "bf16" else (tensor32 or fp32) if tf32 else fp32
+            return rate * 1e12
+    return None
+
+
+def peak_flops(dtype: str, stated_tflops: float | None = None) -> float:
+    """Peak FLOP/s of this process's device: stated, known by name (GPU), or measured once and remembered (CPU).
+
+    Args:
+        dtype: `bf16`, `fp32` or `fp64`, of the matrix products.
+        stated_tflops: `tracking.peak_tflops`; wins over everything.
+    """
+    if stated_tflops is not None:
+        return stated_tflops * 1e12
+    if device.has_cuda():
+        import torch
+
+        name = torch.cuda.get_device_name()
+        rate = known_peak(name, dtype, tf32=torch.backends.cuda.matmul.allow_tf32)
+        if rate is not None:
+            return rate
+    return _remembered_peak(dtype)
+
+
+def _remembered_peak(dtype: str) -> float:
+    import torch
+
+    from megarl.tracking.machine import processor_name
+
+    key = f"{processor_name()}|threads={torch.get_num_threads()}|{dtype}|torch={torch.__version__}"
+    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl" / "peak_flops.json"
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        known = {}
+    if key not in known:
+        known[key] = measure_peak(dtype)
+        _remember(path, known)
+    return float(known[key])
+
+
+def _remember(path: Path, known: dict[str, float]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(json.dumps(known, indent=1))
+        os.replace(temporary, path)
+    except OSError:  # a read-only home: measure again next time
+        return
+
+
+def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
+    """FLOP/s of the best of the square matrix products done in `seconds` on this process's device and threads."""
+    import torch
+
+    if dtype not in device.DTYPES:
+        raise UserError("unknown dtype", where="peak_flops", found=dtype, allowed=sorted(device.DTYPES))
+    a = torch.randn(_MEASURE_SIZE, _MEASURE_SIZE, device=device.device()).to(device.DTYPES[dtype])
+    out = torch.empty_like(a)
+    torch.mm(a, a, out=out)
+    device.synchronize()
+    best, end = float("inf"), time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end or best == float("inf"):
+        torch.mm(a, a, out=out)
+        device.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * _MEASURE_SIZE**3 / best
+
+
+def perf_metrics(
+    *, tokens: float, seconds: float, devices: int, flops: float | None = None, peak: float | None = None
+) -> dict[str, float]:
+    """The `perf/*` metrics of one step.
+
+    Args:
+        tokens: prompt and response tokens of the step over all devices.
+        seconds: wall seconds of the step.
+        devices: number of devices.
+        flops: model FLOPs of the step over all devices.
+        peak: FLOP/s of one device.
+    """
+    metrics = {
+        "perf/total_tokens": float(tokens),
+        "perf/throughput": tokens / seconds / devices,
+        "perf/max_memory_gb": device.peak_memory_gb(),
+    }
+    if flops is not None:
+        metrics["perf/tflops"] = flops / seconds / devices / 1e12
+        if peak is not None:
+            metrics["perf/mfu"] = flops / seconds / devices / peak
+    return metrics

@@ -1,0 +1,350 @@
+"""What report.html shows, as plain data: runs, key numbers, chart groups, samples, configuration, machine."""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import DataError
+from megarl.tracking.jsonl import read_jsonl
+
+MAX_POINTS = 1500  # per line; more are averaged in bins
+MAX_SAMPLE_STEPS = 12
+MAX_SAMPLES_PER_STEP = 40
+MAX_TEXT = 4000
+_NOT_METRICS = ("step", "stage", "time")
+
+# (title, hint, [(metric, legend)], (lowest, highest) or None); charts without data are left out.
+_Chart = tuple[str, str, list[tuple[str, str]], tuple[str, str] | None]
+_LEARNING: list[_Chart] = [
+    ("Score", "mean over samples, shaded: lowest to highest", [("critic/score/mean", "")],
+     ("critic/score/min", "critic/score/max")),
+    ("Validation accuracy", "held-out prompts", [("val/acc", "")], None),
+    ("Reward", "score after penalties", [("critic/rewards/mean", "")], None),
+    ("Reward parts", "what the reward function returned", [("reward/*", "")], None),
+]  # fmt: skip
+_POLICY: list[_Chart] = [
+    ("KL to the reference", "how far the policy has moved", [("actor/kl_loss", "")], None),
+    ("KL of the update", "old policy to new, within a step", [("actor/ppo_kl", "")], None),
+    ("Entropy", "per response token, in nats", [("actor/entropy", "")], None),
+    ("Policy loss", "", [("actor/pg_loss", "")], None),
+    ("Clipped tokens", "share whose ratio left the clip range",
+     [("actor/pg_clipfrac", "upper"), ("actor/pg_clipfrac_lower", "lower")], None),
+    ("Gradient norm", "before clipping", [("actor/grad_norm", "")], None),
+    ("Learning rate", "", [("actor/lr", "")], None),
+]  # fmt: skip
+_LENGTHS: list[_Chart] = [
+    ("Response length", "tokens, shaded: shortest to longest", [("response_length/mean", "")],
+     ("response_length/min", "response_length/max")),
+    ("Cut responses", "share that hit the length limit", [("response_length/clip_ratio", "")], None),
+    ("Prompt length", "tokens", [("prompt_length/mean", "")], None),
+]  # fmt: skip
+_SPEED: list[_Chart] = [
+    ("Throughput", "prompt and response tokens per second and device", [("perf/throughput", "")], None),
+    ("Model FLOPs utilisation", "share of the device's peak", [("perf/mfu", "")], None),
+    ("Peak memory", "GB per device", [("perf/max_memory_gb", "")], None),
+]
+_SFT: list[_Chart] = [
+    ("Loss", "per response token", [("sft/loss", "")], None),
+    ("Token accuracy", "", [("sft/acc", "")], None),
+    ("Validation accuracy", "held-out prompts", [("val/acc", "")], None),
+    ("Gradient norm", "before clipping", [("actor/grad_norm", ""), ("sft/grad_norm", "sft")], None),
+    ("Learning rate", "", [("actor/lr", ""), ("sft/lr", "sft")], None),
+]
+_TILES = (
+    ("val/acc", "Validation accuracy", "", "up"),
+    ("critic/score/mean", "Score", "", "up"),
+    ("sft/loss", "SFT loss", "", "down"),
+    ("response_length/mean", "Response length", "tokens", None),
+    ("perf/throughput", "Throughput", "tokens/s/device", "up"),
+    ("timing_s/step", "Step", "s", None),
+    ("perf/mfu", "MFU", "", None),
+    ("perf/max_memory_gb", "Peak memory", "GB", None),
+)
+Points = tuple[list[int], list[float | None]]
+
+
+@dataclass
+class Run:
+    """One run folder: run.json, and for each stage and metric its points in order of steps."""
+
+    folder: Path
+    info: dict[str, Any]
+    series: dict[str, dict[str, Points]]
+
+    @property
+    def name(self) -> str:
+        """Run name, the folder's when run.json is missing."""
+        return str(self.info.get("name") or self.folder.name)
+
+    def main_stage(self) -> str:
+        """`train` when there is such a stage, else the first one."""
+        return "train" if "train" in self.series or not self.series else next(iter(self.series))
+
+
+def load_run(folder: Path) -> Run:
+    """Read a run folder.
+
+    Raises:
+        DataError: there is no metrics.jsonl, or a line of it is damaged.
+    """
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise DataError("no metrics.jsonl here", where=str(folder), fix="name a run folder, such as runs/my_run")
+    series: dict[str, dict[str, dict[int, float | None]]] = {}
+    for line in read_jsonl(metrics):
+        stage = series.setdefault(line.get("stage", "train"), {})
+        for name, value in line.items():
+            if name not in _NOT_METRICS and (value is None or isinstance(value, (int, float))):
+                stage.setdefault(name, {})[line["step"]] = value
+    info = json.loads((folder / "run.json").read_text()) if (folder / "run.json").is_file() else {}
+    ordered = {
+        stage: {name: _thin(sorted(points.items())) for name, points in metrics.items() if any(
+            value is not None for value in points.values())} for stage, metrics in series.items()
+    }  # fmt: skip
+    return Run(folder, info, ordered)
+
+
+def report_data(runs: list[Run]) -> dict[str, Any]:
+    """The page's data; the first run is the subject, the others are drawn with it for comparison."""
+    run = runs[0]
+    stage = run.main_stage()
+    steps, note = _samples(run.folder)
+    return {
+        "runs": [{"name": r.name, "status": r.info.get("status", "unknown")} for r in runs],
+        "facts": _facts(run, stage),
+        "tiles": _tiles(run, stage),
+        "groups": _groups(runs),
+        "samples": steps,
+        "samplesNote": note,
+        "sampleColumns": _sample_columns(steps),
+        "graph": _graph(run.folder),
+        "config": _config(run),
+        "machine": _machine(run),
+    }
+
+
+def _groups(runs: list[Run]) -> list[dict[str, Any]]:
+    stages = list(dict.fromkeys(stage for run in runs for stage in run.series))
+    groups = []
+    for stage in sorted(stages, key=lambda s: (s != "train", s)):
+        used: set[str] = set()
+        tag = "" if stage == "train" else stage
+        plan = [("Learning", _LEARNING + _votes(runs, stage)), ("Policy", _POLICY), ("Lengths", _LENGTHS)]
+        plan = plan if stage == "train" else [("Supervised fine-tuning" if stage == "sft" else stage, _SFT)]
+        for title, table in plan:
+            charts = [chart for row in table if (chart := _line_chart(runs, stage, row, used))]
+            groups.append(_group(title, tag, charts))
+        speed = _phase_charts(runs, stage, used)
+        speed += [chart for row in _SPEED if (chart := _line_chart(runs, stage, row, used))]
+        groups.append(_group("Speed" if stage == "train" else f"Speed ({stage})", tag, speed))
+        names = sorted({name for run in runs for name in run.series.get(stage, {})} - used)
+        rest = [chart for name in names if (chart := _line_chart(runs, stage, (name, "", [(name, "")], None), used))]
+        title = "Everything else" if stage == "train" else f"Everything else ({stage})"
+        groups.append(_group(title, tag, rest) | {"folded": True, "note": "metrics without a place above"})
+    return [group for group in groups if group["charts"]]
+
+
+def _group(title: str, tag: str, charts: list[dict[str, Any]]) -> dict[str, Any]:
+    slug = "-".join(title.lower().split())
+    return {"id": f"{slug}-{tag}".strip("-"), "title": title, "note": "", "charts": charts}
+
+
+def _votes(runs: list[Run], stage: str) -> list[_Chart]:
+    """One chart with best@n, maj@n, worst@n of the largest n that was logged."""
+    names = {name for run in runs for name in run.series.get(stage, {}) if name.startswith("val/best@")}
+    if not names:
+        return []
+    n = max(int(name.split("@")[1]) for name in names)
+    lines = [(f"val/{kind}@{n}", f"{kind}@{n}") for kind in ("best", "maj", "worst")]
+    return [(f"Validation with {n} samples", "per prompt", lines, None)]
+
+
+def _line_chart(runs: list[Run], stage: str, row: _Chart, used: set[str]) -> dict[str, Any] | None:
+    """A chart of the metrics of `row` over all runs; colours tell runs apart when there are several, else metrics."""
+    title, hint, wanted, band = row
+    lines = []
+    for r, run in enumerate(runs):
+        have = run.series.get(stage, {})
+        for m, (name, label) in enumerate(_expand(wanted, have)):
+            if name not in have:
+                continue
+            used.add(name)
+            x, y = have[name]
+            text = label or name.rsplit("/", 1)[-1]
+            if len(runs) > 1:
+                text = f"{run.name} {label}".strip()
+            dash = ("", "5 3", "2 3")[m % 3] if len(runs) > 1 else ""
+            lines.append({"label": text, "x": x, "y": y, "tint": r if len(runs) > 1 else m, "dash": dash})
+    if not lines:
+        return None
+    chart = {"kind": "line", "stage": stage, "title": title, "hint": hint, "lines": lines, "range": _range(runs, stage)}
+    have = runs[0].series.get(stage, {})
+    if band and all(name in have for name in band):
+        used.update(band)
+        if len(runs) == 1:
+            (x, low), (_, high) = have[band[0]], have[band[1]]
+            chart["band"] = {"x": x, "lo": low, "hi": high}
+    return chart
+
+
+def _expand(wanted: list[tuple[str, str]], have: dict[str, Points]) -> list[tuple[str, str]]:
+    """`reward/*` becomes the metrics of that prefix; a single part would only repeat the score."""
+    names = []
+    for name, label in wanted:
+        if name.endswith("/*"):
+            found = [n for n in sorted(have) if n.startswith(name[:-1]) and n != "reward/errors"]
+            names += [(n, n.rsplit("/", 1)[-1]) for n in found] if len(found) > 1 else []
+        else:
+            names.append((name, label))
+    return names
+
+
+def _range(runs: list[Run], stage: str) -> list[int]:
+    steps = [x for run in runs for xs, _ in run.series.get(stage, {}).values() for x in (xs[0], xs[-1])]
+    return [min(steps), max(steps)]
+
+
+def _phase_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, Any]]:
+    """Stacked seconds of the phases of a step, one chart per run."""
+    charts = []
+    for run in runs:
+        have = run.series.get(stage, {})
+        timings = {
+            name.removeprefix("timing_s/"): points for name, points in have.items() if name.startswith("timing_s/")
+        }
+        used.update(f"timing_s/{name}" for name in timings)
+        inner = [name for name in timings if name.startswith("step/") and name.count("/") == 1]
+        parts = inner or [name for name in timings if "/" not in name and name != "step"]
+        if not parts:
+            continue
+        x = sorted({step for name in parts for step in timings[name][0]})
+        columns = {name: dict(zip(*timings[name], strict=True)) for name in parts}
+        parts.sort(key=lambda name: -sum(value or 0 for value in columns[name].values()))
+        stack = [
+            {"label": name.removeprefix("step/"), "tint": i, "y": [columns[name].get(step) or 0.0 for step in x]}
+            for i, name in enumerate(parts[:7])
+        ]
+        if len(parts) > 7:
+            rest = [sum(columns[name].get(step) or 0.0 for name in parts[7:]) for step in x]
+            stack.append({"label": "other", "tint": 7, "y": rest})
+        title = "Seconds per phase" + (f": {run.name}" if len(runs) > 1 else "")
+        charts.append({"kind": "stack", "stage": stage, "title": title, "hint": "wall seconds of each step by phase",
+                       "wide": True, "height": 230, "x": x, "parts": stack})  # fmt: skip
+    return charts
+
+
+def _thin(points: list[tuple[int, float | None]]) -> Points:
+    """At most MAX_POINTS points with six digits; bins are averaged and stand at their last step."""
+    size = math.ceil(len(points) / MAX_POINTS)
+    x, y = [], []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        values = [value for _, value in part if value is not None]
+        x.append(part[-1][0])
+        y.append(float(f"{sum(values) / len(values):.6g}") if values else None)
+    return x, y
+
+
+def _tiles(run: Run, stage: str) -> list[dict[str, Any]]:
+    tiles = []
+    have = run.series.get(stage, {})
+    for name, label, unit, better in _TILES:
+        if name in have:
+            values = [value for value in have[name][1] if value is not None]
+            tiles.append(
+                {"label": label, "unit": unit, "better": better, "first": values[0], "last": values[-1], "y": values}
+            )
+    return tiles
+
+
+def _facts(run: Run, stage: str) -> list[tuple[str, str]]:
+    info, facts = run.info, []
+    if "started" in info:
+        facts.append(("started", f"{datetime.datetime.fromtimestamp(info['started']):%Y-%m-%d %H:%M}"))
+        if "ended" in info:
+            facts.append(("took", _duration(info["ended"] - info["started"])))
+    if run.series.get(stage):
+        facts.append(("steps", str(_range([run], stage)[1])))
+    config = info.get("config", {})
+    for label, path in (
+        ("model", ("model", "path")),
+        ("estimator", ("algorithm", "estimator")),
+        ("devices", ("cluster", "nproc")),
+    ):
+        value: Any = config
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            facts.append((label, str(value)))
+    machine = info.get("machine", {})
+    device = (machine.get("gpus") or [machine.get("processor")])[0]
+    if device:
+        facts.append(("on", str(device)))
+    return facts
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _samples(folder: Path) -> tuple[list[dict[str, Any]], str]:
+    """Rows for the table and a note on what was left out: all steps when they are few, else evenly spread ones."""
+    rows = read_jsonl(folder / "samples.jsonl")
+    steps = sorted({row["step"] for row in rows})
+    kept = steps
+    if len(steps) > MAX_SAMPLE_STEPS:
+        kept = [steps[round(i * (len(steps) - 1) / (MAX_SAMPLE_STEPS - 1))] for i in range(MAX_SAMPLE_STEPS)]
+    shown = []
+    for step in kept:
+        shown += [row for row in rows if row["step"] == step][:MAX_SAMPLES_PER_STEP]
+    note = f"{len(shown)} of {len(rows)}; all are in samples.jsonl" if len(shown) < len(rows) else ""
+    return [{key: _cell(value) for key, value in row.items()} for row in shown], note
+
+
+def _cell(value: Any) -> Any:
+    if value is None or isinstance(value, (int, float)):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + " ..."
+
+
+def _sample_columns(rows: list[dict[str, Any]]) -> list[str]:
+    first = ["prompt", "response", "answer", "score"]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    return [n for n in first if n in names] + [
+        n for n in names if n not in (*first, "step", "stage", "uid", "sample_id")
+    ]
+
+
+def _graph(folder: Path) -> str | None:
+    """The task graph as a data URI: inside <img> a drawing cannot run scripts."""
+    path = folder / "graph.svg"
+    return f"data:image/svg+xml;base64,{base64.b64encode(path.read_bytes()).decode()}" if path.is_file() else None
+
+
+def _config(run: Run) -> str:
+    path = run.folder / "config.yaml"
+    if path.is_file():
+        return path.read_text()
+    import yaml
+
+    return yaml.safe_dump(run.info.get("config", {}), sort_keys=False)
+
+
+def _machine(run: Run) -> list[tuple[str, str]]:
+    rows = []
+    for name, value in run.info.get("machine", {}).items():
+        if isinstance(value, dict):
+            rows += [(key, str(item)) for key, item in value.items()]
+        elif value:
+            rows.append((name.replace("_", " "), ", ".join(value) if isinstance(value, list) else str(value)))
+    return rows

@@ -1,0 +1,97 @@
+"""Where the time went: closed phases of every rank, merged into one trace.json that https://ui.perfetto.dev opens.
+
+Every rank appends to `trace/rank_K.jsonl`; `merge_trace` writes the Chrome trace-event form, one process row per rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.phase import PhaseEvent
+from megarl.tracking.jsonl import JsonlWriter, read_jsonl
+
+
+class TraceWriter:
+    """Appends the phases of one rank; any rank may use it.
+
+    Args:
+        run_dir: run folder.
+        rank: global rank.
+        label: name of the row in the viewer; None: `rank K`.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, label: str | None = None) -> None:
+        self._rank, self._label = rank, label or f"rank {rank}"
+        self._writer = JsonlWriter(Path(run_dir) / "trace" / f"rank_{rank}.jsonl", durable=False)
+
+    def write(self, events: Iterable[PhaseEvent]) -> None:
+        """Append closed phases."""
+        for event in events:
+            self._writer.write(
+                {
+                    "rank": self._rank,
+                    "label": self._label,
+                    "path": event.path,
+                    "start_ns": event.start_ns,
+                    "end_ns": event.end_ns,
+                    "step": event.step,
+                }
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+def merge_trace(run_dir: Path) -> Path | None:
+    """Write RUN_DIR/trace.json from the ranks' files; None when there are none."""
+    sources = sorted((run_dir / "trace").glob("rank_*.jsonl"), key=lambda path: int(path.stem.split("_")[1]))
+    records = [record for source in sources for record in read_jsonl(source)]
+    if not records:
+        return None
+    target, temporary = run_dir / "trace.json", run_dir / "trace.json.tmp"
+    with open(temporary, "w") as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, event in enumerate(_events(records)):
+            file.write((",\n" if number else "") + json.dumps(event))
+        file.write("\n]}\n")
+    os.replace(temporary, target)
+    return target
+
+
+def _events(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Metadata per rank, one complete event per phase, one instant event per step. Times in microseconds."""
+    origin = min(record["start_ns"] for record in records)
+    for rank, label in sorted({record["rank"]: record["label"] for record in records}.items()):
+        yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": label}}
+        yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
+        yield {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "phases"}}
+    steps: dict[int, int] = {}
+    for record in records:
+        path = record["path"]
+        yield {
+            "ph": "X",
+            "pid": record["rank"],
+            "tid": 0,
+            "ts": (record["start_ns"] - origin) / 1000,
+            "dur": (record["end_ns"] - record["start_ns"]) / 1000,
+            "name": path.rsplit("/", 1)[-1],
+            "cat": path.split("/", 1)[0],
+            "args": {"path": path, "step": record["step"]},
+        }
+        steps[record["step"]] = min(record["start_ns"], steps.get(record["step"], record["start_ns"]))
+    first_rank = min(record["rank"] for record in records)
+    for step, start in sorted(steps.items()):
+        yield {
+            "ph": "i",
+            "s": "g",
+            "pid": first_rank,
+            "tid": 0,
+            "ts": (start - origin) / 1000,
+            "name": f"step {step}",
+            "args": {"step": step},
+        }

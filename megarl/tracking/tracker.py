@@ -1,0 +1,154 @@
+"""One run's numbers, to every place they go.
+
+RUN_DIR/metrics.jsonl   one line per `log` call, on disk when it returns
+RUN_DIR/samples.jsonl   generations
+RUN_DIR/run.json        name, status, machine, resolved configuration
+RUN_DIR/trace/          phases per rank; trace.json at the end
+RUN_DIR/report.html     at the end
+MLflow                  parameters once, metrics per step, the files above at the end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megarl.phase import PhaseEvent
+from megarl.tracking.console import ConsoleView
+from megarl.tracking.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
+from megarl.tracking.machine import machine_info
+from megarl.tracking.mlflow_log import MlflowLog
+from megarl.tracking.trace import TraceWriter, merge_trace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from megarl.config.run import TrackingConfig
+
+Status = Literal["finished", "failed", "stopped"]
+_MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+_ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
+
+
+class Tracker:
+    """Writes the numbers of one run; made on one rank only.
+
+    Args:
+        run_dir: run folder, created when absent.
+        cfg: the `tracking` section.
+        name: run name.
+        resolved: resolved configuration as plain data.
+        stage: `train` or `sft`: stages of one run folder count their own steps.
+        total_steps: steps of this stage; None: not known.
+        resume_step: continue after this step: later lines of this stage are cut. None: a fresh start, which moves
+            lines of an earlier try of this stage to `metrics.old-N.jsonl`.
+        console: where console lines go; None: standard output.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        cfg: TrackingConfig,
+        name: str,
+        resolved: dict[str, Any],
+        *,
+        stage: str = "train",
+        total_steps: int | None = None,
+        resume_step: int | None = None,
+        console: Console | None = None,
+    ) -> None:
+        self.run_dir = Path(run_dir).absolute()
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._cfg, self._name, self._stage = cfg, name, stage
+        for file in ("metrics.jsonl", "samples.jsonl"):
+            self._prepare(self.run_dir / file, resume_step)
+        self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl")
+        self._samples = JsonlWriter(self.run_dir / "samples.jsonl", durable=False)
+        self._traces: dict[int, TraceWriter] = {}
+        self._run = {"name": name, "stage": stage, "status": "running", "started": time.time()}
+        self._run |= {"machine": machine_info(), "config": resolved}
+        self._write_run()
+        self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage)
+        self._mlflow = self._open_mlflow(resolved, resume_step is not None) if cfg.mlflow else None
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Record the metrics of a step; may be called more than once per step.
+
+        Raises:
+            ConfigError: MLflow could not be started (noticed at the first call after that).
+        """
+        self._metrics.write({"step": step, "stage": self._stage, "time": time.time(), **metrics})
+        self.view.step(step, metrics)
+        if self._mlflow is not None:
+            self._mlflow.metrics(step, metrics)
+
+    def samples(self, step: int, rows: Iterable[dict[str, Any]]) -> None:
+        """Keep generations for the report: dicts with prompt, response, answer, score and whatever else is known."""
+        for row in rows:
+            self._samples.write({"step": step, "stage": self._stage, **row})
+
+    def trace(self, events: Iterable[PhaseEvent], rank: int = 0) -> None:
+        """Keep closed phases of a rank (other processes may use `TraceWriter` themselves)."""
+        if rank not in self._traces:
+            self._traces[rank] = TraceWriter(self.run_dir, rank)
+        self._traces[rank].write(events)
+
+    def progress(self, description: str, total: int | None = None) -> AbstractContextManager[Callable[[float], None]]:
+        """Show long work: `with tracker.progress("validation", 64) as advance: ... advance(1)`."""
+        return self.view.progress(description, total)
+
+    def finish(self, status: Status = "finished") -> None:
+        """Close everything: status, trace.json, report.html, MLflow artifacts, the final table."""
+        self._metrics.close()
+        self._samples.close()
+        for writer in self._traces.values():
+            writer.close()
+        self._run |= {"status": status, "ended": time.time()}
+        self._write_run()
+        merge_trace(self.run_dir)
+        if self._cfg.report:
+            from megarl.tracking.report import write_report
+
+            report = write_report(self.run_dir)
+        lines = [line for line in read_jsonl(self.run_dir / "metrics.jsonl") if line["stage"] == self._stage]
+        self.view.final(f"{self._name} {status}", lines)
+        if self._cfg.report:
+            self.view.note(f"report: {report}")
+        if self._mlflow is not None:
+            self._mlflow.finish(_MLFLOW_STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
+
+    def _prepare(self, path: Path, resume_step: int | None) -> None:
+        """Cut the lines after the step that is resumed at; before a fresh start move the old lines away."""
+        if resume_step is not None:
+            rewrite_jsonl(path, lambda line: line["stage"] != self._stage or line["step"] <= resume_step)
+            return
+        old = [line for line in read_jsonl(path) if line["stage"] == self._stage]
+        if not old:
+            return
+        number = 1
+        while (target := path.with_name(f"{path.stem}.old-{number}.jsonl")).exists():
+            number += 1
+        archive = JsonlWriter(target, durable=False)
+        for line in old:
+            archive.write(line)
+        archive.close()
+        rewrite_jsonl(path, lambda line: line["stage"] != self._stage)
+
+    def _open_mlflow(self, resolved: dict[str, Any], resume: bool) -> MlflowLog:
+        uri, artifacts = self._cfg.mlflow_uri, None
+        if uri is None:
+            store = Path(self._cfg.dir).absolute()
+            store.mkdir(parents=True, exist_ok=True)
+            uri, artifacts = f"sqlite:///{store / 'mlflow.db'}", (store / "mlartifacts").as_uri()
+        name = self._name if self._stage == "train" else f"{self._name} ({self._stage})"
+        return MlflowLog(uri, artifacts, name, resolved, self.run_dir / f"mlflow.{self._stage}.json", resume=resume)
+
+    def _write_run(self) -> None:
+        temporary = self.run_dir / "run.json.tmp"
+        temporary.write_text(json.dumps(self._run, indent=1, default=str))
+        os.replace(temporary, self.run_dir / "run.json")
