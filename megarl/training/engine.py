@@ -107,6 +107,13 @@ class MegatronEngine:
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
+    def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
+        """Start a new phase of training from the current parameters: fresh moments, schedule, and step count."""
+        if self.optimizer is None:
+            raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
+        self.optim, self.total_steps, self.step = optim, total_steps, 0
+        self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype)
+
     # -- log-probs -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()

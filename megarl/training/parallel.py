@@ -26,7 +26,8 @@ class Layout:
 
     Attributes:
         rank, world_size: in the whole job.
-        mp_group: all ranks that hold one replica; `is_lead` is true on its first rank.
+        lead_rank: global rank of the first rank of this replica.
+        mp_group: all ranks that hold one replica.
         dp_group: ranks that hold the same shard and work on other samples.
         tp_group, pp_group, cp_group: the splits inside a replica.
     """
@@ -40,7 +41,7 @@ class Layout:
     pp_rank: int
     cp_rank: int
     ep_rank: int
-    is_lead: bool
+    lead_rank: int
     mp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     tp_group: dist.ProcessGroup
@@ -66,6 +67,11 @@ class Layout:
     def ep_size(self) -> int:
         """Expert-parallel size."""
         return self.parallel.ep
+
+    @property
+    def is_lead(self) -> bool:
+        """True on the first rank of a replica, which speaks for it."""
+        return self.rank == self.lead_rank
 
     @property
     def is_first_stage(self) -> bool:
@@ -162,7 +168,7 @@ def _layout(parallel: ParallelConfig, timeout_s: float) -> Layout:
         pp_rank=mpu.get_pipeline_model_parallel_rank(),
         cp_rank=mpu.get_context_parallel_rank(),
         ep_rank=mpu.get_expert_model_parallel_rank(),
-        is_lead=members[dp_rank][0] == rank,
+        lead_rank=members[dp_rank][0],
         mp_group=groups[dp_rank],
         dp_group=mpu.get_data_parallel_group(),
         tp_group=mpu.get_tensor_model_parallel_group(),

@@ -1,0 +1,101 @@
+"""One controller per device: it holds this rank's models, data shard and step state, and walks the graph by itself.
+
+              data shard of this rank
+                        |
+    loader --> [ rollout -> reward -> log-probs -> advantage -> actor_train ] --> metrics
+                  |                       |                          |
+            embedded engine          reference                actor engine
+                  '------------ same parameters ---------------------'
+
+No controller sees another rank's samples; what crosses ranks are gradients, counts, statistics and metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.run import RunConfig
+from megarl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from megarl.algorithms.kl import KLController
+    from megarl.data.batch import Batch
+    from megarl.data.loader import PromptLoader
+    from megarl.data.prompts import PromptDataset
+    from megarl.rewards.runner import RewardRunner
+    from megarl.rollout.engine import RolloutEngine
+    from megarl.training.engine import MegatronEngine
+    from megarl.training.parallel import Layout
+
+
+@dataclass
+class Controller:
+    """Everything the stages of this rank work with.
+
+    Attributes:
+        reward: scores samples; only on the first rank of a replica.
+        kl_controller: weight of the KL penalty in the reward.
+        step: the training step that runs (1-based; 0 before the first).
+        metrics: this rank's part of the step's metrics.
+        pending_reward: handle of rewards that are being computed.
+        surplus: scored groups that dynamic sampling left over for the next step.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    layout: Layout
+    hf_config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    actor: MegatronEngine
+    rollout: RolloutEngine
+    reward: RewardRunner | None
+    loader: PromptLoader | None
+    val_data: PromptDataset | None
+    kl_controller: KLController
+    reference: MegatronEngine | None = None
+    step: int = 0
+    metrics: Metrics = field(default_factory=Metrics)
+    pending_reward: Any = None
+    surplus: list[Batch] = field(default_factory=list)
+
+    @property
+    def temperature(self) -> float:
+        """Temperature that samples are drawn and scored at."""
+        return self.config.rollout.sampling.temperature
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Tokens that end a response: the tokenizer's own."""
+        return [self.tokenizer.eos_token_id]
+
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """Response texts without special tokens."""
+        return self.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        """Sum of a small CPU tensor over the data-parallel ranks."""
+        import torch.distributed as dist
+
+        total = values.clone()
+        dist.all_reduce(total, group=self.layout.dp_group)
+        return total
+
+    def all_max(self, value: int) -> int:
+        """Largest value over the data-parallel ranks."""
+        import torch
+        import torch.distributed as dist
+
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.layout.dp_group)
+        return int(largest)
+
+    def close(self) -> None:
+        """End the processes and threads this rank started."""
+        if self.reward is not None:
+            self.reward.close()

@@ -1,0 +1,50 @@
+"""Runs that do not train: scores on held-out prompts, and responses written to a file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+from megarl.comm import all_gather_json
+from megarl.config.run import RunConfig
+from megarl.data.loader import rounds
+from megarl.phase import phase
+from megarl.runtime.recorder import Recorder
+from megarl.runtime.setup import build_controller
+from megarl.runtime.stages.rollout import generate as draw
+from megarl.runtime.validate import VALIDATION_DRAW
+from megarl.runtime.validate import evaluate as evaluate_controller
+
+RESPONSES = "responses.jsonl"
+_ROUND = 1024  # prompts whose responses are in memory at the same time
+
+
+def evaluate(config: RunConfig, run_dir: Path) -> None:
+    """Score `data.val_files` with `validation.sampling`; metrics go where a training run's go."""
+    c = build_controller(config, run_dir, trainable=False)
+    try:
+        with Recorder(c, "train", total_steps=1) as recorder:
+            recorder.start_step()
+            with phase("step"):
+                evaluate_controller(c, recorder, 0)
+            recorder.end_step(0)
+    finally:
+        c.close()
+
+
+def generate(config: RunConfig, run_dir: Path) -> None:
+    """Write RUN_DIR/responses.jsonl: one line per response to `data.val_files`, drawn with `validation.sampling`."""
+    c = build_controller(config, run_dir, trainable=False, scored=False)
+    assert c.val_data is not None, "checks refuse the job without data.val_files"
+    columns = ("uid", "sample_id", "data_source", "prompt_text", "response_text", "finish_reason")
+    size = config.data.val_batch_size or _ROUND
+    target = run_dir / RESPONSES if c.layout.rank == 0 else os.devnull
+    with open(target, "w") as file, phase("generate"):
+        for prompts in rounds(c.val_data, size, c.layout.dp_rank, c.layout.dp_size):
+            samples = draw(c, prompts, config.validation.sampling, draw=VALIDATION_DRAW)
+            mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
+            parts = all_gather_json(mine, c.layout.dp_group)
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for part in parts for line in part)
+    if c.layout.rank == 0:
+        print(f"responses: {run_dir / RESPONSES}", flush=True)

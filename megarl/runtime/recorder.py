@@ -1,0 +1,113 @@
+"""From what the ranks measured to one line per step: reduction, timings, throughput, and the tracker on rank 0."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from megarl import phase as phases
+from megarl.comm import reduce_metrics
+from megarl.device import peak_memory_gb
+from megarl.metrics import Metrics
+from megarl.tracking.perf import peak_flops, perf_metrics
+from megarl.tracking.trace import TraceWriter
+
+if TYPE_CHECKING:
+    from megarl.runtime.controller import Controller
+    from megarl.tracking.tracker import Status, Tracker
+
+
+class Recorder:
+    """Turns a controller's metrics into logged numbers. Only rank 0 has a tracker; every rank gets the numbers.
+
+    Args:
+        c: this rank's controller.
+        stage: `train` or `sft`, see `megarl.tracking.tracker.Tracker`.
+        total_steps: steps of the stage.
+        resume_step: the step that a resumed run continues after.
+    """
+
+    def __init__(self, c: Controller, stage: str, total_steps: int, resume_step: int | None = None) -> None:
+        self._c = c
+        self._tracker: Tracker | None = None
+        if c.layout.rank == 0:
+            from megarl.tracking.tracker import Tracker
+
+            self._tracker = Tracker(
+                c.run_dir,
+                c.config.tracking,
+                c.config.name,
+                c.config.model_dump(mode="json"),
+                stage=stage,
+                total_steps=total_steps,
+                resume_step=resume_step,
+            )
+        self._trace = TraceWriter(c.run_dir, c.layout.rank)
+        self._peak: float | None = None
+        self._start = time.perf_counter()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        status: Status = "finished" if kind is None else "stopped" if kind is KeyboardInterrupt else "failed"
+        self._trace.write(phases.drain())
+        self._trace.close()
+        if self._tracker is not None:
+            self._tracker.finish(status)
+
+    def start_step(self) -> None:
+        """Begin to time a step."""
+        self._start = time.perf_counter()
+
+    def end_step(self, step: int) -> dict[str, float]:
+        """Reduce this step's metrics over all ranks, add timings and throughput, log them.
+
+        Returns:
+            The numbers, equal on every rank.
+        """
+        c = self._c
+        seconds = time.perf_counter() - self._start
+        events = phases.drain()
+        self._trace.write(events)
+        # The ranks of one replica saw the same samples: only its first one speaks for them.
+        local = c.metrics if c.layout.is_lead else Metrics()
+        c.metrics = Metrics()
+        local.max("timing_s/step", seconds)
+        for name, spent in _stage_seconds(events).items():
+            local.max(f"timing_s/{name}", spent)
+        local.max("perf/max_memory_gb", peak_memory_gb())
+        numbers = reduce_metrics(local).result()
+        if "perf/total_tokens" in numbers:
+            numbers |= self._perf(numbers)
+        if self._tracker is not None:
+            self._tracker.log(step, numbers)
+        return numbers
+
+    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+        """Keep generations for the report."""
+        if self._tracker is not None:
+            self._tracker.samples(step, rows)
+
+    def _perf(self, numbers: dict[str, float]) -> dict[str, float]:
+        if self._peak is None:
+            self._peak = peak_flops(self._c.config.model.dtype, self._c.config.tracking.peak_tflops)
+        memory = numbers["perf/max_memory_gb"]  # of the largest rank, not of this one
+        made = perf_metrics(
+            tokens=numbers["perf/total_tokens"],
+            seconds=numbers["timing_s/step"],
+            devices=self._c.layout.world_size,
+            flops=numbers.get("perf/flops"),
+            peak=self._peak,
+        )
+        return made | {"perf/max_memory_gb": memory}
+
+
+def _stage_seconds(events: list[phases.PhaseEvent]) -> dict[str, float]:
+    """Seconds of the phases right below the outermost one, by name."""
+    spent: dict[str, float] = {}
+    for event in events:
+        parts = event.path.split("/")
+        if len(parts) == 2:
+            spent[parts[1]] = spent.get(parts[1], 0.0) + event.seconds
+    return spent

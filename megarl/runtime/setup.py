@@ -1,0 +1,120 @@
+"""Build a controller: process groups, tokenizer, models, generation, rewards, data. The same code on every rank."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from megarl.algorithms.kl import KLController
+from megarl.config.run import RunConfig
+from megarl.data.loader import PromptLoader
+from megarl.data.prompts import PromptDataset
+from megarl.data.tokenizer import load_tokenizer
+from megarl.device import DTYPES, device, dist_backend, has_cuda
+from megarl.models.config import load_hf_config
+from megarl.models.weights import init_random, load_weights
+from megarl.phase import phase
+from megarl.rewards.runner import build_reward
+from megarl.rollout.embedded.engine import EmbeddedEngine
+from megarl.runtime.controller import Controller
+from megarl.training.engine import MegatronEngine, Weights
+from megarl.training.parallel import Layout, init_parallel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+def init_processes(config: RunConfig) -> Layout:
+    """Join the other ranks and make the process groups; one deadline for every collective."""
+    if has_cuda():
+        torch.cuda.set_device(device())
+    with phase("join"):
+        if not dist.is_initialized():
+            timeout = datetime.timedelta(seconds=config.cluster.timeout_s)
+            dist.init_process_group(dist_backend(), timeout=timeout)
+        return init_parallel(config.actor.parallel, config.cluster.timeout_s)
+
+
+def build_controller(
+    config: RunConfig, run_dir: Path, *, trainable: bool = True, scored: bool = True
+) -> Controller:
+    """Everything a rank needs, with weights loaded.
+
+    Without `trainable` there is no optimizer and no training data, without `scored` no reward function.
+    """
+    torch.manual_seed(config.trainer.seed)
+    layout = init_processes(config)
+    with phase("load_data"):
+        tokenizer = load_tokenizer(config.model)
+        hf_config = load_hf_config(config.model)
+        loader = _train_loader(config, tokenizer, layout) if trainable and config.data.train_files else None
+        val_data = PromptDataset(config.data, tokenizer, "val") if config.data.val_files else None
+        reward = build_reward(config.reward) if scored and layout.is_lead else None
+    with phase("load_model"):
+        actor = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
+        rollout = EmbeddedEngine(actor.chunks, config.rollout)
+    kl = config.algorithm.kl
+    return Controller(
+        config,
+        run_dir,
+        layout,
+        hf_config,
+        tokenizer,
+        actor,
+        rollout,
+        reward,
+        loader,
+        val_data,
+        KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
+    )
+
+
+def weights_of(config: RunConfig, hf_config: PretrainedConfig) -> Weights:
+    """How the policy's weights come into being: read from `model.path`, or drawn from `model.init_seed`."""
+    if config.model.path is None:
+        return lambda chunks: init_random(chunks, hf_config, config.model.init_seed)
+    return lambda chunks: load_weights(chunks, config.model.path)
+
+
+def build_engine(
+    config: RunConfig,
+    hf_config: PretrainedConfig,
+    layout: Layout,
+    weights: Weights,
+    *,
+    trainable: bool,
+    name: str = "actor",
+) -> MegatronEngine:
+    """The policy on Megatron; frozen unless `trainable`."""
+    return MegatronEngine(
+        hf_config,
+        config.actor.parallel,
+        config.actor.engine,
+        config.actor.optim if trainable else None,
+        dtype=DTYPES[config.model.dtype],
+        layout=layout,
+        total_steps=config.trainer.steps * updates_per_step(config),
+        weights=weights,
+        name=name,
+        seed=config.trainer.seed,
+    )
+
+
+def updates_per_step(config: RunConfig) -> int:
+    """Optimizer steps in one training step."""
+    return config.data.batch_size // (config.actor.mini_batch_size or config.data.batch_size) * config.actor.ppo_epochs
+
+
+def _train_loader(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> PromptLoader:
+    data = PromptDataset(config.data, tokenizer, "train")
+    if layout.rank == 0:
+        print(data.describe(), flush=True)
+    return PromptLoader(
+        data, config.data.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle
+    )
+
+

@@ -1,0 +1,93 @@
+"""Supervised fine-tuning: the cold start of a run, or a run of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.run import RunConfig
+from megarl.data.loader import PromptLoader
+from megarl.data.sft import SFTDataset
+from megarl.phase import phase, set_step
+from megarl.runtime.recorder import Recorder
+from megarl.runtime.setup import build_controller
+from megarl.runtime.validate import due, evaluate
+
+if TYPE_CHECKING:
+    from megarl.data.batch import Batch
+    from megarl.runtime.checkpoints import Checkpoints
+    from megarl.runtime.controller import Controller
+
+
+def cold_start(c: Controller) -> None:
+    """Train on the rows' answers before RL. An interrupted cold start begins again; `megarl sft` has checkpoints."""
+    with Recorder(c, "sft", c.config.sft.steps) as recorder:
+        _steps(c, recorder, _loader(c), checkpoints=None)
+
+
+def train(config: RunConfig, run_dir: Path) -> None:
+    """A run of its own, with checkpoints and an export at the end."""
+    from megarl.models.weights import export_weights
+    from megarl.runtime.checkpoints import Checkpoints
+
+    c = build_controller(config, run_dir)
+    try:
+        c.loader = _loader(c)
+        checkpoints = Checkpoints(c)
+        resumed_at = checkpoints.find()
+        with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
+            _steps(c, recorder, c.loader, checkpoints)
+            if config.trainer.export_hf:
+                with phase("export"):
+                    export_weights(c.actor.chunks, run_dir / "hf", c.hf_config, c.tokenizer)
+    finally:
+        c.close()
+
+
+def _loader(c: Controller) -> PromptLoader:
+    config, layout = c.config, c.layout
+    data = SFTDataset(config.data, c.tokenizer, config.sft.response_key)
+    return PromptLoader(data, config.sft.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed)
+
+
+def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints: Checkpoints | None) -> None:
+    """`sft.steps` optimizer steps, or fewer when `sft.stop_at_accuracy` is reached."""
+    settings = c.config.sft
+    c.actor.reset_optimizer(settings.optim, settings.steps)
+    if checkpoints is not None and checkpoints.found:
+        with phase("resume"):
+            checkpoints.load()
+    for step in range(c.step + 1, settings.steps + 1):
+        set_step(step)
+        recorder.start_step()
+        last = step == settings.steps
+        accuracy = None
+        with phase("sft"):
+            with phase("load"):
+                batch = next(loader)
+            with phase("train"):
+                train_on(c, batch)
+            if last or due(step, settings.eval_every):
+                accuracy = evaluate(c, recorder, step)
+        enough = accuracy is not None and settings.stop_at_accuracy is not None
+        last = last or (enough and accuracy >= settings.stop_at_accuracy)
+        numbers = recorder.end_step(step)
+        if checkpoints is not None:
+            c.step = step
+            if last or due(step, c.config.trainer.save_every):
+                checkpoints.save(step, numbers)
+        if last:
+            break
+
+
+def train_on(c: Controller, batch: Batch) -> None:
+    """One optimizer step on the mean of -logp over the response tokens of the global batch."""
+    import torch
+
+    mask = batch["response_mask"]
+    tokens = c.all_sum(mask.values.sum(dtype=torch.float64))
+    batch.set("loss_weights", mask.like(mask.values / tokens.float()))
+    metrics = c.actor.sft_step(batch)
+    if c.layout.rank == 0:  # already merged over all ranks
+        c.metrics.merge(metrics)
+    c.metrics.sum("perf/total_tokens", float(batch["prompt_ids"].lengths.sum() + batch["response_ids"].lengths.sum()))

@@ -1,0 +1,55 @@
+"""From rewards to advantages, and the KL penalty inside the reward."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import stage
+
+if TYPE_CHECKING:
+    from megarl.data.batch import Batch
+    from megarl.runtime.controller import Controller
+
+
+@stage(reads=["token_rewards", "response_mask", "uid"], writes=["advantages", "returns"])
+def advantage(c: Controller, samples: Batch) -> Batch:
+    """Estimate advantages with `algorithm.advantage`; groups lie whole on one rank, other statistics span all ranks."""
+    from megarl.algorithms.advantages import estimate
+
+    settings = c.config.algorithm.advantage
+    mask = samples["response_mask"]
+    fields = {name: samples[name].values for name in ("token_rewards", "values") if name in samples}
+    fields |= {name: samples[name] for name in ("uid", "greedy_score") if name in samples}
+    fields |= {"mask": mask.values, "offsets": mask.offsets}
+    options = settings.model_dump(exclude={"name"})
+    result = estimate(settings.name, fields, {**options, "all_sum": c.all_sum})
+    samples.set("advantages", mask.like(result.advantages))
+    samples.set("returns", mask.like(result.returns))
+    if result.advantages.numel():
+        c.metrics.max("critic/advantages/max", float(result.advantages.max()))
+        c.metrics.min("critic/advantages/min", float(result.advantages.min()))
+    return samples
+
+
+@stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"])
+def kl_in_reward(c: Controller, samples: Batch) -> Batch:
+    """Subtract coef * KL(policy || reference) from every token's reward, then let the controller move coef."""
+    from megarl.algorithms.kl import kl_in_reward as penalise
+
+    rewards = samples["token_rewards"]
+    values, sums = penalise(
+        rewards.values,
+        samples["old_logp"].values,
+        samples["ref_logp"].values,
+        samples["response_mask"].values,
+        coef=c.kl_controller.coef,
+        estimator=c.config.algorithm.kl.estimator,
+    )
+    samples.set("token_rewards", rewards.like(values))
+    total, tokens = sums.tolist()
+    c.metrics.mean("actor/reward_kl", total, tokens)
+    c.metrics.mean("actor/reward_kl_coef", c.kl_controller.coef * len(samples), len(samples))
+    c.metrics.mean("critic/rewards/mean", float(values.double().sum()), len(samples))
+    total, tokens, count = c.all_sum(sums.new_tensor([total, tokens, float(len(samples))])).tolist()
+    c.kl_controller.update(total / max(tokens, 1.0), int(count))
+    return samples

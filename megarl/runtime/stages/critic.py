@@ -1,0 +1,25 @@
+"""The value model of PPO: predictions before the update, and its own update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import stage
+
+if TYPE_CHECKING:
+    from megarl.data.batch import Batch
+    from megarl.runtime.controller import Controller
+
+
+@stage(reads=["prompt_ids", "response_ids"], writes=["values"])
+def value(c: Controller, samples: Batch) -> Batch:
+    """Predict the return at every response token."""
+    samples.set("values", c.critic.values(samples))
+    return samples
+
+
+@stage(reads=["prompt_ids", "response_ids", "response_mask", "values", "returns"], writes=[])
+def critic_train(c: Controller, samples: Batch) -> Batch:
+    """One pass of value updates over the samples."""
+    c.metrics.merge(c.critic.train(samples))
+    return samples

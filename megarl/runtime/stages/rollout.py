@@ -1,0 +1,81 @@
+"""Generation: prompts in, samples out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import stage
+
+if TYPE_CHECKING:
+    from megarl.config.rollout import SamplingConfig
+    from megarl.data.batch import Batch
+    from megarl.runtime.controller import Controller
+
+SAMPLE_FIELDS = (
+    "response_ids",
+    "response_mask",
+    "rollout_logp",
+    "weight_version",
+    "sample_id",
+    "response_text",
+    "finish_reason",
+)
+
+
+@stage(reads=["prompt_ids", "uid"], writes=list(SAMPLE_FIELDS))
+def rollout(c: Controller, prompts: Batch) -> Batch:
+    """Draw `rollout.sampling.n` responses for every prompt of this rank."""
+    samples = generate(c, prompts, c.config.rollout.sampling, draw=c.step)
+    _record_lengths(c, samples)
+    return samples
+
+
+def generate(c: Controller, prompts: Batch, sampling: SamplingConfig, draw: int) -> Batch:
+    """Samples of `prompts`, `sampling.n` in a row per prompt.
+
+    Args:
+        c: this rank's controller.
+        prompts: B prompts.
+        sampling: how tokens are drawn.
+        draw: enters every sample's seed; the same draw of the same prompt gives the same tokens.
+
+    Returns:
+        B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS.
+    """
+    import torch
+
+    from megarl.data.batch import Jagged
+    from megarl.rollout.engine import Request
+    from megarl.rollout.seeds import sample_seed
+
+    requests = [
+        Request(ids.tolist(), [sample_seed(c.config.trainer.seed, draw, uid, i) for i in range(sampling.n)])
+        for ids, uid in zip(prompts["prompt_ids"].unbind(), prompts["uid"], strict=True)
+    ]
+    done = [completion for group in c.rollout.generate(requests, sampling, c.eos_ids) for completion in group]
+    samples = prompts.repeat(sampling.n)
+    response_ids = Jagged.from_list([d.token_ids for d in done], dtype=torch.int64)
+    samples.set("response_ids", response_ids)
+    samples.set("response_mask", response_ids.like(torch.ones_like(response_ids.values, dtype=torch.bool)))
+    samples.set("rollout_logp", Jagged.from_list([d.logprobs for d in done], dtype=torch.float32))
+    samples.set("weight_version", torch.tensor([d.weight_version for d in done], dtype=torch.int64))
+    samples.set("sample_id", [f"{uid}#{i % sampling.n}" for i, uid in enumerate(samples["uid"])])
+    samples.set("response_text", c.decode([d.token_ids for d in done]))
+    samples.set("finish_reason", [d.finish_reason for d in done])
+    return samples
+
+
+def _record_lengths(c: Controller, samples: Batch) -> None:
+    lengths, prompt_lengths = samples["response_ids"].lengths, samples["prompt_ids"].lengths
+    count = len(samples)
+    if count == 0:
+        return
+    m = c.metrics
+    m.mean("response_length/mean", float(lengths.sum()), count)
+    m.max("response_length/max", float(lengths.max()))
+    m.min("response_length/min", float(lengths.min()))
+    m.mean("response_length/clip_ratio", sum(reason == "length" for reason in samples["finish_reason"]), count)
+    m.mean("prompt_length/mean", float(prompt_lengths.sum()), count)
+    m.max("prompt_length/max", float(prompt_lengths.max()))
+    m.sum("perf/generated_tokens", float(lengths.sum()))
+    m.sum("perf/total_tokens", float(lengths.sum() + prompt_lengths.sum()))

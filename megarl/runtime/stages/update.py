@@ -1,0 +1,78 @@
+"""The policy update: mini-batches, epochs, and the loss that a micro-batch contributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import stage
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.data.batch import Batch
+    from megarl.metrics import Metrics
+    from megarl.runtime.controller import Controller
+
+
+@stage(reads=["prompt_ids", "response_ids", "response_mask", "advantages"], writes=[])
+def actor_train(c: Controller, samples: Batch) -> Batch:
+    """`ppo_epochs` passes over the samples, one optimizer step per mini-batch.
+
+    Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1.
+    """
+    for _ in range(c.config.actor.ppo_epochs):
+        for mini in mini_batches(c, samples):
+            metrics = train_on(c, mini)
+            if c.layout.rank == 0:  # already merged over all ranks
+                c.metrics.merge(metrics)
+    return samples
+
+
+def mini_batches(c: Controller, samples: Batch) -> Iterator[Batch]:
+    """This rank's part of each mini-batch, in order; equally many on every rank, the last ones may be empty."""
+    size = c.config.actor.mini_batch_size
+    if size is None or size >= c.config.data.batch_size:
+        yield samples
+        return
+    per_rank = size // c.layout.dp_size * c.config.rollout.sampling.n
+    count = c.config.data.batch_size // size
+    sizes = [max(0, min(per_rank, len(samples) - i * per_rank)) for i in range(count)]
+    sizes[-1] += len(samples) - sum(sizes)
+    yield from samples.split(sizes)
+
+
+def train_on(c: Controller, mini: Batch) -> Metrics:
+    """One optimizer step. The loss weights hold the global counts, so no split of the samples changes the result."""
+    from megarl.algorithms.aggregation import aggregation_weights, local_counts
+    from megarl.algorithms.losses import actor_loss
+
+    algorithm = c.config.algorithm
+    mask = mini["response_mask"]
+    counts = c.all_sum(local_counts(mask.values, mask.offsets))
+    weights = aggregation_weights(
+        algorithm.loss.aggregation, mask.values, counts, offsets=mask.offsets, sum_norm=algorithm.loss.sum_norm
+    )
+    mini.set("loss_weights", mask.like(weights))
+    kl = algorithm.kl if algorithm.kl.use == "loss" else None
+
+    def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
+        tokens = {name: micro[name].values.to(logp.device) for name in micro.names() if name in _TOKEN_FIELDS}
+        return actor_loss(
+            logp,
+            tokens.get("old_logp", logp.detach()),
+            tokens["advantages"],
+            tokens["response_mask"],
+            tokens["loss_weights"],
+            algorithm.loss,
+            tokens=float(counts[0]),
+            offsets=micro["response_mask"].offsets.to(logp.device),
+            entropy=entropy,
+            ref_logp=tokens.get("ref_logp"),
+            kl=kl,
+        )
+
+    return c.actor.train_step(mini, loss, c.temperature)
+
+
+_TOKEN_FIELDS = frozenset({"old_logp", "ref_logp", "advantages", "response_mask", "loss_weights"})

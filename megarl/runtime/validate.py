@@ -1,0 +1,75 @@
+"""Held-out evaluation: every rank generates for its share of the prompts, only scores are gathered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megarl.comm import reduce_metrics
+from megarl.metrics import Metrics
+from megarl.phase import phase
+from megarl.runtime.stages.reward import collect, reward_inputs
+from megarl.runtime.stages.rollout import generate
+
+if TYPE_CHECKING:
+    from megarl.data.batch import Batch
+    from megarl.runtime.controller import Controller
+    from megarl.runtime.recorder import Recorder
+
+VALIDATION_DRAW = -1  # seeds of validation samples never depend on the training step
+
+
+@dataclass(frozen=True)
+class Validation:
+    """This rank's part of an evaluation: metrics that merge over ranks, and some generations for the report."""
+
+    metrics: Metrics
+    rows: list[dict[str, Any]]
+
+
+def validate(c: Controller) -> Validation | None:
+    """Evaluate on the held-out prompts; None when the recipe has none."""
+    from megarl.data.loader import rounds
+    from megarl.evaluation.metrics import from_reward, validation_metrics
+
+    if c.val_data is None:
+        return None
+    scored, rows = [], []
+    settings = c.config.validation
+    with phase("validate"):
+        for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
+            samples = generate(c, prompts, settings.sampling, draw=VALIDATION_DRAW)
+            c.pending_reward = c.reward.submit(reward_inputs(samples)) if c.reward is not None else None
+            results = collect(c)
+            for uid, result, text, source in zip(
+                samples["uid"], results, samples["response_text"], samples["data_source"], strict=True
+            ):
+                scored.append(from_reward(uid, result, text, source))
+            if len(rows) < settings.log_samples:
+                rows += _report_rows(samples, results)[: settings.log_samples - len(rows)]
+    return Validation(validation_metrics(scored), rows)
+
+
+def _report_rows(samples: Batch, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"prompt": prompt, "response": response, "answer": answer, "score": result["overall"]}
+        for prompt, response, answer, result in zip(
+            samples["prompt_text"], samples["response_text"], samples["answer"], results, strict=True
+        )
+    ]
+
+
+def evaluate(c: Controller, recorder: Recorder, step: int) -> float | None:
+    """Evaluate and hand everything to the step's record. Returns the accuracy over all ranks, None without prompts."""
+    result = validate(c)
+    if result is None:
+        return None
+    recorder.samples(step, result.rows)
+    accuracy = reduce_metrics(result.metrics, c.layout.dp_group).result()["val/acc"]
+    c.metrics.merge(result.metrics)
+    return accuracy
+
+
+def due(step: int, every: int) -> bool:
+    """True on every `every`-th step; never when it is 0."""
+    return every > 0 and step % every == 0

@@ -1,0 +1,42 @@
+"""DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
+
+    rollout -> reward_submit -> reward -> dynamic_sampling -> advantage -> [old_logp] -> actor_train
+       ^                                        |
+       '----------- more prompts ---------------'   (inside the node, until the batch is full)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.dag.node import NodeType, Role
+from megarl.dag.pipeline import Pipeline
+from megarl.recipes.grpo import needs_old_logp
+from megarl.runtime.stages import advantage, logprob, reward, rollout, sampling, update
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.dag.graph import TaskGraph
+
+
+def build_graph(config: RunConfig) -> TaskGraph:
+    """The task graph of one training step."""
+    p = Pipeline("dapo", "decoupled clip and dynamic sampling policy optimisation")
+    p.add_node("rollout", rollout.rollout, type=NodeType.MODEL_INFERENCE, role=Role.ROLLOUT, only_forward=True)
+    p.add_node("reward_submit", reward.reward_submit, deps=["rollout"], role=Role.REWARD)
+    p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
+    p.add_node("dynamic_sampling", sampling.dynamic_sampling, deps=["reward"], role=Role.DYNAMIC_SAMPLING)
+    ends = ["advantage"]
+    p.add_node("advantage", advantage.advantage, deps=["dynamic_sampling"], role=Role.ADVANTAGE)
+    if needs_old_logp(config):
+        p.add_node(
+            "old_logp",
+            logprob.old_logp,
+            deps=["dynamic_sampling"],
+            type=NodeType.MODEL_INFERENCE,
+            role=Role.ACTOR,
+            only_forward=True,
+        )
+        ends.append("old_logp")
+    p.add_node("actor_train", update.actor_train, deps=ends, type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
+    return p.build()

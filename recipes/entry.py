@@ -1,0 +1,36 @@
+"""What the workers of each command run: fn(config, run_dir), on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.run import RunConfig
+
+
+def train(config: RunConfig, run_dir: Path) -> None:
+    """`megarl train`: the graph that `algorithm.pipeline` names."""
+    from megarl.config.plan import build_task_graph
+    from megarl.runtime.loop import train as run
+
+    run(config, run_dir, build_task_graph(config))
+
+
+def sft(config: RunConfig, run_dir: Path) -> None:
+    """`megarl sft`: supervised fine-tuning alone."""
+    from megarl.runtime.sft import train as run
+
+    run(config, run_dir)
+
+
+def evaluate(config: RunConfig, run_dir: Path) -> None:
+    """`megarl eval`: score the model on the held-out prompts."""
+    from megarl.runtime.inference import evaluate as run
+
+    run(config, run_dir)
+
+
+def generate(config: RunConfig, run_dir: Path) -> None:
+    """`megarl generate`: write responses to the held-out prompts."""
+    from megarl.runtime.inference import generate as run
+
+    run(config, run_dir)
