@@ -1,0 +1,206 @@
+"""Every estimator against its formula written as loops, and what must never change its answer."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.advantages import (
+    ADVANTAGES,
+    estimate,
+    gae,
+    grpo,
+    reinforce_pp,
+    reinforce_pp_baseline,
+    remax,
+    rloo,
+)
+from megarl.errors import ConfigError, UserError
+from tests.algorithms import oracle
+from tests.algorithms.cases import Case, cases, close, make_case, poisoned
+
+OPTIONS = {"gamma": 0.9, "lam": 0.8, "norm_by_std": True, "allow_singleton": False}
+BUILT_IN = ["grpo", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", "gae"]
+
+
+def fields(case: Case, packed: bool = False, poison: bool = False) -> dict:
+    def form(x):
+        x = poisoned(x, case.mask) if poison else x
+        return case.pack(x) if packed else x
+
+    greedy = torch.arange(len(case.uid), dtype=torch.float64)
+    out = {"token_rewards": form(case.rewards), "values": form(case.values), "uid": case.uid, "greedy_score": greedy}
+    out["mask"] = case.pack(case.mask) if packed else case.mask
+    return out | ({"offsets": case.offsets} if packed else {})
+
+
+def run(name: str, case: Case, **kwargs):
+    return estimate(name, fields(case, **kwargs), OPTIONS)
+
+
+@given(cases)
+@settings(max_examples=60, deadline=None)
+def test_each_equals_its_formula(case):
+    r, v, m = case.lists("rewards"), case.lists("values"), case.lists("mask")
+    greedy = list(range(len(case.uid)))
+    close(run("grpo", case).advantages, oracle.grpo(r, m, case.uid), 1e-7)
+    close(grpo(case.rewards, case.mask, case.uid, norm_by_std=False).advantages, oracle.grpo(r, m, case.uid, False))
+    close(run("rloo", case).advantages, oracle.rloo(r, m, case.uid))
+    close(run("remax", case).advantages, oracle.remax(r, m, greedy))
+    close(run("reinforce_pp_baseline", case).advantages, oracle.reinforce_pp_baseline(r, m, case.uid), 1e-7)
+    for mine, theirs in (
+        (run("reinforce_pp", case), oracle.reinforce_pp(r, m, 0.9)),
+        (run("gae", case), oracle.gae(r, v, m, 0.9, 0.8)),
+    ):
+        close(mine.advantages, theirs[0], 1e-7)
+        close(mine.returns, theirs[1], 1e-9)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@given(case=cases, seed=st.integers(0, 99))
+@settings(max_examples=15, deadline=None)
+def test_what_must_not_change_the_answer(name, case, seed):
+    plain = run(name, case)
+    assert torch.isfinite(plain.advantages).all()
+    assert (plain.advantages[~case.mask] == 0).all()
+
+    nan_in_padding = run(name, case, poison=True)
+    close(nan_in_padding.advantages, plain.advantages, 1e-12)
+
+    packed = run(name, case, packed=True, poison=True)
+    close(packed.advantages, case.pack(plain.advantages))
+    close(packed.returns, case.pack(plain.returns))
+
+    if name != "remax":
+        order = torch.randperm(len(case.uid), generator=torch.Generator().manual_seed(seed)).tolist()
+        close(run(name, case.select(order)).advantages, plain.advantages[order])
+
+    relabelled = Case(**{**vars(case), "uid": ["x" + u[::-1] for u in case.uid]})
+    close(run(name, relabelled).advantages, plain.advantages, 1e-12)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_masked_row_changes_nothing(name):
+    case = make_case(3)
+    more = fields(case)
+    for key in ("token_rewards", "values"):
+        more[key] = torch.cat([more[key], torch.full_like(more[key][:1], 1e9)])
+    more["mask"] = torch.cat([more["mask"], torch.zeros_like(more["mask"][:1])])
+    more["uid"] = [*more["uid"], more["uid"][0]]
+    more["greedy_score"] = torch.cat([more["greedy_score"], torch.zeros(1, dtype=torch.float64)])
+    close(estimate(name, more, OPTIONS).advantages[:-1], run(name, case).advantages, 1e-12)
+
+
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "gae"])
+def test_whitening_spans_ranks(name):
+    """Two shards in two threads, whose sums are added, answer like one batch."""
+    case = make_case(5, groups=2, size=4)
+    case = case.select(sorted(range(8), key=lambda i: case.uid[i]))
+    cut = case.uid.count("g0")
+    shards = [case.select(list(range(cut))), case.select(list(range(cut, 8)))]
+    meet, boxes = threading.Barrier(2), [None, None]
+
+    def on_rank(rank):
+        def all_sum(x):
+            boxes[rank] = x
+            meet.wait(10)
+            total = boxes[0] + boxes[1]
+            meet.wait(10)
+            return total
+
+        return estimate(name, fields(shards[rank]), OPTIONS | {"all_sum": all_sum, "allow_singleton": True}).advantages
+
+    with ThreadPoolExecutor(2) as pool:
+        parts = list(pool.map(on_rank, range(2)))
+    close(torch.cat(parts), run(name, case).advantages)
+
+
+@pytest.mark.parametrize("fn", [grpo, rloo, reinforce_pp_baseline])
+def test_group_of_one_is_an_error_unless_allowed(fn):
+    rewards, mask = torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bool)
+    with pytest.raises(UserError, match="allow_singleton"):
+        fn(rewards, mask, ["a", "a", "lonely"])
+    assert (fn(rewards, mask, ["a", "a", "lonely"], allow_singleton=True).advantages[2] == 0).all()
+
+
+def test_group_with_equal_scores_gives_exactly_zero():
+    rewards = torch.full((4, 1), 0.1)
+    assert (grpo(rewards, torch.ones(4, 1, dtype=torch.bool), ["a"] * 4).advantages.abs() < 1e-9).all()
+
+
+def test_grpo_by_hand():
+    """Scores 0, 0, 1, 1: mean 0.5, unbiased std 0.57735."""
+    rewards = torch.tensor([[0.0], [0.0], [1.0], [1.0]], dtype=torch.float64)
+    out = grpo(rewards, torch.ones(4, 1, dtype=torch.bool), [7] * 4).advantages.flatten()
+    close(out, [-0.866024, -0.866024, 0.866024, 0.866024], 1e-5)
+
+
+def test_gae_by_hand_skips_the_hole():
+    """r = 1 at the end, V = 0.5: delta_1 = 1 - 0.5, delta_0 = 0.5 - 0.5; lam 0.5 carries half of A_1 over the hole."""
+    mask = torch.tensor([[True, False, True]])
+    out = gae(torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.5]]), mask, lam=0.5, whiten=False)
+    assert out.advantages.tolist() == [[0.25, 0.0, 0.5]]
+    assert out.returns.tolist() == [[0.75, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.99, 0.95), (0.5, 0.0), (0.0, 1.0)])
+def test_long_rows_keep_precision_in_fp32(gamma, lam):
+    g = torch.Generator().manual_seed(0)
+    r, v = (torch.randn(3, 1000, generator=g) for _ in range(2))
+    mask = torch.rand(3, 1000, generator=g) < 0.9
+    mine = gae(r, v, mask, gamma=gamma, lam=lam, whiten=False)
+    _, returns = oracle.gae(r.tolist(), v.tolist(), mask.tolist(), gamma, lam)
+    close(mine.returns, returns, 2e-5)
+
+
+def test_one_valid_token_in_the_whole_batch():
+    mask = torch.tensor([[True, False], [False, False]])
+    out = reinforce_pp(torch.tensor([[3.0, float("nan")], [0.0, 0.0]]), mask)
+    assert out.advantages.tolist() == [[0, 0], [0, 0]]
+    assert out.returns[0, 0] == 3
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_empty_batch(name):
+    empty = torch.zeros(0)
+    given_fields = {"token_rewards": empty, "values": empty, "greedy_score": empty, "uid": []}
+    form = {"mask": empty.bool(), "offsets": torch.zeros(1, dtype=torch.int64)}
+    assert estimate(name, given_fields | form, OPTIONS).advantages.shape == (0,)
+
+
+def test_user_function_gets_what_it_names():
+    out = estimate("tests.algorithms.test_advantages:twice_the_reward", fields(make_case(0)), OPTIONS)
+    close(out.advantages, 2 * make_case(0).rewards)
+
+
+def twice_the_reward(token_rewards, gamma):
+    assert gamma == 0.9
+    return 2 * token_rewards, token_rewards
+
+
+def test_unknown_name_suggests_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'grpo'"):
+        ADVANTAGES.get("grppo")
+
+
+def test_missing_input_is_named():
+    case = fields(make_case(0))
+    del case["values"]
+    with pytest.raises(ConfigError, match="'gae' needs values"):
+        estimate("gae", case, OPTIONS)
+
+
+def test_required_inputs_are_known_before_a_run():
+    assert ADVANTAGES.required("gae") == ["token_rewards", "values", "mask"]
+
+
+def test_plain_calls_agree_with_estimate():
+    case = make_case(1)
+    close(rloo(case.rewards, case.mask, case.uid).advantages, run("rloo", case).advantages)
+    greedy = torch.arange(len(case.uid), dtype=torch.float64)
+    close(remax(case.rewards, case.mask, greedy).advantages, run("remax", case).advantages)

@@ -1,0 +1,41 @@
+"""Overlong penalty and group filter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.group_filter import group_filter, success_histogram
+from megarl.algorithms.overlong import overlong_penalty
+
+
+@given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 40), st.floats(0.1, 3))
+def test_penalty_equals_its_formula(lengths, buffer, factor):
+    got = overlong_penalty(torch.tensor(lengths, dtype=torch.int64), max_length=40, buffer=buffer, factor=factor)
+    expected = [min(-((n - (40 - buffer)) / buffer) * factor, 0.0) for n in lengths]
+    assert got.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_penalty_zone_must_fit():
+    with pytest.raises(ValueError, match="buffer"):
+        overlong_penalty(torch.tensor([1]), max_length=10, buffer=11)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.1, 1.0])), max_size=12))
+def test_filter_keeps_exactly_the_groups_that_vary(rows):
+    uid, metric = [u for u, _ in rows], [x for _, x in rows]
+    expected = [len({x for u, x in rows if u == mine}) > 1 for mine in uid]
+    assert group_filter(torch.tensor(metric), uid).tolist() == expected
+
+
+def test_bounds_are_inclusive():
+    metric, uid = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), list("aaaabbbb")
+    assert group_filter(metric, uid, low=0.5).tolist() == [True] * 4 + [False] * 4
+    assert group_filter(metric, uid, low=0.25, high=0.75).all()
+    assert not group_filter(metric, uid, low=0.76).any()
+
+
+def test_histogram_counts_groups():
+    assert success_histogram(torch.tensor([0.0, 0.0, 1.0]), ["a", "a", "b"]) == {"0": 1, "0..1": 0, "1": 1}
