@@ -1,5 +1,8 @@
-"""Package definition. `kernels`, `recipes` and `launchers` live at the top of the repository and are installed inside
-the `megarl` name space, because PyPI already has a top-level package named `kernels`."""
+"""Package definition.
+
+`kernels`, `launchers` and `recipes` stand at the top of the repository and are installed inside the `megarl` name
+space, in wheels and in editable installs: PyPI has a package whose import name is `kernels`.
+"""
 
 import re
 from pathlib import Path
@@ -7,29 +10,32 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "megarl/__init__.py").read_text()).group(1)
-MAPPED = ["launchers", "recipes", "kernels"]
+MAPPED = ["kernels", "launchers", "recipes"]
 
 
-def mapped_packages(folder: str) -> list[str]:
-    """megarl.<folder> and everything below it."""
-    return [f"megarl.{folder}", *(f"megarl.{folder}.{name}" for name in find_packages(folder))]
+def version() -> str:
+    """`__version__` of the package, without importing it."""
+    match = re.search(r'__version__ = "(.+)"', (ROOT / "megarl/__init__.py").read_text())
+    assert match is not None
+    return match.group(1)
+
+
+def packages_below(folder: str) -> list[str]:
+    """megarl.<folder> and every package inside it, or megarl and its own when the folder is megarl."""
+    root = "megarl" if folder == "megarl" else f"megarl.{folder}"
+    return [root, *(f"{root}.{name}" for name in find_packages(folder))]
 
 
 setup(
     name="megarl",
-    version=VERSION,
+    version=version(),
     description="Large-scale post-training of language models on Megatron-Core",
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
     package_dir={"megarl": "megarl", **{f"megarl.{name}": name for name in MAPPED}},
-    packages=[
-        "megarl",
-        *(f"megarl.{name}" for name in find_packages("megarl")),
-        *(package for folder in MAPPED for package in mapped_packages(folder)),
-    ],
+    packages=[package for folder in ["megarl", *MAPPED] for package in packages_below(folder)],
     package_data={
         "megarl.recipes": ["*.yaml"],
         "megarl.config": ["*.json"],
@@ -44,12 +50,10 @@ setup(
         "safetensors>=0.5",
         "pydantic>=2.7",
         "numpy>=1.26",
-        "scipy>=1.11",
-        "scikit-learn>=1.4",
         "pyyaml>=6",
         "jinja2>=3.1",
         "rich>=13",
-        "psutil>=5.9",
+        "psutil>=5.9",  # Megatron's checkpoint writer hangs without it
         "datasets>=3.0",
         "pyarrow>=15",
         "math-verify>=0.7",
@@ -59,16 +63,19 @@ setup(
     extras_require={
         "gpu": ["flash-attn>=2.6", "transformer-engine[pytorch]>=2.0"],
         "dev": [
+            "build>=1.2",
+            "hypothesis>=6.100",
+            "import-linter>=2.1",
+            "mbridge==0.15.1",
+            "mypy>=1.13",
+            "pre-commit>=4",
             "pytest>=8",
             "pytest-timeout>=2.3",
-            "hypothesis>=6.100",
             "ruff>=0.9",
-            "mypy>=1.13",
-            "import-linter>=2.1",
-            "pre-commit>=4",
-            "build>=1.2",
+            "scipy>=1.11",
+            "setuptools>=77",
             "types-PyYAML",
-            "mbridge==0.15.1",
+            "wheel>=0.45",
         ],
     },
 )

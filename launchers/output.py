@@ -8,7 +8,7 @@ import re
 import sys
 import threading
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 _ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 _LONGEST_LINE = 1 << 16
@@ -61,7 +61,7 @@ def _to_console(data: bytes) -> None:
         os.write(sys.stdout.fileno(), data)
 
 
-def pump(pipe: BinaryIO, rank: int, log: OutputLog) -> threading.Thread:
+def pump(pipe: IO[bytes], rank: int, log: OutputLog) -> threading.Thread:
     """Start a thread that copies `pipe` to the log until it closes."""
 
     def copy() -> None:

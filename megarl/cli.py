@@ -10,6 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from megarl import __version__
 from megarl.errors import MegarlError, UserError
@@ -41,6 +42,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=_convert)
     report = commands.add_parser("report", help="write report.html of a run again")
     report.add_argument("run_dir", type=Path, help="run folder, RUNS/<name>/<stamp>")
+    report.add_argument("--compare", type=Path, action="append", default=[], help="another run to draw beside it")
     report.set_defaults(run=_report)
     bench = commands.add_parser("bench", help="measure throughput on two fixed cases (in a clone of the repository)")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of benchmarks/throughput.py; try --help")
@@ -95,9 +97,10 @@ def _convert(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from megarl.tracking.report import write_report
 
-    if not arguments.run_dir.is_dir():
-        raise UserError("no such run folder", where="run_dir", found=str(arguments.run_dir))
-    print(write_report(arguments.run_dir))
+    for folder in [arguments.run_dir, *arguments.compare]:
+        if not folder.is_dir():
+            raise UserError("no such run folder", where="megarl report", found=str(folder))
+    print(write_report(arguments.run_dir, arguments.compare))
     return 0
 
 
@@ -151,8 +154,17 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         return 1
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
-    print(f"megarl: warning: {message}", file=sys.stderr)
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Warnings of this package as a user reads them; those of libraries on their way are not the user's concern."""
+    if category.__module__.startswith("megarl."):
+        print(f"megarl: warning: {message}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,33 @@
+# make quickstart | test | lint | bench      everything runs in .venv, which is made when it is missing
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+
+.PHONY: quickstart test lint bench
+
+quickstart: $(STAMP)
+	$(BIN)/megarl train recipes/grpo_quickstart.yaml
+
+test: $(STAMP)
+	$(BIN)/pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python tools/package_view.py mypy
+	$(BIN)/python tools/package_view.py lint-imports
+
+bench: $(STAMP)
+	$(BIN)/megarl bench
+
+# torch comes first and alone: resolved together with the rest, pip may choose another build of several gigabytes.
+$(STAMP): setup.py pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
+	  "megarl needs Python 3.11 or newer, $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12 ..." % v[:2])'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@

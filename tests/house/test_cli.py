@@ -1,0 +1,92 @@
+"""The command line: quick, light, and with the exit codes it promises."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl import cli
+from megarl.errors import DataError, WorkerError
+
+HEAVY = ("ray", "sglang", "megatron", "mlflow", "torch", "transformers")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level packages that a fresh interpreter has loaded after `statement`."""
+    code = f"import sys\n{statement}\nprint('\\n'.join({{name.partition('.')[0] for name in sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["import megarl", "from megarl.cli import build_parser; build_parser()", "import megarl.launchers.common"],
+)
+def test_nothing_heavy_is_imported(statement: str) -> None:
+    assert loaded_by(statement).isdisjoint(HEAVY)
+
+
+def test_help_takes_less_than_half_a_second() -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "megarl", "--help"], capture_output=True, check=True)
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(3)) < 0.5
+
+
+def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(cli, "_job", lambda arguments: seen.append(arguments) or 0)
+
+    assert cli.main(["train", "r.yaml", "a.b=1", "--launcher", "ray", "c=2"]) == 0
+    assert seen[0].overrides == ["a.b=1", "c=2"]
+
+
+def test_an_unknown_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(["train", "r.yaml", "--bogus", "a=1"])
+    assert exit_info.value.code == 2
+    assert "unrecognized arguments: --bogus\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (DataError("broken JSON", where="train.jsonl:3"), 2, "megarl: train.jsonl:3: broken JSON\n"),
+        (WorkerError("rank 1 is gone"), 1, "megarl: rank 1 is gone\n"),
+        (KeyboardInterrupt(), 130, "megarl: interrupted\n"),
+        (ZeroDivisionError("division by zero"), 1, "megarl: ZeroDivisionError: division by zero\n  log: "),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "_doctor", fail)
+    assert cli.main(["doctor"]) == code
+    shown = capsys.readouterr().err
+    assert text in shown
+    assert "Traceback" not in shown
+
+
+def test_a_missing_recipe_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "no_such_recipe.yaml"]) == 2
+    assert "no_such_recipe.yaml" in capsys.readouterr().err
+
+
+def test_a_missing_run_folder_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "runs/nothing"]) == 2
+    assert "'runs/nothing'" in capsys.readouterr().err
+
+
+def test_doctor_lists_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "megatron-core" in shown
+    assert "devices" in shown

@@ -1,0 +1,232 @@
+"""Every launcher, with real processes: what a run leaves behind, and how it ends when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megarl.processes import free_port
+
+HERE = Path(__file__).parent
+LAUNCHERS = ["local", "torchrun", "ray"]
+DEADLINE_S = 100.0  # a run of these tests takes 2 to 10 s; the rest is for a machine that is busy with other things
+
+pytestmark = pytest.mark.procs
+
+
+@dataclass
+class Result:
+    code: int
+    out: str
+    err: str
+    log: str
+    seconds: float
+
+
+def command(launcher: str, entry: str, run_dir: Path, *more: str) -> list[str]:
+    return [sys.executable, str(HERE / "drive.py"), launcher, entry, str(run_dir), *more]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+
+
+def launch(launcher: str, entry: str, run_dir: Path, *more: str) -> Result:
+    started = time.monotonic()
+    done = subprocess.run(
+        command(launcher, entry, run_dir, *more),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    log = (run_dir / "log.txt").read_text()
+    return Result(done.returncode, done.stdout, done.stderr, log, time.monotonic() - started)
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those that still run; a zombie has ended."""
+    found = []
+    for pid in pids:
+        try:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(pid)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[None]:
+    """One Ray for the whole module, found by RAY_ADDRESS; starting one per test would double the time."""
+    import ray
+
+    before = os.environ.pop("RAY_ADDRESS", None)
+    context = ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
+    os.environ["RAY_ADDRESS"] = context.address_info["address"]
+    yield
+    ray.shutdown()
+    del os.environ["RAY_ADDRESS"]
+    if before is not None:
+        os.environ["RAY_ADDRESS"] = before
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_ranks_meet_and_the_run_folder_tells_what_happened(launcher: str, tmp_path: Path) -> None:
+    result = launch(launcher, "write_environment", tmp_path, "3")
+
+    assert result.code == 0, result.err
+    seen = [json.loads((tmp_path / f"seen_{rank}.json").read_text()) for rank in range(3)]
+    assert [s["sum"] for s in seen] == [6, 6, 6]
+    assert [(s["RANK"], s["LOCAL_RANK"], s["WORLD_SIZE"]) for s in seen] == [(str(r), str(r), "3") for r in range(3)]
+    assert {(s["name"], s["threads"], s["OMP_WAIT_POLICY"]) for s in seen} == {("drive", 1, "passive")}
+    assert all(s["MALLOC_TRIM_THRESHOLD_"] for s in seen)
+    assert "hello from 0" in result.out
+    assert "hello from 1" not in result.out
+    assert {f"[rank {r}] hello from {r}" for r in range(3)} <= set(result.log.splitlines())
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_is_shown_with_rank_phase_and_step(launcher: str, tmp_path: Path) -> None:
+    result = launch(launcher, "rank_1_raises", tmp_path)
+
+    assert result.code == 1
+    assert "megarl: rank 1 failed in phase train/forward at step 7: RuntimeError: loss is NaN" in result.err
+    assert 'raise RuntimeError("loss is NaN")' in result.err
+    assert result.err.count("Traceback") == 1
+    assert "rank 0: in phase train/forward at step 7" in result.err
+    assert str(tmp_path / "log.txt") in result.err
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_killed_rank_is_the_first_error_although_its_peer_fails_too(launcher: str, tmp_path: Path) -> None:
+    result = launch(launcher, "rank_1_is_killed", tmp_path)
+
+    assert result.code == 1
+    summary = next(line for line in result.err.splitlines() if line.startswith("megarl:"))
+    how = "died" if launcher == "ray" else "was killed by signal 9 (SIGKILL)"
+    assert summary.startswith(f"megarl: rank 1 {how}")
+    assert summary.endswith("in phase rollout/decode at step 3")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_rank_without_progress_is_reported_with_every_phase_and_stack(launcher: str, tmp_path: Path) -> None:
+    result = launch(launcher, "rank_1_hangs", tmp_path, "2", "3")
+
+    assert result.code == 1
+    assert "made no progress for 3 s (cluster.timeout_s)" in result.err
+    assert "rank 0: in phase sync at step 0" in result.err
+    assert "rank 1: in phase reward at step 0" in result.err
+    assert result.log.count("in rank_1_hangs") == 2
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_mistake_of_the_user_ends_with_2_and_no_traceback(launcher: str, tmp_path: Path) -> None:
+    result = launch(launcher, "user_error", tmp_path)
+
+    assert result.code == 2
+    assert "train.jsonl:1: no such column\n  found:   'promt'\n  allowed: prompt, answer" in result.err
+    assert "Traceback" not in result.err + result.out
+
+
+def test_out_of_memory_is_recognised(tmp_path: Path) -> None:
+    result = launch("local", "out_of_memory", tmp_path)
+
+    assert result.code == 1
+    assert "megarl: rank 1 failed in phase train" in result.err
+    assert "actor.engine.micro_batch_tokens" in result.err
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"), [(name, signal.SIGKILL) for name in LAUNCHERS] + [("local", signal.SIGTERM)]
+)
+def test_workers_go_with_their_launcher(launcher: str, number: int, tmp_path: Path) -> None:
+    process = subprocess.Popen(command(launcher, "wait", tmp_path), env=environment(), stderr=subprocess.PIPE)
+    files = [tmp_path / "pid_0", tmp_path / "pid_1"]
+    deadline = time.monotonic() + DEADLINE_S
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    pids = [int(file.read_text()) for file in files]
+    assert alive(pids) == pids
+
+    process.send_signal(number)
+
+    ended = time.monotonic() + 15
+    while alive(pids) and time.monotonic() < ended:
+        time.sleep(0.1)
+    assert alive(pids) == []
+    process.communicate(timeout=15)
+    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 128 + signal.SIGTERM)
+
+
+def test_ray_is_started_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert launch("ray", "write_environment", tmp_path, "3").code == 0  # three workers, also on two cores
+
+
+def test_torchrun_alone_can_start_the_worker(tmp_path: Path) -> None:
+    from megarl.config.load import dump_config
+    from megarl.config.run import RunConfig
+
+    (tmp_path / "config.yaml").write_text(dump_config(RunConfig(name="drive")))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1"]
+    arguments = [
+        f"--master-port={free_port()}",
+        "-m",
+        "megarl.runtime.worker",
+        "--config",
+        str(tmp_path / "config.yaml"),
+    ]
+
+    def run(entry: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*torchrun, *arguments, "--entry", f"entries:{entry}"],
+            env=environment() | {"GLOO_SOCKET_IFNAME": "lo"},
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+
+    assert run("write_environment").returncode == 0
+    assert json.loads((tmp_path / "seen_1.json").read_text())["sum"] == 3
+    failed = run("rank_1_raises")
+    assert failed.returncode != 0
+    assert "RuntimeError: loss is NaN" in failed.stderr
+
+
+def test_two_runs_cannot_share_a_run_folder(tmp_path: Path) -> None:
+    first = subprocess.Popen(command("local", "wait", tmp_path), env=environment(), stderr=subprocess.PIPE)
+    try:
+        while not (tmp_path / "pid_0").exists():
+            time.sleep(0.1)
+        second = subprocess.run(
+            command("local", "wait", tmp_path),
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
+        assert "another run is using this run folder" in second.stderr
+    finally:
+        first.terminate()
+        first.communicate(timeout=15)
