@@ -87,13 +87,13 @@ def find_recipe(path: str | Path, *, relative_to: Path | None = None, said_in: s
     if folder is not None and len(asked.parts) == 1 and (folder / f"{asked.stem}.yaml").is_file():
         return folder / f"{asked.stem}.yaml"
     neighbours = [file.name for file in sorted(base.parent.glob("*.y*ml"))] if base.parent.is_dir() else []
-    close = difflib.get_close_matches(asked.name, [*neighbours, *recipe_names()], n=3, cutoff=0.5)
+    close = difflib.get_close_matches(asked.name, [*neighbours, *recipe_names()], n=1, cutoff=0.5)
     raise ConfigError(
         "there is no such recipe" if not base.is_dir() else "this is a folder, not a recipe file",
         where=said_in or str(path),
         found=str(path),
         allowed=f"a YAML file, or a shipped recipe: {', '.join(recipe_names()) or 'none installed'}",
-        fix=f"did you mean {' or '.join(close)}?" if close else "check the path",
+        fix=f"did you mean {close[0]}?" if close else "check the path",
     )
 
 

@@ -35,7 +35,9 @@ class ParallelConfig(Section):
     cp: PositiveInt = Field(1, description="context parallel size")
     ep: PositiveInt = Field(1, description="expert parallel size (mixture of experts only)")
     etp: PositiveInt | None = Field(None, description="tensor parallel size inside experts; null: tp, or 1 when ep > 1")
-    sp: bool = Field(False, description="sequence parallel: split norms and residuals over tp")
+    sp: bool = Field(
+        False, description="sequence parallel: split norms and residuals over tp; mixtures of experts always do"
+    )
 
     @property
     def model_parallel_size(self) -> int:

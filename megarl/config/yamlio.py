@@ -44,10 +44,17 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    """Other line breaks than `\\n` survive only as escapes."""
+    breaks = any(letter in text for letter in "\r\x85\u2028\u2029\ufeff")
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if breaks else None)
+
+
 for _tag, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_tag, _pattern, _first)
     _Dumper.add_implicit_resolver(_tag, _pattern, _first)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
+_Dumper.add_representer(str, _represent_text)
 
 
 @dataclass

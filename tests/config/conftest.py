@@ -1,0 +1,52 @@
+from pathlib import Path
+
+import pytest
+
+from megarl.config.checks import check_config
+from megarl.config.load import load_config
+
+RECIPE = """
+name: case
+model:
+  hf_config: {model_type: qwen3, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2,
+              head_dim: 16, intermediate_size: 128, vocab_size: 32, max_position_embeddings: 256}
+  tokenizer: "chars:0123456789+="
+data:
+  train_files: ["megarl.recipes.arithmetic:make_rows"]
+  max_prompt_tokens: 16
+rollout: {sampling: {max_new_tokens: 8}}
+validation: {sampling: {max_new_tokens: 8}}
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """write(text, name) -> path of a file in a folder that is also the current one."""
+    monkeypatch.chdir(tmp_path)
+
+    def write_file(text: str, name: str = "recipe.yaml") -> Path:
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    return write_file
+
+
+@pytest.fixture
+def config_of(write):
+    """config_of("actor.parallel.tp=3", ...) -> a small valid recipe with these overrides."""
+    file = write(RECIPE)
+    return lambda *overrides: load_config(file, overrides)
+
+
+@pytest.fixture
+def failures(config_of):
+    """failures("actor.parallel.tp=3", ...) -> the failed checks of that recipe."""
+    return lambda *overrides: [check for check in check_config(config_of(*overrides)) if check.status == "fail"]
+
+
+@pytest.fixture
+def warned(config_of):
+    """warned(...) -> the doubtful checks of that recipe."""
+    return lambda *overrides: [check for check in check_config(config_of(*overrides)) if check.status == "warn"]

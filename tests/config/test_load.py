@@ -1,0 +1,265 @@
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.config.base import ConfigErrors
+from megarl.config.load import dump_config, find_recipe, load_config, recipe_names
+from megarl.config.run import RunConfig
+from megarl.errors import ConfigError
+
+
+def message(file, *overrides) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, overrides)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+# -- what is accepted ------------------------------------------------------------------------------------------------
+
+
+def test_scientific_notation_is_a_number(write):
+    assert load_config(write("actor: {optim: {lr: 1e-6}}")).actor.optim.lr == 1e-6
+
+
+def test_words_of_old_yaml_stay_text(write):
+    config = load_config(write("name: no\nreward: {kwargs: {a: on, b: 2024-01-01, c: 1:30, d: 010}}"))
+    assert config.name == "no"
+    assert config.reward.kwargs == {"a": "on", "b": "2024-01-01", "c": "1:30", "d": 10}
+
+
+def test_one_key_of_a_section_keeps_the_defaults_of_that_section(write):
+    config = load_config(write("rollout: {sampling: {temperature: 0.7}}\ncritic: {optim: {beta1: 0.8}}"))
+    assert (config.rollout.sampling.n, config.rollout.sampling.temperature) == (8, 0.7)
+    assert config.critic.optim.lr == 1e-5
+
+
+def test_name_defaults_to_the_file(write):
+    assert load_config(write("trainer: {steps: 3}", "my_run.yaml")).name == "my_run"
+
+
+def test_shipped_recipe_by_bare_name(write):
+    write("", "unrelated.yaml")
+    assert load_config("grpo_quickstart").name == "grpo_quickstart"
+    assert "grpo_gsm8k_calc" in recipe_names()
+
+
+def test_suffix_may_be_left_out(write):
+    file = write("trainer: {steps: 3}", "mine.yaml")
+    assert find_recipe(file.with_suffix("")) == file
+
+
+# -- extends ---------------------------------------------------------------------------------------------------------
+
+
+def test_extends_merges_mappings_and_replaces_lists(write):
+    write("data: {train_files: [a, b], batch_size: 8}\nactor: {optim: {lr: 0.5, eps: 0.25}}", "base/base.yaml")
+    child = write("extends: base/base.yaml\ndata: {train_files: [c]}\nactor: {optim: {lr: 0.125}}", "child.yaml")
+    config = load_config(child)
+    assert (config.data.train_files, config.data.batch_size) == (["c"], 8)
+    assert (config.actor.optim.lr, config.actor.optim.eps) == (0.125, 0.25)
+
+
+def test_later_parents_win_and_paths_are_relative_to_the_file(write):
+    write("trainer: {steps: 1, seed: 1}", "base/one.yaml")
+    write("extends: one.yaml\ntrainer: {steps: 2}", "base/two.yaml")
+    write("trainer: {steps: 3}", "three.yaml")
+    config = load_config(write("extends: [base/two.yaml, three.yaml]", "child.yaml"))
+    assert (config.trainer.steps, config.trainer.seed) == (3, 1)
+
+
+def test_name_is_not_inherited(write):
+    write("name: parent", "parent.yaml")
+    assert load_config(write("extends: parent.yaml", "child.yaml")).name == "child"
+
+
+def test_replace_takes_the_place_of_an_inherited_mapping(write):
+    write("reward: {kwargs: {a: 1, b: 2}}", "parent.yaml")
+    child = write("extends: parent.yaml\nreward:\n  kwargs: !replace {c: 3}", "child.yaml")
+    assert load_config(child).reward.kwargs == {"c": 3}
+    assert load_config(child, ["reward.kwargs.d=4"]).reward.kwargs == {"c": 3, "d": 4}
+
+
+def test_cycle_is_named(write):
+    write("extends: b.yaml", "a.yaml")
+    write("extends: c.yaml", "b.yaml")
+    write("extends: a.yaml", "c.yaml")
+    assert "a.yaml -> b.yaml -> c.yaml -> a.yaml" in message("a.yaml")
+
+
+def test_missing_parent_names_the_line_and_the_nearest_file(write):
+    write("{}", "parent.yaml")
+    text = message(write("name: x\nextends: parnt.yaml", "child.yaml"))
+    assert "child.yaml:2: extends: there is no such recipe" in text
+    assert "did you mean parent.yaml?" in text
+
+
+# -- overrides -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "path", "value"),
+    [
+        ("actor.optim.lr=1e-6", "actor.optim.lr", 1e-6),
+        ("actor.optim.lr=3", "actor.optim.lr", 3.0),
+        ("name=a=b", "name", "a=b"),
+        ("name=12", "name", "12"),
+        ("name=null", "name", "null"),
+        ("model.path=null", "model.path", None),
+        ("actor.parallel.sp=true", "actor.parallel.sp", True),
+        ("actor.parallel.vpp=2", "actor.parallel.vpp", 2),
+        ("data.train_files=[a.jsonl, 12, pkg.mod:fn]", "data.train_files", ["a.jsonl", "12", "pkg.mod:fn"]),
+        ("data.train_files=a.jsonl", "data.train_files", ["a.jsonl"]),
+        ("rollout.sampling.stop_token_ids=[1, 2]", "rollout.sampling.stop_token_ids", [1, 2]),
+        ("rollout.sampling.stop_token_ids=1", "rollout.sampling.stop_token_ids", [1]),
+        ("reward.on_error=0.5", "reward.on_error", 0.5),
+        ("reward.on_error=raise", "reward.on_error", "raise"),
+        ("reward.kwargs.deep.x=1e-3", "reward.kwargs", {"deep": {"x": 1e-3}}),
+        ("reward.kwargs={a: [1, x]}", "reward.kwargs", {"a": [1, "x"]}),
+        ("trainer.resume=some/folder", "trainer.resume", "some/folder"),
+        ("actor.parallel={tp: 2, sp: true}", "actor.parallel.tp", 2),
+    ],
+)
+def test_override_is_read_by_the_type_of_its_field(write, override, path, value):
+    found = load_config(write("{}", "x.yaml"), [override])
+    for part in path.split("."):
+        found = getattr(found, part)
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_overrides_apply_in_order_over_the_file(write):
+    assert load_config(write("trainer: {steps: 1}"), ["trainer.steps=2", "trainer.steps=3"]).trainer.steps == 3
+
+
+def test_override_mends_a_value_that_is_wrong_in_the_file(write):
+    assert load_config(write("actor: 3"), ["actor.optim.lr=0.5"]).actor.optim.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("actor.optim.lrr=3", ["unknown key actor.optim.lrr", "did you mean actor.optim.lr?"]),
+        ("actr.optim.lr=3", ["unknown key actr", "did you mean actor?"]),
+        ("actor.optim.lr", ["key.path=value"]),
+        ("trainer.steps.x=3", ["trainer.steps holds a value"]),
+        ("trainer.steps=many", ["trainer.steps has a wrong type", "'many'", "whole number > 0"]),
+        ("trainer.steps=0", ["trainer.steps is out of range", "whole number > 0"]),
+        ("reward.kwargs={a: ", ["cannot be read"]),
+        ("actor.parallel.sp=yes", ["true or false"]),
+        ("actor.optim.lr=nan", ["actor.optim.lr"]),
+        ("actor.optim.lr=inf", ["actor.optim.lr"]),
+    ],
+)
+def test_bad_override_is_quoted(write, override, parts):
+    text = message(write("{}"), override)
+    assert f"override {override!r}" in text
+    for part in parts:
+        assert part in text
+
+
+# -- bad files -------------------------------------------------------------------------------------------------------
+
+
+def test_misspelt_key_names_file_line_path_and_nearest(write):
+    text = message(write("name: x\nactor:\n  optim:\n    lr: 0.5\n    weigth_decay: 0.1\n"))
+    assert "recipe.yaml:5: unknown key actor.optim.weigth_decay" in text
+    assert "did you mean actor.optim.weight_decay?" in text
+
+
+def test_key_in_the_wrong_section_is_found_elsewhere(write):
+    text = message(write("temperature: 1.0"))
+    assert "did you mean rollout.sampling.temperature or validation.sampling.temperature?" in text
+
+
+def test_misspelt_key_of_a_parent_names_the_parent(write):
+    write("name: x\nactr: {}", "parent.yaml")
+    assert "parent.yaml:2: unknown key actr" in message(write("extends: parent.yaml", "child.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("trainer: {steps: many}", ["recipe.yaml:1: trainer.steps has a wrong type", "'many'", "whole number > 0"]),
+        ("trainer: {steps: '5'}", ["write 5 without quotes"]),
+        ("trainer: {steps: 5.5}", ["trainer.steps has a wrong type"]),
+        ("trainer: {steps: true}", ["trainer.steps has a wrong type"]),
+        ("\nactor:\n", ["recipe.yaml:2: the section actor is empty"]),
+        ("actor: [1]", ["actor has a wrong type"]),
+        ("algorithm: {kl: {use: lose}}", ["algorithm.kl.use has an unknown value", "did you mean loss?"]),
+        ("algorithm: {advantage: {gamma: 1.5}}", ["out of range", ">= 0 and <= 1"]),
+        ("data: {train_files: a.jsonl}", ["data.train_files has a wrong type", "list of text values"]),
+        ("data: {train_files: [a, 3]}", ["data.train_files has a wrong type"]),
+        ("reward: {on_error: stop}", ["number, or raise"]),
+        ("actor: {optim: {lr: .nan}}", ["actor.optim.lr"]),
+    ],
+)
+def test_wrong_value_says_found_allowed_and_fix(write, text, parts):
+    found = message(write(text))
+    for part in [*parts, "found:", "allowed:", "fix:"]:
+        assert part in found
+
+
+def test_all_problems_come_at_once(write):
+    file = write("nmae: x\ntrainer: {steps: 0, sed: 1}\nactor: {optim: {lr: -1}}")
+    with pytest.raises(ConfigErrors) as caught:
+        load_config(file, ["actor.parallel.tq=2"])
+    assert len(caught.value.problems) == 5
+    assert str(caught.value).startswith("5 problems")
+    assert "\n5. " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("name: a\ndata: {}\nname: b", "recipe.yaml:3: the key name is given twice"),
+        ("a: [1", "recipe.yaml:1: this is not valid YAML"),
+        ("name: x\n\tdata: {}", "recipe.yaml:2"),
+        ("- a\n- b", "a recipe is a mapping of sections"),
+        ("", "a recipe is a mapping of sections"),
+        ("name: !!python/object/apply:os.getcwd []", "this is not valid YAML"),
+        ("reward: &x\n  kwargs: *x", "alias"),
+        ("extends: 3", "extends has a wrong type"),
+    ],
+)
+def test_broken_file(write, text, part):
+    assert part in message(write(text))
+
+
+def test_missing_recipe_names_the_nearest(write):
+    write("{}", "my_recipe.yaml")
+    assert "did you mean my_recipe.yaml" in message("my_recipy.yaml")
+    assert "did you mean grpo_quickstart?" in message("grpo_quickstrat")
+    assert "this is a folder" in message(".")
+
+
+# -- round trip ------------------------------------------------------------------------------------------------------
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | texts,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
+    max_leaves=6,
+)
+awkward = texts | st.sampled_from(
+    ["null", "~", "1e-6", "010", "0x1f", "yes", "on", "1:30", "2024-01-01", ".inf", "<<", "=", ""]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=awkward, files=st.lists(awkward, max_size=3), kwargs=st.dictionaries(awkward, plain), lr=st.floats(1e-30, 1e30)
+)
+def test_dump_loads_back_equal(tmp_path_factory, name, files, kwargs, lr):
+    config = RunConfig(
+        name=name,
+        data={"train_files": files},
+        reward={"kwargs": kwargs},
+        actor={"optim": {"lr": lr}, "parallel": {"vpp": None, "sp": True}},
+    )
+    text = dump_config(config)
+    file = tmp_path_factory.mktemp("dump") / "config.yaml"
+    file.write_text(text, encoding="utf-8")
+    assert load_config(file) == config
+    assert RunConfig.model_validate(yaml.safe_load(text)) == config  # other YAML readers agree
