@@ -1,0 +1,134 @@
+"""Whole runs of the command line on a tiny model, and the numbers they leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+RECIPE = """
+name: tiny
+model:
+  hf_config: {model_type: qwen3, hidden_size: 32, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2,
+    head_dim: 8, intermediate_size: 64, vocab_size: 20, max_position_embeddings: 64, tie_word_embeddings: true,
+    pad_token_id: 0, bos_token_id: 1, eos_token_id: 2}
+  tokenizer: "chars:0123456789+-*/=."
+  dtype: fp32
+data:
+  train_files: ["megarl.recipes.arithmetic:make_rows"]
+  val_files: ["megarl.recipes.arithmetic:make_rows"]
+  loader_kwargs: {ops: ["+"], low: 1, high: 9, held_out: 16}
+  max_prompt_tokens: 8
+  batch_size: 4
+# A dense score, so that advantages are not all zero while the model knows nothing.
+reward: {name: "REWARD_FILE:closeness"}
+rollout: {sampling: {n: 4, max_new_tokens: 6}}
+validation: {sampling: {max_new_tokens: 6}, every: 2}
+sft: {steps: 3, batch_size: 8, optim: {lr: 1.0e-2}}
+actor: {optim: {lr: 1.0e-3}, engine: {micro_batch_tokens: 64}}
+trainer: {steps: 4, save_every: 1}
+cluster: {nproc: 2, threads: 1, timeout_s: 60}
+tracking: {mlflow: false, report: false}
+"""
+REWARD = '''
+def closeness(samples):
+    """Share of characters that are digits, and a bonus for the right answer."""
+    return [
+        {"overall": sum(c.isdigit() for c in s["response"]) / 6 + float(s["response"] == s["answer"])} for s in samples
+    ]
+'''
+
+
+def write_recipe(folder: Path) -> Path:
+    """The tiny recipe and its reward file."""
+    (folder / "reward.py").write_text(REWARD)
+    path = folder / "tiny.yaml"
+    path.write_text(RECIPE.replace("REWARD_FILE", str(folder / "reward.py")))
+    return path
+
+
+def start(recipe: Path, run_dir: Path, *overrides: str, launcher: str = "local") -> subprocess.Popen[str]:
+    """The command, running."""
+    command = [sys.executable, "-m", "megarl", "train", str(recipe), *overrides]
+    return subprocess.Popen(
+        [*command, "--launcher", launcher, "--run-dir", str(run_dir)],
+        cwd=recipe.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 240) -> str:
+    """Wait for the end; the output. A command that outlives its deadline is killed and fails the test."""
+    try:
+        return process.communicate(timeout=timeout)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise AssertionError(f"still running after {timeout} s:\n{process.communicate()[0][-3000:]}") from None
+
+
+def run(recipe: Path, run_dir: Path, *overrides: str, launcher: str = "local") -> dict[int, dict[str, float]]:
+    """A run that must succeed; its metrics."""
+    process = start(recipe, run_dir, *overrides, launcher=launcher)
+    output = finish(process)
+    assert process.returncode == 0, output[-4000:]
+    return metrics(run_dir)
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Numbers of the RL stage by step, without those that measure time or memory."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {
+        line["step"]: {
+            name: value
+            for name, value in line.items()
+            if not name.startswith(("timing_s/", "perf/")) and name not in ("time", "stage")
+        }
+        for line in lines
+        if line["stage"] == "train"
+    }
+
+
+def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], timeout: float = 180) -> Any:
+    """Poll quickly until the condition is true while the command runs."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        value = condition()
+        if value:
+            return value
+        if process.poll() is not None:
+            raise AssertionError(f"the command ended first:\n{process.communicate()[0][-3000:]}")
+        time.sleep(0.002)
+    process.kill()
+    raise AssertionError("the condition never became true")
+
+
+def workers(run_dir: Path) -> dict[int, int]:
+    """Process ids of the run's ranks, found by their command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes().decode().split("\0")
+            environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if "megarl.runtime.worker" in command and any(str(run_dir) in part for part in command):
+            rank = next((v.split("=", 1)[1] for v in environment if v.startswith("RANK=")), None)
+            if rank is not None:
+                found[int(rank)] = int(entry.name)
+    return found
+
+
+def kill(pid: int) -> None:
+    """kill -9."""
+    os.kill(pid, signal.SIGKILL)

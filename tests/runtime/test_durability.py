@@ -1,0 +1,69 @@
+"""kill -9 at any moment; the resumed run equals the undisturbed one bit for bit (fp32, one layout)."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import harness
+import pytest
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    return harness.run(recipe, tmp_path_factory.mktemp("undisturbed"))
+
+
+def at_step(run_dir: Path, step: int) -> bool:
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and f'{{"step": {step}, "stage": "train"' in path.read_text()
+
+
+def test_a_killed_rank_is_named_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
+    process = harness.start(recipe, tmp_path)
+    harness.wait_for(lambda: at_step(tmp_path, 2), process)
+    harness.kill(harness.workers(tmp_path)[1])
+    killed = time.monotonic()
+    output = harness.finish(process, timeout=30)
+    assert time.monotonic() - killed < 30
+    assert process.returncode == 1
+    assert "rank 1" in output
+    assert "SIGKILL" in output
+    assert "phase" in output
+    assert harness.run(recipe, tmp_path) == undisturbed
+
+
+def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
+    process = harness.start(recipe, tmp_path)
+    harness.wait_for(lambda: at_step(tmp_path, 1), process)
+    harness.kill(process.pid)
+    process.wait(timeout=10)
+    deadline = time.monotonic() + 30
+    while harness.workers(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not harness.workers(tmp_path)
+    assert harness.run(recipe, tmp_path) == undisturbed
+
+
+def test_a_kill_while_a_checkpoint_is_written_loses_only_that_checkpoint(recipe, undisturbed, tmp_path):
+    process = harness.start(recipe, tmp_path)
+    harness.wait_for(lambda: list(tmp_path.glob("checkpoints/step_2.tmp-*")), process)
+    harness.kill(harness.workers(tmp_path)[0])
+    output = harness.finish(process, timeout=30)
+    assert process.returncode == 1
+    assert "rank 0" in output
+    assert "checkpoint" in output
+    assert harness.run(recipe, tmp_path) == undisturbed
+    assert not list(tmp_path.glob("checkpoints/*.tmp-*"))
+
+
+def test_a_finished_run_has_nothing_left_to_do(recipe, tmp_path):
+    first = harness.run(recipe, tmp_path, "trainer.steps=1", "sft.steps=0")
+    assert harness.run(recipe, tmp_path, "trainer.steps=1", "sft.steps=0") == first
