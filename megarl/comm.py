@@ -7,7 +7,7 @@ They move CPU tensors, so the group's backend must serve the CPU (`megarl.device
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megarl.metrics import Metrics
 
-Group = dist.ProcessGroup | None
+Group: TypeAlias = dist.ProcessGroup | None
 
 
 def group_size(group: Group = None) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import numpy as np
 from torch import Tensor
 
-Lengths = Sequence[int] | np.ndarray | Tensor
+Lengths: TypeAlias = Sequence[int] | np.ndarray | Tensor
 
 # Largest items * parts for which the k-way Karmarkar-Karp start, O(n k log k), is worth its time.
 _DIFFERENCING_LIMIT = 4_096
@@ -126,8 +127,8 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
         if fixed_counts:
             # A part with an unused place must not get a second one, or the counts would drift apart.
             unused = np.take_along_axis(table[light], near.reshape(len(pairs), -1), 1).reshape(near.shape) < 0
-            short = (table[heavy] < 0).any(1)
-            left_over[unused & short[:, None, None]] = np.iinfo(np.int64).max
+            short = np.any(table[heavy] < 0, axis=1).reshape(-1, 1, 1)
+            left_over[unused & short] = np.iinfo(np.int64).max
         best = left_over.reshape(len(pairs), -1).argmin(1)
         better = left_over.reshape(len(pairs), -1)[pairs, best] < surplus
         if not better.any():

@@ -12,10 +12,13 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from megarl.data.jagged import Index, Jagged, as_index
+from megarl.compat import torch_nested
+from megarl.data.jagged import Index, Jagged, as_index, gather_plan
 from megarl.errors import DataError
 
 __all__ = ["Batch", "Jagged"]
+
+torch_nested.install()
 
 _COLUMNS = "columns.json"
 _OFFSETS = "offsets."
@@ -152,10 +155,17 @@ class Batch:
         picked = as_index(index, self._size, torch.device("cpu"))
         where = picked.tolist()
         moved: dict[torch.device, Tensor] = {}
+        plans: dict[int, tuple[Tensor, Tensor]] = {}
 
         def take(value: Tensor | Jagged) -> Tensor | Jagged:
             place = moved.setdefault(value.device, picked.to(value.device))
-            return value.select(place) if isinstance(value, Jagged) else value.index_select(0, place)
+            if not isinstance(value, Jagged):
+                return value.index_select(0, place)
+            # Fields over the same tokens share one offsets tensor, so the gather is planned once for all of them.
+            if id(value.offsets) not in plans:
+                plans[id(value.offsets)] = gather_plan(value.offsets, place)
+            places, offsets = plans[id(value.offsets)]
+            return Jagged(value.values.index_select(0, places), offsets)
 
         return self._map(take, lambda column: [column[i] for i in where], len(where))
 
@@ -167,8 +177,13 @@ class Batch:
         return [self._slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     def _slice(self, start: int, stop: int) -> Batch:
+        shared: dict[int, Jagged] = {}
+
         def cut(value: Tensor | Jagged) -> Tensor | Jagged:
-            return value.slice(start, stop) if isinstance(value, Jagged) else value[start:stop]
+            if not isinstance(value, Jagged):
+                return value[start:stop]
+            part = value.slice(start, stop)
+            return shared.setdefault(id(value.offsets), part).like(part.values)
 
         return self._map(cut, lambda column: column[start:stop], stop - start)
 
@@ -202,9 +217,14 @@ class Batch:
         for number, other in enumerate(batches[1:], 1):
             _check_alike(first, other, number)
         fields: dict[str, Tensor | Jagged] = {}
+        shared: dict[tuple[int, ...], Jagged] = {}
         for name, value in first.fields.items():
             parts = [batch[name] for batch in batches]
-            fields[name] = Jagged.concat(parts) if isinstance(value, Jagged) else torch.cat(parts)
+            if isinstance(value, Jagged):
+                joined = Jagged.concat(parts)
+                fields[name] = shared.setdefault(tuple(id(p.offsets) for p in parts), joined).like(joined.values)
+            else:
+                fields[name] = torch.cat(parts)
         columns = {name: list(itertools.chain.from_iterable(b[name] for b in batches)) for name in first._columns}
         return Batch(fields, columns, size=sum(map(len, batches)))
 
@@ -326,9 +346,11 @@ def _check_plain(name: str, value: Any) -> None:
 
 
 def _same(mine: Tensor | Jagged, other: Tensor | Jagged | list) -> bool:
-    if _kind(mine) != _kind(other):
-        return False
-    if isinstance(mine, Jagged):
+    if isinstance(mine, Jagged) and isinstance(other, Jagged):
         return torch.equal(mine.offsets.cpu(), other.offsets.cpu()) and _same(mine.values, other.values)
-    a, b = _own(mine), _own(other)
-    return a.shape == b.shape and torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
+        return False
+    if mine.dtype != other.dtype or mine.shape != other.shape:
+        return False
+    a, b = _own(mine).view(-1), _own(other).view(-1)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-Index = Sequence[int] | Tensor
+Index: TypeAlias = Sequence[int] | Tensor
 
 
 def as_index(index: Index, size: int, device: torch.device) -> Tensor:
@@ -126,10 +127,16 @@ class Jagged:
 
     def select(self, index: Index) -> Jagged:
         """Sequences at `index` (positions or bool mask), in that order, repeats allowed. One gather, no loop."""
-        picked = as_index(index, len(self), self.device)
-        lengths = self.lengths[picked]
-        out = torch.zeros(len(picked) + 1, dtype=torch.int64, device=self.device)
-        torch.cumsum(lengths, 0, out=out[1:])
-        # Token t of the result comes from t + (where its sequence began) - (where it begins now).
-        shift = torch.repeat_interleave(self.offsets[:-1][picked] - out[:-1], lengths)
-        return Jagged(self.values.index_select(0, shift + torch.arange(len(shift), device=self.device)), out)
+        places, offsets = gather_plan(self.offsets, as_index(index, len(self), self.device))
+        return Jagged(self.values.index_select(0, places), offsets)
+
+
+def gather_plan(offsets: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the tokens of the sequences `picked` (int64 [K]) are: places int64 [tokens], and their offsets [K + 1]."""
+    lengths = offsets.diff()[picked]
+    out = torch.zeros(len(picked) + 1, dtype=torch.int64, device=offsets.device)
+    torch.cumsum(lengths, 0, out=out[1:])
+    # Token t of the result comes from t + (where its sequence began) - (where it begins now).
+    places = torch.repeat_interleave(offsets[:-1][picked] - out[:-1], lengths)
+    places += torch.arange(len(places), device=offsets.device)
+    return places, out

@@ -62,8 +62,8 @@ class PromptLoader:
     def __next__(self) -> Batch:
         start, stop = (rank * self.batch_size // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
         parts = [self.dataset.batch(some.tolist(), epoch) for epoch, some in self._span(start, stop)]
-        count = self._position + self.batch_size
-        self._epoch, self._position = self._epoch + count // len(self.dataset), count % len(self.dataset)
+        more, self._position = divmod(self._position + self.batch_size, len(self.dataset))
+        self._epoch += more
         return Batch.concat(parts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -89,8 +89,8 @@ class PromptLoader:
             raise DataError(
                 "the data is not what the checkpoint was trained on, so the loader cannot continue in it",
                 where="data.train_files",
-                found=f"{mine['samples']} samples ({mine['fingerprint'][:8]})",
-                allowed=f"{other['samples']} samples ({other['fingerprint'][:8]})",
+                found=f"{mine['samples']} samples ({str(mine['fingerprint'])[:8]})",
+                allowed=f"{other['samples']} samples ({str(other['fingerprint'])[:8]})",
                 fix="restore the files and the prompt settings, or start anew with trainer.resume: never",
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
@@ -101,7 +101,7 @@ class PromptLoader:
         """(epoch, dataset indices) of places start..stop-1 of the next global batch; at least one, perhaps empty."""
         size = len(self.dataset)
         epoch, first = divmod(self._position + start, size)
-        pieces = []
+        pieces: list[tuple[int, np.ndarray]] = []
         left = stop - start
         while left > 0 or not pieces:
             some = self._indices(self._epoch + epoch)[first : first + left]

@@ -231,3 +231,11 @@ def test_zero_samples_keep_names_and_dtypes():
     assert len(none) == 0
     assert (none["x"].dtype, none["s"].shape, none["uid"]) == (torch.int32, (0, 2), [])
     assert Batch.concat([none, batch, none]).equals(batch)
+
+
+def test_fields_over_the_same_tokens_go_on_sharing_offsets():
+    tokens = Jagged.from_list([[1, 2], [3], []])
+    batch = Batch({"ids": tokens, "logp": tokens.like(torch.randn(3)), "other": Jagged.from_list([[1], [], [2, 3]])})
+    for moved in (batch.select([2, 0]), *batch.split([1, 2]), Batch.concat([batch, batch]), batch.repeat(2)):
+        assert moved["ids"].offsets is moved["logp"].offsets
+        assert moved["ids"].offsets is not moved["other"].offsets
