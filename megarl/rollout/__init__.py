@@ -1,0 +1,1 @@
+"""Generation: the engine protocol, sample seeds, and the engines."""

@@ -1,0 +1,1 @@
+"""Generation in the training process, on the training parameters."""

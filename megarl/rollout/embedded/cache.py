@@ -73,7 +73,7 @@ class KVCache:
         return self._view(self._values[layer], self.length)
 
     def reserve(self, rows: int, needed: int) -> None:
-        """Make room for `needed` positions, keeping what the first `rows` rows hold; gives room back when far too long."""
+        """Make room for `needed` positions (or give much of it back), keeping what the first `rows` rows hold."""
         if self.fixed or needed <= self.length <= 2 * _round_up(needed):
             return
         new = min(self.max_length, _round_up(needed))

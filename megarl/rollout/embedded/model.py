@@ -1,9 +1,9 @@
 """The decoder as generation runs it: straight over the parameters of the training modules, no copy of them.
 
-    tokens -> [embed] -> layers of chunk 0 -> (next stage) -> ... -> [norm, head] -> logits of this rank's vocabulary shard
+    tokens -> [embed] -> layers of chunk 0 -> (next stage) -> ... -> [norm, head] -> logits of this rank's vocabulary
 
-Shapes: n tokens (of any samples), h hidden, G key/value heads of this rank, q query heads per key/value head, D head size.
-Hidden states are whole on every tensor-parallel rank, whether or not the modules are sequence parallel.
+Shapes: n tokens (of any samples), h hidden, G key/value heads of this rank, q query heads per key/value head, D head
+size. Hidden states are whole on every tensor-parallel rank, whether or not the modules are sequence parallel.
 
 Copies are made in two cases, and only while `DecoderStage` lives (one call of `generate`): when decoding in another
 dtype than the parameters', and on a CPU, where oneDNN re-orders a weight on every call unless it is packed beforehand.

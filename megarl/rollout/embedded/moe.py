@@ -1,8 +1,8 @@
 """Mixture-of-experts layers while decoding.
 
 Ranks that share one set of experts (the expert axis) run in lockstep: each pads its tokens to the largest count on the
-axis, all gather all tokens, every rank adds up what its own experts contribute, and a sum over the axis brings the
-results home. Decoding batches are small, so this moves little and needs no data-dependent sizes.
+axis, all gather and route all tokens, every rank adds up what its own experts contribute, and a sum over the axis brings
+the results home. Decoding batches are small, so this moves little and needs no data-dependent sizes.
 """
 
 from __future__ import annotations
@@ -45,15 +45,13 @@ class MoE:
             x: [n, h], this rank's tokens; the same on all ranks of a tensor-parallel group.
             lockstep: the largest n on the expert axis.
         """
-        weights, experts = self._route(x)
         if self._mesh.ep.size == 1:
             # Expert-tensor ranks hold the same tokens and a slice of every expert.
-            return self._mesh.etp.all_sum(self._run(x, weights, experts))
-        n, pad = len(x), (0, 0, 0, lockstep - len(x))
-        axis = self._mesh.expert
-        everyone = axis.gather(F.pad(x, pad)).flatten(0, 1)
-        weights = axis.gather(F.pad(weights, pad)).flatten(0, 1)
-        experts = axis.gather(F.pad(experts, pad, value=-1)).flatten(0, 1)
+            return self._mesh.etp.all_sum(self._run(x, *self._route(x)))
+        axis, n = self._mesh.expert, len(x)
+        everyone = axis.gather(F.pad(x, (0, 0, 0, lockstep - n))).flatten(0, 1)
+        weights, experts = self._route(everyone)
+        experts = experts.masked_fill(~everyone.any(dim=1, keepdim=True), -1)  # padding: a real row is never all zero
         # A rank of a tensor-parallel group sends the same tokens as its peers; each gets its own copy back.
         total = axis.all_sum(self._run(everyone, weights, experts))
         return total[axis.rank * lockstep :][:n]

@@ -8,6 +8,7 @@ sample, and every tensor-parallel rank finds the winner of its own shard without
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
@@ -80,8 +81,8 @@ class Sampler:
         sampling: temperature, filters, min_new_tokens.
         stop_ids: tokens that min_new_tokens holds back.
         vocab_start: first vocabulary id of this rank's shard.
-        vocab_size: true vocabulary size; columns beyond it are padding and never drawn.
-        shard: columns of this rank's logits.
+        vocab_size: true vocabulary size, over all shards.
+        shard: width of every rank's shard; logits may be narrower where the vocabulary ends.
         tp: the axis the vocabulary is sharded over.
     """
 
@@ -100,7 +101,6 @@ class Sampler:
         self._greedy = sampling.temperature == 0
         self._inv_temperature = 1.0 if self._greedy else 1.0 / sampling.temperature
         self._ids = torch.arange(vocab_start, vocab_start + shard, device=device)
-        self._padding = max(0, vocab_start + shard - vocab_size)
         local = [i - vocab_start for i in stop_ids if vocab_start <= i < vocab_start + shard]
         self._stops = torch.tensor(local, dtype=torch.int64, device=device) if sampling.min_new_tokens else None
 
@@ -108,21 +108,19 @@ class Sampler:
         """Tokens int64 [n] and log-probs float32 [n], the same on every rank of the axis.
 
         Args:
-            logits: [n, V / tp], any float dtype.
+            logits: [n, V / tp] or narrower, any float dtype.
             seeds: int64 [n].
             index: int64 [n], number of the token within its sample, from 0.
         """
         z = logits.float()
         if self._inv_temperature != 1.0:
             z = z * self._inv_temperature
-        if self._padding:
-            z[:, -self._padding :] = -torch.inf
+        if z.shape[1] < len(self._ids):  # vocabulary padding has no logits
+            z = F.pad(z, (0, len(self._ids) - z.shape[1]), value=-torch.inf)
         total = torch.logsumexp(z, dim=-1)
         allowed = self._filter(z, index)
-        if self._greedy:
-            score = allowed
-        else:
-            score = allowed - torch.log(-torch.log1p(-uniforms(seeds, index, self._ids)))
+        race = None if self._greedy else torch.log(-torch.log1p(-uniforms(seeds, index, self._ids)))
+        score = allowed if race is None else allowed - race
         best, column = score.max(dim=-1)
         logit = z.gather(1, column[:, None])[:, 0]
         if self._tp.size == 1:

@@ -2,7 +2,7 @@
 
 The running samples always fill rows 0..len(running)-1 of the cache, so no padded row is ever computed.
 
-    queue --admit--> [prefill prompts that no running row holds] --> rows --decode...--> finish --> hole filled by last row
+    queue --admit--> [prefill prompts that no running row holds] --> rows --decode--> finish: last row fills the hole
 """
 
 from __future__ import annotations

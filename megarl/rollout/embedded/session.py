@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
 from megarl.errors import MegarlError
@@ -111,8 +110,8 @@ class Session:
         fit = -self._mesh.pp.all_max(self._mesh.tp.all_max(-fit, device), device)
         if fit < 1:
             raise MegarlError(
-                f"the key/value cache of one sequence of {length} tokens needs {row / 1e9:.2f} GB and does not fit into "
-                "memory; lower sampling.max_new_tokens or data.max_prompt_tokens, or raise actor.parallel.tp or pp"
+                f"the key/value cache of one sequence of {length} tokens needs {row / 1e9:.2f} GB and does not fit "
+                "into memory; lower sampling.max_new_tokens or data.max_prompt_tokens, or raise actor.parallel.tp or pp"
             )
         return fit
 

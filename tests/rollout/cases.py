@@ -1,0 +1,75 @@
+"""Models, requests and oracles of the rollout tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.config.training import EngineConfig
+from megarl.rollout.engine import Completion, Request
+from tests.models.tiny import tiny_dict
+
+STOP = [2, 5, 9]
+
+
+def build(model_type: str = "qwen3", seed: int = 3, dtype: torch.dtype = torch.float32, hf: Any = None, **layout: Any):
+    """Chunks of a tiny random model under the parallel state that is set up now, the same in every layout."""
+    from megarl.models.build import build_policy
+    from megarl.models.config import load_hf_config, transformer_config
+    from megarl.models.weights import init_random
+
+    hf = load_hf_config(ModelConfig(hf_config=tiny_dict(model_type, **(hf or {}))))
+    config = transformer_config(hf, ParallelConfig(**layout), dtype=dtype, engine=EngineConfig())
+    chunks = build_policy(hf, config)
+    init_random(chunks, hf, seed)
+    with torch.no_grad():
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                if parameter.dim() > 1:
+                    parameter.mul_(4.0)  # distributions that differ clearly from uniform
+    return chunks
+
+
+def engine(chunks: Sequence[Any], **config: Any):
+    from megarl.rollout.embedded.engine import EmbeddedEngine
+
+    return EmbeddedEngine(chunks, RolloutConfig(**config))
+
+
+def make_requests(count: int = 5, n: int = 3, seed: int = 0, longest: int = 14) -> list[Request]:
+    """Prompts of 1 to `longest` tokens with `n` seeds each."""
+    rng = torch.Generator().manual_seed(seed)
+    requests = []
+    for i in range(count):
+        size = 1 if i == 0 else int(torch.randint(2, longest + 1, (), generator=rng))
+        ids = torch.randint(0, 131, (size,), generator=rng).tolist()
+        requests.append(Request(ids, [1000 * i + k for k in range(n)]))
+    return requests
+
+
+def tokens(results: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[c.token_ids for c in group] for group in results]
+
+
+def logprobs(results: list[list[Completion]]) -> torch.Tensor:
+    return torch.tensor([x for group in results for c in group for x in c.logprobs])
+
+
+def full_forward(chunk: Any, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """Log-probs of `response` from one forward pass of the training model over prompt + response."""
+    from megarl.models.packing import pack_stream
+
+    ids = torch.tensor(prompt + response)
+    stream = pack_stream([len(ids)])
+    with torch.no_grad():
+        hidden = chunk(stream.input_ids(ids), stream.position_ids, None, packed_seq_params=stream.params)
+        logits = torch.nn.functional.linear(hidden[len(prompt) - 1 : -1, 0], chunk.lm_head_weight).float()
+    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def sampled(**kwargs: Any) -> SamplingConfig:
+    return SamplingConfig(**{"max_new_tokens": 20, **kwargs})

@@ -1,0 +1,170 @@
+"""The embedded engine in one process: against the training model, against transformers, and against itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.rollout.engine import Request
+from tests.models.tiny import ARCHITECTURES, build_tiny, save_tiny
+from tests.rollout.cases import STOP, build, engine, full_forward, logprobs, make_requests, sampled, tokens
+
+pytestmark = pytest.mark.usefixtures("single_process")
+
+
+@pytest.fixture(scope="module")
+def dense(single_process):
+    return build("qwen3")
+
+
+@pytest.fixture(scope="module")
+def requests():
+    return make_requests()
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [0.7, 0.0])
+def test_logprobs_equal_a_full_forward_for_every_token(model_type, temperature, requests):
+    chunks = build(model_type)
+    results = engine(chunks).generate(requests, sampled(temperature=temperature), STOP)
+    for request, group in zip(requests, results, strict=True):
+        for completion in group:
+            expected = full_forward(chunks[0], request.prompt_ids, completion.token_ids, temperature or 1.0)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "mistral"])
+def test_greedy_tokens_equal_transformers_generate(model_type, tmp_path, requests):
+    oracle = save_tiny(tmp_path, model_type)
+    results = engine(build_tiny(tmp_path)).generate(requests, sampled(temperature=0.0), [])
+    for request, group in zip(requests, results, strict=True):
+        ids = torch.tensor([request.prompt_ids])
+        expected = oracle.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=20,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        assert [c.token_ids for c in group] == [expected[0, ids.shape[1] :].tolist()] * len(group)
+
+
+def test_a_sample_depends_on_its_own_seed_only(dense, requests):
+    together = engine(dense).generate(requests, sampled(), STOP)
+    for i, request in enumerate(requests):
+        for k, seed in enumerate(request.seeds):
+            alone = engine(dense).generate([Request(request.prompt_ids, [seed])], sampled(), STOP)
+            assert alone[0][0].token_ids == together[i][k].token_ids
+            assert alone[0][0].logprobs == pytest.approx(together[i][k].logprobs, abs=1e-5)
+
+
+@pytest.mark.parametrize("config", [{"max_running": 1}, {"max_running": 4}, {"max_prefill_tokens": 1}])
+def test_queue_and_batch_limits_do_not_change_samples(dense, requests, config):
+    free = engine(dense).generate(requests, sampled(), STOP)
+    tight = engine(dense, **config).generate(requests, sampled(), STOP)
+    assert tokens(tight) == tokens(free)
+    torch.testing.assert_close(logprobs(tight), logprobs(free), rtol=0, atol=1e-5)
+
+
+def test_long_samples_outlive_cache_relayouts(dense):
+    requests = [Request([7, 8, 9], [1, 2]), Request([4] * 40, [3])]
+    results = engine(dense, max_running=2).generate(requests, sampled(max_new_tokens=80), [2])
+    for request, group in zip(requests, results, strict=True):
+        for completion in group:
+            expected = full_forward(dense[0], request.prompt_ids, completion.token_ids)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def test_shared_prefill_equals_separate_prefills(dense):
+    prompt = list(range(20, 33))
+    shared = engine(dense).generate([Request(prompt, [1, 2, 3])], sampled(), STOP)
+    separate = engine(dense).generate([Request(prompt, [seed]) for seed in (1, 2, 3)], sampled(), STOP)
+    assert tokens(shared)[0] == [group[0] for group in tokens(separate)]
+
+
+def test_equal_seeds_give_equal_samples_and_others_differ(dense):
+    group = engine(dense).generate([Request([3, 4], [11, 11, 12])], sampled(), [])[0]
+    assert group[0] == group[1]
+    assert group[0].token_ids != group[2].token_ids
+
+
+def test_stop_tokens_end_a_sample_and_are_part_of_it(dense, requests):
+    stop = list(range(0, 131, 4))
+    samples = [c for group in engine(dense).generate(requests, sampled(), stop) for c in group]
+    assert {"stop"} == {c.finish_reason for c in samples if len(c.token_ids) < 20}
+    for c in samples:
+        assert not set(c.token_ids[:-1]) & set(stop)
+        assert (c.token_ids[-1] in stop) == (c.finish_reason == "stop")
+        assert len(c.token_ids) == len(c.logprobs) <= 20
+
+
+def test_configured_stop_tokens_join_the_tokenizers(dense, requests):
+    both = engine(dense).generate(requests, sampled(), [2, 5, 9])
+    split = engine(dense).generate(requests, sampled(stop_token_ids=[5, 9]), [2])
+    assert both == split
+
+
+def test_ignore_eos_runs_to_the_limit(dense, requests):
+    results = engine(dense).generate(requests, sampled(ignore_eos=True), list(range(131)))
+    assert {(len(c.token_ids), c.finish_reason) for group in results for c in group} == {(20, "length")}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_min_new_tokens_holds_stop_tokens_back(dense, requests, temperature):
+    stop = list(range(0, 131, 2))
+    sampling = sampled(min_new_tokens=6, temperature=temperature)
+    for group in engine(dense).generate(requests, sampling, stop):
+        for c in group:
+            assert len(c.token_ids) >= 7
+            assert not set(c.token_ids[:6]) & set(stop)
+
+
+def test_min_new_tokens_leaves_the_logprobs_those_of_the_full_distribution(dense):
+    sampling = sampled(min_new_tokens=6)
+    (completion,) = engine(dense).generate([Request([3, 4], [1])], sampling, list(range(0, 131, 2)))[0]
+    expected = full_forward(dense[0], [3, 4], completion.token_ids)
+    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
+
+
+def test_weight_updates_are_seen_at_once(requests):
+    chunks = build("qwen3")
+    generator = engine(chunks)
+    before = generator.generate(requests, sampled(), STOP)
+    with torch.no_grad():
+        chunks[0].decoder.layers[1].mlp.linear_fc2.weight.data.add_(0.05)
+    generator.weight_version = 7
+    after = generator.generate(requests, sampled(), STOP)
+    assert tokens(after) != tokens(before)
+    assert {c.weight_version for group in after for c in group} == {7}
+    expected = full_forward(chunks[0], requests[1].prompt_ids, after[1][0].token_ids)
+    torch.testing.assert_close(torch.tensor(after[1][0].logprobs), expected, rtol=0, atol=1e-5)
+
+
+def test_decoding_dtype_can_differ_from_the_models(requests):
+    chunks = build("qwen3", dtype=torch.bfloat16)
+    results = engine(chunks, dtype="fp32").generate(requests, sampled(), STOP)
+    wide = build("qwen3")
+    with torch.no_grad():
+        for p, q in zip(wide[0].parameters(), chunks[0].parameters(), strict=True):
+            p.copy_(q)
+    assert tokens(results) == tokens(engine(wide).generate(requests, sampled(), STOP))
+
+
+def test_bf16_stays_close_to_the_full_forward(requests):
+    chunks = build("qwen3", dtype=torch.bfloat16)
+    errors = []
+    for request, group in zip(requests, engine(chunks).generate(requests, sampled(), STOP), strict=True):
+        for c in group:
+            errors.append(torch.tensor(c.logprobs) - full_forward(chunks[0], request.prompt_ids, c.token_ids))
+    assert torch.cat(errors).abs().mean() < 0.03
+
+
+def test_nothing_to_do(dense):
+    assert engine(dense).generate([], sampled(), STOP) == []
+    assert engine(dense).generate([Request([1, 2], [])], sampled(), STOP) == [[]]
+
+
+def test_a_request_without_prompt_is_refused():
+    with pytest.raises(ValueError, match="at least one prompt token"):
+        Request([], [1])

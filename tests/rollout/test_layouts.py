@@ -1,0 +1,127 @@
+"""Generation in real processes: the single process's tokens in every layout, dense and mixture of experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dist import fresh_parallel, run_distributed, single_process
+from tests.rollout.cases import STOP, build, engine, logprobs, make_requests, sampled, tokens
+
+DENSE, MOE = "qwen3", "qwen3_moe"
+SAMPLINGS = {
+    "sampled": sampled(temperature=0.8, max_new_tokens=12),
+    "filtered": sampled(top_k=20, top_p=0.9, min_new_tokens=3, max_new_tokens=5),
+    "greedy": sampled(temperature=0.0, max_new_tokens=8),
+}
+# name -> (model, layout); the data-parallel size is what is left of the processes
+TWO = {
+    "tp2": (DENSE, {"tp": 2}),
+    "tp2-sp": (DENSE, {"tp": 2, "sp": True}),
+    "pp2": (DENSE, {"pp": 2}),
+    "pp2-vpp2": (DENSE, {"pp": 2, "vpp": 2}),
+    "cp2": (DENSE, {"cp": 2}),
+    "dp2": (DENSE, {}),
+    "moe-ep2": (MOE, {"ep": 2}),
+    "moe-tp2": (MOE, {"tp": 2}),
+    "moe-tp2-ep2-sp": (MOE, {"tp": 2, "ep": 2, "sp": True}),
+    "moe-cp2-ep2": (MOE, {"cp": 2, "ep": 2}),
+    "moe-pp2": (MOE, {"pp": 2}),
+    "moe-pp2-vpp2": (MOE, {"pp": 2, "vpp": 2}),
+}
+FOUR = {
+    "tp2-pp2": (DENSE, {"tp": 2, "pp": 2}),
+    "tp2-cp2": (DENSE, {"tp": 2, "cp": 2}),
+    "tp2-dp2": (DENSE, {"tp": 2}),
+    "tp2-pp2-vpp2-sp": (DENSE, {"tp": 2, "pp": 2, "vpp": 2, "sp": True}),
+    "moe-dp2-ep2": (MOE, {"ep": 2}),
+    "moe-pp2-ep2": (MOE, {"pp": 2, "ep": 2}),
+    "moe-tp2-ep2": (MOE, {"tp": 2, "ep": 2}),
+    "moe-tp2-ep2-etp2": (MOE, {"tp": 2, "ep": 2, "etp": 2}),
+    "moe-tp2-pp2": (MOE, {"tp": 2, "pp": 2}),
+}
+TIED = {"tie_word_embeddings": True}
+
+
+def generate(model: str, layout: dict, sampling: str, hf: dict | None = None) -> list:
+    """This replica's (tokens, log-probs) per request: data-parallel rank r works on requests r, r + dp, ..."""
+    fresh_parallel(**{key: value for key, value in layout.items() if key != "sp"})
+    from megatron.core import parallel_state as mpu
+
+    chunks = build(model, hf=hf, **layout)
+    rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    mine = list(enumerate(make_requests()))[rank::size]
+    results = engine(chunks, max_running=7).generate([r for _, r in mine], SAMPLINGS[sampling], STOP)
+    return [[i, tokens([group]), logprobs([group])] for (i, _), group in zip(mine, results, strict=True)]
+
+
+def every_layout(layouts: dict, samplings: list[str]) -> dict:
+    """Results of all layouts, one after the other, in the processes that call this together."""
+    results = {}
+    for name, (model, layout) in layouts.items():
+        results[name] = {sampling: generate(model, layout, sampling) for sampling in samplings}
+        if name in ("tp2", "pp2", "pp2-vpp2"):
+            results[name]["tied"] = generate(model, layout, "sampled", TIED)
+    return results
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict:
+    """What one process generates."""
+    single_process()
+    made = {(model, s): generate(model, {}, s) for model in (DENSE, MOE) for s in SAMPLINGS}
+    return made | {(DENSE, "tied"): generate(DENSE, {}, "sampled", TIED)}
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict]:
+    return run_distributed(every_layout, 2, 400, TWO, list(SAMPLINGS))
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict]:
+    return run_distributed(every_layout, 4, 500, FOUR, ["sampled"])
+
+
+def check(ranks: list[dict], name: str, model: str, expected: dict) -> None:
+    for sampling in ranks[0][name]:
+        seen = set()
+        for rank in ranks:
+            for number, toks, logps in rank[name][sampling]:
+                _, want_tokens, want_logps = expected[model, sampling][number]
+                assert toks == want_tokens, f"{name}, {sampling}, request {number}"
+                torch.testing.assert_close(logps, want_logps, rtol=0, atol=1e-5)
+                seen.add(number)
+        assert seen == set(range(len(expected[model, sampling])))
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("name", TWO)
+def test_two_processes_generate_what_one_does(name, two, expected):
+    check(two, name, TWO[name][0], expected)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("name", FOUR)
+def test_four_processes_generate_what_one_does(name, four, expected):
+    check(four, name, FOUR[name][0], expected)
+
+
+def unequal_work() -> list:
+    """Two replicas share experts; the second has nothing to generate, then less than the first."""
+    import torch.distributed as dist
+
+    fresh_parallel(ep=2)
+    generator = engine(build(MOE, ep=2))
+    requests = make_requests()
+    one = generator.generate(requests[:2] if dist.get_rank() == 0 else [], SAMPLINGS["sampled"], STOP)
+    two = generator.generate(requests[2:4] if dist.get_rank() == 0 else requests[4:], SAMPLINGS["sampled"], STOP)
+    return [tokens(one), tokens(two)]
+
+
+@pytest.mark.procs
+def test_replicas_that_share_experts_may_have_unequal_work(expected):
+    first, second = run_distributed(unequal_work, 2, 200)
+    want = [toks for _, toks, _ in expected[MOE, "sampled"]]
+    assert [first[0], first[1]] == [[w[0] for w in want[:2]], [w[0] for w in want[2:4]]]
+    assert [second[0], second[1]] == [[], [w[0] for w in want[4:]]]

@@ -1,0 +1,112 @@
+"""Sampling as a function of (seed, position, vocabulary id), against the distributions it claims to draw from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megarl.config.rollout import SamplingConfig
+from megarl.rollout.embedded.parallel import Axis
+from megarl.rollout.embedded.sampler import Sampler, uniforms
+
+DRAWS = 20_000
+
+
+def make(vocab: int, stop: tuple[int, ...] = (), **kwargs) -> Sampler:
+    config = SamplingConfig(**kwargs)
+    return Sampler(
+        config, list(stop), vocab_start=0, vocab_size=vocab, shard=vocab, tp=Axis(), device=torch.device("cpu")
+    )
+
+
+def draw(sampler: Sampler, logits: torch.Tensor, index: int = 0) -> torch.Tensor:
+    rows = logits.expand(DRAWS, -1)
+    return sampler(rows, torch.arange(DRAWS), torch.full((DRAWS,), index))[0]
+
+
+def chi_square_p(counts: torch.Tensor, probs: torch.Tensor) -> float:
+    from scipy.stats import chisquare
+
+    assert counts[probs == 0].sum() == 0
+    keep = probs > 0
+    if keep.sum() == 1:
+        return 1.0
+    return float(chisquare(counts[keep], probs[keep] / probs[keep].sum() * counts.sum()).pvalue)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_draws_follow_the_softmax(temperature):
+    logits = torch.randn(37, generator=torch.Generator().manual_seed(1))
+    counts = torch.bincount(draw(make(37, temperature=temperature), logits), minlength=37)
+    assert chi_square_p(counts, torch.softmax(logits.double() / temperature, -1)) > 1e-3
+
+
+def test_draws_of_neighbouring_positions_are_independent():
+    logits = torch.zeros(5)
+    sampler = make(5)
+    pairs = draw(sampler, logits, 3) * 5 + draw(sampler, logits, 4)
+    assert chi_square_p(torch.bincount(pairs, minlength=25), torch.full((25,), 1 / 25)) > 1e-3
+
+
+def test_uniforms_are_uniform_and_uncorrelated():
+    u = uniforms(torch.arange(200), torch.zeros(200, dtype=torch.int64), torch.arange(500)).double()
+    assert u.min() > 0
+    assert u.max() < 1
+    assert u.mean().item() == pytest.approx(0.5, abs=0.004)
+    assert u.var().item() == pytest.approx(1 / 12, rel=0.02)
+    for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1])):
+        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.015
+
+
+def test_large_vocabularies_are_drawn_evenly():
+    vocab = 150_000
+    tokens = make(vocab)(torch.zeros(400, vocab), torch.arange(400) << 40, torch.zeros(400, dtype=torch.int64))[0]
+    assert tokens.double().mean().item() == pytest.approx(vocab / 2, rel=0.1)
+    assert len(tokens.unique()) > 395
+
+
+def test_top_k_keeps_the_k_likeliest():
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(2))
+    counts = torch.bincount(draw(make(30, top_k=4), logits), minlength=30)
+    probs = torch.softmax(logits.double(), -1)
+    probs[probs < probs.topk(4).values[-1]] = 0
+    assert chi_square_p(counts, probs) > 1e-3
+
+
+@pytest.mark.parametrize("top_p", [0.2, 0.6, 0.95])
+def test_top_p_keeps_the_smallest_set_with_that_mass(top_p):
+    logits = 2 * torch.randn(30, generator=torch.Generator().manual_seed(3))
+    counts = torch.bincount(draw(make(30, top_p=top_p), logits), minlength=30)
+    probs, order = torch.softmax(logits.double(), -1).sort(descending=True)
+    size = int((probs.cumsum(0) < top_p).sum()) + 1
+    expected = torch.zeros(30, dtype=torch.float64)
+    expected[order[:size]] = probs[:size]
+    assert chi_square_p(counts, expected) > 1e-3
+
+
+def test_top_p_counts_the_mass_after_top_k():
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    # Of the top three, 4/9 and 3/9 reach 0.7 together; of all four they would, too, but 0.4 + 0.3 < 0.75.
+    kept = draw(make(4, top_k=3, top_p=0.75), logits).unique().tolist()
+    assert kept == [0, 1]
+
+
+def test_logprobs_are_those_of_the_full_distribution():
+    logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(4))
+    tokens, logprobs = make(30, temperature=0.5, top_k=2)(logits, torch.arange(8), torch.zeros(8, dtype=torch.int64))
+    expected = torch.log_softmax(logits / 0.5, -1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_greedy_takes_the_maximum_at_temperature_one():
+    logits = torch.randn(8, 30, generator=torch.Generator().manual_seed(5))
+    tokens, logprobs = make(30, temperature=0.0)(logits, torch.arange(8), torch.zeros(8, dtype=torch.int64))
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    torch.testing.assert_close(logprobs, torch.log_softmax(logits, -1).amax(-1))
+
+
+def test_stop_tokens_cannot_be_drawn_early_and_can_later():
+    logits = torch.zeros(6)
+    sampler = make(6, stop=(1, 4), min_new_tokens=2)
+    assert set(draw(sampler, logits, 1).unique().tolist()) == {0, 2, 3, 5}
+    assert set(draw(sampler, logits, 2).unique().tolist()) == set(range(6))
