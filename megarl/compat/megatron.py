@@ -125,6 +125,17 @@ REWRITES: tuple[Rewrite, ...] = (
         "after a load all parameters share one step tensor, which torch's Adam then advances once per parameter",
         cpu_only=False,
     ),
+    Rewrite(
+        "pipeline-shape-order",
+        ("megatron.core.pipeline_parallel.p2p_communication",),
+        r"(            if recv_prev_shape_tensor is not None:\n(?:.*\n){3,5}?                ops\.append\(recv_prev_op\)\n)"
+        r"(            if send_next_shape_tensor is not None:\n(?:.*\n){3,5}?                ops\.append\(send_next_op\)\n)"
+        r"(            if recv_next_shape_tensor is not None:\n(?:.*\n){3,5}?                ops\.append\(recv_next_op\)\n)",
+        r"\3\2\1",
+        "with two stages both neighbours are one process, and what it sends backward first must be received first: "
+        "interleaved pipelining with variable lengths swaps the two shapes and hangs",
+        cpu_only=False,
+    ),
 )
 
 
@@ -238,12 +249,15 @@ PATCHES: tuple[Patch, ...] = (
     ),
 )
 
-# Said once per import on every machine without the optional packages, and each fallback is the intended path.
+# (message, module): said on every machine without the optional packages, where each fallback is the intended path.
 _QUIET = (
-    r"Transformer Engine and Apex are not installed\.",
-    r"Apex is not installed\. Falling back to Torch Norm",
-    r"The following imports from `dynamic_context\.py` will be removed",
+    (r"Transformer Engine and Apex are not installed\.", r"megatron\.core\b"),
+    (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core\b"),
+    (r"The following imports from `dynamic_context\.py` will be removed", r"megatron\.core\b"),
+    (r"`torch\.distributed\.\w+_tensor` is deprecated", r"torch\.distributed\b"),
+    (r"The \.grad attribute of a Tensor that is not a leaf Tensor", r"megatron\.core\.optimizer\b"),
 )
+_QUIET_ON_CPU = ((r"When using async grad allreduce it is recommended to set .* CUDA_DEVICE", r"megatron\.core\b"),)
 
 
 def rewrites_for(module: str, *, cuda: bool) -> list[Rewrite]:
@@ -304,6 +318,6 @@ def install() -> None:
         return
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core was imported before megarl.compat.megatron.install()")
-    for message in _QUIET:
-        warnings.filterwarnings("ignore", message=message, module=r"megatron\.core\b")
+    for message, module in _QUIET + (() if torch.cuda.is_available() else _QUIET_ON_CPU):
+        warnings.filterwarnings("ignore", message=message, module=module)
     sys.meta_path.insert(0, _Finder())
