@@ -58,7 +58,7 @@ class ConsoleView:
             if shown.name in metrics:
                 line.append(f"  {shown.short}" if shown.short else " ", style="not bold dim")
                 style = "not bold green" if shown.better == "up" else "not bold"
-                line.append(f"{number(metrics[shown.name], 3):>8}{shown.unit and ' '}{shown.unit}", style=style)
+                line.append(f"{number(metrics[shown.name], 3):>9}{shown.unit and ' '}{shown.unit}", style=style)
         return line
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ class FlopCounter:
 
     @classmethod
     def from_hf(cls, config: Any) -> FlopCounter:
-        """Counter of a `PretrainedConfig` of a Llama-like architecture: llama, mistral, mixtral, qwen2, qwen3, *_moe."""
+        """Counter of a `PretrainedConfig` of a Llama-like model: llama, mistral, mixtral, qwen2, qwen3, *_moe."""
         hidden, heads = config.hidden_size, config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or hidden // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads

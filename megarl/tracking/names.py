@@ -60,6 +60,8 @@ def number(value: float, digits: int = 4) -> str:
         return f"{value / 1e6:.3g}M"
     if size >= 1e4:
         return f"{value / 1e3:.3g}k"
+    if size >= 1e3:
+        return f"{value:.0f}"
     if 0 < size < 1e-3:
         return f"{value:.1e}"
     return f"{value:.{digits}g}"

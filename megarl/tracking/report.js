@@ -118,7 +118,7 @@ function axes(root, width, height, xs, ys, box) {
     root.append(svg("line", { class: "gridline", x1: box.l, x2: width - box.r, y1: sy(t), y2: sy(t) }));
     root.append(svg("text", { x: box.l - 7, y: sy(t) + 3.5, "text-anchor": "end" }, fmt(t)));
   }
-  for (const t of ticks(xs[0], xs[1], Math.max(2, Math.floor(width / 110)))) {
+  for (const t of ticks(xs[0], xs[1], Math.max(2, Math.floor(width / 70)))) {
     if (!Number.isInteger(t)) continue;
     root.append(svg("text", { x: sx(t), y: height - 5, "text-anchor": "middle" }, String(t)));
   }
@@ -128,7 +128,7 @@ function axes(root, width, height, xs, ys, box) {
 }
 
 function lineCard(spec) {
-  const box = { l: 48, r: 10, t: 8, b: 22 };
+  const box = { l: 44, r: 10, t: 8, b: 22 };
   const all = spec.lines.flatMap((s) => s.y).concat(spec.band ? spec.band.lo.concat(spec.band.hi) : []).filter((v) => v !== null);
   let lo = Math.min(...all), hi = Math.max(...all);
   const pad = (hi - lo) * 0.07 || Math.abs(hi) * 0.1 || 1;
@@ -144,13 +144,13 @@ function lineCard(spec) {
       plot.root.append(svg("polygon", { points: up.concat(down).join(" "), fill: spec.lines[0].color, opacity: 0.1 }));
     }
     for (const s of spec.lines) {
-      const many = s.y.length >= 30;
+      const many = s.y.length >= 30, weight = spec.exact ? 0 : state.smooth;
       const style = { fill: "none", stroke: s.color, "stroke-linejoin": "round", "stroke-linecap": "round" };
       if (s.dash) style["stroke-dasharray"] = s.dash;
-      if (many && state.smooth > 0) {
+      if (many && weight > 0) {
         plot.root.append(svg("path", { ...style, d: path(s.x, s.y, frame.sx, frame.sy), "stroke-width": 1, opacity: 0.28 }));
       }
-      s.shown = many ? ema(s.y, state.smooth) : s.y;
+      s.shown = many ? ema(s.y, weight) : s.y;
       plot.root.append(svg("path", { ...style, d: path(s.x, s.shown, frame.sx, frame.sy), "stroke-width": 1.9 }));
       if (!many) s.x.forEach((v, i) => s.y[i] !== null &&
         plot.root.append(svg("circle", { cx: frame.sx(v), cy: frame.sy(s.y[i]), r: s.y.length > 15 ? 2 : 3, fill: s.color })));
@@ -185,7 +185,7 @@ function key(label, tint, value, boxed) {
 }
 
 function stackCard(spec) {
-  const box = { l: 48, r: 10, t: 8, b: 22 };
+  const box = { l: 44, r: 10, t: 8, b: 22 };
   // At most about 120 bars: neighbouring steps are averaged.
   const per = Math.max(1, Math.ceil(spec.x.length / 120));
   const bars = [];
@@ -247,8 +247,9 @@ function header() {
     const from = el("div", { class: "from" });
     if (t.first !== t.last) {
       const better = t.better && (t.last > t.first) === (t.better === "up");
-      from.append(`from ${fmt(t.first)} `);
-      if (t.better) from.append(el("span", { class: better ? "up" : "down", text: (t.last > t.first ? "▲ " : "▼ ") + fmt(Math.abs(t.last - t.first)) }));
+      const short = (v) => fmt(Number(v.toPrecision(3)));
+      from.append(`from ${short(t.first)} `);
+      if (t.better) from.append(el("span", { class: better ? "up" : "down", text: (t.last > t.first ? "▲ " : "▼ ") + short(Math.abs(t.last - t.first)) }));
     }
     return el("div", { class: "tile" }, el("div", { class: "name", text: t.label }),
       el("div", { class: "value" }, fmt(t.last), t.unit ? el("small", { text: t.unit }) : null), from, sparkline(t));
@@ -268,9 +269,12 @@ function section(id, title, note, ...children) {
 }
 function charts() {
   for (const group of DATA.groups) {
-    const grid = el("div", { class: "grid" });
-    for (const spec of group.charts) grid.append(spec.kind === "stack" ? stackCard(tint(spec)) : lineCard(tint(spec)));
-    if (!group.folded) { section(group.id, group.title, group.note, grid); continue; }
+    const hero = el("div", { class: "grid hero" }), grid = el("div", { class: "grid" });
+    for (const spec of group.charts) {
+      const card = spec.kind === "stack" ? stackCard(tint(spec)) : lineCard(tint(spec));
+      (spec.hero ? hero : grid).append(card);
+    }
+    if (!group.folded) { section(group.id, group.title, group.note, ...[hero, grid].filter((g) => g.children.length)); continue; }
     const fold = el("details", {}, el("summary", {}, `${group.charts.length} charts`, el("small", { text: group.note })), el("div", { class: "inside" }, grid));
     section(group.id, group.title, "", fold);
   }

@@ -17,6 +17,8 @@ MAX_POINTS = 1500  # per line; more are averaged in bins
 MAX_SAMPLE_STEPS = 12
 MAX_SAMPLES_PER_STEP = 40
 MAX_TEXT = 4000
+_EXACT = ("actor/lr", "sft/lr", "perf/max_memory_gb")  # nothing to smooth
+_HERO = ("critic/score/mean", "val/acc")  # drawn large
 _NOT_METRICS = ("step", "stage", "time")
 
 # (title, hint, [(metric, legend)], (lowest, highest) or None); charts without data are left out.
@@ -61,7 +63,7 @@ _TILES = (
     ("critic/score/mean", "Score", "", "up"),
     ("sft/loss", "SFT loss", "", "down"),
     ("response_length/mean", "Response length", "tokens", None),
-    ("perf/throughput", "Throughput", "tokens/s/device", "up"),
+    ("perf/throughput", "Throughput", "tok/s", None),
     ("timing_s/step", "Step", "s", None),
     ("perf/mfu", "MFU", "", None),
     ("perf/max_memory_gb", "Peak memory", "GB", None),
@@ -114,15 +116,15 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
     """The page's data; the first run is the subject, the others are drawn with it for comparison."""
     run = runs[0]
     stage = run.main_stage()
-    steps, note = _samples(run.folder)
+    samples, note = _samples(run.folder, stage)
     return {
         "runs": [{"name": r.name, "status": r.info.get("status", "unknown")} for r in runs],
         "facts": _facts(run, stage),
         "tiles": _tiles(run, stage),
         "groups": _groups(runs),
-        "samples": steps,
+        "samples": samples,
         "samplesNote": note,
-        "sampleColumns": _sample_columns(steps),
+        "sampleColumns": _sample_columns(samples),
         "graph": _graph(run.folder),
         "config": _config(run),
         "machine": _machine(run),
@@ -184,12 +186,17 @@ def _line_chart(runs: list[Run], stage: str, row: _Chart, used: set[str]) -> dic
     if not lines:
         return None
     chart = {"kind": "line", "stage": stage, "title": title, "hint": hint, "lines": lines, "range": _range(runs, stage)}
+    chart["exact"] = wanted[0][0] in _EXACT
+    if stage == "train" and wanted[0][0] in _HERO:
+        chart |= {"hero": True, "height": 260}
     have = runs[0].series.get(stage, {})
     if band and all(name in have for name in band):
         used.update(band)
-        if len(runs) == 1:
-            (x, low), (_, high) = have[band[0]], have[band[1]]
+        (x, low), (_, high) = have[band[0]], have[band[1]]
+        if len(runs) == 1 and (len(set(low)) > 1 or len(set(high)) > 1):
             chart["band"] = {"x": x, "lo": low, "hi": high}
+        else:
+            chart["hint"] = hint.split(", shaded")[0]
     return chart
 
 
@@ -272,14 +279,13 @@ def _facts(run: Run, stage: str) -> list[tuple[str, str]]:
     if run.series.get(stage):
         facts.append(("steps", str(_range([run], stage)[1])))
     config = info.get("config", {})
-    for label, path in (
-        ("model", ("model", "path")),
-        ("estimator", ("algorithm", "estimator")),
-        ("devices", ("cluster", "nproc")),
+    model = config.get("model", {})
+    fresh = (model.get("hf_config") or {}).get("model_type")
+    for label, value in (
+        ("model", model.get("path") or (fresh and f"fresh {fresh}")),
+        ("estimator", config.get("algorithm", {}).get("advantage", {}).get("name")),
+        ("devices", config.get("cluster", {}).get("nproc")),
     ):
-        value: Any = config
-        for key in path:
-            value = value.get(key) if isinstance(value, dict) else None
         if value is not None:
             facts.append((label, str(value)))
     machine = info.get("machine", {})
@@ -296,9 +302,9 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _samples(folder: Path) -> tuple[list[dict[str, Any]], str]:
+def _samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], str]:
     """Rows for the table and a note on what was left out: all steps when they are few, else evenly spread ones."""
-    rows = read_jsonl(folder / "samples.jsonl")
+    rows = [row for row in read_jsonl(folder / "samples.jsonl") if row.get("stage", stage) == stage]
     steps = sorted({row["step"] for row in rows})
     kept = steps
     if len(steps) > MAX_SAMPLE_STEPS:
