@@ -42,7 +42,12 @@ def add_scoring(p: Pipeline, config: RunConfig, source: str = "rollout") -> list
     ends = ["reward"]
     if needs_old_logp(config):
         p.add_node(
-            "old_logp", logprob.old_logp, deps=[source], type=NodeType.MODEL_INFERENCE, role=Role.ACTOR, only_forward=True
+            "old_logp",
+            logprob.old_logp,
+            deps=[source],
+            type=NodeType.MODEL_INFERENCE,
+            role=Role.ACTOR,
+            only_forward=True,
         )
         ends.append("old_logp")
     if kl != "none":

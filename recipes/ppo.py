@@ -1,8 +1,8 @@
 """PPO: a critic's values, GAE advantages, KL to the reference inside the reward, actor and critic updates.
 
-    rollout -> reward_submit -> reward -> [kl_in_reward] -> gae -> actor_train -> critic_train
-           \\-> value ---------/
-           \\-> old_logp, ref_logp
+rollout -> reward_submit -> reward -> [kl_in_reward] -> gae -> actor_train -> critic_train
+       \\-> value ---------/
+       \\-> old_logp, ref_logp
 """
 
 from __future__ import annotations

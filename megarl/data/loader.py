@@ -29,8 +29,8 @@ class PromptLoader:
     The epochs are laid end to end, each in its own order drawn from (seed, epoch), and cut into global batches of
     `batch_size`. So every sample is met exactly once per epoch, every batch is full, and nothing is dropped: where an
     epoch does not divide into batches, one batch holds its last samples and the next epoch's first. Rank r of d takes
-    samples r * batch_size // d up to (r + 1) * batch_size // d of each global batch; joined in rank order the shares
-    are the global batch.
+    samples r, r + d, r + 2 d, ... of each global batch, so that the first k samples of every rank are together the
+    first k * d of the batch: a mini-batch holds the same samples whatever the number of ranks.
 
     The state names the next sample and no rank, so a run resumes on another number of ranks with the same batches.
     """
@@ -60,8 +60,11 @@ class PromptLoader:
         return self
 
     def __next__(self) -> Batch:
-        start, stop = (rank * self.batch_size // self.dp_size for rank in (self.dp_rank, self.dp_rank + 1))
-        parts = [self.dataset.batch(some.tolist(), epoch) for epoch, some in self._span(start, stop)]
+        parts, place = [], 0
+        for epoch, some in self._pieces():
+            first = (self.dp_rank - place) % self.dp_size
+            parts.append(self.dataset.batch(some[first :: self.dp_size].tolist(), epoch))
+            place += len(some)
         more, self._position = divmod(self._position + self.batch_size, len(self.dataset))
         self._epoch += more
         return Batch.concat(parts)
@@ -97,18 +100,14 @@ class PromptLoader:
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
         self._order = None
 
-    def _span(self, start: int, stop: int) -> list[tuple[int, np.ndarray]]:
-        """(epoch, dataset indices) of places start..stop-1 of the next global batch; at least one, perhaps empty."""
-        size = len(self.dataset)
-        epoch, first = divmod(self._position + start, size)
-        pieces: list[tuple[int, np.ndarray]] = []
-        left = stop - start
-        while left > 0 or not pieces:
-            some = self._indices(self._epoch + epoch)[first : first + left]
-            pieces.append((self._epoch + epoch, some))
+    def _pieces(self) -> Iterator[tuple[int, np.ndarray]]:
+        """(epoch, dataset indices) of the next global batch, one piece per epoch it touches."""
+        epoch, first, left = self._epoch, self._position, self.batch_size
+        while left > 0:
+            some = self._indices(epoch)[first : first + left]
+            yield epoch, some
             left -= len(some)
             epoch, first = epoch + 1, 0
-        return pieces
 
     def _indices(self, epoch: int) -> np.ndarray:
         """Order of the samples in `epoch`; the last one used is kept."""

@@ -1,9 +1,9 @@
 """The training loop around a task graph. Every rank runs it by itself:
 
-    resume or cold start
-    validate
-    for each step:   load prompts -> walk the graph -> [validate] -> [checkpoint] -> log
-    export, report
+resume or cold start
+validate
+for each step:   load prompts -> walk the graph -> [validate] -> [checkpoint] -> log
+export, report
 """
 
 from __future__ import annotations

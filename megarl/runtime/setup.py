@@ -39,9 +39,7 @@ def init_processes(config: RunConfig) -> Layout:
         return init_parallel(config.actor.parallel, config.cluster.timeout_s)
 
 
-def build_controller(
-    config: RunConfig, run_dir: Path, *, trainable: bool = True, scored: bool = True
-) -> Controller:
+def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True, scored: bool = True) -> Controller:
     """Everything a rank needs, with weights loaded.
 
     Without `trainable` there is no optimizer and no training data, without `scored` no reward function.
@@ -116,5 +114,3 @@ def _train_loader(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout:
     return PromptLoader(
         data, config.data.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle
     )
-
-

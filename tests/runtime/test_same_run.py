@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import harness
 import pytest
+
+from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 

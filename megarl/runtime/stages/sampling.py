@@ -45,8 +45,7 @@ def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
 
 def share(c: Controller) -> int:
     """Samples of a training step that are this rank's."""
-    size, rank, ranks = c.config.data.batch_size, c.layout.dp_rank, c.layout.dp_size
-    return ((rank + 1) * size // ranks - rank * size // ranks) * c.config.rollout.sampling.n
+    return len(range(c.layout.dp_rank, c.config.data.batch_size, c.layout.dp_size)) * c.config.rollout.sampling.n
 
 
 def keep_signal(c: Controller, samples: Batch) -> Batch:
@@ -63,8 +62,8 @@ def _no_signal(c: Controller, samples: Batch, rounds: int, have: int, wanted: in
 
     counts = success_histogram(samples["score"], samples["uid"])
     return (
-        f"after {rounds} rounds of generation rank {c.layout.rank} has {have} of {wanted} samples whose group carries a "
-        f"signal\n  groups of the last round by mean score: {counts}\n"
+        f"after {rounds} rounds of generation rank {c.layout.rank} has {have} of {wanted} samples whose group carries "
+        f"a signal\n  groups of the last round by mean score: {counts}\n"
         "  fix:     choose easier or harder prompts, raise rollout.sampling.n or the temperature, or raise "
         "algorithm.dynamic_sampling.max_rounds"
     )
