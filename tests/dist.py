@@ -64,6 +64,15 @@ def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
 
+def single_process(**layout: int) -> None:
+    """A process group of one inside this process, for tests of code that only runs under torch.distributed."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    fresh_parallel(**layout)
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

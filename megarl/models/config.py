@@ -81,6 +81,8 @@ def transformer_config(
         "moe_token_dispatcher_type": "alltoall",
     }
     fields |= _parallel_fields(parallel) | _moe_fields(hf, parallel) | _recompute_fields(engine)
+    # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
+    fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
     return PolicyConfig(**fields)
 
 
@@ -90,7 +92,6 @@ def _parallel_fields(parallel: ParallelConfig) -> dict[str, Any]:
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp,
         "context_parallel_size": parallel.cp,
-        "sequence_parallel": parallel.sp and parallel.tp > 1,
         "batch_p2p_comm": False,
         "overlap_p2p_comm": False,
         "deallocate_pipeline_outputs": True,

@@ -1,0 +1,187 @@
+"""Logits, gradients and export under real processes, many layouts per process group."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from tests.dist import fresh_parallel, run_distributed
+from tests.models.tiny import build_tiny, save_tiny
+
+LENGTHS = [21, 7, 30, 1, 12]
+FORWARD_2 = {"tp2": {"tp": 2}, "tp2+sp": {"tp": 2, "sp": True}, "cp2": {"cp": 2}}
+EXPORT_2 = {**FORWARD_2, "pp2": {"pp": 2}, "pp2+vpp2": {"pp": 2, "vpp": 2}, "dp2": {}}
+MOE_2 = {"ep2": {"ep": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
+LAYOUTS_4 = {"tp2xpp2": {"tp": 2, "pp": 2}, "tp2xcp2+sp": {"tp": 2, "cp": 2, "sp": True}}
+MOE_4 = {
+    "pp2xep2": {"pp": 2, "ep": 2},
+    "tp2xep2": {"tp": 2, "ep": 2, "etp": 1},
+    "tp2xep2etp2": {"tp": 2, "ep": 2, "etp": 2},
+}
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 131, (n,), generator=generator) for n in LENGTHS]
+
+
+def fresh(layout: dict) -> None:
+    fresh_parallel(**{key: value for key, value in layout.items() if key != "sp"})
+
+
+def forward(folder: str, layout: dict) -> dict:
+    """Full logits by index into the unpadded stream, and the gradient of one weight summed over the replica."""
+    fresh(layout)
+    from megatron.core import parallel_state as mpu
+    from megatron.core.tensor_parallel import (
+        copy_to_tensor_model_parallel_region,
+        gather_from_sequence_parallel_region,
+    )
+
+    from megarl.models.packing import pack_stream
+
+    (model,) = build_tiny(folder, **layout)
+    cp = layout.get("cp", 1)
+    stream = pack_stream(
+        LENGTHS,
+        cp_size=cp,
+        cp_rank=mpu.get_context_parallel_rank(),
+        multiple=layout.get("tp", 1) if model.config.sequence_parallel else 1,
+    )
+    hidden = model(stream.input_ids(torch.cat(sequences())), stream.position_ids, None, packed_seq_params=stream.params)
+    if model.config.sequence_parallel:
+        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+    else:
+        hidden = copy_to_tensor_model_parallel_region(hidden)
+    local = F.linear(hidden[:, 0], model.lm_head_weight)
+    real = stream.index >= 0
+    (local[real] * probe(stream.index[real], model.vocab_range)).sum().backward()
+    mlp = model.decoder.layers[0].mlp
+    sparse = hasattr(mlp, "router")
+    grad = mlp.router.weight.grad if sparse else mlp.linear_fc2.weight.grad
+    whole = torch.zeros(sum(LENGTHS), 131)
+    start, end = model.vocab_range
+    whole[stream.index[real], start:end] = local[real].detach()
+    if layout.get("tp", 1) * cp > 1:
+        dist.all_reduce(whole)
+    if cp > 1:
+        dist.all_reduce(grad, group=mpu.get_context_parallel_group())
+    elif model.config.sequence_parallel and sparse:
+        dist.all_reduce(grad, group=mpu.get_tensor_model_parallel_group())
+    return {"logits": whole, "grad": grad}
+
+
+def probe(rows: torch.Tensor, vocab: tuple[int, int]) -> torch.Tensor:
+    """Fixed output gradient, the same for a (token, vocabulary) entry in every layout."""
+    whole = torch.randn(sum(LENGTHS), 131, generator=torch.Generator().manual_seed(2))
+    return whole[rows, vocab[0] : vocab[1]]
+
+
+def forward_cases(folders: list[str], layouts: dict) -> list[dict]:
+    return [{name: forward(folder, layout) for name, layout in layouts.items()} for folder in folders]
+
+
+def export_cases(folders: list[str], out: str, layouts: dict) -> None:
+    from megarl.models.weights import export_weights
+
+    for name, layout in layouts.items():
+        for folder in folders:
+            fresh(layout)
+            chunks = build_tiny(folder, **layout)
+            export_weights(chunks, Path(out) / name / Path(folder).name, chunks[0].hf_config, max_shard_gb=1e-4)
+
+
+def random_cases(out: str, layouts: dict) -> None:
+    from megarl.config.model import ModelConfig, ParallelConfig
+    from megarl.config.training import EngineConfig
+    from megarl.models.build import build_policy
+    from megarl.models.config import load_hf_config, transformer_config
+    from megarl.models.weights import export_weights, init_random
+    from tests.models.tiny import tiny_dict
+
+    hf = load_hf_config(ModelConfig(hf_config=tiny_dict("qwen3")))
+    for name, layout in layouts.items():
+        fresh(layout)
+        config = transformer_config(hf, ParallelConfig(**layout), dtype=torch.float32, engine=EngineConfig())
+        chunks = build_policy(hf, config)
+        init_random(chunks, hf, 11)
+        export_weights(chunks, Path(out) / name, hf)
+
+
+def load_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_exports_equal(sources: list[Path], out: Path, layouts: dict) -> None:
+    for name in layouts:
+        for source in sources:
+            expected, written = load_folder(source), load_folder(out / name / source.name)
+            assert written.keys() == expected.keys(), name
+            assert all(torch.equal(written[key], expected[key]) for key in expected), name
+
+
+@pytest.fixture
+def dense(tmp_path) -> list[Path]:
+    save_tiny(tmp_path / "untied", "qwen2")
+    save_tiny(tmp_path / "tied", "qwen3", tie_word_embeddings=True)
+    return [tmp_path / "untied", tmp_path / "tied"]
+
+
+@pytest.fixture
+def moe(tmp_path) -> list[Path]:
+    save_tiny(tmp_path / "qwen3_moe", "qwen3_moe")
+    save_tiny(tmp_path / "mixtral", "mixtral", tie_word_embeddings=True)
+    return [tmp_path / "qwen3_moe", tmp_path / "mixtral"]
+
+
+@pytest.mark.procs
+def test_export_is_bit_exact_on_two_processes(dense, moe, tmp_path):
+    out = tmp_path / "out"
+    run_distributed(_two, 2, 240, [str(f) for f in dense], [str(f) for f in moe], str(out))
+    assert_exports_equal(dense, out, EXPORT_2)
+    assert_exports_equal(moe, out, MOE_2)
+
+
+def _two(dense_folders: list[str], moe_folders: list[str], out: str) -> None:
+    export_cases(dense_folders, out, EXPORT_2)
+    export_cases(moe_folders, out, MOE_2)
+
+
+@pytest.mark.procs
+def test_export_is_bit_exact_on_four_processes(dense, moe, tmp_path):
+    out = tmp_path / "out"
+    run_distributed(_four, 4, 300, [str(f) for f in dense], [str(f) for f in moe], str(out))
+    assert_exports_equal(dense, out, LAYOUTS_4)
+    assert_exports_equal(moe, out, MOE_4)
+
+
+def _four(dense_folders: list[str], moe_folders: list[str], out: str) -> None:
+    export_cases(dense_folders, out, LAYOUTS_4)
+    export_cases(moe_folders, out, MOE_4)
+
+
+@pytest.mark.procs
+def test_logits_and_gradients_do_not_depend_on_the_layout(dense, moe, tmp_path):
+    save_tiny(tmp_path / "window", "mistral")
+    folders = {"dense": dense[0], "tied": dense[1], "window": tmp_path / "window", "moe": moe[0]}
+    results = run_distributed(forward_cases, 2, 240, [str(f) for f in folders.values()], {**FORWARD_2, "one": {}})
+    for number in range(len(folders)):
+        cases = [rank[number] for rank in results]
+        one = cases[0]["one"]
+        for name, layout in FORWARD_2.items():
+            torch.testing.assert_close(cases[0][name]["logits"], one["logits"], atol=5e-6, rtol=0)
+            grads = [case[name]["grad"] for case in cases]
+            whole = torch.cat(grads, dim=1) if "tp" in layout and grads[0].shape != one["grad"].shape else grads[0]
+            torch.testing.assert_close(whole, one["grad"], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.procs
+def test_random_model_is_the_same_in_every_layout(tmp_path):
+    run_distributed(random_cases, 2, 120, str(tmp_path), EXPORT_2)
+    first = load_folder(tmp_path / "tp2")
+    for name in EXPORT_2:
+        other = load_folder(tmp_path / name)
+        assert all(torch.equal(first[key], other[key]) for key in first), name
