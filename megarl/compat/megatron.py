@@ -125,17 +125,6 @@ REWRITES: tuple[Rewrite, ...] = (
         "after a load all parameters share one step tensor, which torch's Adam then advances once per parameter",
         cpu_only=False,
     ),
-    Rewrite(
-        "pipeline-shape-order",
-        ("megatron.core.pipeline_parallel.p2p_communication",),
-        r"(            if recv_prev_shape_tensor is not None:\n(?:.*\n){3,5}?                ops\.append\(recv_prev_op\)\n)"
-        r"(            if send_next_shape_tensor is not None:\n(?:.*\n){3,5}?                ops\.append\(send_next_op\)\n)"
-        r"(            if recv_next_shape_tensor is not None:\n(?:.*\n){3,5}?                ops\.append\(recv_next_op\)\n)",
-        r"\3\2\1",
-        "with two stages both neighbours are one process, and what it sends backward first must be received first: "
-        "interleaved pipelining with variable lengths swaps the two shapes and hangs",
-        cpu_only=False,
-    ),
 )
 
 

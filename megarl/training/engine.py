@@ -85,6 +85,7 @@ class MegatronEngine:
         self.step = 0
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         self.model_config = transformer_config(hf_config, parallel, dtype=dtype, engine=engine)
+        self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
         self.chunks = build_policy(hf_config, self.model_config)
         weights(self.chunks)
         self._parked: offload.Parked | None = None
@@ -126,9 +127,10 @@ class MegatronEngine:
         """
         self._require_onloaded()
         groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
-        micros = [microbatch.build(batch, group, self.layout, self.device) for group in groups]
+        micros, length = microbatch.build_all(batch, groups, self.layout, self.device)
         self._train_mode(False)
-        outputs = self._schedule(micros, functools.partial(self._outputs, temperature, entropy), forward_only=True)
+        last = functools.partial(self._outputs, temperature, entropy)
+        outputs = self._schedule(micros, length, last, forward_only=True)
         self._train_mode(True)
         total = sum(micro.tokens for micro in micros if micro.samples)
         both = torch.zeros(2, total, device=self.device)
@@ -207,8 +209,8 @@ class MegatronEngine:
         self.optimizer.zero_grad()
         with phase("forward_backward"):
             groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
-            micros = [microbatch.build(batch, group, self.layout, self.device) for group in groups]
-            results = self._schedule(micros, functools.partial(self._loss, batch, loss_fn, temperature))
+            micros, length = microbatch.build_all(batch, groups, self.layout, self.device)
+            results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, temperature))
         with phase("optimizer"):
             norm, rate = self._update(batch, groups, [loss for loss, _ in results])
         metrics = self._merge(Metrics(), results)
@@ -270,7 +272,7 @@ class MegatronEngine:
     # -- schedule ------------------------------------------------------------------------------------------------
 
     def _schedule(
-        self, micros: list[MicroBatch], last: Callable[[MicroBatch, Any], Any], forward_only: bool = False
+        self, micros: list[MicroBatch], length: int, last: Callable[[MicroBatch, Any], Any], forward_only: bool = False
     ) -> list[Any]:
         """Run all micro-batches through the pipeline; `last(micro, chunk)` makes the function of the final hidden
         states. Returns its results on the last stage, an empty list elsewhere."""
@@ -292,7 +294,7 @@ class MegatronEngine:
             data_iterator=iterators if many else iterators[0],
             model=self.wrapped if many else self.wrapped[0],
             num_microbatches=len(micros),
-            seq_length=1,  # shapes travel with the tensors
+            seq_length=length,  # read by interleaved stages only; elsewhere shapes travel with the tensors
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,

@@ -6,6 +6,7 @@ Response token j is predicted at place P - 1 + j, and only those places reach th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,19 +71,30 @@ def plan(batch: Batch, budget: int, layout: Layout, device: torch.device) -> lis
     return split_to_count(lengths, count, budget)
 
 
-def build(batch: Batch, samples: Sequence[int], layout: Layout, device: torch.device) -> MicroBatch:
-    """Pack `samples` of `batch`; no samples make a filler of one token with one row that counts for nothing."""
+def build(
+    batch: Batch, samples: Sequence[int], layout: Layout, device: torch.device, total: int | None = None
+) -> MicroBatch:
+    """Pack `samples` of `batch`; no samples make a filler of one token with one row that counts for nothing.
+
+    The stream is padded to `total` tokens (over all context-parallel ranks) when that is given.
+    """
     if samples:
         part = batch.select(list(samples))
         prompts, responses = part["prompt_ids"].to("cpu"), part["response_ids"].to("cpu")
     else:
         prompts = responses = Jagged.from_list([[0]], dtype=torch.int64)
     tokens, predicts = _stream(prompts, responses)
+    lengths = (prompts.lengths + responses.lengths - 1).tolist()
+    if total is not None:
+        extra = _fill_up(lengths, total, layout)
+        tokens = torch.cat([tokens, tokens.new_zeros(sum(extra))])
+        predicts = torch.cat([predicts, predicts.new_full((sum(extra),), -1)])
+        lengths += extra
     stream = pack_stream(
-        (prompts.lengths + responses.lengths - 1).tolist(),
+        lengths,
         cp_size=layout.cp_size,
         cp_rank=layout.cp_rank,
-        multiple=layout.tp_size if layout.parallel.sp else 1,
+        multiple=layout.tp_size,  # sequence parallelism needs it, and mixtures of experts always use that
         device=device,
     )
     which = stream.take(predicts.to(device), fill=-1)
@@ -98,6 +110,37 @@ def build(batch: Batch, samples: Sequence[int], layout: Layout, device: torch.de
         targets=responses.values.to(device)[order],
         tokens=len(responses.values),
     )
+
+
+def build_all(
+    batch: Batch, groups: Sequence[Sequence[int]], layout: Layout, device: torch.device
+) -> tuple[list[MicroBatch], int]:
+    """All micro-batches, and the stream length that Megatron's schedules expect.
+
+    Interleaved stages exchange tensors of one fixed shape: Megatron's exchange of variable shapes hangs there, because
+    stages wait for each other's shapes in different calls. So their micro-batches are all padded to the longest.
+    """
+    total = None
+    if layout.parallel.vpp:
+        unit = _unit(layout)
+        step = math.lcm(unit, layout.cp_size * layout.tp_size)
+        lengths = input_lengths(batch)
+        longest = max(int((-(-lengths[list(group)] // unit) * unit).sum()) if group else unit for group in groups)
+        total = -(-longest // step) * step
+    return [build(batch, group, layout, device, total) for group in groups], total or 1
+
+
+def _unit(layout: Layout) -> int:
+    """Every sequence is padded to a multiple of this."""
+    return 2 * layout.cp_size if layout.cp_size > 1 else 1
+
+
+def _fill_up(lengths: list[int], total: int, layout: Layout) -> list[int]:
+    """Lengths of padding sequences that bring the stream to `total`, none longer than the longest real one."""
+    unit = _unit(layout)
+    padded = [-(-length // unit) * unit for length in lengths]
+    missing, piece = total - sum(padded), max(padded)
+    return [piece] * (missing // piece) + ([missing % piece] if missing % piece else [])
 
 
 def _stream(prompts: Jagged, responses: Jagged) -> tuple[Tensor, Tensor]:
