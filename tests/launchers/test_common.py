@@ -1,0 +1,135 @@
+"""Run folders, worker environments, the log, and the choice of the first error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.config.run import ClusterConfig, RunConfig, TrackingConfig
+from megarl.errors import ConfigError
+from megarl.launchers import common, supervise
+from megarl.launchers.common import Job, make_run_dir, process_environment, run_workers
+from megarl.launchers.output import OutputLog
+from megarl.runtime.health import Failure, write_error
+
+
+def config(tmp_path: Path | None = None, **cluster: object) -> RunConfig:
+    tracking = TrackingConfig(dir=str(tmp_path or "runs"))
+    return RunConfig(name="my run", tracking=tracking, cluster=ClusterConfig(**cluster))
+
+
+def test_every_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
+    first, second = make_run_dir(config(tmp_path)), make_run_dir(config(tmp_path))
+    assert first != second
+    assert first.parent == second.parent == tmp_path / "my-run"
+
+
+def test_a_named_run_folder_is_continued(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "metrics.jsonl").write_text("{}")
+    assert make_run_dir(config(tmp_path), tmp_path / "there") == tmp_path / "there"
+    assert (tmp_path / "there" / "metrics.jsonl").exists()
+
+
+def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(common, "available_cores", lambda: 8)
+    assert process_environment(config(), workers_here=3)["OMP_NUM_THREADS"] == "2"
+    assert process_environment(config(), workers_here=16)["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_recipe_wins_over_the_users_environment_and_that_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setenv("MALLOC_TOP_PAD_", "1")
+    assert process_environment(config(), 2)["OMP_NUM_THREADS"] == "7"
+    assert process_environment(config(threads=3), 2)["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setattr(common, "has_nvidia_device", lambda: False)
+    assert process_environment(config(), 2)["MALLOC_TOP_PAD_"] == "1"
+
+
+def test_freed_memory_is_kept_on_the_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in common.KEEP_FREED_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(common, "has_nvidia_device", lambda: False)
+    assert common.KEEP_FREED_MEMORY.items() <= process_environment(config(), 1).items()
+    monkeypatch.setattr(common, "has_nvidia_device", lambda: True)
+    assert common.KEEP_FREED_MEMORY.keys().isdisjoint(process_environment(config(), 1))
+
+
+def test_the_loopback_device_is_for_one_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert process_environment(config(), 1)["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "GLOO_SOCKET_IFNAME" not in process_environment(config(nproc=2, nnodes=2), 1)
+
+
+def test_an_unknown_launcher_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="local, torchrun, ray"):
+        run_workers("slrum", "m:f", config(), tmp_path)
+
+
+def test_the_local_launcher_refuses_several_machines(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.nnodes"):
+        run_workers("local", "m:f", config(nproc=2, nnodes=2), tmp_path)
+
+
+def test_torchrun_on_several_machines_says_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        run_workers("torchrun", "m:f", config(nproc=2, nnodes=2), tmp_path)
+
+
+def test_the_log_holds_whole_lines_and_the_last_drawing_of_a_bar(tmp_path: Path) -> None:
+    log = OutputLog(tmp_path / "log.txt")
+    log.write(1, b"half a")
+    log.write(2, b"other\n")
+    log.write(1, b" line\n  1%\r\x1b[2K\x1b[32m 50%\x1b[0m\r100%\n")
+    log.record("launcher", "two\nlines")
+    log.write(2, b"no end")
+    log.close()
+    assert (tmp_path / "log.txt").read_text().splitlines() == [
+        "[rank 2] other",
+        "[rank 1] half a line",
+        "[rank 1] 100%",
+        "[launcher] two",
+        "[launcher] lines",
+        "[rank 2] no end",
+    ]
+
+
+class Ended:
+    """Workers that have all ended."""
+
+    def cause(self, rank: int) -> None:
+        return None
+
+
+def first(tmp_path: Path, ended: dict[int, int], *failures: Failure, oom: bool = False) -> Failure:
+    for failure in failures:
+        write_error(tmp_path, failure)
+    job = Job("m:f", config(), tmp_path, OutputLog(tmp_path / "log.txt"))
+    return supervise.first_failure(Ended(), job, ended, oom)  # type: ignore[arg-type]
+
+
+def failed(rank: int, message: str, at: float) -> Failure:
+    return Failure(rank, "train", 1, "RuntimeError", message, "", at, 1)
+
+
+def test_the_earliest_error_of_its_own_comes_first(tmp_path: Path) -> None:
+    lost = failed(0, "Connection closed by peer", 1.0)
+    assert first(tmp_path, {0: 1, 1: 1, 2: 1}, lost, failed(1, "late", 3.0), failed(2, "early", 2.0)).rank == 2
+
+
+def test_a_killed_rank_comes_before_what_its_peers_saw(tmp_path: Path) -> None:
+    found = first(tmp_path, {0: 1, 1: -9}, failed(0, "something odd", 1.0))
+    assert (found.rank, found.message) == (1, "was killed by signal 9 (SIGKILL)")
+
+
+def test_lost_connections_alone_are_still_reported(tmp_path: Path) -> None:
+    assert first(tmp_path, {0: 1}, failed(0, "Connection closed by peer", 1.0)).rank == 0
+
+
+def test_the_kernels_out_of_memory_kill_is_named(tmp_path: Path) -> None:
+    found = first(tmp_path, {1: -9}, oom=True)
+    assert "out of memory" in found.message
+    assert found.out_of_memory

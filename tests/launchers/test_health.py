@@ -1,0 +1,138 @@
+"""Heartbeats, failures and the watch over them, without processes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl import phase
+from megarl.errors import DataError
+from megarl.runtime import health
+from megarl.runtime.health import Failure, Heartbeat, Watch, failure_of, read_beat, read_errors, write_error
+
+
+@pytest.fixture(autouse=True)
+def _no_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phase, "_on_change", [])
+    monkeypatch.setattr(phase, "step_now", 0)
+
+
+def failure(rank: int = 0, type: str = "RuntimeError", message: str = "x", at: float = 0.0) -> Failure:
+    return Failure(rank, "train", 1, type, message, "", at, 1)
+
+
+def test_a_beat_follows_the_phase(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 3)
+    first = read_beat(tmp_path, 3)
+    phase.set_step(5)
+    with phase.phase("rollout"), phase.phase("decode"):
+        inside = read_beat(tmp_path, 3)
+
+    assert first is not None
+    assert inside is not None
+    assert (first.phase, inside.phase, inside.step) == ("idle", "rollout/decode", 5)
+    assert inside.changes == first.changes + 2
+
+
+def test_a_rank_that_has_not_started_has_no_beat(tmp_path: Path) -> None:
+    assert read_beat(tmp_path, 0) is None
+
+
+def test_a_beat_costs_microseconds(tmp_path: Path) -> None:
+    beat = Heartbeat(tmp_path, 0)
+    started = time.process_time()
+    for _ in range(2000):
+        beat.beat("rollout/decode")
+    assert (time.process_time() - started) / 2000 < 50e-6
+
+
+def test_a_reader_never_sees_half_a_beat(tmp_path: Path) -> None:
+    writer, done = Heartbeat(tmp_path, 0), threading.Event()
+
+    def write() -> None:
+        while not done.is_set():
+            for name in ("a" * 10, "b" * 300):
+                writer.beat(name)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        beats = [read_beat(tmp_path, 0) for _ in range(300)]
+    finally:
+        done.set()
+        thread.join()
+    assert {beat.phase for beat in beats if beat} <= {"idle", "a" * 10, "b" * 300}
+
+
+def test_a_long_phase_is_cut_not_an_error(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 0).beat("x" * 2000)
+    beat = read_beat(tmp_path, 0)
+    assert beat is not None
+    assert set(beat.phase) == {"x"}
+
+
+def test_watch_names_ranks_that_never_came(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, range(3), timeout_s=60, start_timeout_s=0.01)
+    Heartbeat(tmp_path, 1)
+    time.sleep(0.05)
+    assert watch.check([0, 1, 2]) == "ranks 0, 2 did not report in within 0.01 s (cluster.start_timeout_s)"
+
+
+def test_watch_counts_phase_changes_as_progress(tmp_path: Path) -> None:
+    beat, watch = Heartbeat(tmp_path, 0), Watch(tmp_path, [0], timeout_s=0.3, start_timeout_s=60)
+    for _ in range(5):
+        time.sleep(0.1)
+        beat.beat("train")
+        assert watch.check([0]) is None
+    time.sleep(0.4)
+    assert watch.check([0]) == "rank 0 made no progress for 0.3 s (cluster.timeout_s)"
+    assert watch.check([]) is None  # it has ended since
+
+
+def test_a_failure_keeps_its_phase_and_exit_code(tmp_path: Path) -> None:
+    phase.set_step(4)
+    with pytest.raises(DataError) as caught, phase.phase("load"):
+        raise DataError("broken JSON", where="a.jsonl:3")
+    write_error(tmp_path, failure_of(caught.value, rank=2))
+
+    found = read_errors(tmp_path)[2]
+    assert (found.phase, found.step, found.type, found.exit_code, found.user_error) == ("load", 4, "DataError", 2, True)
+    assert json.loads((tmp_path / "errors" / "rank_2.json").read_text())["message"] == "a.jsonl:3: broken JSON"
+
+
+@pytest.mark.parametrize(
+    ("type", "message", "expected"),
+    [
+        ("RuntimeError", "[pair.cc:553] Connection closed by peer [127.0.0.1]:60820", True),
+        ("RuntimeError", "Timed out waiting 3000ms for recv operation to complete", True),
+        ("DistBackendError", "NCCL error", True),
+        ("RuntimeError", "loss is NaN", False),
+    ],
+)
+def test_errors_that_only_say_another_rank_is_gone(type: str, message: str, expected: bool) -> None:
+    assert failure(type=type, message=message).peer_lost is expected
+
+
+@pytest.mark.parametrize(
+    ("type", "message", "expected"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried to allocate 137438953472 bytes", True),
+        ("MemoryError", "", True),
+        ("RuntimeError", "shapes do not match", False),
+    ],
+)
+def test_out_of_memory_in_its_many_words(type: str, message: str, expected: bool) -> None:
+    assert failure(type=type, message=message).out_of_memory is expected
+
+
+def test_an_earlier_attempt_is_forgotten(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 0)
+    write_error(tmp_path, failure())
+    health.forget(tmp_path)
+    assert read_errors(tmp_path) == {}
+    assert read_beat(tmp_path, 0) is None
