@@ -126,8 +126,9 @@ def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelCon
 def _check_tensor(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
     tp = parallel.tp
     widths = {"attention heads": facts.heads, "key/value heads": facts.kv_heads}
-    if not facts.is_moe:
-        widths["feed-forward width"] = facts.ffn
+    dense = facts.dense_ffn if facts.is_moe else facts.ffn
+    if dense:
+        widths["feed-forward width"] = dense
     fit = [size for size in divisors(facts.heads) if all(width % size == 0 for width in widths.values())]
     bad = {name: width for name, width in widths.items() if width % tp}
     if not bad:
@@ -183,15 +184,6 @@ def _check_moe(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts,
                     fix=f"set {key}.{name}={'1' if name == 'ep' else 'null'}",
                 )
         return
-    if parallel.tp > 1 and not parallel.sp:
-        checks.fail(
-            f"{role} experts with tensor parallel",
-            f"{key}.sp",
-            "a mixture of experts with tp > 1 must also split the sequence",
-            found=False,
-            allowed="true",
-            fix=f"set {key}.sp=true",
-        )
     etp = expert_tensor_size(parallel)
     if facts.experts % parallel.ep:
         checks.fail(

@@ -98,7 +98,10 @@ KNOWN_KEYS = {name for defaults in ARCHITECTURES.values() for name in defaults} 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a decoder. `ffn` is the width of a dense layer, or of one expert when `experts` is not 0."""
+    """Sizes of a decoder. `ffn` is the width of a dense layer, or of one expert when `experts` is not 0.
+
+    `dense_ffn` is the width of the dense layers that a mixture of experts may also have (0: none).
+    """
 
     source: str
     model_type: str
@@ -111,6 +114,7 @@ class ModelFacts:
     vocab: int
     max_positions: int
     tied: bool
+    dense_ffn: int = 0
     experts: int = 0
     experts_per_token: int = 0
 
@@ -176,6 +180,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         vocab=size("vocab_size"),
         max_positions=size("max_position_embeddings"),
         tied=bool(values["tie_word_embeddings"]),
+        dense_ffn=size("intermediate_size") if experts else 0,
         experts=experts,
         experts_per_token=size("num_experts_per_tok") if experts else 0,
     )

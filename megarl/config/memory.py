@@ -53,7 +53,7 @@ def activation_bytes(config: RunConfig, facts: ModelFacts, parallel: ParallelCon
     tokens = max(engine.micro_batch_tokens, longest) / parallel.cp
     width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
     split = 2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width
-    residual = 4 * facts.hidden / (parallel.tp if parallel.sp else 1)
+    residual = 4 * facts.hidden / (parallel.tp if parallel.sp or facts.is_moe else 1)
     layer = tokens * element * (residual + split / parallel.tp)
     layers = facts.layers / parallel.pp
     if engine.recompute == "full":

@@ -1,0 +1,269 @@
+import json
+
+import pytest
+
+from megarl.config.base import ConfigErrors
+from megarl.config.checks import ConfigWarning, check_config, validate
+from megarl.config.facts import ModelFacts
+from megarl.errors import ConfigError
+
+MOE = ModelFacts("test", "qwen3_moe", 8, 64, 8, 4, 16, 96, 1000, 512, False, experts=12, experts_per_token=2)
+DENSE = ModelFacts("test", "qwen3", 12, 64, 12, 4, 16, 96, 1000, 512, False)
+
+
+def only(failures):
+    assert len(failures) == 1, failures
+    return failures[0]
+
+
+def test_a_good_recipe_passes_every_check(config_of):
+    assert {check.status for check in check_config(config_of())} == {"ok"}
+
+
+# -- one case per way to be wrong: overrides, key to change, words of the message ------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        # processes
+        (["cluster.nproc=3", "actor.parallel.tp=2"], "cluster.nproc", ["3 is not divisible by 2", "2, 4"]),
+        (
+            ["cluster.nproc=6", "cluster.nnodes=4", "data.batch_size=6"],
+            "cluster.nproc",
+            ["6 is not divisible by 4", "4, 8"],
+        ),
+        (["cluster.nnodes=2"], "cluster.nnodes", ["cannot be spread over 2 machines"]),
+        # batches
+        (
+            ["cluster.nproc=4", "data.batch_size=30"],
+            "data.batch_size",
+            ["data.batch_size 30 is not divisible by 4 (the data parallel size)", "28, 32"],
+        ),
+        (["data.batch_size=32", "actor.mini_batch_size=12"], "actor.mini_batch_size", ["8, 16, 32"]),
+        (["data.batch_size=32", "actor.mini_batch_size=64"], "actor.mini_batch_size", ["mini-batches of 64"]),
+        (
+            ["cluster.nproc=2", "data.batch_size=6", "actor.mini_batch_size=3"],
+            "actor.mini_batch_size",
+            ["actor.mini_batch_size 3 is not divisible by 2", "2, 4"],
+        ),
+        (["cluster.nproc=2", "sft.steps=1", "sft.batch_size=5"], "sft.batch_size", ["4, 6"]),
+        # layout rules
+        (["actor.parallel.vpp=2"], "actor.parallel.vpp", ["more than one pipeline stage"]),
+        (["actor.parallel.sp=true"], "actor.parallel.sp", ["tp is 1"]),
+        (["cluster.nproc=3", "actor.parallel.tp=3", "data.batch_size=3"], "actor.parallel.tp", ["4 attention heads"]),
+        (
+            ["cluster.nproc=4", "actor.parallel.tp=4"],
+            "actor.parallel.tp",
+            ["2 key/value heads", "never copied", "allowed: 1, 2", "set actor.parallel.tp to 2"],
+        ),
+        (["cluster.nproc=3", "actor.parallel.pp=3"], "actor.parallel.pp", ["4 layers", "allowed: 1, 2, 4"]),
+        (
+            ["cluster.nproc=2", "actor.parallel.pp=2", "actor.parallel.vpp=3"],
+            "actor.parallel.vpp",
+            ["2 layers cannot be split into 3 chunks", "allowed: 1, 2"],
+        ),
+        (["cluster.nproc=2", "actor.parallel.ep=2"], "actor.parallel.ep", ["qwen3 has none"]),
+        (["actor.parallel.etp=1"], "actor.parallel.etp", ["qwen3 has none"]),
+        # objective
+        (["algorithm.advantage.name=gpro"], "algorithm.advantage.name", ["unknown advantage estimator", "mean grpo?"]),
+        (["algorithm.loss.name=pppo"], "algorithm.loss.name", ["unknown policy loss", "mean ppo?"]),
+        (["algorithm.pipeline=grop"], "algorithm.pipeline", ["unknown pipeline", "mean grpo?"]),
+        (["algorithm.kl.estimator=low_var"], "algorithm.kl.estimator", ["unknown KL estimator", "low_var_kl"]),
+        (["algorithm.advantage.name=no_such_pkg.mod:fn"], "algorithm.advantage.name", ["no_such_pkg"]),
+        (["algorithm.advantage.name=json:lods"], "algorithm.advantage.name", ["defines no lods", "json:loads?"]),
+        (["rollout.sampling.n=1"], "rollout.sampling.n", ["compares the samples", ">= 2"]),
+        (["rollout.sampling.n=1", "algorithm.advantage.name=rloo"], "rollout.sampling.n", ["rloo"]),
+        (["algorithm.advantage.name=gae"], "algorithm.advantage.name", ["values of a critic", "pipeline=ppo"]),
+        (["algorithm.loss.aggregation=seq-mean-token-sum-norm"], "algorithm.loss.sum_norm", ["=8"]),
+        (["algorithm.overlong.buffer_tokens=8"], "algorithm.overlong.buffer_tokens", ["from 1 to 7"]),
+        (["algorithm.kl.adaptive=true"], "algorithm.kl.adaptive", ["reward term"]),
+        (
+            ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "cluster.nproc=2", "critic.parallel.tp=2"],
+            "critic.parallel",
+            ["share one layout", "tp 1"],
+        ),
+        # sampling
+        (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", ["all the same"]),
+        (["rollout.sampling.min_new_tokens=9"], "rollout.sampling.min_new_tokens", ["from 0 to 8"]),
+        (
+            ["data.max_prompt_tokens=249", "validation.sampling.max_new_tokens=7"],
+            "rollout.sampling.max_new_tokens",
+            ["249 + 8", "256 positions", "at most 7"],
+        ),
+        (["rollout.sampling.stop_token_ids=[3, 32]"], "rollout.sampling.stop_token_ids", ["[32]", "from 0 to 31"]),
+        # schedules
+        (["actor.optim.min_lr=1"], "actor.optim.min_lr", ["would rise"]),
+        (
+            ["actor.optim.schedule=linear", "trainer.steps=10", "actor.optim.warmup_steps=10"],
+            "actor.optim.warmup_steps",
+            ["10 optimizer steps", "from 0 to 9"],
+        ),
+        (["sft.steps=5", "sft.stop_at_accuracy=0.5"], "sft.eval_every", ["needs evaluations"]),
+        # files
+        (["data.train_files=[]"], "data.train_files", ["no training data"]),
+        (["data.train_files=missing.jsonl"], "data.train_files", ["no such file", "missing.jsonl"]),
+        (["data.train_files=megarl.recipes.arithmetic:make_row"], "data.train_files", ["arithmetic:make_rows?"]),
+        (["reward.name=exact_mach"], "reward.name", ["unknown reward", "mean exact_match?"]),
+        (["reward.name=missing.py:score"], "reward.name", ["no file missing.py"]),
+        (["reward.name=missing.py"], "reward.name", ["is not named", "missing.py:function"]),
+        (["trainer.resume=no/such"], "trainer.resume", ["auto, never"]),
+        (["reference.path=no/such/model", "algorithm.kl.use=loss"], "reference.path", ["no such model folder"]),
+        (["name=a/b"], "name", ["without slashes"]),
+        # model
+        (["model.hf_config.model_type=gpt2"], "model.hf_config", ["not supported", "qwen3_moe"]),
+        (["model.hf_config.model_type=null"], "model.hf_config", ["no model_type"]),
+        (["model.hf_config.hidden_size=0"], "model.hf_config", ["hidden_size is not a size"]),
+        (["model.path=/no/such/model", "model.hf_config=null"], "model.path", ["no such model folder"]),
+        (["model.hf_config=null"], "model", ["no model is named"]),
+        (["model.path=Qwen/Qwen3-8B"], "model", ["both model.path and model.hf_config"]),
+        (["model.tokenizer=null"], "model.tokenizer", ["brings no tokenizer"]),
+        (["model.tokenizer=chars:aba"], "model.tokenizer", ["'a' more than once", "chars:ab"]),
+        (["model.tokenizer=no/such/folder"], "model.tokenizer", ["no such tokenizer folder"]),
+        (["model.hf_config.vocab_size=8"], "model.hf_config.vocab_size", [">= 16"]),
+    ],
+)
+def test_one_mistake_gives_one_failure(failures, config_of, overrides, key, words):
+    failed = only(failures(*overrides))
+    assert failed.key == key
+    with pytest.raises(ConfigError) as caught:
+        validate(config_of(*overrides))
+    assert caught.value.exit_code == 2
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["rollout.sampling.top_p=0.9"], "rollout.sampling.top_p"),
+        (["rollout.sampling.top_k=5"], "rollout.sampling.top_k"),
+        (["validation.sampling.n=4"], "validation.sampling.n"),
+        (["rollout.dtype=bf16", "model.dtype=fp32"], "rollout.dtype"),
+        (["reference.path=org/model"], "reference.path"),
+        (["algorithm.kl.use=loss", "algorithm.kl.coef=0"], "algorithm.kl.coef"),
+        (["algorithm.kl.use=reward", "algorithm.kl.estimator=kl+"], "algorithm.kl.estimator"),
+        (["algorithm.pipeline=ppo"], "algorithm.advantage.name"),
+        (["algorithm.pipeline=dapo"], "algorithm.dynamic_sampling.enabled"),
+        (["algorithm.loss.sum_norm=4"], "algorithm.loss.sum_norm"),
+        (["validation.every=5"], "data.val_files"),
+        (["actor.optim.warmup_steps=100"], "actor.optim.warmup_steps"),
+        (["model.hf_config.num_hidden_layer=2"], "model.hf_config.num_hidden_layer"),
+    ],
+)
+def test_doubtful_setting_warns_and_passes(warned, failures, config_of, overrides, key):
+    assert only(warned(*overrides)).key == key
+    assert failures(*overrides) == []
+    with pytest.warns(ConfigWarning, match=key.replace(".", r"\.")):
+        validate(config_of(*overrides))
+
+
+def test_several_failures_come_as_one_numbered_list(config_of):
+    with pytest.raises(ConfigErrors, match="2 problems") as caught:
+        validate(config_of("reward.name=nope", "algorithm.advantage.name=nope"))
+    assert len(caught.value.problems) == 2
+
+
+def test_singleton_groups_are_legal_when_asked_for(failures):
+    assert failures("rollout.sampling.n=1", "algorithm.advantage.allow_singleton=true") == []
+
+
+def test_local_launcher_has_one_machine(config_of):
+    config = config_of("cluster.nproc=2", "cluster.nnodes=2")
+    assert [c.key for c in check_config(config, launcher="local") if c.status == "fail"] == ["cluster.nnodes"]
+    assert [c.key for c in check_config(config, launcher="torchrun") if c.status == "fail"] == []
+
+
+def test_evaluation_needs_held_out_prompts_only(config_of):
+    config = config_of("data.train_files=[]", "data.val_files=megarl.recipes.arithmetic:make_rows")
+    assert [c for c in check_config(config, job="eval") if c.status == "fail"] == []
+    assert [c.key for c in check_config(config, job="sft") if c.status == "fail"] == ["data.train_files"]
+
+
+# -- mixture of experts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["cluster.nproc=4", "actor.parallel.ep=4"], []),
+        (["cluster.nproc=4", "actor.parallel.ep=3"], ["actor.parallel.ep"]),
+        (["cluster.nproc=8", "actor.parallel.ep=8"], ["actor.parallel.ep"]),
+        (["cluster.nproc=4", "actor.parallel.tp=2"], []),
+        (["cluster.nproc=4", "actor.parallel.tp=2", "actor.parallel.sp=true"], []),
+        (["cluster.nproc=4", "actor.parallel.tp=2", "actor.parallel.sp=true", "actor.parallel.ep=4"], []),
+        (["cluster.nproc=4", "actor.parallel.ep=2", "actor.parallel.cp=2"], []),
+        (["cluster.nproc=4", "actor.parallel.ep=4", "actor.parallel.etp=2"], ["actor.parallel.ep"]),
+        (["cluster.nproc=5", "actor.parallel.etp=5", "data.batch_size=5"], ["actor.parallel.etp"]),
+        (["cluster.nproc=4", "actor.parallel.pp=2", "actor.parallel.ep=2"], []),
+        (["cluster.nproc=4", "actor.parallel.pp=2", "actor.parallel.ep=4"], ["actor.parallel.ep"]),
+    ],
+)
+def test_expert_layouts(config_of, overrides, keys):
+    failed = [check.key for check in check_config(config_of(*overrides), hf=MOE) if check.status == "fail"]
+    assert failed == keys
+
+
+def test_every_layout_that_passes_divides_the_model(config_of):
+    """Against the definition: all sizes integral."""
+    for tp in (1, 2, 3, 4):
+        for pp in (1, 2, 3, 5):
+            for cp in (1, 2):
+                config = config_of(
+                    "cluster.nproc=24",
+                    "data.batch_size=24",
+                    f"actor.parallel={{tp: {tp}, pp: {pp}, cp: {cp}}}",
+                )
+                sound = 24 % (tp * pp * cp) == 0 and 12 % tp == 0 and 4 % tp == 0 and 96 % tp == 0 and 12 % pp == 0
+                failed = [check for check in check_config(config, hf=DENSE) if check.status == "fail"]
+                assert (failed == []) == sound, (tp, pp, cp, failed)
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_reward_file_is_read_and_not_run(write, config_of):
+    write("raise SystemExit('must not run')\ndef score(samples): ...", "rewards.py")
+    good = config_of("reward.name=rewards.py:score")
+    assert [c for c in check_config(good) if c.status == "fail"] == []
+    bad = check_config(config_of("reward.name=rewards.py:scores"))
+    assert [c.fix for c in bad if c.status == "fail"] == ["did you mean rewards.py:score?"]
+
+
+def test_reward_file_with_a_syntax_error_names_the_line(write, failures):
+    write("x = 1\ndef score(samples) ...", "rewards.py")
+    assert "rewards.py:2: the file is not valid Python" in only(failures("reward.name=rewards.py:score")).message
+
+
+def test_user_module_in_the_current_folder_is_found(write, failures):
+    write("def build(config): ...", "my_pipelines.py")
+    assert failures("algorithm.pipeline=my_pipelines:build") == []
+    assert "did you mean my_pipelines:build?" in only(failures("algorithm.pipeline=my_pipelines:biuld")).fix
+
+
+def test_data_files_and_folders(write, failures):
+    write("{}", "data/train.jsonl")
+    write("{}", "notes/readme.txt")
+    assert failures("data.train_files=[data, data/train.jsonl, org/name@train]") == []
+    assert "did you mean data/train.jsonl?" in only(failures("data.train_files=data/trian.jsonl")).fix
+    assert "form is not known" in only(failures("data.train_files=notes/readme.txt")).message
+    assert "holds no data file" in only(failures("data.train_files=notes")).message
+
+
+def test_model_folder(write, failures, tmp_path):
+    overrides = ["model.hf_config=null", "model.path=model"]
+    (tmp_path / "model").mkdir()
+    assert "no config.json" in only(failures(*overrides)).message
+    write("{", "model/config.json")
+    assert "cannot be read" in only(failures(*overrides)).message
+    write(json.dumps({"model_type": "gpt2"}), "model/config.json")
+    assert "not supported" in only(failures(*overrides)).message
+    write(json.dumps({"model_type": "llama", "num_attention_heads": 6, "hidden_size": 66}), "model/config.json")
+    assert failures(*overrides) == []
+    assert only(failures(*overrides, "cluster.nproc=4", "actor.parallel.tp=4")).key == "actor.parallel.tp"
+
+
+def test_unknown_hub_name_skips_what_it_cannot_know(config_of):
+    checks = check_config(config_of("model.hf_config=null", "model.path=nobody/nothing"))
+    assert [check.name for check in checks if check.status == "skip"] == ["model", "actor model split"]
+    assert [check for check in checks if check.status == "fail"] == []

@@ -1,0 +1,81 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.config import facts
+from megarl.config.facts import model_facts
+from megarl.config.model import ModelConfig
+
+# Parameter counts as published with the models.
+PUBLISHED = {
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-70B": 70_553_706_496,
+    "mistralai/Mistral-7B-v0.3": 7_248_023_552,
+    "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+
+
+def test_every_known_model_is_listed_here():
+    assert set(json.loads((Path(facts.__file__).parent / "known_models.json").read_text())) == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_of_known_models(name):
+    assert model_facts(ModelConfig(path=name)).parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("model_type", facts.ARCHITECTURES)
+def test_defaults_agree_with_transformers(model_type):
+    from transformers import AutoConfig
+
+    theirs = AutoConfig.for_model(model_type)
+    ours = model_facts(ModelConfig(hf_config={"model_type": model_type}))
+    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    assert (ours.layers, ours.hidden, ours.heads) == (
+        theirs.num_hidden_layers,
+        theirs.hidden_size,
+        theirs.num_attention_heads,
+    )
+    assert (ours.kv_heads, ours.head_dim, ours.vocab) == (theirs.num_key_value_heads, head_dim, theirs.vocab_size)
+    assert (ours.max_positions, ours.tied) == (theirs.max_position_embeddings, theirs.tie_word_embeddings)
+    assert ours.ffn == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert ours.experts == getattr(theirs, "num_local_experts", getattr(theirs, "num_experts", 0))
+
+
+def test_supported_architectures_are_those_of_the_model_package():
+    from megarl.models.hf import ARCHITECTURES
+
+    assert set(facts.ARCHITECTURES) == set(ARCHITECTURES)
+
+
+def test_hub_cache_comes_before_the_known_models(tmp_path):
+    cache = tmp_path / "hf" / "hub" / "models--Qwen--Qwen3-8B"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text("abc\n")
+    (cache / "snapshots" / "abc").mkdir(parents=True)
+    (cache / "snapshots" / "abc" / "config.json").write_text(
+        json.dumps({"model_type": "qwen3", "num_hidden_layers": 7})
+    )
+    assert model_facts(ModelConfig(path="Qwen/Qwen3-8B")).layers == 7
+
+
+def test_unknown_hub_name_has_no_facts():
+    assert model_facts(ModelConfig(path="nobody/nothing")) is None

@@ -1,0 +1,149 @@
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from megarl.config.checks_layout import expert_tensor_size
+from megarl.config.facts import model_facts
+from megarl.config.load import load_config
+from megarl.config.memory import stage_parameters, state_bytes
+from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.plan import ROWS_SHOWN, coordinates, make_plan
+from megarl.config.training import EngineConfig
+
+LAYOUTS = [
+    (8, ParallelConfig(tp=2)),
+    (8, ParallelConfig(tp=2, cp=2)),
+    (16, ParallelConfig(tp=2, pp=2, cp=2)),
+    (16, ParallelConfig(tp=2, pp=2, ep=4)),
+    (16, ParallelConfig(tp=2, pp=2, cp=2, ep=4, etp=2)),
+    (12, ParallelConfig(tp=2, pp=3, ep=2, etp=2)),
+]
+
+
+@pytest.mark.parametrize(("nproc", "parallel"), LAYOUTS)
+def test_coordinates_are_megatrons(nproc, parallel):
+    from megarl.compat import megatron as compat
+
+    compat.install()
+    from megatron.core.parallel_state import RankGenerator
+
+    order, etp = "tp-cp-ep-dp-pp", expert_tensor_size(parallel)
+    dp = nproc // parallel.model_parallel_size
+    edp = nproc // (etp * parallel.ep * parallel.pp)
+    dense = RankGenerator(tp=parallel.tp, ep=1, dp=dp, pp=parallel.pp, cp=parallel.cp, order=order)
+    expert = RankGenerator(tp=etp, ep=parallel.ep, dp=edp, pp=parallel.pp, cp=1, order=order)
+    groups = [(dense, "dp", "dp"), (dense, "tp", "tp"), (dense, "cp", "cp"), (dense, "pp", "pp")]
+    groups += [(expert, "ep", "ep"), (expert, "tp", "etp"), (expert, "dp", "edp")]
+    for generator, token, name in groups:
+        for ranks in generator.get_ranks(token):
+            assert [coordinates(rank, nproc, parallel)[name] for rank in ranks] == list(range(len(ranks)))
+
+
+def test_plan_shows_everything_and_starts_nothing(config_of, tmp_path):
+    before = set(tmp_path.iterdir())
+    plan = make_plan(config_of("cluster.nproc=2"), "local")
+    for title in ("Configuration", "Task graph", "Ranks (local launcher)", "Memory per rank", "Checks"):
+        assert f"== {title}" in plan.text
+    assert plan.problems == []
+    assert "rollout" in plan.text.partition("== Task graph ==")[2].partition("== Ranks")[0]
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_failed_checks_are_in_the_text_and_the_problems(config_of):
+    plan = make_plan(config_of("cluster.nproc=4", "actor.parallel.tp=4"), "local")
+    assert "[fail] actor tensor split: actor.parallel.tp: tp 4 does not divide" in plan.text
+    assert [problem.where for problem in plan.problems] == ["actor.parallel.tp"]
+
+
+def test_plan_of_a_layout_that_does_not_divide(config_of):
+    plan = make_plan(config_of("cluster.nproc=3", "actor.parallel.tp=2"), "local")
+    assert "the processes do not divide into replicas" in plan.text
+
+
+def test_long_rank_tables_are_shortened(config_of):
+    plan = make_plan(config_of(f"cluster.nproc={4 * ROWS_SHOWN}", f"data.batch_size={4 * ROWS_SHOWN}"), "torchrun")
+    table = plan.text.partition("== Ranks")[2].partition("==")[2].partition("== Memory")[0]
+    assert f"... {3 * ROWS_SHOWN} ranks left out ..." in table
+    assert len(table.strip().splitlines()) == ROWS_SHOWN + 2
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "p.add_node('a', same, deps=['b'])\n    p.add_node('b', same, deps=['a'])\n    return p.build()",
+            ["cycle"],
+        ),
+        (
+            "p.add_node('a', same, reads=['no_such_field'], writes=[])\n    return p.build()",
+            ["no_such_field", "'a'"],
+        ),
+        ("p.add_node('a', same, deps=['nowhere'])\n    return p.build()", ["nowhere"]),
+    ],
+)
+def test_unsound_user_pipeline_is_refused(write, config_of, monkeypatch, tmp_path, body, words):
+    name = f"pipeline_{abs(hash(body))}"
+    write(
+        "from megarl.dag.pipeline import Pipeline\ndef same(worker, batch): return batch\n"
+        f"def build(config):\n    p = Pipeline('mine')\n    {body}\n",
+        f"{name}.py",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = make_plan(config_of(f"algorithm.pipeline={name}:build"), "local")
+    assert len(plan.problems) == 1
+    for word in words:
+        assert word in str(plan.problems[0])
+
+
+def test_pipeline_module_that_raises_is_named(write, config_of, monkeypatch, tmp_path):
+    write("raise RuntimeError('boom')\ndef build(config): ...", "broken_pipeline.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plan = make_plan(config_of("algorithm.pipeline=broken_pipeline:build"), "local")
+    assert "RuntimeError: boom" in str(plan.problems[0])
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_holds_the_whole_model():
+    for name in ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-8B", "Qwen/Qwen3-30B-A3B"):
+        facts = model_facts(ModelConfig(path=name))
+        dense, expert = stage_parameters(facts, ParallelConfig())
+        assert dense + expert == pytest.approx(facts.parameters, rel=1e-5)
+
+
+def test_optimizer_state_is_shared_by_the_replicas():
+    facts = replace(model_facts(ModelConfig(path="Qwen/Qwen3-30B-A3B")), layers=4)
+    whole = state_bytes(facts, ParallelConfig(), EngineConfig(), "bf16", dp=1)
+    shared = state_bytes(facts, ParallelConfig(), EngineConfig(), "bf16", dp=4)
+    spread = state_bytes(facts, ParallelConfig(ep=4), EngineConfig(), "bf16", dp=4)
+    own = state_bytes(facts, ParallelConfig(), EngineConfig(distributed_optimizer=False), "bf16", dp=4)
+    assert shared["optimizer"] == pytest.approx(whole["optimizer"] / 4)
+    assert spread["optimizer"] == pytest.approx(shared["optimizer"])
+    assert own["optimizer"] == whole["optimizer"]
+    assert whole["optimizer"] == pytest.approx(6 * whole["parameters"])
+
+
+# -- shipped recipes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo_quickstart", "grpo_gsm8k_calc", "grpo_qwen3_8b_8gpu", "grpo_qwen3_30b_a3b_32gpu"]
+)
+def test_shipped_recipe_passes_its_dry_run(name):
+    plan = make_plan(load_config(name), "torchrun")
+    assert plan.problems == []
+    assert " 0 warn" in plan.text
+
+
+def test_dry_run_is_quick_and_needs_no_torch():
+    code = (
+        "import sys; from megarl.config.load import load_config; from megarl.config.plan import make_plan;"
+        "make_plan(load_config('grpo_quickstart'), 'local');"
+        "print([m for m in ('torch', 'ray', 'transformers', 'megatron', 'mlflow') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env={**os.environ})
+    assert done.stdout.strip() == "[]", done.stderr
