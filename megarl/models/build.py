@@ -7,6 +7,12 @@ from typing import TYPE_CHECKING
 
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -33,18 +39,31 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
         if vpp:
             mpu.set_virtual_pipeline_model_parallel_rank(stage)
         where = {"ignore_virtual": not vpp, "vp_stage": vp_stage}
-        chunks.append(
-            PolicyModel(
-                hf_config,
-                tconf,
-                block_spec(hf_config, tconf, vp_stage),
-                pre_process=mpu.is_pipeline_first_stage(**where),
-                post_process=mpu.is_pipeline_last_stage(**where),
-                vp_stage=vp_stage,
-                value_head=value_head,
-            )
+        chunk = PolicyModel(
+            hf_config,
+            tconf,
+            block_spec(hf_config, tconf, vp_stage),
+            pre_process=mpu.is_pipeline_first_stage(**where),
+            post_process=mpu.is_pipeline_last_stage(**where),
+            vp_stage=vp_stage,
+            value_head=value_head,
         )
+        _mark_split(chunk)
+        chunks.append(chunk)
     return chunks
+
+
+def _mark_split(chunk: PolicyModel) -> None:
+    """Say of each weight that tensor parallelism splits that it is split, and where.
+
+    Megatron does this only when it initialises the weight itself. Without it the gradient norm takes the shards of the
+    other ranks for copies and leaves them out.
+    """
+    kinds = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
+    for module in chunk.modules():
+        dim = next((dim for kind, dim in kinds.items() if isinstance(module, kind)), None)
+        if dim is not None and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, is_parallel=True, dim=dim, stride=1)
 
 
 def block_spec(hf: PretrainedConfig, config: PolicyConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
