@@ -15,6 +15,7 @@ import fcntl
 import importlib
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -214,7 +215,7 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
     if config.cluster.nnodes == 1:
         chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses
     if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it draw its progress bars
-        chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(os.get_terminal_size().columns)}
+        chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     environment = {WATCHED: "1"} | {name: os.environ.get(name, value) for name, value in chosen.items()}
     if config.cluster.threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
