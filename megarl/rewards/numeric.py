@@ -34,7 +34,7 @@ def numeric(
     value = _read(sample["response"], extract)
     if value is None or (evaluated and ("/" in sample["response"] or "frac" in sample["response"])):
         return {"overall": 0.0, "extracted": ""}
-    close = abs(value - reference) <= Fraction(tolerance) * max(1, abs(reference))
+    close = abs(value - reference) <= Fraction(tolerance) * max(Fraction(1), abs(reference))
     return {"overall": float(close), "extracted": canonical(value)}
 
 

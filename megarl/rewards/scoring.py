@@ -7,6 +7,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from megarl.rewards.registry import Scorer
@@ -41,7 +42,7 @@ def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Itera
         yield from _score_batch(scorer, list(range(len(samples))), samples, stop_at_failure)
         return
     for index, sample in enumerate(samples):
-        outcome = _guard(scorer, lambda s=sample: _checked(scorer.function(s, **scorer.kwargs)))
+        outcome = _guard(scorer, partial(_call_one, scorer, sample))
         yield index, outcome
         if stop_at_failure and isinstance(outcome, Failure):
             return
@@ -91,7 +92,11 @@ def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[Failure | None, 
     failure = _guard(scorer, call)
     if isinstance(failure, Failure):
         return failure, []
-    return None, [_guard(scorer, lambda v=value: _checked(v)) for value in returned]
+    return None, [_guard(scorer, partial(_checked, value)) for value in returned]
+
+
+def _call_one(scorer: Scorer, sample: Sample) -> Result:
+    return _checked(scorer.function(sample, **scorer.kwargs))
 
 
 class _Refused(Exception):

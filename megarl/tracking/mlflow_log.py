@@ -84,7 +84,8 @@ class MlflowLog:
             log.warning("MLflow at %s did not answer for %g s; its run is incomplete", self._uri, _FINISH_TIMEOUT_S)
         if self.failures:
             log.warning("MLflow at %s: %d calls failed; metrics.jsonl is complete", self._uri, self.failures)
-        self._check()
+        if status == "FINISHED":  # otherwise another error is on its way to the user, who needs that one
+            self._check()
 
     def _check(self) -> None:
         if self._start_error is not None:

@@ -185,7 +185,14 @@ def _line_chart(runs: list[Run], stage: str, row: _Chart, used: set[str]) -> dic
             lines.append({"label": text, "x": x, "y": y, "tint": r if len(runs) > 1 else m, "dash": dash})
     if not lines:
         return None
-    chart = {"kind": "line", "stage": stage, "title": title, "hint": hint, "lines": lines, "range": _range(runs, stage)}
+    chart: dict[str, Any] = {
+        "kind": "line",
+        "stage": stage,
+        "title": title,
+        "hint": hint,
+        "lines": lines,
+        "range": _range(runs, stage),
+    }
     chart["exact"] = wanted[0][0] in _EXACT
     if stage == "train" and wanted[0][0] in _HERO:
         chart |= {"hero": True, "height": 260}

@@ -1,5 +1,7 @@
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import time
 
@@ -8,6 +10,7 @@ import pytest
 from megarl.config.data import RewardConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.rewards import build_reward, reward_metrics
+from megarl.rewards.pool import Pool
 
 HELPERS = """
 import os, time, math
@@ -185,6 +188,19 @@ def test_deadline_names_the_function_and_the_sample(file, workers):
 def test_deadline_with_on_error_keeps_what_was_scored(file):
     results = run(config(f"{file}:hang", workers=1, timeout_s=0.5, on_error=-1), samples("ok", "ok", "bad", "ok"))
     assert [r["overall"] for r in results] == [1, 1, -1, -1]
+
+
+def test_a_process_that_hangs_on_one_sample_is_killed_when_the_scorer_has_a_limit(file):
+    pool = Pool(f"{file}:hang", "sequential", {}, 2, sample_limit_s=0.5, limit_result={"overall": 0.0, "timeout": 1.0})
+    outcomes = pool.score(samples("ok", "bad", "ok", "bad", *["ok"] * 12), timeout_s=30, stop_at_failure=True)
+    pool.close()
+    assert [outcomes[i] for i in range(4)] == [{"overall": 1.0}, {"overall": 0.0, "timeout": 1.0}] * 2
+    assert len(outcomes) == 16
+
+
+def test_importing_rewards_is_light():
+    code = "import sys, megarl.rewards; print([m for m in ('torch', 'pydantic', 'sympy', 'ray') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
 def test_submit_returns_at_once_and_overlaps(file):

@@ -1,0 +1,116 @@
+import json
+import re
+
+import pytest
+
+from megarl.errors import DataError
+from megarl.tracking.jsonl import JsonlWriter
+from megarl.tracking.report import write_report
+from megarl.tracking.report_data import MAX_POINTS, load_run, report_data
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+
+
+def make_run(folder, *, name="run", steps=5, stage="train", samples=()):
+    writer = JsonlWriter(folder / "metrics.jsonl", durable=False)
+    for step in range(1, steps + 1):
+        metrics = {"critic/score/mean": step / steps, "timing_s/rollout": 1.0, "timing_s/update": 2.0, "odd/x": 1.0}
+        metrics |= {"timing_s/step": 3.5, "actor/kl_loss": None if step == 2 else 0.1, "sft/loss": 1.0}
+        writer.write({"step": step, "stage": stage, "time": 0.0, **metrics})
+    table = JsonlWriter(folder / "samples.jsonl", durable=False)
+    for sample in samples:
+        table.write({"stage": stage, **sample})
+    (folder / "run.json").write_text(json.dumps({"name": name, "status": "finished", "config": {"note": name}}))
+    return folder
+
+
+def page_data(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)[1])
+
+
+def test_the_page_is_self_contained(tmp_path):
+    make_run(tmp_path)
+    (tmp_path / "graph.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
+    page = write_report(tmp_path).read_text()
+    assert not re.search(r'(src|href)\s*=\s*"?(https?:)?//', page)
+    assert "@import" not in page
+    assert "url(" not in page
+    assert set(re.findall(r"https?://[^\"'\s]+", page)) == {"http://www.w3.org/2000/svg"}
+    assert page_data(page)["graph"].startswith("data:image/svg+xml;base64,")
+
+
+def test_text_of_users_cannot_become_markup(tmp_path):
+    make_run(tmp_path, name=EVIL, samples=[{"step": 1, "prompt": EVIL, "response": EVIL, EVIL: EVIL, "score": 1.0}])
+    page = write_report(tmp_path).read_text()
+    assert EVIL not in page
+    assert "<img" not in page.split("<body>")[1].split('id="data">')[1].split("</script>")[0]
+    data = page_data(page)
+    assert data["samples"][0]["response"] == EVIL
+    assert data["runs"][0]["name"] == EVIL
+    assert ".innerHTML" not in page
+
+
+def test_placeholders_in_user_text_stay_text(tmp_path):
+    make_run(tmp_path, samples=[{"step": 1, "prompt": "__CSS__ __DATA__", "score": 0.0}])
+    assert page_data(write_report(tmp_path).read_text())["samples"][0]["prompt"] == "__CSS__ __DATA__"
+
+
+def test_every_metric_is_drawn_once(tmp_path):
+    data = report_data([load_run(make_run(tmp_path))])
+    titles = {group["title"]: [chart["title"] for chart in group["charts"]] for group in data["groups"]}
+    assert titles == {
+        "Learning": ["Score"],
+        "Policy": ["KL to the reference"],
+        "Speed": ["Seconds per phase"],
+        "Everything else": ["odd/x", "sft/loss"],
+    }
+    (stack,) = data["groups"][2]["charts"]
+    assert [(part["label"], part["y"][0]) for part in stack["parts"]] == [("update", 2.0), ("rollout", 1.0)]
+    kl = data["groups"][1]["charts"][0]["lines"][0]
+    assert kl["y"] == [0.1, None, 0.1, 0.1, 0.1]
+
+
+def test_stages_have_charts_of_their_own(tmp_path):
+    data = report_data([load_run(make_run(tmp_path, stage="sft"))])
+    assert [group["title"] for group in data["groups"]] == [
+        "Supervised fine-tuning",
+        "Speed (sft)",
+        "Everything else (sft)",
+    ]
+
+
+def test_long_runs_are_thinned(tmp_path):
+    data = report_data([load_run(make_run(tmp_path, steps=MAX_POINTS * 2 + 1))])
+    line = data["groups"][0]["charts"][0]["lines"][0]
+    assert len(line["x"]) <= MAX_POINTS
+    assert line["x"][-1] == MAX_POINTS * 2 + 1
+
+
+def test_many_samples_are_limited_and_said_to_be(tmp_path):
+    rows = [{"step": step, "prompt": "p" * 10_000, "score": 1.0} for step in range(100)]
+    data = report_data([load_run(make_run(tmp_path, samples=rows))])
+    assert data["samples"][0]["step"] == 0
+    assert data["samples"][-1]["step"] == 99
+    assert "12 of 100" in data["samplesNote"]
+    assert len(data["samples"][0]["prompt"]) < 5000
+
+
+def test_runs_side_by_side(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        make_run(tmp_path / name, name=name, steps=4 if name == "a" else 6)
+    path = write_report(tmp_path / "a", [tmp_path / "b"])
+    assert path.name == "compare.html"
+    score = page_data(path.read_text())["groups"][0]["charts"][0]
+    assert [(line["label"], len(line["x"])) for line in score["lines"]] == [("a", 4), ("b", 6)]
+    assert score["range"] == [1, 6]
+
+
+def test_a_folder_without_metrics_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"no metrics\.jsonl"):
+        write_report(tmp_path)
+
+
+def test_a_run_that_has_logged_nothing_yet(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert page_data(write_report(tmp_path).read_text())["groups"] == []

@@ -1,0 +1,167 @@
+import io
+import json
+import logging
+import time
+
+import pytest
+from rich.console import Console
+
+from megarl.config.run import TrackingConfig
+from megarl.errors import ConfigError
+from megarl.phase import PhaseEvent
+from megarl.tracking.console import ConsoleView, summary
+from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.mlflow_log import metric_name
+from megarl.tracking.names import number
+from megarl.tracking.tracker import Tracker
+
+
+@pytest.fixture
+def screen():
+    return Console(file=io.StringIO(), width=140, soft_wrap=True, highlight=False)
+
+
+def tracker(tmp_path, screen, **more):
+    cfg = TrackingConfig(dir=str(tmp_path), mlflow=more.pop("mlflow", False), **more.pop("cfg", {}))
+    return Tracker(tmp_path / "run", cfg, "my run", {"trainer": {"steps": 3}}, console=screen, total_steps=3, **more)
+
+
+def steps(tmp_path, file="metrics.jsonl", stage="train"):
+    return [line["step"] for line in read_jsonl(tmp_path / "run" / file) if line["stage"] == stage]
+
+
+def test_a_run_leaves_all_its_files(tmp_path, screen):
+    t = tracker(tmp_path, screen)
+    t.log(0, {"val/acc": 0.25})
+    for step in (1, 2, 3):
+        t.log(step, {"critic/score/mean": step / 4, "actor/lr": 1e-4, "timing_s/step": 1.5})
+        t.samples(step, [{"prompt": "1+1=", "response": "2", "score": 1.0}])
+        t.trace([PhaseEvent("step", 0, 10, step)])
+    t.finish()
+    for file in ("metrics.jsonl", "samples.jsonl", "run.json", "trace.json", "report.html"):
+        assert (tmp_path / "run" / file).stat().st_size > 0
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert info["status"] == "finished"
+    assert info["machine"]["cores"] >= 1
+    text = screen.file.getvalue()
+    assert "step 1/3  score" in text
+    assert "my run finished" in text
+    assert "0.75 (step 3)" in text
+
+
+def test_resume_cuts_later_lines_of_this_stage_only(tmp_path, screen):
+    for stage, last in (("sft", 9), ("train", 5)):
+        t = tracker(tmp_path, screen, stage=stage)
+        for step in range(1, last + 1):
+            t.log(step, {"x": step})
+            t.samples(step, [{"prompt": ""}])
+    with open(tmp_path / "run" / "metrics.jsonl", "ab") as file:
+        file.write(b'{"step": 6, "sta')
+    tracker(tmp_path, screen, resume_step=3).log(4, {"x": 4})
+    assert steps(tmp_path) == [1, 2, 3, 4]
+    assert steps(tmp_path, "samples.jsonl") == [1, 2, 3]
+    assert steps(tmp_path, stage="sft") == list(range(1, 10))
+
+
+def test_a_fresh_start_moves_old_lines_away(tmp_path, screen):
+    for value in (1, 2, 3):
+        tracker(tmp_path, screen).log(1, {"x": value})
+    assert [line["x"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == [3]
+    assert [read_jsonl(tmp_path / "run" / f"metrics.old-{n}.jsonl")[0]["x"] for n in (1, 2)] == [1, 2]
+
+
+def test_mlflow_gets_params_metrics_artifacts_and_continues_the_same_run(tmp_path, screen):
+    first = tracker(tmp_path, screen, mlflow=True)
+    first.log(1, {"val/best@8": 0.5, "bad": float("nan")})
+    first.finish("failed")
+    second = tracker(tmp_path, screen, mlflow=True, resume_step=1)
+    second.log(2, {"val/best@8": 0.75})
+    second.finish()
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.info.run_name == "my run"
+    assert run.data.params == {"trainer.steps": "3"}
+    assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "val/best_at_8")] == [
+        (1, 0.5),
+        (2, 0.75),
+    ]
+    assert "bad" not in run.data.metrics
+    assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"report.html", "metrics.jsonl", "run.json"}
+
+
+def test_mlflow_that_cannot_start_stops_the_run(tmp_path, screen):
+    (tmp_path / "file").write_text("")
+    t = tracker(tmp_path, screen, mlflow=True, cfg={"mlflow_uri": f"sqlite:///{tmp_path}/file/x.db"})
+
+    def log_until_it_is_noticed():
+        for step in range(300):
+            t.log(step, {"x": 1.0})
+            time.sleep(0.1)
+
+    with pytest.raises(ConfigError, match=r"tracking\.mlflow_uri"):
+        log_until_it_is_noticed()
+    assert len(steps(tmp_path)) >= 1
+
+
+def test_mlflow_that_fails_later_warns_once_and_counts(tmp_path, screen, caplog):
+    t = tracker(tmp_path, screen, mlflow=True)
+
+    def fail(client, run_id):
+        raise OSError("disk full")
+
+    t._mlflow._calls.put(fail)
+    t._mlflow._calls.put(fail)
+    with caplog.at_level(logging.WARNING):
+        t.log(1, {"x": 1.0})
+        t.finish()
+    assert sum("training goes on: OSError: disk full" in r.message for r in caplog.records) == 1
+    assert any("2 calls failed" in r.message for r in caplog.records)
+
+
+def test_metric_names_mlflow_accepts():
+    assert metric_name("val/gsm8k+aug/best@8") == "val/gsm8k_aug/best_at_8"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.53124, "0.5312"), (-0.00015, "-1.5e-04"), (1234.5, "1234"), (12345, "12.3k"), (2.5e7, "25M"), (0, "0")],
+)
+def test_numbers_are_short(value, text):
+    assert number(value) == text
+
+
+def test_log_lines_have_no_escape_codes_and_are_not_wrapped(screen):
+    view = ConsoleView(1000, screen)
+    view.step(7, {"critic/score/mean": 0.5, "perf/throughput": 12345.0, "unknown/metric": 1.0, "timing_s/step": 2.0})
+    line = screen.file.getvalue()
+    assert line.count("\n") == 1
+    assert "\x1b" not in line
+    assert line.split() == ["step", "7/1000", "score", "0.5", "tok/s", "12.3k", "2", "s"]
+
+
+def test_progress_in_a_log_is_rare_lines(screen, monkeypatch):
+    monkeypatch.setattr("megarl.tracking.console._LOG_EVERY_S", 0.0)
+    with ConsoleView(None, screen).progress("validation", 4) as advance:
+        advance(1)
+        advance(3)
+    assert screen.file.getvalue().splitlines() == ["validation: 1/4 (25%), 0 s", "validation: 4/4 (100%), 0 s"]
+
+
+def test_progress_on_a_terminal_is_taken_down():
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
+    view = ConsoleView(3, terminal)
+    with view.progress("validation", 4) as advance:
+        advance(4)
+    view.step(1, {"val/acc": 1.0})
+    view.final("done", [{"step": 1, "val/acc": 1.0}])
+    view.close()
+
+
+def test_summary_takes_first_best_and_last():
+    lines = [{"step": s, "val/acc": v} for s, v in [(0, 0.4), (5, 0.9), (9, 0.8)]] + [{"step": 9, "val/acc": None}]
+    ((shown, row),) = summary(lines)
+    assert shown.name == "val/acc"
+    assert row == {"first": 0.4, "last": 0.8, "best": 0.9, "best_step": 5}
