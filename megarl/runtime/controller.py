@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from megarl.data.prompts import PromptDataset
     from megarl.rewards.runner import RewardRunner
     from megarl.rollout.engine import RolloutEngine
+    from megarl.tracking.flops import FlopCounter
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
 
@@ -73,6 +75,20 @@ class Controller:
     def eos_ids(self) -> list[int]:
         """Tokens that end a response: the tokenizer's own."""
         return [self.tokenizer.eos_token_id]
+
+    @cached_property
+    def flops(self) -> FlopCounter:
+        """Counts what the policy computes, for `perf/flops` and with it MFU."""
+        from megarl.tracking.flops import FlopCounter
+
+        return FlopCounter.from_hf(self.hf_config)
+
+    def count_pass(self, samples: Batch, *, train: bool = False) -> None:
+        """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward."""
+        responses = samples["response_ids"].lengths
+        count = self.flops.train if train else self.flops.forward
+        lengths = (samples["prompt_ids"].lengths + responses).tolist()
+        self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum())))
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Response texts without special tokens."""

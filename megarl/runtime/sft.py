@@ -88,6 +88,7 @@ def train_on(c: Controller, batch: Batch) -> None:
     tokens = c.all_sum(mask.values.sum(dtype=torch.float64))
     batch.set("loss_weights", mask.like(mask.values / tokens.float()))
     metrics = c.actor.sft_step(batch)
+    c.count_pass(batch, train=True)
     if c.layout.rank == 0:  # already merged over all ranks
         c.metrics.merge(metrics)
     c.metrics.sum("perf/total_tokens", float(batch["prompt_ids"].lengths.sum() + batch["response_ids"].lengths.sum()))

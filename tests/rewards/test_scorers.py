@@ -89,6 +89,12 @@ def test_numeric_tolerance_and_extraction():
         numeric({"response": "1", "answer": "one"})
 
 
+def test_numeric_can_refuse_to_be_answered_with_the_question():
+    assert numeric({"response": "48/2", "answer": "24"})["overall"] == 1.0
+    for response, score in (("48/2", 0.0), (r"\frac{48}{2}", 0.0), ("24", 1.0)):
+        assert numeric({"response": response, "answer": "24"}, evaluated=True)["overall"] == score
+
+
 def test_numeric_votes_agree_across_spellings():
     votes = {numeric({"response": r, "answer": "1"})["extracted"] for r in ("0.5", ".50", "1/2", r"\frac12", "2/4")}
     assert votes == {"1/2", ""}

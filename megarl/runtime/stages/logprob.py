@@ -16,6 +16,7 @@ def old_logp(c: Controller, samples: Batch) -> Batch:
     """Score the responses with the policy that is about to be trained."""
     logp, _ = c.actor.logprobs(samples, c.temperature, entropy=False)
     samples.set("old_logp", logp)
+    c.count_pass(samples)
     return samples
 
 
@@ -25,4 +26,5 @@ def ref_logp(c: Controller, samples: Batch) -> Batch:
     assert c.reference is not None, "a graph with ref_logp needs a reference; config.checks guards this"
     logp, _ = c.reference.logprobs(samples, c.temperature, entropy=False)
     samples.set("ref_logp", logp)
+    c.count_pass(samples)
     return samples

@@ -77,5 +77,8 @@ def _record_lengths(c: Controller, samples: Batch) -> None:
     m.mean("response_length/clip_ratio", sum(reason == "length" for reason in samples["finish_reason"]), count)
     m.mean("prompt_length/mean", float(prompt_lengths.sum()), count)
     m.max("prompt_length/max", float(prompt_lengths.max()))
+    n = c.config.rollout.sampling.n
+    responses = [group.tolist() for group in lengths.split(n)]
+    m.sum("perf/flops", c.flops.generate(prompt_lengths[::n].tolist(), responses))
     m.sum("perf/generated_tokens", float(lengths.sum()))
     m.sum("perf/total_tokens", float(lengths.sum() + prompt_lengths.sum()))

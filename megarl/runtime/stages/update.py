@@ -24,6 +24,7 @@ def actor_train(c: Controller, samples: Batch) -> Batch:
     for _ in range(c.config.actor.ppo_epochs):
         for mini in mini_batches(c, samples):
             metrics = train_on(c, mini)
+            c.count_pass(mini, train=True)
             if c.layout.rank == 0:  # already merged over all ranks
                 c.metrics.merge(metrics)
     return samples
