@@ -11,10 +11,11 @@ from megarl.config.run import RunConfig
 from megarl.config.training import OptimConfig
 
 PIPELINES = ("grpo", "ppo", "dapo")
-ESTIMATORS = ("gae", "grpo", "reinforce_pp", "remax", "rloo")
-GROUP_ESTIMATORS = ("grpo", "rloo")
+ESTIMATORS = ("gae", "grpo", "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo")
+GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_pp_baseline")
 LOSSES = ("ppo",)
-KL_ESTIMATORS = ("kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+")
+_KL = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3")
+KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 
 
 def check_batches(config: RunConfig, checks: Checklist) -> None:
@@ -65,8 +66,17 @@ def check_objective(config: RunConfig, checks: Checklist) -> None:
             "algorithm.advantage.name",
             f"gae needs the values of a critic, and the {algorithm.pipeline} pipeline has none",
             found=estimator,
-            allowed=[name for name in ESTIMATORS if name != "gae"],
+            allowed=[name for name in ESTIMATORS if name not in ("gae", "remax")],
             fix="set algorithm.pipeline=ppo, or another estimator",
+        )
+    if estimator == "remax" and algorithm.pipeline in PIPELINES:
+        checks.fail(
+            "estimator",
+            "algorithm.advantage.name",
+            f"remax needs a greedy rollout of every prompt, and the {algorithm.pipeline} pipeline makes none",
+            found=estimator,
+            allowed=[name for name in ESTIMATORS if name not in ("gae", "remax")],
+            fix="name a pipeline of your own (pkg.mod:fn) whose nodes write greedy_score, or another estimator",
         )
     if algorithm.pipeline == "ppo" and estimator in ESTIMATORS and estimator != "gae":
         checks.warn(

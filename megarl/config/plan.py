@@ -40,7 +40,8 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train") -> Plan:
     graph = "cannot be built, see the checks"
     if not any(check.status == "fail" and check.key == "algorithm.pipeline" for check in checks):
         try:
-            graph = build_task_graph(config).draw_text()
+            drawing = importlib.import_module("megarl.dag.draw")
+            graph = drawing.as_text(build_task_graph(config))
         except UserError as error:
             listed = Checklist()
             listed.from_error("task graph", error)
