@@ -1,0 +1,221 @@
+"""Checkpoints that are either complete or not there, and how a run finds its way back.
+
+    ROOT/step_120.tmp-4f2a/     every rank writes its tensors and RNG state
+                 state.json     what the trainer adds (loader, controllers), plain JSON
+                 meta.json      last, by rank 0: step, layout, version, configuration hash
+    ROOT/step_120/              the same folder after fsync and rename
+    ROOT/best.json              which step is kept for being best
+
+A folder without the final name or without meta.json is never read, and is removed by the next save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+import megarl
+from megarl.comm import broadcast_json
+from megarl.device import has_cuda
+from megarl.training.sharded_state import CheckpointError, load_engines, save_engines
+
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # isort: skip  (compat hook is installed above)
+
+if TYPE_CHECKING:
+    from megarl.training.engine import MegatronEngine
+
+FORMAT = 1
+_META, _STATE, _BEST = "meta.json", "state.json", "best.json"
+
+
+def save(
+    root: Path,
+    step: int,
+    engines: dict[str, MegatronEngine],
+    extra: dict[str, Any],
+    *,
+    config_hash: str = "",
+    keep_last: int = 2,
+    best: bool = False,
+) -> Path:
+    """Write `ROOT/step_<step>` with all engines and `extra`, then drop old checkpoints. Collective over all ranks.
+
+    Args:
+        root: folder of checkpoints, on a file system that all ranks share.
+        step: training step that is complete.
+        engines: by name; frozen ones are stored without optimizer.
+        extra: JSON values of rank 0, returned by `load`.
+        config_hash: identifies the configuration, for information.
+        keep_last: newest checkpoints to keep, besides the best.
+        best: this one is the best so far.
+    """
+    rank = dist.get_rank()
+    final = root / f"step_{step}"
+    tag = broadcast_json(uuid.uuid4().hex[:8], 0)
+    folder = root / f"{final.name}.tmp-{tag}"
+    if rank == 0:
+        clean(root)
+        folder.mkdir(parents=True)
+    dist.barrier()
+    save_engines(engines, folder)
+    _save_rng(folder / f"rng_{rank}.safetensors")
+    dist.barrier()
+    if rank == 0:
+        layout = next(iter(engines.values())).layout.describe()
+        steps = {name: engine.step for name, engine in engines.items()}
+        meta = {
+            "format": FORMAT,
+            "megarl": megarl.__version__,
+            "step": step,
+            "layout": layout,
+            "optimizer_steps": steps,
+        }
+        (folder / _STATE).write_text(json.dumps(extra))
+        (folder / _META).write_text(json.dumps({**meta, "config_hash": config_hash}, indent=1))
+        _publish(folder, final, tag)
+        if best:
+            _replace(root / _BEST, {"step": step})
+        _prune(root, keep_last)
+    dist.barrier()
+    return final
+
+
+def load(folder: Path, engines: dict[str, MegatronEngine]) -> tuple[int, dict[str, Any]]:
+    """Fill `engines` from a checkpoint, under any layout; RNG states come back when the layout is the same. Collective.
+
+    Returns:
+        The training step and the `extra` that were saved.
+
+    Raises:
+        CheckpointError: not a complete checkpoint of this format, or without one of the engines.
+    """
+    meta = read_meta(folder)
+    missing = engines.keys() - meta["optimizer_steps"].keys()
+    if missing:
+        raise CheckpointError(f"{folder} holds {sorted(meta['optimizer_steps'])}, not {sorted(missing)}")
+    load_engines(engines, folder, meta["optimizer_steps"])
+    if meta["layout"] == next(iter(engines.values())).layout.describe():
+        _load_rng(folder / f"rng_{dist.get_rank()}.safetensors")
+    dist.barrier()
+    return meta["step"], json.loads((folder / _STATE).read_text())
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Contents of meta.json.
+
+    Raises:
+        CheckpointError: there is none, so the checkpoint is incomplete, or it is of another format.
+    """
+    try:
+        meta = json.loads((folder / _META).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is not a complete checkpoint: {error}") from error
+    if meta.get("format") != FORMAT:
+        raise CheckpointError(f"{folder} has format {meta.get('format')}, this version reads {FORMAT}")
+    return meta
+
+
+def steps_in(root: Path) -> list[int]:
+    """Steps of all complete checkpoints, rising."""
+    names = (path.name for path in root.glob("step_*") if (path / _META).is_file())
+    return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+
+
+def latest(root: Path) -> Path | None:
+    """Newest complete checkpoint below `root`."""
+    steps = steps_in(root)
+    return root / f"step_{steps[-1]}" if steps else None
+
+
+def best(root: Path) -> Path | None:
+    """The checkpoint that was saved as best and is still there."""
+    path = root / _BEST
+    folder = root / f"step_{json.loads(path.read_text())['step']}" if path.is_file() else None
+    return folder if folder is not None and (folder / _META).is_file() else None
+
+
+def clean(root: Path) -> None:
+    """Remove what interrupted saves left behind."""
+    for path in [*root.glob("step_*.tmp-*"), *root.glob("step_*.old-*")]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _publish(folder: Path, final: Path, tag: str) -> None:
+    """Give a fully written folder its final name; after this it survives a power cut."""
+    for path in folder.iterdir():
+        _sync(path)
+    _sync(folder)
+    old = final.with_name(f"{final.name}.old-{tag}")
+    if final.exists():
+        final.rename(old)
+    folder.rename(final)
+    _sync(final.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _prune(root: Path, keep_last: int) -> None:
+    """Drop all complete checkpoints but the newest `keep_last` and the best."""
+    kept = best(root)
+    for step in steps_in(root)[:-keep_last]:
+        folder = root / f"step_{step}"
+        if folder != kept:
+            gone = folder.with_name(f"{folder.name}.old-pruned")  # renamed first: never a half-removed step_N
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+
+
+def _replace(path: Path, value: Any) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value))
+    _sync(temporary)
+    temporary.rename(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _save_rng(path: Path) -> None:
+    """States of this rank's generators: Python, numpy, torch, CUDA, and Megatron's tracker."""
+    import numpy
+    from safetensors.torch import save_file
+
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.copy())}
+    if has_cuda():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    tensors |= {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    plain = {"python": random.getstate(), "numpy": [kind, position, has_gauss, gauss]}
+    save_file(tensors, path, metadata={"plain": json.dumps(plain)})
+
+
+def _load_rng(path: Path) -> None:
+    import numpy
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        plain = json.loads(file.metadata()["plain"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    version, internal, gauss_next = plain["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, position, has_gauss, gauss = plain["numpy"]
+    numpy.random.set_state((kind, tensors["numpy"].numpy(), position, has_gauss, gauss))
+    torch.set_rng_state(tensors["torch"])
+    if has_cuda() and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])
+    get_cuda_rng_tracker().set_states(
+        {name.removeprefix("tracker."): state for name, state in tensors.items() if name.startswith("tracker.")}
+    )

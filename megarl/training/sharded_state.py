@@ -1,0 +1,257 @@
+"""An engine's parameters and optimizer state as Megatron sharded tensors, and their way to and from disk.
+
+Every tensor of a checkpoint is stored under the name of its parameter and its place in the whole model, so a run can
+go on under another layout. That holds for optimizer state too because only its tensors are stored, one set per
+parameter, and nothing of how this rank's optimizers are composed (Megatron's own form differs between one optimizer
+and a chain of two, and cannot be read by the other).
+
+What is unpickled on load: the `.metadata` index, checked first against a short list of plain classes, and
+nothing else; tensors are read with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+
+from megarl.errors import MegarlError
+from megarl.training.optimizer import parts
+
+from megatron.core import dist_checkpointing  # isort: skip  (megarl.training.optimizer installs the compat hook)
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # isort: skip
+from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor  # isort: skip
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist  # isort: skip
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy  # isort: skip
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
+
+if TYPE_CHECKING:
+    from megarl.training.engine import MegatronEngine
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_MASTER = "fp32_param"
+Sharded = ShardedTensor | ShardedTensorFactory
+
+
+class CheckpointError(MegarlError):
+    """A checkpoint is incomplete, damaged, or holds what a checkpoint of this package never holds."""
+
+
+# -- engine to sharded tensors -----------------------------------------------------------------------------------------
+
+
+def save_engines(engines: dict[str, MegatronEngine], folder: Path) -> None:
+    """Write all engines into the existing empty `folder`. Collective over all ranks."""
+    state = {name: _engine_state(name, engine, loading=False) for name, engine in engines.items()}
+    dist_checkpointing.save(state, str(folder), sharded_strategy=_Save("torch_dist", 1))
+
+
+def load_engines(engines: dict[str, MegatronEngine], folder: Path, steps: dict[str, int]) -> None:
+    """Read all engines from `folder`, whatever layout wrote it, and set their optimizer steps. Collective.
+
+    Raises:
+        CheckpointError: the index holds something other than tensors.
+    """
+    check_index(folder)
+    state = {name: _engine_state(name, engine, loading=True) for name, engine in engines.items()}
+    loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=torch_dist.TorchDistLoadShardedStrategy())
+    for name, engine in engines.items():
+        for number, chunk in enumerate(engine.chunks):
+            _copy_into(chunk, loaded[name]["model"][number])
+        engine.step = steps[name]
+        for number, part in enumerate(_optimizers(engine)):
+            _set_optimizer_state(part, engine, loaded[name]["optimizer"][number])
+
+
+def _engine_state(name: str, engine: MegatronEngine, loading: bool) -> dict[str, Any]:
+    """Nested dict of sharded tensors whose keys begin with the engine's name."""
+    # One key per layer, not one tensor over all layers: layers may differ (dense and expert ones).
+    model = {
+        number: _tensors_only(chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}))
+        for number, chunk in enumerate(engine.chunks)
+    }
+    add_prefix_for_sharding(model, f"{name}.")
+    by_parameter = {id(sharded.data): sharded for sharded in nested_values(model)}
+    optimizers = {
+        number: _optimizer_state(part, by_parameter, engine, loading) for number, part in enumerate(_optimizers(engine))
+    }
+    return {"model": model, "optimizer": optimizers}
+
+
+def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:
+    """Without Megatron's extra-state objects, which are empty here and would have to be pickled."""
+    kept = {key: value for key, value in state.items() if not isinstance(value, ShardedObject)}
+    for key, value in kept.items():
+        if key.endswith(("word_embeddings.weight", "output_layer.weight")) and isinstance(value, ShardedTensor):
+            # The vocabulary is padded to a multiple of tp, so its global size depends on the layout.
+            value.allow_shape_mismatch = True
+    return kept
+
+
+def _optimizers(engine: MegatronEngine) -> list[Any]:
+    return parts(engine.optimizer) if engine.optimizer is not None else []
+
+
+def _optimizer_state(
+    part: Any, by_parameter: dict[int, Sharded], engine: MegatronEngine, loading: bool
+) -> dict[str, dict[str, Sharded]]:
+    """Moments (and, in bf16, master weights) of every parameter of one optimizer, under stable names."""
+    _create_state(part)
+    if isinstance(part, DistributedOptimizer):
+        # Gathers the shards of all data-parallel ranks on the first of them; the others have nothing to write.
+        found = part.sharded_param_state_fully_reshardable(
+            {str(number): sharded for number, sharded in enumerate(by_parameter.values())},
+            is_loading=loading,
+            metadata={"distrib_optim_fully_reshardable_mem_efficient": True},
+        )
+        wanted = _wanted(engine)
+        return {
+            str(number): {key: sharded for key, sharded in tensors.items() if key in wanted}
+            for number, tensors in (found or {}).items()
+        }
+    state: dict[str, dict[str, Sharded]] = {}
+    for number, (parameter, main) in enumerate(_model_and_main(part)):
+        tensors = {moment: part.optimizer.state[main][moment] for moment in MOMENTS}
+        if _MASTER in _wanted(engine):
+            tensors[_MASTER] = main.data
+        state[str(number)] = {
+            key: make_sharded_optimizer_tensor(by_parameter[id(parameter)], tensor, f"optimizer.state.{key}")
+            for key, tensor in tensors.items()
+        }
+    return state
+
+
+def _wanted(engine: MegatronEngine) -> tuple[str, ...]:
+    """Master weights of a float32 model are its parameters and not stored twice."""
+    return MOMENTS if engine.dtype == torch.float32 else (*MOMENTS, _MASTER)
+
+
+def _model_and_main(part: Any) -> Iterable[tuple[Tensor, Tensor]]:
+    """Model parameter and optimizer parameter pairs of an optimizer that is not distributed."""
+    if not hasattr(part, "float16_groups"):
+        for group in part.param_groups:
+            yield from ((parameter, parameter) for parameter in group["params"])
+        return
+    for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
+        yield from zip(models, mains, strict=True)
+    for group in part.fp32_from_fp32_groups:
+        yield from ((parameter, parameter) for parameter in group)
+
+
+def _create_state(part: Any) -> None:
+    """What the first optimizer step would create, so that there is something to read and to load into."""
+    if not isinstance(part.optimizer, torch.optim.AdamW):
+        part.init_state_fn(part.optimizer, part.config)
+        return
+    for group in part.param_groups:
+        for parameter in group["params"]:
+            if not part.optimizer.state[parameter]:
+                part.optimizer.state[parameter].update(
+                    step=torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    **{moment: torch.zeros_like(parameter.data) for moment in MOMENTS},
+                )
+
+
+def _copy_into(chunk: torch.nn.Module, loaded: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for key, value in chunk.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                value.copy_(loaded[key])
+
+
+def _set_optimizer_state(part: Any, engine: MegatronEngine, loaded: dict[str, dict[str, Tensor]]) -> None:
+    if isinstance(part, DistributedOptimizer):
+        state = {int(number): dict(tensors) for number, tensors in loaded.items()}
+        if _MASTER not in _wanted(engine):
+            parameters = [p for buffer in part.buffers for p in buffer.param_index_map]
+            for number, parameter in enumerate(parameters):
+                state[number][_MASTER] = parameter.data
+        part.load_parameter_state_from_fully_reshardable(state)
+    else:
+        for number, (_, main) in enumerate(_model_and_main(part)):
+            for key, tensor in loaded[str(number)].items():
+                (main.data if key == _MASTER else part.optimizer.state[main][key]).copy_(tensor)
+    for group in part.param_groups:
+        if not isinstance(part.optimizer, torch.optim.AdamW):
+            group["step"] = engine.step  # fused Adam of Apex and Transformer Engine counts per group
+            continue
+        for parameter in group["params"]:
+            part.optimizer.state[parameter]["step"].fill_(engine.step)
+
+
+# -- disk --------------------------------------------------------------------------------------------------------------
+
+
+class _Save(SaveShardedStrategy):
+    """The `torch_dist` format, written by this process: Megatron's own writer forks, with threads running."""
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        flat, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, keep_only_main_replica=True
+        )
+        dcp.save(
+            torch_dist.mcore_to_pyt_state_dict(flat),
+            storage_writer=dcp.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
+            planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Objects would have to be pickled."""
+        return False
+
+
+_PLAIN = {
+    ("builtins", "set"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # its module since Python 3.13
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+}
+_DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN or (module == "torch" and name in _DTYPES):
+            return super().find_class(module, name)
+        raise CheckpointError(f"the index of the checkpoint names {module}.{name}, which is not a part of any index")
+
+
+def check_index(folder: Path) -> None:
+    """Read the pickled index with a short list of allowed classes, before anything reads it without.
+
+    Raises:
+        CheckpointError: it names another class, or lists objects besides tensors.
+    """
+    try:
+        index = _PlainUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
+    except (OSError, pickle.UnpicklingError, EOFError) as error:
+        raise CheckpointError(f"{folder}: the index of the checkpoint cannot be read: {error}") from error
+    others = [
+        key for key, value in index.state_dict_metadata.items() if type(value).__name__ != "TensorStorageMetadata"
+    ]
+    if others:
+        raise CheckpointError(f"{folder}: holds objects besides tensors: {', '.join(others[:4])}")
