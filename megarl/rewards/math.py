@@ -1,8 +1,8 @@
 """Symbolic equality of mathematical answers through `math-verify`.
 
-SymPy can run for ever on a hostile expression, so every sample has its own time limit: an alarm that interrupts Python
-code here, and behind it the reward pool, which kills a process that hangs inside one C call. This scorer therefore
-always runs in a worker process (an alarm needs the main thread of one).
+SymPy can run for ever on a hostile expression, so every sample has its own limit of CPU time: an alarm that interrupts
+Python code here, and behind it the reward pool, which kills a process that hangs inside one C call. This scorer
+therefore always runs in a worker process (an alarm needs the main thread of one), the only place that imports it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
 
+from math_verify import parse, verify  # here, because importing it takes longer than a sample may
+
 from megarl.rewards.format import last_boxed
 
 _TAIL = 600  # characters of an unboxed response that are searched, the answer stands at the end
+
+for _name in ("math_verify.parser", "math_verify.grader"):
+    logging.getLogger(_name).setLevel(logging.ERROR)  # they warn that their own timeouts are off
 
 
 class _TimeLimit(BaseException):
@@ -32,7 +37,7 @@ def math(
     Args:
         sample: `response` and `answer` (LaTeX or plain, boxed or not).
         method: strict reads the last `\\boxed{}` only; flexible falls back on the last expression of the response.
-        timeout_s: limit per sample; what cannot be decided in time is wrong and has part `timeout` = 1.
+        timeout_s: CPU seconds per sample; what cannot be decided in time is wrong and has part `timeout` = 1.
 
     Raises:
         ValueError: the reference answer is empty, or an argument is out of range.
@@ -58,18 +63,12 @@ def math(
 
 
 def _equal(gold: str, candidate: str, boxed: bool) -> bool:
-    from math_verify import parse, verify
-
-    for name in ("math_verify.parser", "math_verify.grader"):
-        logging.getLogger(name).setLevel(logging.ERROR)  # they warn that their own timeouts are off
     parsed = parse(_box(candidate) if boxed else candidate, parsing_timeout=None)
     return bool(verify(_parse_gold(gold), parsed, timeout_seconds=None))
 
 
 @functools.lru_cache(maxsize=4096)
 def _parse_gold(gold: str) -> list[Any]:
-    from math_verify import parse
-
     return parse(_box(gold), parsing_timeout=None)
 
 
@@ -82,10 +81,10 @@ def _time_limit(seconds: float) -> Iterator[None]:
     def on_alarm(number: int, frame: FrameType | None) -> None:
         raise _TimeLimit
 
-    before = signal.signal(signal.SIGALRM, on_alarm)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    before = signal.signal(signal.SIGPROF, on_alarm)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

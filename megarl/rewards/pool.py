@@ -20,6 +20,7 @@ from megarl.rewards.registry import Mode
 from megarl.rewards.scoring import Failure, Outcome, Result, Sample
 
 START_TIMEOUT_S = 120.0  # a user's file may import heavy packages
+_EXIT_S = 5.0  # from a broken connection to the end of the process
 _CHUNKS_PER_WORKER = 4  # small enough to balance, large enough to amortise a message
 
 
@@ -50,14 +51,18 @@ class _Worker:
         self.chunk, self.done, self.since = chunk, set(), time.monotonic()
         self.conn.send(([samples[i] for i in chunk], stop_at_failure))
 
-    def kill(self) -> str:
-        """End the process; returns how it ended, for messages."""
-        ended_by_itself = self.process.poll() is not None
-        self.process.kill()
-        code = self.process.wait()
+    def kill(self) -> None:
+        """End the process, whatever it does."""
         self.conn.close()
-        if not ended_by_itself:
-            return "killed"
+        self.process.kill()
+        self.process.wait()
+
+    def how_it_ended(self) -> str:
+        """Exit code or signal of a process whose connection broke; it may need a moment to be gone."""
+        try:
+            code = self.process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return "it closed its connection"
         if code >= 0:
             return f"exit code {code}"
         hint = ", out of memory?" if code == -signal.SIGKILL else ""
@@ -175,10 +180,11 @@ class Pool:
             raise ConfigError(str(message[1]))
 
     def _on_death(self, worker: _Worker, outcomes: dict[int, Outcome], pending: deque[list[int]]) -> None:
+        left, how = worker.left, worker.how_it_ended()
+        self._drop(worker)
         if not worker.ready:
-            raise RewardError(f"a reward process of {self._setup['name']} died while starting ({self._drop(worker)})")
-        left = worker.left
-        reason = f"died with its reward process ({self._drop(worker)})"
+            raise RewardError(f"a process of reward {self._setup['name']!r} died while it started ({how})")
+        reason = f"died with its reward process ({how})"
         self._start_missing()
         if not left:  # it died idle
             return
@@ -204,9 +210,9 @@ class Pool:
         for i in (i for chunk in pending for i in chunk):
             outcomes[i] = Failure(_late(timeout_s, False), collateral=True)
 
-    def _drop(self, worker: _Worker) -> str:
+    def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)
-        return worker.kill()
+        worker.kill()
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._size:

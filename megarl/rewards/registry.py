@@ -21,13 +21,16 @@ Mode = Literal["batch", "sequential"]
 
 @dataclass(frozen=True)
 class _Included:
+    """`time_limit_s`: default of the scorer's `timeout_s` per sample. It is kept by an alarm, so such a scorer runs in
+    the main thread of a process of its own."""
+
     path: str
-    isolated: bool = False
+    time_limit_s: float | None = None
 
 
 _INCLUDED = {
     "gsm8k": _Included("megarl.rewards.gsm8k:gsm8k"),
-    "math": _Included("megarl.rewards.math:math", isolated=True),
+    "math": _Included("megarl.rewards.math:math", time_limit_s=5.0),
     "exact_match": _Included("megarl.rewards.exact_match:exact_match"),
     "numeric": _Included("megarl.rewards.numeric:numeric"),
     "format": _Included("megarl.rewards.format:format_reward"),
@@ -57,9 +60,21 @@ def scorer_names() -> list[str]:
     return sorted(_INCLUDED)
 
 
-def is_isolated(name: str) -> bool:
-    """True when the scorer must run in the main thread of a process of its own (it uses alarms)."""
-    return name in _INCLUDED and _INCLUDED[name].isolated
+def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
+    """CPU seconds per sample of a scorer that must run in a process of its own; None for every other one.
+
+    Raises:
+        ConfigError: `timeout_s` in `kwargs` is not a positive number.
+    """
+    default = _INCLUDED[name].time_limit_s if name in _INCLUDED else None
+    if default is None:
+        return None
+    limit = kwargs.get("timeout_s", default)
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
+        raise ConfigError(
+            "not a number of seconds", where="reward.kwargs.timeout_s", found=limit, allowed="a number above 0"
+        )
+    return float(limit)
 
 
 def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:

@@ -9,12 +9,10 @@ A failing sample stops the run, or scores `reward.on_error` when the user says s
 
 from __future__ import annotations
 
-import inspect
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from types import TracebackType
@@ -23,7 +21,7 @@ from typing import TYPE_CHECKING
 from megarl.errors import RewardError
 from megarl.metrics import Metrics
 from megarl.rewards.pool import Pool
-from megarl.rewards.registry import Scorer, is_isolated, load_scorer
+from megarl.rewards.registry import Scorer, load_scorer, time_limit_s
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Failure, Outcome, Result, Sample, score
 
 if TYPE_CHECKING:
@@ -31,7 +29,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
-_LIMIT_GRACE_S = 2.0  # the alarm inside the process gets this much longer before the process is killed
+# The alarm inside the process counts CPU seconds; the process is killed after this many wall seconds, which a busy
+# machine must not reach.
+_WALL_FACTOR, _WALL_GRACE_S = 4.0, 5.0
 
 
 class RewardHandle:
@@ -61,11 +61,16 @@ class RewardRunner:
         self._cfg = cfg
         self._scorer: Scorer | None = None
         self._pool: Pool | None = None
-        if cfg.workers or is_isolated(cfg.name):
-            limit = _sample_limit(cfg) if is_isolated(cfg.name) else None
-            late = {"overall": 0.0, "timeout": 1.0, EXTRACTED_KEY: ""}
-            mode = "sequential" if ":" not in cfg.name else cfg.mode
-            self._pool = Pool(cfg.name, mode, cfg.kwargs, max(1, cfg.workers), sample_limit_s=limit, limit_result=late)
+        limit = time_limit_s(cfg.name, cfg.kwargs)
+        if cfg.workers or limit is not None:
+            self._pool = Pool(
+                cfg.name,
+                "sequential" if ":" not in cfg.name else cfg.mode,
+                cfg.kwargs,
+                max(1, cfg.workers),
+                sample_limit_s=None if limit is None else _WALL_FACTOR * limit + _WALL_GRACE_S,
+                limit_result={"overall": 0.0, "timeout": 1.0, EXTRACTED_KEY: ""},
+            )
         else:
             self._scorer = load_scorer(cfg.name, cfg.mode, cfg.kwargs)
         self._stuck: str | None = None
@@ -175,13 +180,6 @@ def reward_metrics(results: list[Result]) -> Metrics:
             if name not in (ERROR_KEY, EXTRACTED_KEY):
                 metrics.mean(f"reward/{name}", value, 1)
     return metrics
-
-
-def _sample_limit(cfg: RewardConfig) -> float:
-    """Seconds after which a hanging sample's process is killed: the scorer's own limit and some grace."""
-    function: Callable[..., object] = load_scorer(cfg.name, cfg.mode, cfg.kwargs).function
-    default = inspect.signature(function).parameters["timeout_s"].default
-    return float(cfg.kwargs.get("timeout_s", default)) + _LIMIT_GRACE_S
 
 
 def _describe(name: str, samples: list[Sample], index: int, failure: Failure, fix: str | None = None) -> str:

@@ -95,7 +95,7 @@ class Recorder:
         memory = numbers["perf/max_memory_gb"]  # of the largest rank, not of this one
         made = perf_metrics(
             tokens=numbers["perf/total_tokens"],
-            seconds=numbers["timing_s/step"],
+            seconds=numbers["timing_s/step"] - numbers.get("timing_s/validate", 0.0),
             devices=self._c.layout.world_size,
             flops=numbers.get("perf/flops"),
             peak=self._peak,

@@ -22,7 +22,6 @@ STEP_LINE = (
     Shown("sft/loss", "loss", better="down"),
     Shown("sft/acc", "token acc", better="up"),
     Shown("critic/score/mean", "score", better="up"),
-    Shown("val/acc", "val", better="up"),
     Shown("actor/pg_loss", "pg"),
     Shown("actor/kl_loss", "kl"),
     Shown("actor/entropy", "ent"),
@@ -31,6 +30,7 @@ STEP_LINE = (
     Shown("actor/lr", "lr"),
     Shown("perf/throughput", "tok/s"),
     Shown("timing_s/step", "", "s"),
+    Shown("val/acc", "val", better="up"),
 )
 
 FINAL_TABLE = (

@@ -261,6 +261,11 @@ def test_included_scorers_ignore_batch_mode():
     ]
 
 
+def test_math_refuses_a_limit_that_is_none():
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\.timeout_s"):
+        build_reward(config("math", kwargs={"timeout_s": 0}))
+
+
 def test_package_function(tmp_path, monkeypatch):
     (tmp_path / "scores_pkg.py").write_text("def f(samples):\n    return [True] * len(samples)\n")
     monkeypatch.chdir(tmp_path)
