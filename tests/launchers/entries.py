@@ -40,7 +40,10 @@ def rank_1_raises(config: RunConfig, run_dir: Path) -> None:
     set_step(7)
     with phase("train"), phase("forward"):
         if os.environ["RANK"] == "1":
+            while not (run_dir / "rank_0_waits").exists():
+                time.sleep(0.05)
             raise RuntimeError("loss is NaN")
+        (run_dir / "rank_0_waits").touch()
         _wait_for_ever()
 
 
