@@ -262,7 +262,7 @@ function header() {
 }
 
 function section(id, title, note, ...children) {
-  document.querySelector("nav .in .tools").before(el("a", { href: `#${id}`, text: title }));
+  if (!title.startsWith("Everything else")) document.querySelector("nav .in .tools").before(el("a", { href: `#${id}`, text: title }));
   const node = el("section", { id }, el("h2", {}, title, note ? el("small", { text: note }) : null), ...children);
   document.getElementById("main").append(node);
   return node;
