@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -27,7 +27,10 @@ _RESOLVERS = [
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
+    """SafeLoader with the resolvers above only."""
+
+
+_Loader.yaml_implicit_resolvers = {}
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -35,10 +38,7 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
 
 
 class _Dumper(yaml.SafeDumper):
-    # Texts are quoted when either YAML version would read them as something else.
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {
-        first: list(pairs) for first, pairs in yaml.SafeDumper.yaml_implicit_resolvers.items()
-    }
+    """Quotes a text when either YAML version would read it as something else: it keeps the resolvers of 1.1."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

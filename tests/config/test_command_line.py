@@ -1,0 +1,81 @@
+"""Bad recipes end with exit code 2 and a message on stderr, before any process starts."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megarl.cli import main
+from tests.config.conftest import RECIPE
+
+
+@pytest.fixture
+def megarl(write, capsys):
+    """megarl(overrides..., text=, options=) -> (exit code, stdout, stderr) of `megarl train recipe.yaml ...`."""
+
+    def run(*overrides, text=RECIPE, options=()):
+        code = main(["train", str(write(text)), *overrides, *options])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        (RECIPE + "actr: {}", [], ["recipe.yaml:12: unknown key actr", "did you mean actor?"]),
+        (RECIPE + "trainer: {steps: many}", [], ["recipe.yaml:12: trainer.steps has a wrong type"]),
+        (RECIPE, ["data.train_files=missing.jsonl"], ["data.train_files: there is no such file or folder"]),
+        (RECIPE, ["cluster.nproc=4", "data.batch_size=30"], ["28, 32"]),
+        (RECIPE, ["algorithm.advantage.name=gpro"], ["unknown advantage estimator", "did you mean grpo?"]),
+        (RECIPE, ["cluster.nproc=4", "actor.parallel.tp=4"], ["tp 4 does not divide", "allowed: 1, 2"]),
+        (RECIPE, ["model.hf_config.model_type=gpt2"], ["architecture is not supported", "qwen3"]),
+        (RECIPE, ["reward.name=nope.py:f"], ["there is no file nope.py"]),
+        (RECIPE, ["reward.name=nope", "rollout.sampling.n=1"], ["2 problems", "1. ", "2. "]),
+    ],
+)
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+def test_bad_recipe(megarl, tmp_path, text, overrides, words, options):
+    code, _, err = megarl(*overrides, text=text, options=options)
+    assert code == 2
+    for word in words:
+        assert word in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_missing_recipe(capsys):
+    assert main(["train", "no_such_recipe.yaml"]) == 2
+    assert "there is no such recipe" in capsys.readouterr().err
+
+
+def test_unsound_user_pipeline(megarl, write, monkeypatch, tmp_path):
+    write(
+        "from megarl.dag.pipeline import Pipeline\ndef same(worker, batch): return batch\n"
+        "def build(config):\n    p = Pipeline('mine').add_node('a', same, deps=['b']).add_node('b', same, deps=['a'])\n"
+        "    return p.build()\n",
+        "cyclic_pipeline.py",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, _, err = megarl("algorithm.pipeline=cyclic_pipeline:build")
+    assert code == 2
+    assert "cycle" in err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_dry_run_of_a_good_recipe(megarl, tmp_path):
+    code, out, err = megarl(options=["--dry-run"])
+    assert (code, err) == (0, "")
+    assert "Nothing was started." in out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_exit_code_of_the_process(write):
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "train", str(write(RECIPE)), "actor.optim.lrr=1"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "did you mean actor.optim.lr?" in done.stderr
