@@ -64,13 +64,13 @@ def merge_trace(run_dir: Path) -> Path | None:
 
 
 def _events(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Metadata per rank, one complete event per phase, one instant event per step. Times in microseconds."""
+    """Metadata per rank, one complete event per phase, one instant event per outermost phase and step. Times in microseconds."""
     origin = min(record["start_ns"] for record in records)
     for rank, label in sorted({record["rank"]: record["label"] for record in records}.items()):
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": label}}
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}}
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "phases"}}
-    steps: dict[int, int] = {}
+    steps: dict[tuple[str, int], int] = {}  # the stages of a run count their own steps
     for record in records:
         path = record["path"]
         yield {
@@ -83,15 +83,16 @@ def _events(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "cat": path.split("/", 1)[0],
             "args": {"path": path, "step": record["step"]},
         }
-        steps[record["step"]] = min(record["start_ns"], steps.get(record["step"], record["start_ns"]))
+        key = (path.split("/", 1)[0], record["step"])
+        steps[key] = min(record["start_ns"], steps.get(key, record["start_ns"]))
     first_rank = min(record["rank"] for record in records)
-    for step, start in sorted(steps.items()):
+    for (stage, step), start in sorted(steps.items(), key=lambda item: item[1]):
         yield {
             "ph": "i",
             "s": "g",
             "pid": first_rank,
             "tid": 0,
             "ts": (start - origin) / 1000,
-            "name": f"step {step}",
+            "name": f"{stage} {step}",
             "args": {"step": step},
         }
