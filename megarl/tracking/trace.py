@@ -64,7 +64,7 @@ def merge_trace(run_dir: Path) -> Path | None:
 
 
 def _events(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Metadata per rank, one complete event per phase, one instant event per outermost phase and step. Times in microseconds."""
+    """Metadata per rank, a complete event per phase, an instant event per step of a stage. Times in microseconds."""
     origin = min(record["start_ns"] for record in records)
     for rank, label in sorted({record["rank"]: record["label"] for record in records}.items()):
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": label}}
