@@ -1,14 +1,18 @@
 """Generation inside the training process, on the training parameters.
 
-    requests --(context parallel: shared out)--> Session: prefill, decode, draw, retire --(gathered)--> completions
+    requests --(shared out over context-parallel ranks, then over CPU threads)--> Sessions --(gathered)--> completions
 
 There is nothing to synchronise after an optimizer step: the next call reads the parameters as they are then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from megarl.comm import all_gather_json
 from megarl.config.rollout import RolloutConfig, SamplingConfig
@@ -20,6 +24,8 @@ from megarl.rollout.engine import Completion, Request
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
+
+_LANE_ROWS = 32  # fewer rows than this do not keep a core's matmuls busy
 
 
 class EmbeddedEngine:
@@ -50,23 +56,53 @@ class EmbeddedEngine:
         shares = share_out(requests, self._mesh.cp.size)
         mine = [requests[i] for i in shares[self._mesh.cp.rank]]
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
-        results: list[Any] = self._run(mine, sampling, stop_ids)
+        parts = [self._run(mine, sampling, stop_ids)]
         if self._mesh.cp.group is not None:
-            results = [sample for part in all_gather_json(results, self._mesh.cp.group) for sample in part]
-        completions: list[list[Completion]] = [[] for _ in requests]
-        samples = iter(results)
-        for number in (i for share in shares for i in share):
-            completions[number] = [
-                Completion(*next(samples), weight_version=self.weight_version) for _ in requests[number].seeds
-            ]
-        return completions
+            parts = all_gather_json(parts[0], self._mesh.cp.group)
+        samples = iter(in_order(parts, requests, shares))
+        return [
+            [Completion(*next(samples), weight_version=self.weight_version) for _ in request.seeds]
+            for request in requests
+        ]
 
     def _run(self, requests: list[Request], sampling: SamplingConfig, stop_ids: list[int]) -> list[Any]:
+        """Samples of this process's requests, in order."""
         running = max(1, self._config.max_running // self._mesh.cp.size)
-        rows = min(running, sum(len(r.seeds) for r in requests))
+        lanes = self._lanes(requests, running)
+        running = max(1, running // lanes)
+        shares = share_out(requests, lanes)
+        rows = min(running, max(sum(len(requests[i].seeds) for i in share) for share in shares))
         stage = DecoderStage(self._chunks, self._mesh, self._dtype, rows=rows, steps=sampling.max_new_tokens)
         limits = Limits(running, self._config.max_prefill_tokens, self._config.cuda_graphs)
-        return Session(stage, requests, sampling, stop_ids, limits).run()
+        sessions = [
+            (lambda share=share: Session(stage, [requests[i] for i in share], sampling, stop_ids, limits).run())
+            for share in shares
+        ]
+        if lanes == 1:
+            return sessions[0]()
+        return in_order(run_lanes(sessions), requests, shares)
+
+    def _lanes(self, requests: Sequence[Request], running: int) -> int:
+        """How many sessions share the CPU threads of this process; 1 where collectives fix the order of steps."""
+        if not self._mesh.is_trivial or next(self._chunks[0].parameters()).is_cuda:
+            return 1
+        rows = min(running, sum(len(r.seeds) for r in requests))
+        return max(1, min(torch.get_num_threads(), len(requests), rows // _LANE_ROWS))
+
+
+def run_lanes(jobs: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run `jobs` side by side, one Python thread each, with the OpenMP threads of this process divided among them.
+
+    A decode step is a few hundred small operations. Splitting each over all cores costs a barrier per operation, which
+    takes longer than the operation when another process has one of the cores; splitting the samples costs nothing.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads // len(jobs)))  # new threads start with this value
+    try:
+        with ThreadPoolExecutor(len(jobs)) as pool:
+            return [future.result() for future in [pool.submit(job) for job in jobs]]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def share_out(requests: Sequence[Request], parts: int) -> list[list[int]]:
@@ -78,3 +114,13 @@ def share_out(requests: Sequence[Request], parts: int) -> list[list[int]]:
         shares[lightest].append(number)
         load[lightest] += len(requests[number].seeds)
     return [sorted(share) for share in shares]
+
+
+def in_order(parts: Sequence[Sequence[Any]], requests: Sequence[Request], shares: Sequence[Sequence[int]]) -> list[Any]:
+    """Samples of all requests in request order, from the samples of each share."""
+    groups: dict[int, list[Any]] = {}
+    for part, share in zip(parts, shares, strict=True):
+        samples = iter(part)
+        for number in share:
+            groups[number] = list(itertools.islice(samples, len(requests[number].seeds)))
+    return [sample for number in range(len(requests)) for sample in groups[number]]

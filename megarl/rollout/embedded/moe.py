@@ -1,8 +1,8 @@
 """Mixture-of-experts layers while decoding.
 
 Ranks that share one set of experts (the expert axis) run in lockstep: each pads its tokens to the largest count on the
-axis, all gather and route all tokens, every rank adds up what its own experts contribute, and a sum over the axis brings
-the results home. Decoding batches are small, so this moves little and needs no data-dependent sizes.
+axis, all gather and route all tokens, every rank adds up what its own experts contribute, and a sum over the axis
+brings the results home. Decoding batches are small, so this moves little and needs no data-dependent sizes.
 """
 
 from __future__ import annotations

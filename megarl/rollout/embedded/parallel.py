@@ -73,6 +73,11 @@ class Mesh:
         )
 
     @property
+    def is_trivial(self) -> bool:
+        """This process decodes without talking to others."""
+        return all(axis.size == 1 for axis in (self.tp, self.pp, self.ep, self.etp))
+
+    @property
     def is_first_stage(self) -> bool:
         """This process embeds tokens."""
         return self.pp.rank == 0
