@@ -67,6 +67,7 @@ setup(
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "mbridge==0.15.1",
+            "einops",  # mbridge imports it and does not say so
             "mypy>=1.13",
             "pre-commit>=4",
             "pytest>=8",

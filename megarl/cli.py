@@ -36,9 +36,11 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in JOBS.items():
         _add_job(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
-    convert = commands.add_parser("convert", help="convert checkpoints between Hugging Face and Megatron form")
+    convert = commands.add_parser("convert", help="write a model or a checkpoint of a run as a Hugging Face folder")
     convert.add_argument("source", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run")
     convert.add_argument("target", type=Path, help="folder to write; must not exist, or be empty")
+    convert.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the tensors (default: as they are)")
+    convert.add_argument("--max-shard-gb", type=float, default=4.0, help="size of one file in GB (default: 4)")
     convert.set_defaults(run=_convert)
     report = commands.add_parser("report", help="write report.html of a run again")
     report.add_argument("run_dir", type=Path, help="run folder, RUNS/<name>/<stamp>")
@@ -88,9 +90,9 @@ def _job(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from megarl.models.convert import convert
+    from megarl.runtime.convert import convert
 
-    convert(arguments.source, arguments.target)
+    convert(arguments.source, arguments.target, dtype=arguments.dtype, max_shard_gb=arguments.max_shard_gb)
     return 0
 
 

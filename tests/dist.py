@@ -51,8 +51,7 @@ def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1
     from megatron.core import parallel_state as mpu
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
+    no_parallel()
     mpu.initialize_model_parallel(
         tp,
         pp,
@@ -62,6 +61,17 @@ def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1
         expert_tensor_parallel_size=etp or (tp if ep == 1 else 1),
     )
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+
+
+def no_parallel() -> None:
+    """Drop Megatron's parallel groups, so that the code under test can make its own."""
+    from megarl.compat import megatron as compat
+
+    compat.install()
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
 
 
 def single_process(**layout: int) -> None:

@@ -1,0 +1,60 @@
+"""Hugging Face folder to Hugging Face folder: another dtype or file size, the same tensors, one in memory at a time."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from megarl.device import DTYPES
+from megarl.errors import ConfigError
+from megarl.models.hf import check_supported
+from megarl.models.weights.export import write_metadata
+from megarl.models.weights.files import CheckpointReader, FolderWriter
+from megarl.models.weights.plan import hf_tensors
+
+_KEPT = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+
+
+def check_target(target: Path) -> None:
+    """Refuse to overwrite anything but an empty folder."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(
+            "the target exists and is not an empty folder",
+            where="megarl convert",
+            found=str(target),
+            fix="name another",
+        )
+
+
+def convert(source: Path | str, target: Path | str, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:
+    """Write the model in `source` again, tensor by tensor.
+
+    Args:
+        source: folder or hub name of a Hugging Face model of a supported architecture.
+        target: folder that appears when it is complete.
+        dtype: `fp32` or `bf16`; None keeps the dtype of the first tensor for all.
+        max_shard_gb: start another file beyond this size (10**9 bytes).
+
+    Raises:
+        ConfigError: no such model, an unsupported one, tensors that are missing, or a target that is taken.
+    """
+    from transformers import AutoConfig, GenerationConfig
+
+    target = Path(target)
+    check_target(target)
+    reader = CheckpointReader(source)
+    if not (reader.folder / "config.json").is_file():
+        raise ConfigError("no config.json here", where="megarl convert", found=str(reader.folder))
+    hf = AutoConfig.from_pretrained(reader.folder)
+    check_supported(hf, str(reader.folder / "config.json"))
+    shapes = hf_tensors(hf)
+    to = DTYPES[dtype] if dtype else reader.read(next(iter(shapes)), ((0, 1), (0, 1))).dtype
+    with FolderWriter(target, shapes, to, int(max_shard_gb * 1e9)) as writer:
+        for name in shapes:
+            writer.add(name, reader.read(name))
+        write_metadata(writer.temporary, hf, None, to)
+        if (reader.folder / "generation_config.json").is_file():
+            GenerationConfig.from_pretrained(reader.folder).save_pretrained(writer.temporary)
+        for pattern in _KEPT:
+            for file in reader.folder.glob(pattern):
+                shutil.copy(file, writer.temporary)

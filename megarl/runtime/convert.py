@@ -1,0 +1,66 @@
+"""`megarl convert`: a Hugging Face folder or a checkpoint of a run, written as a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megarl.config.model import ParallelConfig
+from megarl.errors import ConfigError
+from megarl.models.convert import check_target
+from megarl.models.convert import convert as convert_folder
+
+
+def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:
+    """Write the model in `source` to the folder `target`.
+
+    Args:
+        source: a Hugging Face folder or hub name, or RUN_DIR/checkpoints/step_N.
+        target: must not exist, or be empty.
+        dtype: `fp32` or `bf16`; None: as the source is.
+        max_shard_gb: start another file beyond this size (10**9 bytes).
+    """
+    if (source / "meta.json").is_file():
+        _convert_checkpoint(source, target, dtype, max_shard_gb)
+    else:
+        convert_folder(source, target, dtype=dtype, max_shard_gb=max_shard_gb)
+
+
+def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard_gb: float) -> None:
+    """Load a checkpoint of any layout into one process and export it."""
+    import torch.distributed as dist
+
+    from megarl.config.load import load_config
+    from megarl.data.tokenizer import load_tokenizer
+    from megarl.device import DTYPES
+    from megarl.models.config import load_hf_config
+    from megarl.models.weights import export_weights
+    from megarl.runtime.setup import build_engine
+    from megarl.training import checkpoint
+    from megarl.training.parallel import init_parallel
+
+    check_target(target)
+    recipe = folder.resolve().parents[1] / "config.yaml"
+    if not recipe.is_file():
+        raise ConfigError(
+            "the run's config.yaml is missing",
+            where=str(recipe),
+            fix="keep the checkpoint in its place, RUN_DIR/checkpoints/step_N",
+        )
+    config = load_config(recipe)
+    whole = config.actor.model_copy(update={"parallel": ParallelConfig()})
+    config = config.model_copy(update={"actor": whole})
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    layout = init_parallel(ParallelConfig(), config.cluster.timeout_s)
+    hf_config = load_hf_config(config.model)
+    engine = build_engine(config, hf_config, layout, lambda chunks: None, trainable=False)
+    checkpoint.load(folder, {"actor": engine})
+    tokenizer = load_tokenizer(config.model)
+    export_weights(
+        engine.chunks,
+        target,
+        hf_config,
+        tokenizer,
+        dtype=DTYPES[dtype] if dtype else None,
+        max_shard_gb=max_shard_gb,
+    )

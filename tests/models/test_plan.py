@@ -1,0 +1,84 @@
+"""The weight plan: pure data, checked for coverage in every layout and against mbridge."""
+
+import itertools
+
+import pytest
+import torch
+
+from megarl.config.model import ModelConfig
+from megarl.models.hf import load_hf_config, num_experts
+from megarl.models.weights.plan import Coordinate, hf_tensors, slices_for
+from tests.models.tiny import ARCHITECTURES, save_tiny, tiny_dict
+
+
+def config(name: str, **changes):
+    return load_hf_config(ModelConfig(hf_config=tiny_dict(name, **changes)))
+
+
+def coordinates(tp: int, pp: int, vpp: int, ep: int, etp: int):
+    for t, p, e, x in itertools.product(range(tp), range(pp), range(ep), range(etp)):
+        yield Coordinate(tp, t, pp, p, vpp, ep, e, etp, x)
+
+
+LAYOUTS = [(1, 1, 1, 1, 1), (2, 1, 1, 1, 2), (1, 2, 1, 1, 1), (1, 2, 2, 2, 1), (2, 2, 2, 2, 2), (2, 1, 1, 4, 1)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_element_of_every_tensor_is_placed(name, tied, layout):
+    hf = config(name, tie_word_embeddings=tied)
+    seen = {key: torch.zeros(shape, dtype=torch.int32) for key, shape in hf_tensors(hf).items()}
+    for at in coordinates(*layout):
+        for shard in slices_for(hf, at):
+            local = torch.zeros(shard.shape, dtype=torch.int32)
+            for piece in shard.pieces:
+                seen[piece.source][tuple(slice(*span) for span in piece.source_box)] += 1
+                local[tuple(slice(*span) for span in piece.target_box)] += 1
+            assert local.max() <= 1
+            if "word_embeddings" not in shard.param and "output_layer" not in shard.param:
+                assert local.min() == 1
+    assert all(count.min() >= 1 for count in seen.values())
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_names_and_shapes_are_those_of_transformers(name, tmp_path):
+    from safetensors import safe_open
+
+    save_tiny(tmp_path, name)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        saved = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    assert hf_tensors(config(name)) == saved
+
+
+def _in_bridge_form(param: str) -> str:
+    """Our parameter names with the norms and grouped experts that mbridge's tables expect (Transformer Engine's)."""
+    param = param.replace("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight")
+    if ".local_experts." in param:
+        head, tail = param.split(".local_experts.")
+        expert, layer, kind = tail.split(".")
+        return f"{head}.{layer}.{kind}{expert}"
+    return param
+
+
+@pytest.mark.parametrize("name", sorted(set(ARCHITECTURES) - {"mistral"}))
+def test_mbridge_makes_the_same_parameters(name):
+    import mbridge  # noqa: F401 (registers its models)
+    from mbridge.core.bridge import _MODEL_REGISTRY
+
+    hf = config(name)
+    bridge = object.__new__(_MODEL_REGISTRY[name])  # its constructor wants Transformer Engine
+    bridge.hf_config, bridge.dtype, bridge.make_vocab_size_divisible_by = hf, None, None
+    tensors = {key: torch.randn(shape) for key, shape in hf_tensors(hf).items()}
+    for shard in slices_for(hf, Coordinate()):
+        param = _in_bridge_form(shard.param)
+        if num_experts(hf) is None:
+            param = param.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+        sources = bridge._weight_name_mapping_mcore_to_hf(param)
+        assert sources == list(dict.fromkeys(piece.source for piece in shard.pieces))
+        ours = torch.empty(shard.shape)
+        for piece in shard.pieces:
+            box, place = ([slice(*span) for span in b] for b in (piece.source_box, piece.target_box))
+            ours[tuple(place)] = tensors[piece.source][tuple(box)]
+        theirs = bridge._weight_to_mcore_format(param, [tensors[source] for source in sources])
+        assert torch.equal(ours, theirs), param
