@@ -44,7 +44,7 @@ class Recorder:
             )
         self._trace = TraceWriter(c.run_dir, c.layout.rank)
         self._peak: float | None = None
-        self._start = time.perf_counter()
+        self._start = (time.perf_counter(), time.process_time())
 
     def __enter__(self) -> Recorder:
         return self
@@ -58,7 +58,7 @@ class Recorder:
 
     def start_step(self) -> None:
         """Begin to time a step."""
-        self._start = time.perf_counter()
+        self._start = (time.perf_counter(), time.process_time())
 
     def end_step(self, step: int) -> dict[str, float]:
         """Reduce this step's metrics over all ranks, add timings and throughput, log them.
@@ -67,7 +67,8 @@ class Recorder:
             The numbers, equal on every rank.
         """
         c = self._c
-        seconds = time.perf_counter() - self._start
+        wall, cpu = self._start
+        seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
         events = phases.drain()
         self._trace.write(events)
         # The ranks of one replica saw the same samples: only its first one speaks for them.
@@ -76,7 +77,10 @@ class Recorder:
         local.max("timing_s/step", seconds)
         for name, spent in _stage_seconds(events).items():
             local.max(f"timing_s/{name}", spent)
-        local.max("perf/max_memory_gb", peak_memory_gb())
+        local.sum("perf/cpu_s", cpu_seconds)
+        peak = peak_memory_gb()
+        local.max("perf/max_memory_gb", peak)
+        local.sum("perf/total_memory_gb", peak)
         numbers = reduce_metrics(local).result()
         if "perf/total_tokens" in numbers:
             numbers |= self._perf(numbers)
