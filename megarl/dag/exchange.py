@@ -52,6 +52,13 @@ class DataLayout:
 class Exchange(Protocol):
     """Moves samples between layouts and joins what several producers made of them."""
 
+    def prepare(self, edges: Sequence[tuple[DataLayout, DataLayout]]) -> None:
+        """Get ready for movements along these (source, destination) layouts.
+
+        Called by every process of the job, with the same edges in the same order, before the first movement.
+        """
+        ...
+
     def redistribute(
         self, batch: Any, src: DataLayout, dst: DataLayout, *, key: str, held: Sequence[str] | None = None
     ) -> Any:

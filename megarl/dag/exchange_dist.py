@@ -53,6 +53,17 @@ class DistExchange(LocalExchange):
         self.timeout = datetime.timedelta(seconds=timeout_s)
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
+    def prepare(self, edges: Sequence[tuple[DataLayout, DataLayout]]) -> None:
+        """Make the process group of every edge; collective over all processes of the job.
+
+        Not done lazily by the ranks concerned: torch names such groups after how many each rank has made so far, so
+        ranks that took part in different numbers of groups would wait for each other for ever.
+        """
+        for src, dst in edges:
+            ranks = tuple(sorted(src.ranks | dst.ranks))
+            if src != dst and ranks not in self._groups:
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout, backend="gloo")
+
     def redistribute(
         self,
         batch: Batch | None,
@@ -75,7 +86,9 @@ class DistExchange(LocalExchange):
             raise ValueError(f"{key}: rank {rank} is in neither layout")
         if (rank in src.ranks) != (batch is not None):
             raise ValueError(f"{key}: a rank gives a batch if and only if it is in the source layout")
-        group = self._group(ranks)
+        if ranks not in self._groups:
+            raise ValueError(f"{key}: no group for ranks {ranks}; call prepare on every process first")
+        group = self._groups[ranks]
         batch = batch if batch is None else batch.to("cpu")
         heads = dict(zip(ranks, all_gather_json(self._head(batch, src, dst, key, held), group), strict=True))
         self._check(heads, key)
@@ -93,14 +106,6 @@ class DistExchange(LocalExchange):
 
     # -- metadata ------------------------------------------------------------------------------------------------
 
-    def _group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        if ranks not in self._groups:
-            # Local synchronisation: ranks outside take no part, so edges between other devices need no rendezvous.
-            self._groups[ranks] = dist.new_group(
-                list(ranks), timeout=self.timeout, backend="gloo", use_local_synchronization=True
-            )
-        return self._groups[ranks]
-
     def _head(
         self, batch: Batch | None, src: DataLayout, dst: DataLayout, key: str, held: Sequence[str] | None
     ) -> dict[str, Any]:
@@ -113,20 +118,20 @@ class DistExchange(LocalExchange):
                 info["lengths"] = _tokens(batch)
         return {
             "key": key,
-            "layouts": [src.parts, dst.parts],
+            "layout": [src.parts, dst.parts],
             "info": info,
             "held": None if held is None else list(held),
         }
 
     @staticmethod
     def _check(heads: dict[int, dict[str, Any]], key: str) -> None:
-        for what in ("key", "layouts"):
+        for what in ("key", "layout"):
             seen: dict[str, list[int]] = {}
             for rank, head in heads.items():
                 seen.setdefault(str(head[what]), []).append(rank)
             if len(seen) > 1:
                 story = "; ".join(f"ranks {ranks} came with {value}" for value, ranks in seen.items())
-                raise ExchangeError(f"exchange {key!r}: the {what} differ: {story}")
+                raise ExchangeError(f"exchange {key!r}: {what} differs: {story}")
 
     # -- payload -------------------------------------------------------------------------------------------------
 

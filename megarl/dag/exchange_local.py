@@ -13,6 +13,9 @@ from megarl.data.batch import Batch
 class LocalExchange:
     """Batches stay where they are; see `megarl.dag.exchange.Exchange`."""
 
+    def prepare(self, edges: Sequence[tuple[DataLayout, DataLayout]]) -> None:
+        """Nothing to do."""
+
     def redistribute(
         self,
         batch: Batch | None,

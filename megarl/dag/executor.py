@@ -34,6 +34,8 @@ class NodeError(MegarlError):
 class Executor:
     """Runs a graph again and again; `statuses` and `seconds` tell about this rank's nodes in the last walk.
 
+    With layouts, every process of the job makes its executor at the same point of the program.
+
     Args:
         graph: a built graph.
         exchange: moves batches; None: everything stays in this process.
@@ -60,6 +62,7 @@ class Executor:
         missing = [id for id in graph.nodes if id not in self.layouts]
         if missing:
             raise ValueError(f"nodes without a layout: {missing}")
+        self.exchange.prepare([(self.layouts[dep], self.layouts[node.id]) for node in graph for dep in node.deps])
         self.statuses: dict[str, Status] = {}
         self.seconds: dict[str, float] = {}
         self._inbox: dict[str, dict[str, Any]] = {}
@@ -139,12 +142,9 @@ class Executor:
         return output
 
     def _attempts(self, node: Node, worker: Any, initial: Any) -> Any:
-        given = self.exchange.merge(self._inbox[node.id]) if node.deps else initial
-        if node.filter is not None:
-            assert callable(node.filter), "build() imports filters"
-            given = self.exchange.keep(given, node.filter(worker, given))
         for attempt in range(1, node.retry_limit + 2):
             try:
+                given = self._input(node, worker, initial)
                 # A copy each time: stages add fields in place, and a failed attempt may have added some already.
                 output = node.func(worker, self.exchange.copy(given), **node.config)  # type: ignore[operator]
                 return self._checked(node, given, output)
@@ -157,6 +157,13 @@ class Executor:
                     raise
                 raise NodeError(f"{story}: {type(error).__name__}: {error}") from error
         raise AssertionError("a node is attempted at least once")
+
+    def _input(self, node: Node, worker: Any, initial: Any) -> Any:
+        given = self.exchange.merge(self._inbox[node.id]) if node.deps else initial
+        if node.filter is None:
+            return given
+        assert callable(node.filter), "build() imports filters"
+        return self.exchange.keep(given, node.filter(worker, given))
 
     def _checked(self, node: Node, given: Any, output: Any) -> Any:
         """The output, once it holds what the node promised about the samples it was given."""

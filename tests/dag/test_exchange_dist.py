@@ -1,0 +1,189 @@
+"""Real processes over gloo: many random redistributions, and whole graphs, in one process group each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.dag.exchange import DataLayout
+from megarl.dag.exchange_dist import DistExchange, ExchangeError
+from megarl.dag.executor import Executor
+from megarl.dag.node import Role
+from megarl.dag.pipeline import Pipeline
+from megarl.data.batch import Batch, Jagged
+from tests.dist import run_distributed
+
+pytestmark = pytest.mark.procs
+
+
+def samples(numbers: list[int]) -> Batch:
+    """Samples whose every field follows from their number; odd shapes, dtypes and text on purpose."""
+
+    def jagged(make, dtype) -> Jagged:
+        rows = [make(n) for n in numbers]
+        return Jagged.from_lengths(torch.tensor([x for row in rows for x in row], dtype=dtype), [len(r) for r in rows])
+
+    return Batch(
+        {
+            "prompt_ids": jagged(lambda n: [n] * (n % 4), torch.int64),
+            "logp": jagged(lambda n: [n / 7] * (n % 3), torch.bfloat16),
+            "score": torch.tensor([float(n) for n in numbers]),
+            "flag": torch.tensor([[n % 2 == 0] * 2 for n in numbers], dtype=torch.bool).reshape(-1, 2),
+        },
+        {
+            "sample_id": [f"s{n}" for n in numbers],
+            "uid": [f"g{n // 3}" for n in numbers],
+            "row": [{"n": n, "text": "ü\n"} for n in numbers],
+        },
+    )
+
+
+def random_layout(rng: random.Random, world: int) -> DataLayout:
+    ranks = list(range(world))
+    rng.shuffle(ranks)
+    ranks = ranks[: rng.randint(1, world)]
+    parts = rng.choice([d for d in range(1, len(ranks) + 1) if len(ranks) % d == 0])
+    return DataLayout.of(ranks, parts)
+
+
+def one_case(rng: random.Random, world: int, exchange: DistExchange, name: str) -> int:
+    """A random redistribution there and back; returns the number of samples this rank (as a lead) ended with."""
+    rank = dist.get_rank()
+    src, dst = random_layout(rng, world), random_layout(rng, world)
+    sizes = [rng.choice([0, 0, 1, 2, 3, 5, 8]) for _ in src.parts]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    mine = src.part_of(rank)
+    numbers = [] if mine is None else list(range(starts[mine], starts[mine] + sizes[mine]))
+    batch = None if mine is None else samples(numbers)
+    if rank not in src.ranks | dst.ranks:
+        return 0
+    got = exchange.redistribute(batch, src, dst, key=name)
+    assert (got is not None) == (rank in dst.ranks)
+    if got is not None:
+        assert got.equals(samples([int(x) for x in got["score"]])), "a field was lost or mixed up"
+    back = exchange.redistribute(got, dst, src, key=name + " back", held=None if batch is None else batch["sample_id"])
+    if batch is not None:
+        assert back.equals(batch), "samples did not come back to where they were, in order"
+    part = dst.part_of(rank)
+    return len(got) if got is not None and dst.parts[part][0] == rank else 0
+
+
+def random_cases(seed: int, count: int) -> list:
+    world, results = dist.get_world_size(), []
+    exchanges = [
+        DistExchange(timeout_s=60),
+        DistExchange(balanced=True, timeout_s=60),
+        DistExchange(balanced=True, equal_counts=True, together=None, timeout_s=60),
+    ]
+    for exchange in exchanges:
+        exchange.prepare(
+            [(DataLayout((subset,)), DataLayout(tuple((r,) for r in subset))) for subset in subsets(world)]
+        )
+    for k in range(count):
+        rng = random.Random(f"{seed}/{k}")
+        results.append(one_case(rng, world, exchanges[k % 3], f"case {k}"))
+    if world > 1:
+        results.append(wrong_key())
+        results.append(unpackable())
+    return results
+
+
+def subsets(world: int) -> list[tuple[int, ...]]:
+    return [s for n in range(1, world + 1) for s in itertools.combinations(range(world), n)]
+
+
+def complaint(batch: Batch | None, src: DataLayout, dst: DataLayout, key: str) -> str:
+    """What the exchange says; nothing for ranks that are not concerned."""
+    exchange = DistExchange(timeout_s=60)
+    exchange.prepare([(src, dst)])
+    if dist.get_rank() not in src.ranks | dst.ranks:
+        return "not concerned"
+    with pytest.raises(ExchangeError) as caught:
+        exchange.redistribute(batch, src, dst, key=key)
+    return str(caught.value)
+
+
+def wrong_key() -> str:
+    world = dist.get_world_size()
+    src, dst = DataLayout.of(range(world), 1), DataLayout.of(range(world), world)
+    return complaint(samples([1]), src, dst, f"step {dist.get_rank() == 0}")
+
+
+def unpackable() -> str:
+    """A sender that cannot pack tells everybody, so nobody waits."""
+    batch = Batch({}, {"sample_id": ["a"], "bad": [(1, 2)]}) if dist.get_rank() == 0 else None
+    return complaint(batch, DataLayout(((0,),)), DataLayout(((1,),)), "k")
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 10), (2, 40), (3, 40), (4, 45)])
+def test_every_field_exactly_once_for_random_layouts_and_sizes(world, count):
+    results = run_distributed(random_cases, world, 200, 7, count)
+    for k in range(count):
+        rng = random.Random(f"7/{k}")
+        src, _ = random_layout(rng, world), random_layout(rng, world)
+        assert sum(r[k] for r in results) == sum(rng.choice([0, 0, 1, 2, 3, 5, 8]) for _ in src.parts)
+    if world > 1:
+        assert all("key differs" in r[count] and "step True" in r[count] for r in results)
+        assert all("could not pack samples: {0: \"ValueError: column 'bad'" in r[count + 1] for r in results[:2])
+
+
+# -- whole graphs ------------------------------------------------------------------------------------------------------
+
+
+def draw(worker, batch):
+    return batch.repeat(2 + dist.get_rank())
+
+
+def named(worker, batch):
+    batch.set("sample_id", [f"{dist.get_rank()}-{i}" for i in range(len(batch))])
+    return batch
+
+
+def writes(name: str, source: str, wait: float = 0.0):
+    def func(worker, batch):
+        time.sleep(wait)
+        worker.append((name, time.monotonic()))
+        batch.set(name, batch[source] * 2 + 1)
+        return batch
+
+    return func
+
+
+def graph_on_two_teams() -> list:
+    """rollout, old_logp, train on ranks (0, 1); ref_logp, reward on rank 2: fields meet again on the right samples."""
+    p = Pipeline("g").add_node("draw", draw, role=Role.ROLLOUT).add_node("named", named, ["draw"])
+    p.add_node("old_logp", writes("old", "score", wait=1.0), ["named"])
+    p.add_node("ref_logp", writes("ref", "score", wait=1.0), ["named"])
+    p.add_node("reward", writes("reward", "ref"), ["ref_logp"])
+    p.add_node("train", writes("loss", "reward"), ["old_logp", "reward"])
+    graph = p.build()
+    actors, others = DataLayout.of([0, 1], 2), DataLayout.of([2], 1)
+    away = {"ref_logp", "reward"}
+    layouts = {id: others if id in away else actors for id in graph.nodes}
+    rank, log = dist.get_rank(), []
+    executor = Executor(graph, DistExchange(balanced=True, timeout_s=60), layouts, rank)
+    batch = samples([10 * rank + i for i in range(3)]) if rank < 2 else None
+    start = time.monotonic()
+    out = executor.run(log, batch, step=1)
+    executor.run(log, batch, step=2)
+    seconds = time.monotonic() - start
+    assert sorted(executor.statuses) == sorted(id for id in graph.nodes if rank in layouts[id].ranks)
+    if rank == 2:
+        assert out is None
+        return [seconds]
+    assert torch.equal(out["ref"], 2 * out["score"] + 1)
+    assert torch.equal(out["old"], out["ref"])
+    assert torch.equal(out["loss"], 2 * out["reward"] + 1)
+    assert out["sample_id"] == [f"{rank}-{i}" for i in range(3 * (2 + rank))]
+    return [seconds]
+
+
+def test_graph_over_two_teams_joins_the_right_samples_and_overlaps():
+    results = run_distributed(graph_on_two_teams, 3, 120)
+    # Two steps of two nodes that wait 1 s each: 4 s one after the other, 2 s side by side.
+    assert max(r[0] for r in results) < 3.7
