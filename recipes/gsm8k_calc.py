@@ -16,7 +16,7 @@ EXPRESSION = re.compile(r"[0-9.+\-*/()]+")
 NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)")
 
 
-def annotations(source: str) -> dict[str, str]:
+def expressions(source: str) -> dict[str, str]:
     """Expression -> value over all annotations of one GSM8K source; blanks removed, non-numeric ones left out."""
     found: dict[str, str] = {}
     for row in load_rows(source):
@@ -46,12 +46,12 @@ def make_rows(
         seed: of the shuffle.
 
     Returns:
-        Rows with `prompt` ("48/2=") and `answer` ("24").
+        Rows with `prompt` ("48/2="), `answer` ("24") and `data_source`.
     """
     if split not in ("train", "val"):
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
-    seen = annotations(train)
-    chosen = seen if split == "train" else {e: v for e, v in annotations(test).items() if e not in seen}
-    rows = [{"prompt": f"{e}=", "answer": v} for e, v in chosen.items() if len(e) <= max_chars]
+    seen = expressions(train)
+    chosen = seen if split == "train" else {e: v for e, v in expressions(test).items() if e not in seen}
+    rows = [{"prompt": f"{e}=", "answer": v, "data_source": "gsm8k_calc"} for e, v in chosen.items() if len(e) <= max_chars]
     random.Random(seed).shuffle(rows)
     return rows[:limit]

@@ -1,6 +1,6 @@
 """PPO: a critic's values, GAE advantages, KL to the reference inside the reward, actor and critic updates.
 
-rollout -> reward_submit -> reward -> [kl_in_reward] -> gae -> actor_train -> critic_train
+rollout -> reward_submit -> reward -> [kl_in_reward] -> advantage -> actor_train -> critic_train
        \\-> value ---------/
        \\-> old_logp, ref_logp
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
+from megarl.dag.stage import contract_of
 from megarl.recipes.grpo import add_scoring
 from megarl.runtime.stages import advantage, critic, rollout, update
 
@@ -27,7 +28,13 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add_node(
         "value", critic.value, deps=["rollout"], type=NodeType.MODEL_INFERENCE, role=Role.CRITIC, only_forward=True
     )
-    p.add_node("advantage", advantage.gae, deps=[*scored, "value"], role=Role.ADVANTAGE)
+    p.add_node(
+        "advantage",
+        advantage.advantage,
+        deps=[*scored, "value"],
+        role=Role.ADVANTAGE,
+        reads=[*contract_of(advantage.advantage).reads, "values"],
+    )
     p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
     p.add_node("critic_train", critic.critic_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.CRITIC)
     return p.build()

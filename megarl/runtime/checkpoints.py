@@ -55,6 +55,7 @@ class Checkpoints:
         from megarl.training.checkpoint import load
 
         assert self._source is not None, "find() comes first"
+        assert self._c.loader is not None, "only training runs resume"
         c = self._c
         c.step, state = load(self._source, {"actor": c.actor})
         c.rollout.weight_version = c.step
@@ -67,6 +68,7 @@ class Checkpoints:
         from megarl.training.checkpoint import save
 
         c, settings = self._c, self._c.config.trainer
+        assert c.loader is not None, "only training runs save"
         value = numbers.get(settings.best_metric or "", -math.inf)
         is_best = value > self.best
         self.best = max(self.best, value)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.config.run import RunConfig
 from megarl.metrics import Metrics
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.algorithms.kl import KLController
-    from megarl.data.batch import Batch
+    from megarl.data.batch import Batch, Jagged
     from megarl.data.loader import PromptLoader
     from megarl.data.prompts import PromptDataset
     from megarl.rewards.runner import RewardRunner
@@ -34,6 +34,16 @@ if TYPE_CHECKING:
     from megarl.tracking.flops import FlopCounter
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
+
+
+class Critic(Protocol):
+    """The value model of PPO."""
+
+    def values(self, samples: Batch) -> Jagged:
+        """Predicted return at every response token, float32 like the responses."""
+
+    def train(self, samples: Batch) -> Metrics:
+        """Update on `returns`; metrics merged over all ranks."""
 
 
 @dataclass
@@ -61,6 +71,7 @@ class Controller:
     val_data: PromptDataset | None
     kl_controller: KLController
     reference: MegatronEngine | None = None
+    critic: Critic | None = None
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     pending_reward: Any = None

@@ -73,9 +73,10 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
 
 def weights_of(config: RunConfig, hf_config: PretrainedConfig) -> Weights:
     """How the policy's weights come into being: read from `model.path`, or drawn from `model.init_seed`."""
-    if config.model.path is None:
+    source = config.model.path
+    if source is None:
         return lambda chunks: init_random(chunks, hf_config, config.model.init_seed)
-    return lambda chunks: load_weights(chunks, config.model.path)
+    return lambda chunks: load_weights(chunks, source)
 
 
 def build_engine(

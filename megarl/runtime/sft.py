@@ -69,8 +69,8 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
                 train_on(c, batch)
             if last or due(step, settings.eval_every):
                 accuracy = evaluate(c, recorder, step)
-        enough = accuracy is not None and settings.stop_at_accuracy is not None
-        last = last or (enough and accuracy >= settings.stop_at_accuracy)
+        goal = settings.stop_at_accuracy
+        last = last or (accuracy is not None and goal is not None and accuracy >= goal)
         numbers = recorder.end_step(step)
         if checkpoints is not None:
             c.step = step

@@ -30,11 +30,12 @@ class Validation:
 def validate(c: Controller) -> Validation | None:
     """Evaluate on the held-out prompts; None when the recipe has none."""
     from megarl.data.loader import rounds
-    from megarl.evaluation.metrics import from_reward, validation_metrics
+    from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
 
     if c.val_data is None:
         return None
-    scored, rows = [], []
+    scored: list[Scored] = []
+    rows: list[dict[str, Any]] = []
     settings = c.config.validation
     with phase("validate"):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):

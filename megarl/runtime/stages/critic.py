@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 @stage(reads=["prompt_ids", "response_ids"], writes=["values"])
 def value(c: Controller, samples: Batch) -> Batch:
     """Predict the return at every response token."""
+    assert c.critic is not None, "checks refuse a graph with a critic where there is none"
     samples.set("values", c.critic.values(samples))
     return samples
 
@@ -21,5 +22,8 @@ def value(c: Controller, samples: Batch) -> Batch:
 @stage(reads=["prompt_ids", "response_ids", "response_mask", "values", "returns"], writes=[])
 def critic_train(c: Controller, samples: Batch) -> Batch:
     """One pass of value updates over the samples."""
-    c.metrics.merge(c.critic.train(samples))
+    assert c.critic is not None, "checks refuse a graph with a critic where there is none"
+    metrics = c.critic.train(samples)
+    if c.layout.rank == 0:  # already merged over all ranks
+        c.metrics.merge(metrics)
     return samples

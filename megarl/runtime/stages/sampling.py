@@ -28,6 +28,7 @@ def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
 
     if not c.config.algorithm.dynamic_sampling.enabled:
         return samples
+    assert c.loader is not None, "checks refuse a training run without data"
     wanted = share(c)
     kept = Samples.concat([*c.surplus, keep_signal(c, samples)])
     rounds, limit = 1, c.config.algorithm.dynamic_sampling.max_rounds
