@@ -1,7 +1,7 @@
 """Package definition.
 
-`kernels`, `launchers` and `recipes` stand at the top of the repository and are installed inside the `megarl` name
-space, in wheels and in editable installs: PyPI has a package whose import name is `kernels`.
+`benchmarks`, `kernels`, `launchers` and `recipes` stand at the top of the repository and are installed inside the
+`megarl` name space, in wheels and in editable installs: PyPI has a package whose import name is `kernels`.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
-MAPPED = ["kernels", "launchers", "recipes"]
+MAPPED = ["benchmarks", "kernels", "launchers", "recipes"]
 
 
 def version() -> str:
@@ -37,6 +37,7 @@ setup(
     package_dir={"megarl": "megarl", **{f"megarl.{name}": name for name in MAPPED}},
     packages=[package for folder in ["megarl", *MAPPED] for package in packages_below(folder)],
     package_data={
+        "megarl.benchmarks": ["cases/*.yaml"],
         "megarl.recipes": ["*.yaml"],
         "megarl.config": ["*.json"],
         "megarl.tracking": ["*.html", "*.css", "*.js"],

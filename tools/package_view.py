@@ -1,8 +1,8 @@
 """Run a tool on the package as it is installed: `python tools/package_view.py mypy`, or `lint-imports`.
 
-`kernels`, `launchers` and `recipes` stand at the top of the repository and are installed inside `megarl`. Tools that
-map files to module names by folder do not know that, so they run on a copy in which everything stands where it is
-imported from; paths in their output are turned back into the repository's.
+`benchmarks`, `kernels`, `launchers` and `recipes` stand at the top of the repository and are installed inside `megarl`.
+Tools that map files to module names by folder do not know that, so they run on a copy in which everything stands where
+it is imported from; paths in their output are turned back into the repository's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VIEW = ROOT / ".cache" / "package_view"
-MAPPED = ("kernels", "launchers", "recipes")
+MAPPED = ("benchmarks", "kernels", "launchers", "recipes")
 TOOLS = {
     "mypy": ["-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), "-p", "megarl"],
     "lint-imports": ["-c", "from importlinter.cli import lint_imports_command as run; run()", "--config"],

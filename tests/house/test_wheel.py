@@ -1,4 +1,4 @@
-"""The wheel: `kernels`, `launchers` and `recipes` arrive inside `megarl` and hide nobody's package."""
+"""The wheel: `benchmarks`, `kernels`, `launchers` and `recipes` arrive inside `megarl` and hide nobody's package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-TOP_FOLDERS = ("kernels", "launchers", "recipes")
+TOP_FOLDERS = ("benchmarks", "kernels", "launchers", "recipes")
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +39,7 @@ def test_everything_is_inside_megarl(wheel: Path) -> None:
     for folder in TOP_FOLDERS:
         expected += [f"megarl/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")]
     expected += [f"megarl/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")]
+    expected += [f"megarl/benchmarks/cases/{path.name}" for path in (ROOT / "benchmarks/cases").glob("*.yaml")]
     expected += [f"megarl/tracking/{path.name}" for path in (ROOT / "megarl/tracking").glob("report.*")]
     assert set(expected) <= set(names)
 

@@ -1,0 +1,1 @@
+"""Throughput on fixed cases, side by side with other programs, and of single parts."""

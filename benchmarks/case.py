@@ -1,0 +1,65 @@
+"""A benchmark case: a recipe, and the model file that every program of a comparison starts from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from megarl.config.load import load_config
+from megarl.config.run import RunConfig
+from megarl.errors import UserError
+
+FOLDER = Path(__file__).parent / "cases"
+CASES = ("S", "M")
+
+
+def case_file(case: str) -> Path:
+    """The recipe of case S or M, or of a case of one's own: a recipe file."""
+    path = FOLDER / f"{case}.yaml" if case in CASES else Path(case)
+    if not path.is_file():
+        raise UserError("there is no such case", where="--case", found=case, allowed=f"{', '.join(CASES)}, or a recipe")
+    return path
+
+
+def cache_folder() -> Path:
+    """Where models and environments of benchmarks are kept between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
+
+
+def model_folder(case: str) -> Path:
+    """Hugging Face folder with the case's random weights (fp32) and tokenizer; made when it is not there yet."""
+    config = load_config(case_file(case), ["model.dtype=fp32", "cluster.nproc=1"])
+    identity = json.dumps(config.model.model_dump(mode="json"), sort_keys=True)
+    folder = cache_folder() / "bench" / f"{config.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    if not folder.is_dir():
+        _make_model(config, folder)
+    return folder
+
+
+def _make_model(config: RunConfig, folder: Path) -> None:
+    from megarl.launchers.common import run_workers
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        if run_workers("local", "megarl.benchmarks.case:export_model", config, Path(scratch)) != 0:
+            raise UserError("the model of the case could not be made", where="megarl bench", found=config.name)
+        shutil.move(Path(scratch) / "hf", folder)
+
+
+def export_model(config: RunConfig, run_dir: Path) -> None:
+    """Write the random model of a configuration to RUN_DIR/hf. Runs in a worker."""
+    from megarl.models.weights import export_weights
+    from megarl.runtime.setup import build_controller
+
+    c = build_controller(config, run_dir, trainable=False, scored=False)
+    export_weights(c.actor.chunks, run_dir / "hf", c.hf_config, c.tokenizer)
+
+
+def digit_share(samples: list[dict[str, Any]]) -> list[float]:
+    """Share of digits in a response: differs between the samples of a random model, so that advantages are not 0."""
+    return [sum(c.isdigit() for c in s["response"]) / max(1, len(s["response"])) for s in samples]

@@ -1,0 +1,1 @@
+"""The same cases on other programs, in their own environments."""
