@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-_MASTER = "fp32_param"
+_MASTER = "param"
 Sharded = ShardedTensor | ShardedTensorFactory
 
 
@@ -62,7 +63,12 @@ def load_engines(engines: dict[str, MegatronEngine], folder: Path, steps: dict[s
     """
     check_index(folder)
     state = {name: _engine_state(name, engine, loading=True) for name, engine in engines.items()}
-    loaded = dist_checkpointing.load(state, str(folder), sharded_strategy=torch_dist.TorchDistLoadShardedStrategy())
+    loaded = dist_checkpointing.load(
+        state,
+        str(folder),
+        sharded_strategy=torch_dist.TorchDistLoadShardedStrategy(),
+        validate_access_integrity=False,  # a data-parallel rank asks for the optimizer state it owns and no more
+    )
     for name, engine in engines.items():
         for number, chunk in enumerate(engine.chunks):
             _copy_into(chunk, loaded[name]["model"][number])
@@ -105,28 +111,23 @@ def _optimizer_state(
 ) -> dict[str, dict[str, Sharded]]:
     """Moments (and, in bf16, master weights) of every parameter of one optimizer, under stable names."""
     _create_state(part)
-    if isinstance(part, DistributedOptimizer):
-        # Gathers the shards of all data-parallel ranks on the first of them; the others have nothing to write.
-        found = part.sharded_param_state_fully_reshardable(
-            {str(number): sharded for number, sharded in enumerate(by_parameter.values())},
-            is_loading=loading,
-            metadata={"distrib_optim_fully_reshardable_mem_efficient": True},
-        )
-        wanted = _wanted(engine)
-        return {
-            str(number): {key: sharded for key, sharded in tensors.items() if key in wanted}
-            for number, tensors in (found or {}).items()
-        }
-    state: dict[str, dict[str, Sharded]] = {}
-    for number, (parameter, main) in enumerate(_model_and_main(part)):
-        tensors = {moment: part.optimizer.state[main][moment] for moment in MOMENTS}
-        if _MASTER in _wanted(engine):
-            tensors[_MASTER] = main.data
-        state[str(number)] = {
-            key: make_sharded_optimizer_tensor(by_parameter[id(parameter)], tensor, f"optimizer.state.{key}")
+    keys = _wanted(engine)
+    if not isinstance(part, DistributedOptimizer):
+        found = [(parameter, {key: tensors[key] for key in keys}) for parameter, tensors in _whole_tensors(part)]
+    elif loading:
+        found = [
+            (parameter, {key: torch.empty(parameter.shape, dtype=torch.float32) for key in keys})
+            for parameter, _, _ in _owned_pieces(part)
+        ]
+    else:
+        found = list(_gathered_tensors(part, keys))
+    return {
+        str(number): {
+            key: make_sharded_optimizer_tensor(by_parameter[id(parameter)], tensor, f"optimizer.{key}")
             for key, tensor in tensors.items()
         }
-    return state
+        for number, (parameter, tensors) in enumerate(found)
+    }
 
 
 def _wanted(engine: MegatronEngine) -> tuple[str, ...]:
@@ -134,16 +135,57 @@ def _wanted(engine: MegatronEngine) -> tuple[str, ...]:
     return MOMENTS if engine.dtype == torch.float32 else (*MOMENTS, _MASTER)
 
 
-def _model_and_main(part: Any) -> Iterable[tuple[Tensor, Tensor]]:
-    """Model parameter and optimizer parameter pairs of an optimizer that is not distributed."""
-    if not hasattr(part, "float16_groups"):
-        for group in part.param_groups:
-            yield from ((parameter, parameter) for parameter in group["params"])
-        return
-    for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-        yield from zip(models, mains, strict=True)
-    for group in part.fp32_from_fp32_groups:
-        yield from ((parameter, parameter) for parameter in group)
+def _whole_tensors(part: Any) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
+    """Each model parameter of an optimizer that is not distributed, with its state."""
+    if hasattr(part, "float16_groups"):
+        pairs = [
+            pair
+            for models, mains in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
+            for pair in zip(models, mains, strict=True)
+        ]
+        pairs += [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
+    else:
+        pairs = [(parameter, parameter) for group in part.param_groups for parameter in group["params"]]
+    for parameter, main in pairs:
+        yield parameter, {_MASTER: main.data, **_moments(part, main)}
+
+
+def _owned_pieces(part: DistributedOptimizer) -> Iterable[tuple[Tensor, slice, dict[str, Tensor]]]:
+    """Each model parameter that this data-parallel rank owns a piece of: the piece of the flat parameter, its state."""
+    for parameter, (group, place) in part.model_param_group_index_map.items():
+        main = part.optimizer.param_groups[group]["params"][place]
+        piece = part._get_model_param_range_map(parameter)["param"]
+        yield parameter, slice(piece.start, piece.end), {_MASTER: main.data, **_moments(part, main)}
+
+
+def _moments(part: Any, main: Tensor) -> dict[str, Tensor]:
+    return {moment: part.optimizer.state[main][moment] for moment in MOMENTS}
+
+
+def _gathered_tensors(part: DistributedOptimizer, keys: Sequence[str]) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
+    """Each model parameter with its whole state, on the first data-parallel rank; nothing on the others.
+
+    Megatron's own gather loses the end of buffers whose parameters do not fill their alignment.
+    """
+    group = part.data_parallel_group_gloo
+    first = group.rank() == 0
+    state = {id(parameter): tensors for parameter, _, tensors in _owned_pieces(part)}
+    for buffer, ranges in zip(part.buffers, part.gbuf_ranges, strict=True):
+        for bucket, owned in zip(buffer.buckets, next(iter(ranges.values())), strict=True):
+            whole: dict[str, Tensor] = {}
+            for key in keys:
+                share = torch.zeros(bucket.grad_data.numel() // group.size())
+                for parameter, places in owned["param_map"].items():
+                    place = places["gbuf_local"]
+                    share[place.start : place.end] = state[id(parameter)][key].flatten()
+                shares = [torch.empty_like(share) for _ in range(group.size())] if first else None
+                dist.gather(share, shares, group=group, group_dst=0)
+                if shares is not None:
+                    whole[key] = torch.cat(shares)
+            for parameter in bucket.params_list if first else ():
+                start, end, _ = buffer.param_index_map[parameter]
+                place = slice(start - bucket.offset, end - bucket.offset)
+                yield parameter, {key: tensor[place].view(parameter.shape) for key, tensor in whole.items()}
 
 
 def _create_state(part: Any) -> None:
@@ -169,16 +211,13 @@ def _copy_into(chunk: torch.nn.Module, loaded: dict[str, Tensor]) -> None:
 
 def _set_optimizer_state(part: Any, engine: MegatronEngine, loaded: dict[str, dict[str, Tensor]]) -> None:
     if isinstance(part, DistributedOptimizer):
-        state = {int(number): dict(tensors) for number, tensors in loaded.items()}
-        if _MASTER not in _wanted(engine):
-            parameters = [p for buffer in part.buffers for p in buffer.param_index_map]
-            for number, parameter in enumerate(parameters):
-                state[number][_MASTER] = parameter.data
-        part.load_parameter_state_from_fully_reshardable(state)
-    else:
-        for number, (_, main) in enumerate(_model_and_main(part)):
+        for number, (_, piece, tensors) in enumerate(_owned_pieces(part)):
             for key, tensor in loaded[str(number)].items():
-                (main.data if key == _MASTER else part.optimizer.state[main][key]).copy_(tensor)
+                tensors[key].copy_(tensor.flatten()[piece])
+    else:
+        for number, (_, tensors) in enumerate(_whole_tensors(part)):
+            for key, tensor in loaded[str(number)].items():
+                tensors[key].copy_(tensor)
     for group in part.param_groups:
         if not isinstance(part.optimizer, torch.optim.AdamW):
             group["step"] = engine.step  # fused Adam of Apex and Transformer Engine counts per group

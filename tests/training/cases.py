@@ -43,14 +43,14 @@ def hf_config(name: str):
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
-def make_engine(name: str = "dense", parallel: ParallelConfig | None = None, **kwargs):
+def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **kwargs):
     """Engine with seeded weights; `engine`, `optim`, `dtype`, `frozen`, `layout` and `seed` can be overridden."""
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import init_parallel
 
     parallel = parallel or ParallelConfig()
     layout = kwargs.pop("layout", None) or init_parallel(parallel, 120)
-    hf = hf_config(name)
+    hf = hf_config(model)
     optim = None if kwargs.pop("frozen", False) else kwargs.pop("optim", OptimConfig(lr=1e-2, eps=1e-3))
     seed = kwargs.pop("seed", 3)
     return MegatronEngine(

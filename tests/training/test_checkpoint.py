@@ -1,0 +1,188 @@
+"""Checkpoints: bit-for-bit resume, resharding with optimizer state, and folders that are complete or not there."""
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig, OptimConfig
+from megarl.training import checkpoint
+from megarl.training.sharded_state import CheckpointError
+from tests.dist import run_distributed
+from tests.training import cases
+
+OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
+COUNT = 9
+
+# (model, layout that saves, layouts that load); {} is data parallel over all processes.
+TWO = [
+    ("dense", {"tp": 2}, [{"tp": 2}, {"pp": 2}, {}]),
+    ("dense", {}, [{}, {"tp": 2, "sp": True}]),
+    ("tied", {"pp": 2, "vpp": 2}, [{"pp": 2, "vpp": 2}, {"tp": 2, "sp": True}, {"cp": 2}]),
+    ("moe", {"ep": 2}, [{"ep": 2}, {"pp": 2}, {"tp": 2, "sp": True, "ep": 2}]),
+    ("moe", {"tp": 2, "sp": True}, [{"tp": 2, "sp": True}, {"ep": 2}]),
+]
+
+
+def _engine(name: str, sizes: dict, seed: int = 3, distributed: bool = True, **kwargs):
+    from megarl.training.parallel import init_parallel, leave_parallel
+
+    leave_parallel()
+    parallel = ParallelConfig(**sizes)
+    layout = init_parallel(parallel, 120)
+    settings = EngineConfig(micro_batch_tokens=60, distributed_optimizer=distributed)
+    return cases.make_engine(name, parallel, layout=layout, engine=settings, optim=OPTIM, seed=seed, **kwargs)
+
+
+def _steps(engine, first: int, count: int = 2) -> list[dict]:
+    found = []
+    for step in range(first, first + count):
+        layout = engine.layout
+        batch = cases.split_over(cases.make_batch(COUNT, seed=step), layout.dp_rank, layout.dp_size)
+        found.append(engine.train_step(batch, cases.loss_fn).result())
+    return found
+
+
+def _hashes(engine) -> list[str]:
+    return [cases.digest(p) for chunk in engine.chunks for p in chunk.parameters()]
+
+
+def _reshard(root: str) -> list[dict]:
+    """Save under one layout, go on there and under every other, and report the metrics of steps 2 and 3."""
+    out = []
+    for number, (name, saver, loaders) in enumerate(TWO):
+        distributed = number % 2 == 0
+        engine = _engine(name, saver, distributed=distributed)
+        _steps(engine, 0)
+        folder = checkpoint.save(Path(root) / str(number), 2, {"actor": engine}, {"case": number})
+        goes_on, end = _steps(engine, 2), _hashes(engine)
+        for sizes in loaders:
+            # Another form of optimizer than the one that saved, except under the same layout.
+            same = sizes == saver
+            other = _engine(name, sizes, seed=77, distributed=distributed if same else not distributed)
+            step, extra = checkpoint.load(folder, {"actor": other})
+            metrics = _steps(other, 2)
+            exact = metrics == goes_on and _hashes(other) == end
+            out.append({"case": [name, saver, sizes], "meta": [step, extra["case"]], "metrics": metrics})
+            out[-1]["exact"] = exact if same else None
+    return out
+
+
+def _alone_again(root: str) -> dict:
+    """Metrics of four steps of a single process, and of steps 2 and 3 after loading what two processes saved."""
+    found = {"whole": {}, "resumed": []}
+    for name in cases.MODELS:
+        engine = _engine(name, {})
+        found["whole"][name] = _steps(engine, 0, 4)
+    for number, (name, saver, _) in enumerate(TWO):
+        engine = _engine(name, {}, seed=77)
+        checkpoint.load(Path(root) / str(number) / "step_2", {"actor": engine})
+        found["resumed"].append({"case": [name, saver, "alone"], "metrics": _steps(engine, 2)})
+    return found
+
+
+@pytest.mark.procs
+def test_every_layout_goes_on_from_every_other_with_optimizer_state(tmp_path):
+    ranks = run_distributed(_reshard, 2, 300, str(tmp_path))
+    alone = run_distributed(_alone_again, 1, 200, str(tmp_path))[0]
+    for found in [*ranks[0], *ranks[1], *alone["resumed"]]:
+        want = alone["whole"][found["case"][0]][2:]
+        for got, expected in zip(found["metrics"], want, strict=True):
+            for key in ("loss", "logp", "actor/grad_norm"):
+                # Without optimizer state, or with a wrong step count, these differ by more than 1e-3.
+                assert got[key] == pytest.approx(expected[key], rel=5e-6, abs=5e-6), (found["case"], key)
+        assert found.get("exact") in (None, True), found["case"]
+    assert ranks[1][0]["meta"] == [2, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resume_is_bit_for_bit(alone, tmp_path, dtype):
+    engine = _engine("moe", {}, dtype=dtype)
+    frozen = cases.make_engine("dense", frozen=True, dtype=dtype, name="reference")
+    _steps(engine, 0)
+    extra = {"loader": {"epoch": 1, "position": 7}, "kl": 0.125}
+    folder = checkpoint.save(tmp_path, 2, {"actor": engine, "reference": frozen}, extra, config_hash="abc")
+    draw = torch.rand(3)
+    metrics = _steps(engine, 2)
+    again = _engine("moe", {}, dtype=dtype, seed=8)
+    fresh = cases.make_engine("dense", frozen=True, dtype=dtype, name="reference", seed=8)
+    assert checkpoint.load(folder, {"actor": again, "reference": fresh}) == (2, extra)
+    assert torch.equal(torch.rand(3), draw)
+    assert _steps(again, 2) == metrics
+    assert _hashes(again) == _hashes(engine)
+    assert _hashes(fresh) == _hashes(frozen)
+    assert checkpoint.read_meta(folder)["config_hash"] == "abc"
+
+
+def test_each_parameter_has_its_own_step(alone, tmp_path):
+    engine = _engine("dense", {})
+    _steps(engine, 0)
+    folder = checkpoint.save(tmp_path, 2, {"actor": engine}, {})
+    checkpoint.load(folder, {"actor": engine})
+    steps = [state["step"] for part in engine.optimizer.chained_optimizers for state in part.optimizer.state.values()]
+    assert len({step.data_ptr() for step in steps}) == len(steps)
+    assert {step.item() for step in steps} == {2.0}
+
+
+def test_newest_and_best_are_kept(alone, tmp_path):
+    engine = _engine("dense", {})
+    assert checkpoint.latest(tmp_path) is None
+    assert checkpoint.best(tmp_path) is None
+    for step in range(1, 6):
+        checkpoint.save(tmp_path, step, {"actor": engine}, {}, keep_last=2, best=step == 2)
+    assert checkpoint.steps_in(tmp_path) == [2, 4, 5]
+    assert checkpoint.latest(tmp_path).name == "step_5"
+    assert checkpoint.best(tmp_path).name == "step_2"
+    checkpoint.save(tmp_path, 5, {"actor": engine}, {"again": 1})
+    assert checkpoint.load(tmp_path / "step_5", {"actor": engine}) == (5, {"again": 1})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "step_2", "step_4", "step_5"]
+
+
+def test_interrupted_save_is_not_seen_and_goes_away(alone, tmp_path, monkeypatch):
+    engine = _engine("dense", {})
+    checkpoint.save(tmp_path, 1, {"actor": engine}, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_save_rng", lambda path: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            checkpoint.save(tmp_path, 2, {"actor": engine}, {})
+    assert len(list(tmp_path.glob("step_2.tmp-*"))) == 1
+    assert checkpoint.latest(tmp_path).name == "step_1"
+    (tmp_path / "step_9").mkdir()
+    assert checkpoint.latest(tmp_path).name == "step_1"
+    checkpoint.save(tmp_path, 3, {"actor": engine}, {})
+    assert not list(tmp_path.glob("*.tmp-*"))
+    assert checkpoint.latest(tmp_path).name == "step_3"
+
+
+def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
+    engine = _engine("dense", {})
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        checkpoint.load(tmp_path / "nothing", {"actor": engine})
+    folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
+    with pytest.raises(CheckpointError, match=r"holds \['actor'\], not \['critic'\]"):
+        checkpoint.load(folder, {"critic": engine})
+    meta = folder / "meta.json"
+    meta.write_text(meta.read_text().replace('"format": 1', '"format": 99'))
+    with pytest.raises(CheckpointError, match="format 99"):
+        checkpoint.load(folder, {"actor": engine})
+
+
+class _Evil:
+    def __reduce__(self):
+        return (Path.touch, (Path(_Evil.target),))
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_foreign_pickles_are_not_run(alone, tmp_path, name):
+    engine = _engine("dense", {})
+    folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
+    _Evil.target = str(tmp_path / "ran")
+    if name == ".metadata":
+        (folder / name).write_bytes(pickle.dumps(_Evil()))
+    else:
+        torch.save({"x": _Evil()}, folder / name)
+    with pytest.raises((CheckpointError, pickle.UnpicklingError)):
+        checkpoint.load(folder, {"actor": engine})
+    assert not (tmp_path / "ran").exists()
