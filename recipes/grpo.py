@@ -1,8 +1,8 @@
 """GRPO: n samples per prompt, advantage = score against the group, clipped policy gradient.
 
-    rollout -> reward_submit -> reward -> [kl_in_reward] -> advantage -> actor_train
-           \\-> [old_logp] ------------------/------------------/
-           \\-> [ref_logp] -----------------/
+    rollout -> reward_submit -> reward -> [overlong] -> [kl_in_reward] -> advantage -> actor_train
+           \\-> [old_logp] --------------------------------/------------------/
+           \\-> [ref_logp] -------------------------------/
 
 Rewards are computed by other processes while the log-prob nodes run. `old_logp` exists only when it is needed: with
 one optimizer step per batch the policy that samples are scored with is the one that is being trained.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
-from megarl.runtime.stages import advantage, logprob, reward, rollout, update
+from megarl.runtime.stages import advantage, logprob, reward, rollout, shaping, update
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -61,10 +61,19 @@ def add_scoring(p: Pipeline, config: RunConfig, source: str = "rollout") -> list
         )
         ends.append("ref_logp")
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
+    ends[0] = add_shaping(p, config, "reward")
     if kl == "reward":
         p.add_node("kl_in_reward", advantage.kl_in_reward, deps=ends, role=Role.ADVANTAGE)
         return ["kl_in_reward"]
     return ends
+
+
+def add_shaping(p: Pipeline, config: RunConfig, source: str) -> str:
+    """The length penalty after node `source`, when the recipe has one. Returns the id of the last node."""
+    if config.algorithm.overlong.buffer_tokens is None:
+        return source
+    p.add_node("overlong", shaping.overlong, deps=[source], role=Role.REWARD)
+    return "overlong"
 
 
 def needs_old_logp(config: RunConfig) -> bool:
