@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import needs_old_logp
+from megarl.recipes.grpo import add_shaping, needs_old_logp
 from megarl.runtime.stages import advantage, logprob, reward, rollout, sampling, update
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
     p.add_node("dynamic_sampling", sampling.dynamic_sampling, deps=["reward"], role=Role.DYNAMIC_SAMPLING)
     ends = ["advantage"]
-    p.add_node("advantage", advantage.advantage, deps=["dynamic_sampling"], role=Role.ADVANTAGE)
+    shaped = add_shaping(p, config, "dynamic_sampling")
+    p.add_node("advantage", advantage.advantage, deps=[shaped], role=Role.ADVANTAGE)
     if needs_old_logp(config):
         p.add_node(
             "old_logp",
