@@ -37,7 +37,10 @@ def make_rows(
         raise ValueError(f"ops may hold {list(OPERATORS)}, not {unknown}")
     numbers = range(low, high + 1)
     rows = [
-        {"prompt": f"{a}{op}{b}=", "answer": str(OPERATORS[op](a, b)), "data_source": "arithmetic"} for op in ops for a in numbers for b in numbers
+        {"prompt": f"{a}{op}{b}=", "answer": str(OPERATORS[op](a, b)), "data_source": "arithmetic"}
+        for op in ops
+        for a in numbers
+        for b in numbers
     ]
     if not 0 < held_out < len(rows):
         raise ValueError(f"held_out must lie between 1 and {len(rows) - 1}, not {held_out}")

@@ -1,8 +1,8 @@
 """DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
 
-rollout -> reward_submit -> reward -> dynamic_sampling -> advantage -> [old_logp] -> actor_train
-   ^                                        |
-   '----------- more prompts ---------------'   (inside the node, until the batch is full)
+rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] -> advantage -> actor_train
+   ^                                        |         \\-> [old_logp] -----------------/
+   '------------- more prompts -------------'   (inside the node, until the batch is full)
 """
 
 from __future__ import annotations

@@ -52,6 +52,8 @@ def make_rows(
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
     seen = expressions(train)
     chosen = seen if split == "train" else {e: v for e, v in expressions(test).items() if e not in seen}
-    rows = [{"prompt": f"{e}=", "answer": v, "data_source": "gsm8k_calc"} for e, v in chosen.items() if len(e) <= max_chars]
+    rows = [
+        {"prompt": f"{e}=", "answer": v, "data_source": "gsm8k_calc"} for e, v in chosen.items() if len(e) <= max_chars
+    ]
     random.Random(seed).shuffle(rows)
     return rows[:limit]
