@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from megarl.benchmarks.throughput import CASES
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.errors import UserError
 
 FOLDER = Path(__file__).parent / "cases"
-CASES = ("S", "M")
 
 
 def case_file(case: str) -> Path:

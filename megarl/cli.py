@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megarl import __version__
+from megarl.benchmarks import throughput
 from megarl.errors import MegarlError, UserError
 
 # What runs inside the workers: command -> (entry, help)
@@ -46,9 +47,14 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("run_dir", type=Path, help="run folder, RUNS/<name>/<stamp>")
     report.add_argument("--compare", type=Path, action="append", default=[], help="another run to draw beside it")
     report.set_defaults(run=_report)
-    bench = commands.add_parser("bench", help="measure throughput on two fixed cases (in a clone of the repository)")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of benchmarks/throughput.py; try --help")
-    bench.set_defaults(run=_bench)
+    bench = commands.add_parser(
+        "bench",
+        help="measure throughput on two fixed cases",
+        description=throughput.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    throughput.add_arguments(bench)
+    bench.set_defaults(run=throughput.run)
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -104,19 +110,6 @@ def _report(arguments: argparse.Namespace) -> int:
             raise UserError("no such run folder", where="megarl report", found=str(folder))
     print(write_report(arguments.run_dir, arguments.compare))
     return 0
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    import subprocess
-
-    script = Path(__file__).resolve().parents[1] / "benchmarks" / "throughput.py"
-    if not script.exists():
-        raise UserError(
-            "the benchmarks are not part of the installed package",
-            where="megarl bench",
-            fix="run it in a clone of the repository, installed with `pip install -e .`",
-        )
-    return subprocess.run([sys.executable, str(script), *arguments.arguments], check=False).returncode
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,154 @@
+"""Run the real `megarl train` on a case and read back what it recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.benchmarks.case import case_file, model_folder
+from megarl.config.load import load_config
+from megarl.config.run import RunConfig
+from megarl.errors import WorkerError
+from megarl.launchers.common import available_cores, has_nvidia_device
+from megarl.tracking.jsonl import read_jsonl
+
+WARM_UP = 1  # steps that are not counted: first use of every kernel, buffer and file
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the training loop.
+
+    Attributes:
+        wall_s: seconds since the end of the step before: nothing of the loop is left out.
+        cpu_s: CPU seconds of all threads of all workers.
+        phases: seconds by phase, of the slowest rank; `other` is what is in none of them.
+    """
+
+    wall_s: float
+    cpu_s: float
+    phases: dict[str, float]
+    generated_tokens: float
+    total_tokens: float
+    flops: float
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds that the model's matrix products need at this machine's rate, and nothing else."""
+
+    gflops: float
+    rollout_s: float
+    actor_train_s: float
+    total_s: float
+
+
+def default_layout(config: RunConfig) -> tuple[int, int]:
+    """(processes, threads of each): one process per device or core as far as the prompts divide evenly."""
+    if has_nvidia_device():
+        devices = len([path for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)])
+        nproc = max(n for n in range(1, devices + 1) if config.data.batch_size % n == 0)
+        return nproc, max(1, available_cores() // nproc)
+    cores = available_cores()
+    nproc = max(n for n in range(1, cores + 1) if config.data.batch_size % n == 0)
+    return nproc, max(1, cores // nproc)
+
+
+def run_case(
+    case: str,
+    *,
+    dtype: str = "default",
+    nproc: int | None = None,
+    threads: int | None = None,
+    steps: int | None = None,
+    prefix: list[str] | None = None,
+) -> dict[str, Any]:
+    """Measure a case: the report as plain data, see `benchmarks/results`.
+
+    Args:
+        case: S, M, or a recipe file.
+        dtype: fp32, bf16, or `default`: what a recipe without `model.dtype` gets.
+        nproc: worker processes; None: `default_layout`.
+        threads: CPU threads of each; None: the cores, shared out.
+        steps: counted steps, besides the warm-up; None: the recipe's steps less the warm-up.
+        prefix: command to put before the measured one, such as `numactl -N 0`.
+
+    Raises:
+        WorkerError: the run failed; its output is in the message.
+    """
+    overrides = [] if dtype == "default" else [f"model.dtype={dtype}"]
+    config = load_config(case_file(case), overrides)
+    chosen = default_layout(config)
+    nproc = nproc or chosen[0]
+    threads = threads or max(1, available_cores() // nproc)
+    steps = steps or config.trainer.steps - WARM_UP
+    overrides += [f"cluster.nproc={nproc}", f"cluster.threads={threads}", f"trainer.steps={steps + WARM_UP}"]
+    overrides += [f"model.path={model_folder(case)}", "model.hf_config=null", "model.tokenizer=null"]
+    config = load_config(case_file(case), overrides)
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        run_dir = Path(folder)
+        command = [sys.executable, "-m", "megarl", "train", str(case_file(case)), *overrides, "--run-dir", folder]
+        done = subprocess.run([*(prefix or []), *command], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise WorkerError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train"]
+        machine = json.loads((run_dir / "run.json").read_text())["machine"]
+    gflops = machine_gflops(config.model.dtype, nproc, prefix)
+    return {
+        "case": config.name,
+        "dtype": config.model.dtype,
+        "layout": {"nproc": nproc, "threads": threads},
+        "machine": machine,
+        "steps": [asdict(step) for step in steps_of(lines)],
+        "memory_gb": max(line["perf/total_memory_gb"] for line in lines),
+        "floor": asdict(floor_of(config, lines[-1], gflops)),
+    }
+
+
+def steps_of(lines: list[dict[str, Any]]) -> list[Step]:
+    """The counted steps among the lines of metrics.jsonl, which hold the warm-up first."""
+    steps = []
+    for before, line in zip(lines[WARM_UP - 1 :], lines[WARM_UP:], strict=False):
+        wall = line["time"] - before["time"]
+        phases = {
+            name.removeprefix("timing_s/"): seconds
+            for name, seconds in line.items()
+            if name.startswith("timing_s/") and name != "timing_s/step"
+        }
+        phases["other"] = wall - sum(phases.values())
+        counts = (line[f"perf/{name}"] for name in ("generated_tokens", "total_tokens", "flops"))
+        steps.append(Step(wall, line["perf/cpu_s"], phases, *counts))
+    return steps
+
+
+def floor_of(config: RunConfig, line: dict[str, Any], gflops: float) -> Floor:
+    """The floor of a step with this line's mean lengths, at `gflops` GFLOP/s."""
+    from megarl.models.config import load_hf_config
+    from megarl.tracking.flops import FlopCounter
+
+    counter = FlopCounter.from_hf(load_hf_config(config.model))
+    prompts, n = config.data.batch_size, config.rollout.sampling.n
+    prompt, response = line["prompt_length/mean"], line["response_length/mean"]
+    rollout = counter.generate([prompt] * prompts, [[response] * n] * prompts)
+    train = counter.train([prompt + response] * prompts * n, head_tokens=response * prompts * n)
+    rate = gflops * 1e9
+    return Floor(gflops, rollout / rate, train / rate, line["perf/flops"] / rate)
+
+
+def machine_gflops(dtype: str, nproc: int, prefix: list[str] | None = None) -> float:
+    """GFLOP/s of large matrix products on `nproc` GPUs, or on all cores of this machine, in a process of its own."""
+    devices = nproc if has_nvidia_device() else 1
+    code = f"from megarl.tracking.perf import measure_peak; print({devices} * measure_peak({dtype!r}, seconds=2.0))"
+    environment = os.environ | {"OMP_NUM_THREADS": str(available_cores())}
+    command = [*(prefix or []), sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise WorkerError(f"the rate of matrix products could not be measured:\n{done.stderr[-3000:]}")
+    return float(done.stdout) / 1e9

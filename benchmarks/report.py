@@ -1,0 +1,92 @@
+"""Numbers of a benchmark as a table and as a file."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+
+def summary(result: dict[str, Any]) -> dict[str, float]:
+    """Medians over the counted steps of `megarl.benchmarks.measure.run_case`, and what follows from them.
+
+    `times_floor` is wall seconds over the floor; `mfu`, its inverse, the share of the machine's matrix-product rate.
+    """
+    steps, floor = result["steps"], result["floor"]
+    wall = median(steps, "wall_s")
+    flops = median(steps, "flops")
+    return {
+        "wall_s": wall,
+        "cpu_s": median(steps, "cpu_s"),
+        "tokens_per_s": median(steps, "total_tokens") / wall,
+        "memory_gb": result["memory_gb"],
+        "floor_s": floor["total_s"],
+        "times_floor": wall / floor["total_s"],
+        "mfu": flops / wall / (floor["gflops"] * 1e9),
+    }
+
+
+def median(steps: list[dict[str, Any]], name: str) -> float:
+    """Median over steps of a number."""
+    return statistics.median(step[name] for step in steps)
+
+
+def phase_medians(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds by phase, in the order of the step."""
+    return {name: statistics.median(step["phases"].get(name, 0.0) for step in steps) for name in steps[0]["phases"]}
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Seconds per phase beside the floor, and the totals of a step. Phases are those of the slowest rank each."""
+    made = Table(title=headline(result), caption=caption(result), title_justify="left", caption_justify="left")
+    for column in ("phase", "s", "share", "floor s", "x floor"):
+        made.add_column(column, justify="left" if column == "phase" else "right")
+    numbers, floor = summary(result), result["floor"]
+    for name, seconds in phase_medians(result["steps"]).items():
+        made.add_row(name, *_cells(seconds, numbers["wall_s"], floor.get(f"{name}_s")))
+    made.add_section()
+    made.add_row("step", *_cells(numbers["wall_s"], numbers["wall_s"], floor["total_s"]))
+    return made
+
+
+def _cells(seconds: float, wall: float, floor: float | None) -> list[str]:
+    cells = [f"{seconds:.3f}", f"{seconds / wall:.0%}"]
+    return cells + (["", ""] if floor is None else [f"{floor:.3f}", f"{seconds / floor:.2f}"])
+
+
+def headline(result: dict[str, Any]) -> str:
+    """What was measured."""
+    layout = result["layout"]
+    return f"{result['case']} {result['dtype']}, {layout['nproc']} processes x {layout['threads']} threads"
+
+
+def caption(result: dict[str, Any]) -> str:
+    """Totals of a step in words."""
+    numbers = summary(result)
+    return (
+        f"median of {len(result['steps'])} steps: {numbers['cpu_s']:.2f} CPU-s, "
+        f"{numbers['tokens_per_s']:.0f} tokens/s, MFU {numbers['mfu']:.1%}, "
+        f"peak {numbers['memory_gb']:.2f} GB over all workers; "
+        f"floor: matrix products at {result['floor']['gflops']:.0f} GFLOP/s"
+    )
+
+
+def host_class(machine: dict[str, Any]) -> str:
+    """A file name's worth of a machine: `8x-nvidia-h100`, `2x-amd-epyc-9b45`. Hosts of one kind share it."""
+    name = (
+        machine["gpus"][0]
+        if machine["gpus"]
+        else re.sub(r"\(R\)|\(TM\)|\d+-Core|Processor|CPU|@.*", "", machine["processor"])
+    )
+    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"{len(machine['gpus']) or machine['cores']}x-{slug}"
+
+
+def save(result: dict[str, Any], path: Path) -> None:
+    """Write a result as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
