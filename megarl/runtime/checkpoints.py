@@ -55,8 +55,8 @@ class Checkpoints:
         from megarl.training.checkpoint import load
 
         assert self._source is not None, "find() comes first"
-        assert self._c.loader is not None, "only training runs resume"
         c = self._c
+        assert c.loader is not None, "only training runs resume"
         c.step, state = load(self._source, {"actor": c.actor})
         c.rollout.weight_version = c.step
         c.loader.load_state_dict(state["loader"])
