@@ -14,13 +14,13 @@ REQUIRED = (
     "safetensors",
     "pydantic",
     "datasets",
+    "math-verify",
     "ray",
     "mlflow",
 )
 OPTIONAL = {
     "flash-attn": "variable-length attention kernels on GPUs (else: scaled-dot-product attention of torch)",
-    "transformer-engine": "fused layers and overlapped communication on GPUs (else: layers of this package)",
-    "math-verify": "reward `math`",
+    "transformer-engine": "Megatron-Core takes its fused AdamW and gradient norm on GPUs (else: torch's)",
     "mbridge": "tests compare weight conversion with it",
 }
 

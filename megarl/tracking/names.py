@@ -20,7 +20,6 @@ class Shown:
 
 STEP_LINE = (
     Shown("sft/loss", "loss", better="down"),
-    Shown("sft/acc", "token acc", better="up"),
     Shown("critic/score/mean", "score", better="up"),
     Shown("actor/pg_loss", "pg"),
     Shown("actor/kl_loss", "kl"),

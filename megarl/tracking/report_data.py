@@ -53,7 +53,6 @@ _SPEED: list[_Chart] = [
 ]
 _SFT: list[_Chart] = [
     ("Loss", "per response token", [("sft/loss", "")], None),
-    ("Token accuracy", "", [("sft/acc", "")], None),
     ("Validation accuracy", "held-out prompts", [("val/acc", "")], None),
     ("Gradient norm", "before clipping", [("actor/grad_norm", ""), ("sft/grad_norm", "sft")], None),
     ("Learning rate", "", [("actor/lr", ""), ("sft/lr", "sft")], None),
