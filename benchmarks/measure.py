@@ -69,6 +69,7 @@ def run_case(
     threads: int | None = None,
     steps: int | None = None,
     prefix: list[str] | None = None,
+    floor: bool = True,
 ) -> dict[str, Any]:
     """Measure a case: the report as plain data, see `benchmarks/results`.
 
@@ -79,6 +80,7 @@ def run_case(
         threads: CPU threads of each; None: the cores, shared out.
         steps: counted steps, besides the warm-up; None: the recipe's steps less the warm-up.
         prefix: command to put before the measured one, such as `numactl -N 0`.
+        floor: also measure the machine's rate of matrix products and add the floor.
 
     Raises:
         WorkerError: the run failed; its output is in the message.
@@ -100,16 +102,18 @@ def run_case(
             raise WorkerError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
         lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train"]
         machine = json.loads((run_dir / "run.json").read_text())["machine"]
-    gflops = machine_gflops(config.model.dtype, nproc, prefix)
-    return {
+    result = {
         "case": config.name,
         "dtype": config.model.dtype,
         "layout": {"nproc": nproc, "threads": threads},
         "machine": machine,
         "steps": [asdict(step) for step in steps_of(lines)],
         "memory_gb": max(line["perf/total_memory_gb"] for line in lines),
-        "floor": asdict(floor_of(config, lines[-1], gflops)),
     }
+    if floor:
+        gflops = machine_gflops(config.model.dtype, nproc, prefix)
+        result["floor"] = asdict(floor_of(config, lines[-1], gflops))
+    return result
 
 
 def steps_of(lines: list[dict[str, Any]]) -> list[Step]:

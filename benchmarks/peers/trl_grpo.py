@@ -3,9 +3,9 @@
     python trl_grpo.py CASE.json OUT.json
 
 CASE.json holds: model (folder), prompts (list of str, `steps` times `prompts_per_step` of them), samples_per_prompt,
-prompts_per_step, max_new_tokens, exact_length, micro_batch_sequences, lr, clip_grad, steps, dtype (fp32 | bf16), threads,
-seed. OUT.json gets wall and CPU seconds of each step, the part of it that is generation, the tokens generated, and the
-peak resident set.
+prompts_per_step, max_new_tokens, exact_length, micro_batch_sequences, lr, clip_grad, steps, dtype (fp32 | bf16),
+threads, seed. OUT.json gets wall and CPU seconds of each step, the part of it that is generation, the tokens generated,
+and the peak resident set.
 """
 
 from __future__ import annotations

@@ -1,0 +1,211 @@
+"""Side by side with TRL's GRPOTrainer: `python -m megarl.benchmarks.peers.compare --case S`.
+
+Both programs start from the same model file and tokenizer and get the same prompts in the same order, the same number
+of samples at temperature 1, the same reward, and one update by the mean over tokens of the clipped loss. Runs alternate
+(ours, theirs, ours, theirs, ...), since the speed of a machine drifts. TRL runs with both cores in one process, in fp32
+and bf16 (autocast), each with glibc's malloc as it is and with the settings that our launcher gives its workers; it is
+held against in its best setting. The first step of every run is not counted.
+
+    make bench-trl-env                                                  # TRL in an environment of its own
+    python -m megarl.benchmarks.peers.compare --case M --rounds 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megarl.benchmarks.case import cache_folder, case_file, model_folder
+from megarl.benchmarks.measure import WARM_UP, run_case
+from megarl.benchmarks.report import host_class, save
+from megarl.benchmarks.throughput import RESULTS
+from megarl.config.load import load_config
+from megarl.errors import MegarlError, UserError, WorkerError
+from megarl.launchers.common import KEEP_FREED_MEMORY, available_cores
+
+SCRIPT = Path(__file__).parent / "trl_grpo.py"
+MICRO_BATCH_SEQUENCES = 16  # what TRL is fastest with in case M
+SETTINGS = ("fp32", "fp32+malloc", "bf16", "bf16+malloc")  # of TRL
+Runs = dict[str, list[dict[str, Any]]]
+
+
+def trl_case(case: str, dtype: str, steps: int) -> dict[str, Any]:
+    """A case in the words of trl_grpo.py; `steps` are the counted ones."""
+    from megarl.config.model import ModelConfig
+    from megarl.data.prompts import PromptDataset
+    from megarl.data.tokenizer import load_tokenizer
+
+    config, model = load_config(case_file(case)), model_folder(case)
+    data = PromptDataset(config.data, load_tokenizer(ModelConfig(path=str(model))), "train")
+    sampling, batch = config.rollout.sampling, config.data.batch_size
+    return {
+        "model": str(model),
+        "prompts": data.batch(range(batch * (steps + WARM_UP)))["prompt_text"],
+        "prompts_per_step": batch,
+        "samples_per_prompt": sampling.n,
+        "max_new_tokens": sampling.max_new_tokens,
+        "exact_length": sampling.ignore_eos,
+        "micro_batch_sequences": MICRO_BATCH_SEQUENCES,
+        "lr": config.actor.optim.lr,
+        "clip_grad": config.actor.optim.clip_grad,
+        "steps": steps + WARM_UP,
+        "dtype": dtype,
+        "threads": available_cores(),
+        "seed": config.trainer.seed,
+    }
+
+
+def run_trl(python: Path, case: str, setting: str, steps: int, prefix: list[str]) -> dict[str, Any]:
+    """One run of TRL: `steps` (counted ones) and `memory_gb`."""
+    dtype, _, malloc = setting.partition("+")
+    environment = {name: value for name, value in os.environ.items() if name not in KEEP_FREED_MEMORY}
+    environment |= {"OMP_NUM_THREADS": str(available_cores()), "TOKENIZERS_PARALLELISM": "false"}
+    if malloc:
+        environment |= KEEP_FREED_MEMORY
+    with tempfile.TemporaryDirectory() as folder:
+        job, out = Path(folder) / "case.json", Path(folder) / "out.json"
+        job.write_text(json.dumps(trl_case(case, dtype, steps)))
+        command = [*prefix, str(python), str(SCRIPT), str(job), str(out)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise WorkerError(f"{shlex.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        result = json.loads(out.read_text())
+    return {**result, "steps": result["steps"][WARM_UP:]}
+
+
+def alternate(arguments: argparse.Namespace, say: Console) -> tuple[Runs, dict[str, Any]]:
+    """All runs by side (`megarl bf16`, `trl bf16+malloc`, ...), ours in the dtype of theirs before each of theirs."""
+    runs: Runs = {}
+    machine: dict[str, Any] = {}
+    for number in range(arguments.rounds):
+        for setting in arguments.settings:
+            dtype = setting.partition("+")[0]
+            ours = run_case(arguments.case, dtype=dtype, steps=arguments.steps, prefix=arguments.prefix, floor=False)
+            machine = ours["machine"]
+            theirs = run_trl(arguments.trl_python, arguments.case, setting, arguments.steps, arguments.prefix)
+            for side, result in ((f"megarl {dtype}", ours), (f"trl {setting}", theirs)):
+                runs.setdefault(side, []).append(result)
+                say.print(f"round {number + 1}: {side}: {describe(result['steps'])}")
+    return runs, machine
+
+
+def describe(steps: list[dict[str, Any]]) -> str:
+    """Wall and CPU seconds of one run."""
+    wall, cpu = (statistics.median(step[name] for step in steps) for name in ("wall_s", "cpu_s"))
+    return f"{wall:.3f} s, {cpu:.3f} CPU-s a step"
+
+
+def sides(runs: Runs) -> dict[str, dict[str, float]]:
+    """Medians over all counted steps of all runs of a side, with the least and the largest wall seconds."""
+    made = {}
+    for side, results in runs.items():
+        steps = [step for result in results for step in result["steps"]]
+        walls = [step["wall_s"] for step in steps]
+        generation = [s["generation_s"] if "generation_s" in s else s["phases"]["rollout"] for s in steps]
+        made[side] = {
+            "wall_s": statistics.median(walls),
+            "least_s": min(walls),
+            "most_s": max(walls),
+            "generation_s": statistics.median(generation),
+            "cpu_s": statistics.median(step["cpu_s"] for step in steps),
+            "memory_gb": max(result["memory_gb"] for result in results),
+            "steps": len(steps),
+        }
+    return made
+
+
+def ratios(numbers: dict[str, dict[str, float]], default: str) -> dict[str, dict[str, Any]]:
+    """Ours over TRL's in its best setting (least wall, and least CPU, each for itself).
+
+    Args:
+        numbers: from `sides`.
+        default: our default dtype. It is held against all settings of TRL, fp32 against its fp32 ones.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for label, ours, theirs in (("default", f"megarl {default}", "trl "), ("fp32", "megarl fp32", "trl fp32")):
+        against = {side: value for side, value in numbers.items() if side.startswith(theirs)}
+        if ours not in numbers or not against:
+            continue
+        found[label] = {"ours": ours}
+        for name in ("wall_s", "cpu_s"):
+            best = min(against, key=lambda side: against[side][name])
+            found[label][name] = numbers[ours][name] / against[best][name]
+            found[label][f"{name}_against"] = best
+    return found
+
+
+def show(case: str, numbers: dict[str, dict[str, float]], found: dict[str, dict[str, Any]], say: Console) -> None:
+    """Tables of sides and ratios."""
+    table = Table(title=f"case {case}, medians per step", title_justify="left")
+    for column in ("program", "s", "least - most", "generation s", "CPU-s", "GB", "steps"):
+        table.add_column(column, justify="left" if column == "program" else "right")
+    for side, n in numbers.items():
+        spread = f"{n['least_s']:.3f} - {n['most_s']:.3f}"
+        cells = [f"{n['wall_s']:.3f}", spread, f"{n['generation_s']:.3f}", f"{n['cpu_s']:.3f}", f"{n['memory_gb']:.2f}"]
+        table.add_row(side, *cells, str(int(n["steps"])))
+    say.print(table)
+    for label, ratio in found.items():
+        say.print(
+            f"{label}: {ratio['ours']} takes {ratio['wall_s']:.2f} of the wall seconds of {ratio['wall_s_against']} "
+            f"and {ratio['cpu_s']:.2f} of the CPU-seconds of {ratio['cpu_s_against']}"
+        )
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megarl.benchmarks.peers.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default_python = cache_folder() / "trl/bin/python"
+    parser.add_argument("--case", default="S", help="S, M, or a recipe file")
+    parser.add_argument("--rounds", type=int, default=2, help="times that every pair runs")
+    parser.add_argument("--steps", type=int, default=2, help="counted steps of a run")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="of TRL")
+    parser.add_argument("--trl-python", type=Path, default=default_python, help="interpreter of TRL's environment")
+    parser.add_argument("--prefix", type=shlex.split, default=[], help="before every command, e.g. 'numactl -N 0'")
+    parser.add_argument("--json", type=Path, help=f"file of the result (default: in {RESULTS})")
+    arguments = parser.parse_args(argv)
+    if not arguments.trl_python.is_file():
+        raise UserError(
+            "there is no such interpreter",
+            where="--trl-python",
+            found=str(arguments.trl_python),
+            fix="run `make bench-trl-env`, or name the Python of an environment with TRL",
+        )
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run, show and save the comparison; returns the exit code."""
+    say = Console(highlight=False, soft_wrap=True)
+    try:
+        arguments = parse(argv)
+        runs, machine = alternate(arguments, say)
+    except MegarlError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    numbers = sides(runs)
+    config = load_config(case_file(arguments.case))
+    found = ratios(numbers, config.model.dtype)
+    show(config.name, numbers, found, say)
+    path = arguments.json or RESULTS / f"trl-{config.name}-{host_class(machine)}.json"
+    save({"case": config.name, "machine": machine, "ratios": found, "sides": numbers, "runs": runs}, path)
+    say.print(f"saved: {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
