@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 # Tokens worked on at a time on a CPU: temporaries of this size stay in the cache, whatever the batch.
-_BLOCK_TOKENS = 1 << 18
+_BLOCK_TOKENS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,24 @@ class Rows:
             return values.new_zeros(len(self))
         return torch.segment_reduce(values, "sum", offsets=self.offsets, initial=0)
 
-    def masked_sum(self, values: Tensor, mask: Tensor) -> Tensor:
-        """Sum of the valid values of each row, [B]; not differentiable, no temporary of the size of the batch."""
-        out = values.new_zeros(len(self))
+    def masked_sum(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum of the valid values of each row, [B], and whether it has any, bool [B]; not differentiable.
+
+        No temporary is as large as the batch.
+        """
+        total = values.new_zeros(len(self))
+        live = mask.new_zeros(len(self))
         flat_values, flat_mask = values.detach().reshape(-1), mask.reshape(-1)
         for first, last, tokens in self.blocks():
             part = Rows(self.offsets[first : last + 1] - tokens.start, self.width)
-            out[first:last] = part.sum(torch.where(flat_mask[tokens], flat_values[tokens], 0))
-        return out
+            weight, x = flat_mask[tokens].to(values.dtype), flat_values[tokens]
+            sums = part.sum(x * weight)
+            if not bool(sums.isfinite().all()):
+                # NaN or infinity under the mask: 0 * NaN is NaN. Rare, so the fast product comes first.
+                sums = part.sum(torch.where(flat_mask[tokens], x, 0))
+            total[first:last] = sums
+            live[first:last] = part.sum(weight) > 0
+        return total, live
 
     def counts(self, mask: Tensor) -> Tensor:
         """Valid tokens of each row, int64 [B]."""

@@ -70,15 +70,29 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
                 target.copy_(result.reshape(-1))
         elif len(here):
             block = Rows(rows.offsets[first : last + 1] - tokens.start, rows.width)
-            counts = block.counts(here)
+            whole = bool(here.all())
+            counts = block.offsets.diff() if whole else block.counts(here)
             prefix = torch.arange(int(counts.max()), device=mask.device) < counts[:, None]
+            slot = _slots(counts, prefix.shape[1])
             dense = [torch.zeros(prefix.shape, dtype=dtype, device=mask.device) for _ in xs]
             for pad, x in zip(dense, xs, strict=True):
-                pad[prefix] = x[here].to(dtype)
+                pad.view(-1).index_copy_(0, slot, (x if whole else x[here]).to(dtype))
             for target, result in zip(targets, fn(*dense, prefix), strict=True):
-                target.zero_()
-                target[here] = result[prefix]
+                valid = result.reshape(-1).index_select(0, slot)
+                if whole:
+                    target.copy_(valid)
+                else:
+                    target.zero_()
+                    target[here] = valid
     return outputs
+
+
+def _slots(counts: Tensor, width: int) -> Tensor:
+    """Place in a flat [R, width] block of each token of R packed rows with `counts` tokens."""
+    ends = counts.cumsum(0)
+    shift = torch.arange(len(counts), device=counts.device) * width - (ends - counts)
+    slot = torch.repeat_interleave(shift, counts)
+    return slot.add_(torch.arange(len(slot), device=slot.device))
 
 
 def _is_prefix(mask: Tensor) -> bool:

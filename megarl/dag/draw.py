@@ -38,7 +38,7 @@ def as_text(graph: TaskGraph) -> str:
     """A line of flow, nodes that may run at the same time in brackets, and a table of all nodes."""
     flow = " -> ".join(row[0] if len(row) == 1 else f"[{' | '.join(row)}]" for row in graph.layers())
     head = ("node", "role", "type", "after", "reads", "writes")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for id in graph.order():
         node = graph[id]
         role = node.role.name.lower() + (f" #{node.agent_group}" if node.agent_group else "")

@@ -109,7 +109,7 @@ class DistExchange(LocalExchange):
     def _head(
         self, batch: Batch | None, src: DataLayout, dst: DataLayout, key: str, held: Sequence[str] | None
     ) -> dict[str, Any]:
-        info = None
+        info: dict[str, Any] | None = None
         if batch is not None:
             info = {"count": len(batch), "ids": self.ids(batch)}
             if self.together is not None and self.together in batch:
@@ -176,10 +176,10 @@ class DistExchange(LocalExchange):
             assert item is not None, "this rank is in the group"
             item.wait()
         pieces = {part: Batch.from_bytes(data.numpy().tobytes()) for part, data in arriving.items()}
-        target = dst.part_of(rank)
-        if target is not None and mine is not None and mine in sources[target]:
+        wanted = dst.part_of(rank)
+        if wanted is not None and mine is not None and mine in sources[wanted]:
             assert batch is not None, "this rank is in the source layout"
-            pieces[mine] = _slice(batch, plan[target], mine)
+            pieces[mine] = _slice(batch, plan[wanted], mine)
         return pieces
 
 

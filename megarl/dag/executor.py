@@ -168,7 +168,10 @@ class Executor:
     def _checked(self, node: Node, given: Any, output: Any) -> Any:
         """The output, once it holds what the node promised about the samples it was given."""
         if output is None:
-            raise NodeError(f"node {node.id!r} ({node.func_name}) returned None; a stage returns a batch")
+            raise NodeError(
+                f"node {node.id!r} ({node.func_name}) returned None; a stage returns a batch\n"
+                "  fix:     end the function with `return batch`"
+            )
         lost = [name for name in node.writes or () if name not in output]
         if lost:
             raise NodeError(f"node {node.id!r} ({node.func_name}) declares writes={lost} but did not write them")

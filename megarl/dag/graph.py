@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from megarl.dag.node import Node
 from megarl.dag.stage import LOADER_FIELDS
@@ -82,7 +82,7 @@ class TaskGraph:
         """All descendants, in topological order."""
         return self._reach(id, self.children)
 
-    def _reach(self, id: str, step) -> list[str]:
+    def _reach(self, id: str, step: Callable[[str], list[str]]) -> list[str]:
         found: set[str] = set()
         todo = step(id)
         while todo:

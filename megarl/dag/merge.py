@@ -51,14 +51,12 @@ def _check_samples(first: str, mine: Batch, second: str, other: Batch) -> None:
 
 
 def _same(a: torch.Tensor | Jagged | list, b: torch.Tensor | Jagged | list) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, Jagged):
-        return _same(a.offsets, b.offsets) and _same(a.values, b.values)  # type: ignore[union-attr]
-    if isinstance(a, torch.Tensor):
-        return _same_tensor(a, b)  # type: ignore[arg-type]
-    # `is` first: a NaN inside a column equals itself only by identity, and json keeps no identity.
-    return a is b or a == b or repr(a) == repr(b)
+    if isinstance(a, Jagged) and isinstance(b, Jagged):
+        return _same_tensor(a.offsets, b.offsets) and _same_tensor(a.values, b.values)
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return _same_tensor(a, b)
+    # repr: NaN inside a column is unequal to itself unless it is the same object.
+    return a is b or (type(a) is type(b) and (a == b or repr(a) == repr(b)))
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -48,9 +48,7 @@ def grpo(
             [ 1.,  1.]])
     """
     rows = Rows.of(mask, offsets)
-    groups = Groups.of(
-        rows.masked_sum(token_rewards, mask), rows.counts(mask) > 0, uid, allow_singleton=allow_singleton
-    )
+    groups = Groups.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
     per_sample = groups.centred / (groups.std + EPS) if norm_by_std else groups.centred
     advantages = rows.spread(per_sample.to(token_rewards.dtype), mask)
     return Estimate(advantages, advantages)

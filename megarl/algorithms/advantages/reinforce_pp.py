@@ -66,9 +66,7 @@ def reinforce_pp_baseline(
     Source: REINFORCE++ (arXiv 2501.03262).
     """
     rows = Rows.of(mask, offsets)
-    groups = Groups.of(
-        rows.masked_sum(token_rewards, mask), rows.counts(mask) > 0, uid, allow_singleton=allow_singleton
-    )
+    groups = Groups.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
     advantages = rows.spread(groups.centred.to(token_rewards.dtype), mask)
     advantages = whiten_(advantages, mask, rows, all_sum)
     return Estimate(advantages, advantages)

@@ -23,6 +23,6 @@ def remax(token_rewards: Tensor, mask: Tensor, greedy_score: Tensor, *, offsets:
     Source: ReMax (arXiv 2310.10505).
     """
     rows = Rows.of(mask, offsets)
-    per_sample = rows.masked_sum(token_rewards, mask) - greedy_score.to(token_rewards)
-    advantages = rows.spread(torch.where(rows.counts(mask) > 0, per_sample, 0), mask)
+    score, live = rows.masked_sum(token_rewards, mask)
+    advantages = rows.spread(torch.where(live, score - greedy_score.to(score), 0), mask)
     return Estimate(advantages, advantages)

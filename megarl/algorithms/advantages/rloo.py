@@ -37,9 +37,7 @@ def rloo(
     Source: Back to Basics (arXiv 2402.14740).
     """
     rows = Rows.of(mask, offsets)
-    groups = Groups.of(
-        rows.masked_sum(token_rewards, mask), rows.counts(mask) > 0, uid, allow_singleton=allow_singleton
-    )
+    groups = Groups.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
     per_sample = groups.centred * groups.count / (groups.count - 1).clamp(min=1)
     advantages = rows.spread(per_sample.to(token_rewards.dtype), mask)
     return Estimate(advantages, advantages)
