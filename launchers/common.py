@@ -18,6 +18,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -87,11 +88,20 @@ class Workers(Protocol):
 
 def make_run_dir(config: RunConfig, run_dir: Path | None = None) -> Path:
     """The folder of a run: `run_dir` when the user names one (to continue it), else a new RUNS/<name>/<stamp>."""
+    parent = run_dir or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=parent):  # full or read-only disks are found now
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the run folder cannot be written ({error.strerror or error})",
+            where="tracking.dir" if run_dir is None else "--run-dir",
+            found=str(parent),
+            fix="name a folder that you may write to",
+        ) from error
     if run_dir is not None:
-        run_dir.mkdir(parents=True, exist_ok=True)
         return run_dir.resolve()
-    parent = Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
-    parent.mkdir(parents=True, exist_ok=True)
     stamp = time.strftime("%Y%m%d-%H%M%S")
     for attempt in range(1, 1000):
         candidate = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")

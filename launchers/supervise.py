@@ -98,7 +98,9 @@ def _report(failure: Failure, workers: Workers, job: Job, ended: dict[int, int])
     elif not failure.type:
         lines = [f"megarl: rank {failure.rank} {failure.message} {where}"]
     else:
-        lines = [failure.traceback.rstrip()]
+        if failure.explained:
+            job.log.record(f"rank {failure.rank}", failure.traceback)
+        lines = [] if failure.explained else [failure.traceback.rstrip()]
         lines.append(f"megarl: rank {failure.rank} failed {where}: {failure.type}: {failure.message}")
     if failure.out_of_memory:
         lines.append(f"  fix:     {OUT_OF_MEMORY_FIX}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import tempfile
 import time
@@ -36,7 +37,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in JOBS.items():
-        _add_job(commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}."))
+        job = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        _add_job(job)
+        if name == "generate":
+            job.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own; may be repeated")
     convert = commands.add_parser("convert", help="write a model or a checkpoint of a run as a Hugging Face folder")
     convert.add_argument("source", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run")
     convert.add_argument("target", type=Path, help="folder to write; must not exist, or be empty")
@@ -73,8 +77,13 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 def _job(arguments: argparse.Namespace) -> int:
     from megarl.config.load import load_config
+    from megarl.data.preflight import check_rows
 
     config = load_config(arguments.recipe, arguments.overrides)
+    if getattr(arguments, "prompt", None):
+        from megarl.data.sources import as_prompts
+
+        config = config.model_copy(update={"data": as_prompts(config.data, arguments.prompt)})
     if arguments.dry_run:
         from megarl.config.base import raise_problems
         from megarl.config.plan import make_plan
@@ -82,6 +91,7 @@ def _job(arguments: argparse.Namespace) -> int:
         plan = make_plan(config, arguments.launcher, arguments.command)
         print(plan.text, flush=True)
         raise_problems(plan.problems)
+        check_rows(config, arguments.command)
         return 0
     from megarl.config.checks import validate
     from megarl.config.plan import build_task_graph
@@ -90,9 +100,23 @@ def _job(arguments: argparse.Namespace) -> int:
     validate(config, launcher=arguments.launcher, job=arguments.command)
     if arguments.command == "train":
         build_task_graph(config)
+    check_rows(config, arguments.command)
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
-    return run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
+    code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
+    if code not in (0, UserError.exit_code) and arguments.command in ("train", "sft"):
+        print(f"  to go on: {_command_to_go_on(arguments, run_dir)}", file=sys.stderr)
+    return code
+
+
+def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path) -> str:
+    """The same command with the run folder, and what it would begin with."""
+    command = ["megarl", arguments.command, arguments.recipe, *arguments.overrides]
+    if arguments.launcher != LAUNCHERS[0]:
+        command += ["--launcher", arguments.launcher]
+    steps = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/step_*/meta.json")]
+    start = f"from the checkpoint of step {max(steps)}" if steps else "there is no checkpoint yet: from the beginning"
+    return f"{shlex.join([*command, '--run-dir', str(run_dir)])}\n            ({start})"
 
 
 def _convert(arguments: argparse.Namespace) -> int:

@@ -44,11 +44,40 @@ def free_port(host: str = "127.0.0.1") -> int:
         return listener.getsockname()[1]
 
 
-def oom_kills() -> int:
-    """Processes the kernel's out-of-memory killer has ended on this machine since boot; 0 where it does not say."""
+def oom_kills(root: Path = Path("/")) -> int:
+    """How often the kernel's out-of-memory killer struck: on this machine since boot and in this memory cgroup.
+
+    Only a difference means something. A container's own limit may show in the cgroup alone (`memory.events` of
+    version 2, `memory.oom_control` of version 1). 0 where nothing says.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    return sum(_counter(file, "oom_kill") for file in (root / "proc/vmstat", *_cgroup_counters(root)))
+
+
+def _cgroup_counters(root: Path) -> list[Path]:
+    """Files that count out-of-memory kills in the cgroup of this process."""
+    files: list[Path] = []
     with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                top, name = root / "sys/fs/cgroup", "memory.events"
+            elif "memory" in controllers.split(","):
+                top, name = root / "sys/fs/cgroup/memory", "memory.oom_control"
+            else:
+                continue
+            # Inside a container the path may be the host's; its own cgroup is then mounted at the top.
+            own = top / path.lstrip("/") / name
+            files.append(own if own.is_file() else top / name)
+    return files
+
+
+def _counter(file: Path, name: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            if line.startswith(f"{name} "):
                 return int(line.split()[1])
     return 0
 

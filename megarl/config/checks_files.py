@@ -18,6 +18,7 @@ from megarl.errors import ConfigError
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 REWARDS = ("exact_match", "format", "gsm8k", "math", "numeric")
 CHARACTERS = "chars:"
+TEXT = "text:"  # a prompt that stands in the recipe itself
 # A character tokenizer has these tokens besides its alphabet: padding, start, end, unknown.
 SPECIAL_TOKENS = 4
 _HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?(@.+)?")
@@ -141,6 +142,9 @@ def check_data(data: DataConfig, job: str, checks: Checklist) -> None:
 
 
 def _check_source(source: str, key: str, checks: Checklist) -> None:
+    if source.startswith(TEXT):
+        checks.ok("data", f"{key}: one prompt")
+        return
     path = Path(source).expanduser()
     if path.is_file() and path.suffix.lower() not in SUFFIXES:
         checks.fail(
@@ -200,6 +204,16 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
             found=resume,
             allowed="auto, never, or a checkpoint folder",
             fix="use auto to resume from the newest complete checkpoint of this run",
+        )
+    elif resume not in ("auto", "never") and not (Path(resume).expanduser() / "meta.json").is_file():
+        inside = sorted(Path(resume).expanduser().glob("**/step_*/meta.json"), key=lambda file: file.stat().st_mtime)
+        checks.fail(
+            "resume",
+            "trainer.resume",
+            "this folder is not a complete checkpoint: it has no meta.json",
+            found=resume,
+            allowed="auto, never, or RUN_DIR/checkpoints/step_N",
+            fix=f"did you mean {inside[-1].parent}?" if inside else "name the folder of one step",
         )
     reference = config.reference.path
     if reference is not None and not Path(reference).expanduser().is_dir() and not is_hub_name(reference):

@@ -14,7 +14,8 @@ class DataConfig(Section):
 
     train_files: list[str] = Field(
         default_factory=list,
-        description="jsonl, json, csv, parquet files, folders, hub names org/name[:config]@split, or pkg.mod:fn",
+        description="jsonl, json, csv, parquet files, folders, hub names org/name[:config]@split, pkg.mod:fn, "
+        "or text:<the prompt itself>",
     )
     val_files: list[str] = Field(default_factory=list, description="held-out prompts, same forms")
     prompt_key: str = Field("prompt", description="column of the prompt (text, or a list of chat messages)")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,7 +79,37 @@ def build_task_graph(config: RunConfig) -> TaskGraph:
             allowed=[*PIPELINES, "pkg.mod:fn"],
             fix="check module and function name",
         ) from error
-    return function(config)
+    return _sound_graph(function, config)
+
+
+def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> TaskGraph:
+    """What the pipeline function makes, as a checked graph."""
+    name = config.algorithm.pipeline
+    try:
+        graph = function(config)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"the pipeline function raised {type(error).__name__}: {error}",
+            where="algorithm.pipeline",
+            found=f"{name}, at {place.filename}:{place.lineno}: {place.line}",
+            fix="correct the function",
+        ) from error
+    graph_class = importlib.import_module("megarl.dag.graph").TaskGraph
+    if not isinstance(graph, graph_class):
+        raise ConfigError(
+            "the pipeline function returned no task graph",
+            where="algorithm.pipeline",
+            found=f"{name} returned {type(graph).__name__}",
+            allowed="a TaskGraph, made with Pipeline(...).add_node(...).build()",
+            fix="end the function with `return pipeline.build()`",
+        )
+    # `build()` has done this already; a graph may also have been put together without it.
+    graph = graph_class(graph.id, graph.description, [node.resolved() for node in graph])
+    graph.check()
+    return graph
 
 
 def coordinates(rank: int, nproc: int, parallel: ParallelConfig) -> dict[str, int]:

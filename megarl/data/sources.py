@@ -10,7 +10,7 @@ import importlib
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from megarl.errors import ConfigError, DataError
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMS = (
     "a .jsonl, .json, .csv or .parquet file, a folder of them, folder@split, a hub name org/name@split or "
-    "org/name:config@split, or pkg.mod:fn"
+    "org/name:config@split, pkg.mod:fn, or text:<the prompt itself>"
 )
+TEXT = "text:"
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>.+))?")
 _SPLIT_IN_NAME = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?:[^a-z]|$)")
@@ -74,6 +75,8 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
         DataError: missing or broken file, no rows, a value that is not plain data; file and line are named.
         ConfigError: the function cannot be imported or lacks an argument.
     """
+    if source.startswith(TEXT):
+        return [Row({"prompt": source.removeprefix(TEXT), "data_source": "text"}, "text", 1)]
     path = Path(source).expanduser()
     folder, _, split = source.rpartition("@")
     if path.is_dir():
@@ -93,6 +96,12 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
     return rows
 
 
+def as_prompts(data: DataConfig, texts: Sequence[str]) -> DataConfig:
+    """The same settings, with these texts as the held-out prompts and without reference answers."""
+    changes = {"val_files": [TEXT + text for text in texts], "prompt_key": "prompt", "answer_key": None}
+    return data.model_copy(update={**changes, "max_val_samples": None})
+
+
 def check_loader_kwargs(config: DataConfig) -> None:
     """Refuse data.loader_kwargs that no pkg.mod:fn source takes: a misspelt one would be ignored.
 
@@ -103,7 +112,7 @@ def check_loader_kwargs(config: DataConfig) -> None:
         return
     known: dict[str, None] = {}
     for source in dict.fromkeys([*config.train_files, *config.val_files]):
-        if _FUNCTION.fullmatch(source) and not Path(source).exists():
+        if not source.startswith(TEXT) and _FUNCTION.fullmatch(source) and not Path(source).exists():
             parameters = inspect.signature(_import(source)).parameters.values()
             if any(p.kind is p.VAR_KEYWORD for p in parameters):
                 return

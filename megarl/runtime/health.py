@@ -42,7 +42,8 @@ _PEER_LOST = re.compile(
 )
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _OUT_OF_MEMORY = re.compile(
-    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc", re.IGNORECASE
+    r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc|\bMemoryError\b",
+    re.IGNORECASE,
 )
 
 
@@ -107,7 +108,10 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """How one rank failed. `exit_code` is what the whole command shall return."""
+    """How one rank failed. `exit_code` is what the whole command shall return.
+
+    `explained`: the message says it all, because this package raised the error on purpose and no other is behind it.
+    """
 
     rank: int
     phase: str
@@ -118,6 +122,7 @@ class Failure:
     time: float
     exit_code: int
     user_error: bool = False
+    explained: bool = False
 
     @property
     def peer_lost(self) -> bool:
@@ -142,6 +147,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         time=time.time(),
         exit_code=error.exit_code if isinstance(error, MegarlError) else 1,
         user_error=isinstance(error, UserError),
+        explained=isinstance(error, MegarlError) and error.__cause__ is None,
     )
 
 

@@ -45,6 +45,15 @@ def generate(config: RunConfig, run_dir: Path) -> None:
             samples = draw(c, prompts, config.validation.sampling, draw=VALIDATION_DRAW)
             mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
             parts = all_gather_json(mine, c.layout.dp_group)
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for part in parts for line in part)
+            lines = [line for part in parts for line in part]
+            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            if c.layout.rank == 0:
+                _show([line for line in lines if line["data_source"] == "text"])
     if c.layout.rank == 0:
         print(f"responses: {run_dir / RESPONSES}", flush=True)
+
+
+def _show(lines: list[dict[str, str]]) -> None:
+    """Print responses to prompts that were given as text."""
+    for line in lines:
+        print(f"\n> {line['prompt_text']}\n{line['response_text']}", flush=True)

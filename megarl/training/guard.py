@@ -58,6 +58,10 @@ def check_finite(
             lines.append(f"  rank {rank}: loss of the micro-batch with samples {', '.join(found['samples'])}, ...")
         if found["parameters"]:
             lines.append(f"  rank {rank}: gradient of {', '.join(found['parameters'])}, ...")
+    lines.append(
+        "  fix:     look at these samples; log(0), 0/0 and overflow are the usual causes in a loss of your own, "
+        "too high a learning rate or a broken weight file elsewhere"
+    )
     raise NonFiniteError("\n".join(lines))
 
 
