@@ -1,4 +1,4 @@
-# make quickstart | test | lint | bench      everything runs in .venv, which is made when it is missing
+# make quickstart | test | lint | bench | bench-trl-env      everything runs in .venv, which is made when it is missing
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: quickstart test lint bench
+.PHONY: quickstart test lint bench bench-trl-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
@@ -22,6 +22,13 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/megarl bench
+
+# TRL for the side by side (benchmarks/peers): its requirements are its own, so it gets its own environment.
+TRL_ENV ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/megarl/trl
+bench-trl-env:
+	test -x $(TRL_ENV)/bin/python || $(PYTHON) -m venv $(TRL_ENV)
+	$(TRL_ENV)/bin/python -m pip install --quiet "$(TORCH)"
+	$(TRL_ENV)/bin/python -m pip install --quiet trl==1.16.0 "$(shell grep '^transformers==' constraints.txt)"
 
 # torch comes first and alone: resolved together with the rest, pip may choose another build of several gigabytes.
 $(STAMP): setup.py pyproject.toml constraints.txt

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,8 @@ def run_case(
     nproc: int | None = None,
     threads: int | None = None,
     steps: int | None = None,
-    prefix: list[str] | None = None,
+    overrides: Sequence[str] = (),
+    prefix: Sequence[str] = (),
     floor: bool = True,
 ) -> dict[str, Any]:
     """Measure a case: the report as plain data, see `benchmarks/results`.
@@ -79,25 +81,26 @@ def run_case(
         nproc: worker processes; None: `default_layout`.
         threads: CPU threads of each; None: the cores, shared out.
         steps: counted steps, besides the warm-up; None: the recipe's steps less the warm-up.
+        overrides: `key.path=value` of the recipe.
         prefix: command to put before the measured one, such as `numactl -N 0`.
         floor: also measure the machine's rate of matrix products and add the floor.
 
     Raises:
         WorkerError: the run failed; its output is in the message.
     """
-    overrides = [] if dtype == "default" else [f"model.dtype={dtype}"]
-    config = load_config(case_file(case), overrides)
+    settings = [*([] if dtype == "default" else [f"model.dtype={dtype}"]), *overrides]
+    config = load_config(case_file(case), settings)
     chosen = default_layout(config)
     nproc = nproc or chosen[0]
     threads = threads or max(1, available_cores() // nproc)
     steps = steps or config.trainer.steps - WARM_UP
-    overrides += [f"cluster.nproc={nproc}", f"cluster.threads={threads}", f"trainer.steps={steps + WARM_UP}"]
-    overrides += [f"model.path={model_folder(case)}", "model.hf_config=null", "model.tokenizer=null"]
-    config = load_config(case_file(case), overrides)
+    settings += [f"cluster.nproc={nproc}", f"cluster.threads={threads}", f"trainer.steps={steps + WARM_UP}"]
+    settings += [f"model.path={model_folder(case)}", "model.hf_config=null", "model.tokenizer=null"]
+    config = load_config(case_file(case), settings)
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         run_dir = Path(folder)
-        command = [sys.executable, "-m", "megarl", "train", str(case_file(case)), *overrides, "--run-dir", folder]
-        done = subprocess.run([*(prefix or []), *command], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "megarl", "train", str(case_file(case)), *settings, "--run-dir", folder]
+        done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise WorkerError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
         lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train"]
@@ -105,6 +108,7 @@ def run_case(
     result = {
         "case": config.name,
         "dtype": config.model.dtype,
+        "overrides": list(overrides),
         "layout": {"nproc": nproc, "threads": threads},
         "machine": machine,
         "steps": [asdict(step) for step in steps_of(lines)],
@@ -146,12 +150,12 @@ def floor_of(config: RunConfig, line: dict[str, Any], gflops: float) -> Floor:
     return Floor(gflops, rollout / rate, train / rate, line["perf/flops"] / rate)
 
 
-def machine_gflops(dtype: str, nproc: int, prefix: list[str] | None = None) -> float:
+def machine_gflops(dtype: str, nproc: int, prefix: Sequence[str] = ()) -> float:
     """GFLOP/s of large matrix products on `nproc` GPUs, or on all cores of this machine, in a process of its own."""
     devices = nproc if has_nvidia_device() else 1
     code = f"from megarl.tracking.perf import measure_peak; print({devices} * measure_peak({dtype!r}, seconds=2.0))"
     environment = os.environ | {"OMP_NUM_THREADS": str(available_cores())}
-    command = [*(prefix or []), sys.executable, "-c", code]
+    command = [*prefix, sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise WorkerError(f"the rate of matrix products could not be measured:\n{done.stderr[-3000:]}")

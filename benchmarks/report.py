@@ -61,7 +61,8 @@ def _cells(seconds: float, wall: float, floor: float | None) -> list[str]:
 def headline(result: dict[str, Any]) -> str:
     """What was measured."""
     layout = result["layout"]
-    return f"{result['case']} {result['dtype']}, {layout['nproc']} processes x {layout['threads']} threads"
+    made = f"{result['case']} {result['dtype']}, {layout['nproc']} processes x {layout['threads']} threads"
+    return " ".join([made, *result["overrides"]])
 
 
 def caption(result: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
     megarl bench                                       # cases S and M in the default dtype
     megarl bench --case M --dtype fp32 --steps 5
     megarl bench --case S --nproc 1 --threads 2 --json s.json
+    megarl bench --case M actor.engine.micro_batch_tokens=4096
 
 Case S: 2.4M parameters, 32 prompts x 8 samples, at most 16 new tokens. Case M: 19M parameters, 16 prompts x 8 samples,
 exactly 256 new tokens, one update. Each is a real run of `megarl train` in processes of its own; the first step is not
@@ -32,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("default", "fp32", "bf16"),
         help="may be repeated (default: what a recipe that names none gets)",
     )
+    parser.add_argument(
+        "overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the case's; the result names them"
+    )
     parser.add_argument("--nproc", type=int, metavar="N", help="worker processes (default: one per core or GPU)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each (default: cores, shared out)")
     parser.add_argument("--steps", type=int, metavar="N", help="counted steps (default: 10 in S, 3 in M)")
@@ -55,7 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     for case in cases:
         for dtype in dtypes:
             result = run_case(
-                case, dtype=dtype, nproc=arguments.nproc, threads=arguments.threads, steps=arguments.steps
+                case,
+                dtype=dtype,
+                nproc=arguments.nproc,
+                threads=arguments.threads,
+                steps=arguments.steps,
+                overrides=arguments.overrides,
             )
             result["summary"] = summary(result)
             console.print(table(result))
