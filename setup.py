@@ -38,6 +38,7 @@ setup(
     packages=[package for folder in ["megarl", *MAPPED] for package in packages_below(folder)],
     package_data={
         "megarl.benchmarks": ["cases/*.yaml"],
+        "megarl.kernels": ["*.cpp"],
         "megarl.recipes": ["*.yaml"],
         "megarl.config": ["*.json"],
         "megarl.tracking": ["*.html", "*.css", "*.js"],

@@ -1,1 +1,1 @@
-"""Triton kernels, each beside its torch reference."""
+"""Kernels, each beside its torch reference."""

@@ -33,6 +33,31 @@ def test_logprobs_equal_a_full_forward_for_every_token(model_type, temperature, 
             torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral", "qwen2"])
+def test_torch_operations_do_what_the_compiled_kernels_do(model_type, monkeypatch):
+    requests = [*make_requests(), Request([4] * 40, [3])]
+    chunks = build(model_type)
+    compiled = engine(chunks, max_running=6).generate(requests, sampled(max_new_tokens=40), [2])
+    monkeypatch.setattr("megarl.rollout.embedded.model.load_kernels", lambda: None)
+    plain = engine(chunks, max_running=6).generate(requests, sampled(max_new_tokens=40), [2])
+    assert tokens(plain) == tokens(compiled)
+    torch.testing.assert_close(logprobs(plain), logprobs(compiled), rtol=0, atol=1e-5)
+
+
+def test_cpu_threads_share_samples_without_changing_them(dense):
+    requests = make_requests(count=9, n=9)
+    torch.set_num_threads(1)
+    alone = engine(dense).generate(requests, sampled(), STOP)
+    torch.set_num_threads(2)
+    try:
+        assert engine(dense)._lanes(requests, 256) == 2
+        shared = engine(dense).generate(requests, sampled(), STOP)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert tokens(shared) == tokens(alone)
+
+
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe", "mistral"])
 def test_greedy_tokens_equal_transformers_generate(model_type, tmp_path, requests):
     oracle = save_tiny(tmp_path, model_type)

@@ -7,21 +7,80 @@ key/value head, D head size, L cached positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.kernels.decode_cpu import DecodeKernels
 from megarl.rollout.embedded.cache import KVCache
 
 
-class Attend(Protocol):
-    """Stores the new keys and values of a layer and returns the context of its queries."""
+class Rope:
+    """Rotary tables of t tokens: cos and sin, [t, D / 2] each."""
 
-    def __call__(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[t, G*q*D] from q [t, G, q, D], k and v [t, G, D]; `layer` counts this process's layers."""
+    def __init__(self, cos: Tensor, sin: Tensor) -> None:
+        self.cos, self.sin = cos, sin
+
+    @cached_property
+    def wide(self) -> tuple[Tensor, Tensor]:
+        """cos and sign-folded sin, each [t, 1, 1, D], so that RoPE is x * cos + swap_halves(x) * sin."""
+        return (
+            torch.cat((self.cos, self.cos), -1)[:, None, None],
+            torch.cat((-self.sin, self.sin), -1)[:, None, None],
+        )
+
+
+@dataclass(frozen=True)
+class HeadNorm:
+    """RMS norm of query and key heads; `weights` [2, D] is None in models without."""
+
+    weights: Tensor | None
+    eps: float
+
+    def split(self, qkv: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed and rotated q [t, G, q, D] and k [t, G, D], and v [t, G, D], from qkv [t, G, q + 2, D]."""
+        qk, per, size = qkv[:, :, :-1], qkv.shape[2] - 2, qkv.shape[3]
+        if self.weights is not None:
+            weights = torch.cat((self.weights[:1].expand(per, -1), self.weights[1:]))
+            qk = F.rms_norm(qk, (size,), None, self.eps) * weights
+        cos, sin = rope.wide
+        swapped = torch.cat((qk[..., size // 2 :], qk[..., : size // 2]), dim=-1)
+        qk = torch.addcmul(qk * cos, swapped, sin)
+        return qk[:, :, :-1], qk[:, :, -1], qkv[:, :, -1]
+
+
+class Attend(Protocol):
+    """Norms and rotates new heads, stores keys and values, and returns the context of the queries."""
+
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
+        """[t, G*q*D] from qkv [t, G, q + 2, D]; `layer` counts this process's layers."""
         ...
+
+
+class KernelAttention:
+    """One new token per row at `positions` [n], through the compiled CPU kernel."""
+
+    def __init__(self, kernels: DecodeKernels, cache: KVCache, positions: Tensor, scale: float) -> None:
+        self._kernels, self._cache, self._scale = kernels, cache, scale
+        self._positions = positions.contiguous()
+
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
+        """See `Attend`."""
+        return self._kernels.attend(
+            qkv,
+            norm.weights,
+            (rope.cos, rope.sin),
+            self._cache.keys(layer),
+            self._cache.values(layer),
+            self._positions,
+            window=window,
+            scale=self._scale,
+            eps=norm.eps,
+        )
 
 
 class DecodeAttention:
@@ -32,8 +91,9 @@ class DecodeAttention:
         self._index = cache.flat_index(positions)
         self._bias: dict[int | None, Tensor] = {}
 
-    def __call__(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
         """See `Attend`."""
+        q, k, v = norm.split(qkv, rope)
         n, groups, per, size = q.shape
         self._cache.append(layer, self._index, k, v)
         keys, values = self._cache.keys(layer)[:n], self._cache.values(layer)[:n]
@@ -46,8 +106,8 @@ class DecodeAttention:
         if self._cache.fixed:
             keys, values = keys[:, :, : self._length], values[:, :, : self._length]
             return attend_gpu(q, keys, values, self._bias[window], self._scale).reshape(n, -1)
-        flat = (x.view(n * groups, self._length, size) for x in (keys, values))
-        return attend_cpu(q.reshape(n * groups, per, size), *flat, self._bias[window], self._scale).view(n, -1)
+        keys, values = (x.view(n * groups, self._length, size) for x in (keys, values))
+        return attend_cpu(q.reshape(n * groups, per, size), keys, values, self._bias[window], self._scale).view(n, -1)
 
 
 class PromptAttention:
@@ -72,9 +132,10 @@ class PromptAttention:
         self._rows = torch.tensor([row for group in rows for row in group], device=device)
         self._source = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=device)
 
-    def __call__(self, layer: int, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
         """See `Attend`."""
         m, longest = self._shape
+        q, k, v = norm.split(qkv, rope)
         q = q[self._padded].view(m, longest, *q.shape[1:]).permute(0, 2, 3, 1, 4)
         k, v = (x[self._padded].view(m, longest, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         self._cache.fill(layer, self._rows, k[self._source], v[self._source])

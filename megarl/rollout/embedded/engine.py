@@ -61,7 +61,10 @@ class EmbeddedEngine:
             parts = all_gather_json(parts[0], self._mesh.cp.group)
         samples = iter(in_order(parts, requests, shares))
         return [
-            [Completion(*next(samples), weight_version=self.weight_version) for _ in request.seeds]
+            [
+                Completion(tokens, logprobs, reason, self.weight_version)
+                for tokens, logprobs, reason in itertools.islice(samples, len(request.seeds))
+            ]
             for request in requests
         ]
 

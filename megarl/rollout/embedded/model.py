@@ -20,7 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.rollout.embedded.attention import Attend
+from megarl.kernels.decode_cpu import DecodeKernels, add_norm_reference, silu_mul_reference
+from megarl.kernels.decode_cpu import load as load_kernels
+from megarl.rollout.embedded.attention import Attend, HeadNorm, Rope
 from megarl.rollout.embedded.moe import MoE
 from megarl.rollout.embedded.parallel import Mesh
 
@@ -51,53 +53,50 @@ class Recipe:
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
 
 
-class Layer:
-    """One transformer layer over a Megatron module's weights."""
+@dataclass(frozen=True)
+class Ops:
+    """The pointwise parts, compiled or in torch."""
 
-    def __init__(self, module: Any, config: Any, number: int, mesh: Mesh, recipe: Recipe) -> None:
-        self._number, self._mesh, self._eps = number, mesh, config.layernorm_epsilon
+    add_norm: Callable[[Tensor, Tensor | None, Tensor, float], Tensor] = add_norm_reference
+    silu_mul: Callable[[Tensor], Tensor] = silu_mul_reference
+
+
+class Layer:
+    """One transformer layer over a Megatron module's weights.
+
+    It takes the residual stream and what the layer before leaves to be added to it, so that each addition is one pass
+    with the norm that follows.
+    """
+
+    def __init__(self, module: Any, config: Any, number: int, mesh: Mesh, recipe: Recipe, ops: Ops) -> None:
+        self._number, self._mesh, self._eps, self._ops = number, mesh, config.layernorm_epsilon, ops
         attention, mlp = module.self_attention, module.mlp
-        self._groups, self._size = config.num_query_groups // mesh.tp.size, config.kv_channels
-        self._per = config.num_attention_heads // config.num_query_groups
+        self._heads = (config.num_query_groups // mesh.tp.size, -1, config.kv_channels)
         self._window = config.layer_windows[module.layer_number - 1] if config.layer_windows else None
         self._attn_norm = recipe.cast(module.input_layernorm.weight)
         self._mlp_norm = recipe.cast(module.pre_mlp_layernorm.weight)
         self._qkv = recipe.linear(attention.linear_qkv.weight, attention.linear_qkv.bias)
         self._proj = recipe.linear(attention.linear_proj.weight)
-        self._qk_norm = None
+        weights = None
         if config.qk_layernorm:
-            q, k = recipe.cast(attention.q_layernorm.weight), recipe.cast(attention.k_layernorm.weight)
-            self._qk_norm = torch.stack([q] * self._per + [k])
+            weights = torch.stack([recipe.cast(n.weight) for n in (attention.q_layernorm, attention.k_layernorm)])
+        self._head_norm = HeadNorm(weights, self._eps)
         self._moe = MoE(mlp, config, mesh, recipe.dtype) if hasattr(mlp, "router") else None
         if self._moe is None:
             self._up, self._down = recipe.linear(mlp.linear_fc1.weight), recipe.linear(mlp.linear_fc2.weight)
 
-    def __call__(self, hidden: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, lockstep: int) -> Tensor:
-        """[n, h] -> [n, h], in place."""
-        if len(hidden):
-            hidden += self._attention(self._norm(hidden, self._attn_norm), rope, attend)
-        if self._moe is not None:
-            return hidden.add_(self._moe(self._norm(hidden, self._mlp_norm), lockstep))
-        return hidden.add_(self._mlp(self._norm(hidden, self._mlp_norm))) if len(hidden) else hidden
-
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
-
-    def _attention(self, x: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def __call__(self, hidden: Tensor, delta: Tensor | None, rope: Rope, attend: Attend, lockstep: int) -> Tensor:
+        """Adds `delta` and the attention to `hidden` [n, h] in place; returns the MLP's output, to be added."""
+        if not len(hidden):
+            return hidden if self._moe is None else self._moe(hidden, lockstep)
         # Megatron keeps [q heads, k, v] of a group side by side, which is the grouping that decoding wants.
-        qkv = self._qkv(x).view(len(x), self._groups, self._per + 2, self._size)
-        qk = qkv[:, :, :-1]
-        if self._qk_norm is not None:
-            qk = F.rms_norm(qk, (self._size,), None, self._eps) * self._qk_norm
-        cos, sin = rope
-        half = self._size // 2
-        qk = torch.addcmul(qk * cos, torch.cat((qk[..., half:], qk[..., :half]), dim=-1), sin)
-        context = attend(self._number, self._window, qk[:, :, :-1], qk[:, :, -1], qkv[:, :, -1])
-        return self._mesh.tp.all_sum(self._proj(context))
-
-    def _mlp(self, x: Tensor) -> Tensor:
-        gate, up = self._up(x).chunk(2, dim=-1)
-        return self._mesh.tp.all_sum(self._down(F.silu(gate).mul_(up)))
+        qkv = self._qkv(self._ops.add_norm(hidden, delta, self._attn_norm, self._eps)).view(len(hidden), *self._heads)
+        context = attend(self._number, self._window, qkv, self._head_norm, rope)
+        delta = self._mesh.tp.all_sum(self._proj(context))
+        x = self._ops.add_norm(hidden, delta, self._mlp_norm, self._eps)
+        if self._moe is not None:
+            return self._moe(x, lockstep)
+        return self._mesh.tp.all_sum(self._down(self._ops.silu_mul(self._up(x))))
 
 
 class DecoderStage:
@@ -118,12 +117,14 @@ class DecoderStage:
         size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * dtype.itemsize
         pack = self.device.type == "cpu" and torch.backends.mkldnn.is_available() and steps >= 16
         recipe = Recipe(dtype, rows if pack and size <= PACK_LIMIT_BYTES else 0)
+        self.kernels = self._load_kernels()
+        ops = Ops() if self.kernels is None else Ops(self.kernels.add_norm, self.kernels.silu_mul)
         numbers = iter(range(sum(len(chunk.decoder.layers) for chunk in chunks)))
         self._chunks = [
-            [Layer(module, self._config, next(numbers), mesh, recipe) for module in chunk.decoder.layers]
+            [Layer(module, self._config, next(numbers), mesh, recipe, ops) for module in chunk.decoder.layers]
             for chunk in chunks
         ]
-        self._rope = chunks[0].rope
+        self._rope, self._add_norm = chunks[0].rope, ops.add_norm
         self._embedding = chunks[0].embedding.word_embeddings.weight.detach() if mesh.is_first_stage else None
         last = chunks[-1]
         self.vocab_size = last.hf_config.vocab_size
@@ -131,6 +132,13 @@ class DecoderStage:
         if mesh.is_last_stage:
             self._final_norm = recipe.cast(last.decoder.final_layernorm.weight)
             self._head = recipe.linear(last.lm_head_weight)
+
+    def _load_kernels(self) -> DecodeKernels | None:
+        """The compiled CPU kernels, where they fit this model."""
+        config, tp = self._config, self.mesh.tp.size
+        widths = config.hidden_size, config.ffn_hidden_size // tp
+        fits = DecodeKernels.supports(self.dtype, config.kv_channels, *widths)
+        return load_kernels() if self.device.type == "cpu" and fits else None
 
     @property
     def layers(self) -> int:
@@ -165,30 +173,27 @@ class DecoderStage:
         Returns:
             Logits [n, V / tp] on the last stage when wanted, else None.
         """
-        rope = self._rope_tables(positions)
+        rope = Rope(*self._rope.cos_sin(positions, self.dtype))
         hidden = torch.empty(len(tokens), self._config.hidden_size, dtype=self.dtype, device=self.device)
         for number, layers in enumerate(self._chunks):
             if self.mesh.is_first_stage and number == 0:
                 hidden = self._embed(tokens)
             elif len(tokens):
                 hidden = self.mesh.recv_prev(torch.empty_like(hidden))
+            delta = None
             for layer in layers:
-                hidden = layer(hidden, rope, attend, lockstep)
+                delta = layer(hidden, delta, rope, attend, lockstep)
             final = self.mesh.is_last_stage and number == len(self._chunks) - 1
             if not final and len(tokens):
-                self.mesh.send_next(hidden)
+                self.mesh.send_next(hidden if delta is None else hidden.add_(delta))
         if not (want_logits and self.mesh.is_last_stage and len(tokens)):
             return None
-        return self._head(F.rms_norm(hidden, (hidden.shape[-1],), self._final_norm, self._config.layernorm_epsilon))
-
-    def _rope_tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sign-folded sin, each [n, 1, 1, D], so that RoPE is x * cos + swap_halves(x) * sin."""
-        cos, sin = self._rope.cos_sin(positions, self.dtype)
-        return torch.cat((cos, cos), -1)[:, None, None], torch.cat((-sin, sin), -1)[:, None, None]
+        return self._head(self._add_norm(hidden, delta, self._final_norm, self._config.layernorm_epsilon))
 
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.mesh.tp.size == 1:
             return F.embedding(tokens, self._embedding).to(self.dtype)
+        assert self._embedding is not None, "only the first stage embeds"
         local = tokens - self.mesh.tp.rank * len(self._embedding)
         outside = (local < 0) | (local >= len(self._embedding))
         hidden = F.embedding(local.masked_fill(outside, 0), self._embedding).masked_fill(outside[:, None], 0)

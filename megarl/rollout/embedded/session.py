@@ -17,7 +17,7 @@ import torch
 
 from megarl.config.rollout import SamplingConfig
 from megarl.errors import MegarlError
-from megarl.rollout.embedded.attention import DecodeAttention, PromptAttention
+from megarl.rollout.embedded.attention import Attend, DecodeAttention, KernelAttention, PromptAttention
 from megarl.rollout.embedded.cache import KVCache, free_bytes
 from megarl.rollout.embedded.graphs import DecodeGraphs
 from megarl.rollout.embedded.model import DecoderStage
@@ -194,7 +194,11 @@ class Session:
     def _step(self, rows: int, length: int, lockstep: int) -> None:
         """Draw one token for each of the first `rows` rows: device operations only, so that it can be captured."""
         sample, token, position, count = self._state.numbers[:, :rows]
-        attend = DecodeAttention(self._cache, position, length, self._scale)
+        attend: Attend
+        if self._stage.kernels is not None:
+            attend = KernelAttention(self._stage.kernels, self._cache, position, self._scale)
+        else:
+            attend = DecodeAttention(self._cache, position, length, self._scale)
         logits = self._stage.forward(token, position, attend, want_logits=True, lockstep=lockstep)
         if logits is not None:
             drawn, logprobs = self._sampler(logits, self._seeds[sample], count)

@@ -1,0 +1,175 @@
+"""CPU kernels of decoding: what a step does between its matmuls, in one pass each, beside their torch references.
+
+decode_cpu.cpp is compiled with the machine's own instruction set on first use and kept in ~/.cache/megarl. It has a
+plain C interface and takes OpenMP from the runtime that torch has already loaded. Without a C++ compiler, or with sizes
+that are no multiple of 16, callers use torch operations instead; results agree to rounding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"]
+_COMPILE_SECONDS = 120
+_P, _I, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+
+
+def add_norm_reference(hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """hidden [n, h] += delta (when given), in place; returns hidden / rms(hidden) * weight."""
+    if delta is not None:
+        hidden += delta
+    return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """silu(first half) * second half over the last dimension: [n, 2f] -> [n, f]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+class DecodeKernels:
+    """The compiled kernels. Tensors are contiguous float32 or bfloat16 on the CPU, all of one dtype; no autograd."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._attend, self._add_norm, self._silu_mul = (
+            getattr(library, f"megarl_{name}") for name in ("attend", "add_norm", "silu_mul")
+        )
+        self._attend.argtypes = [_B, *[_P] * 8, *[_I] * 6, _F, _F]
+        self._add_norm.argtypes = [_B, *[_P] * 4, _I, _I, _F]
+        self._silu_mul.argtypes = [_B, _P, _P, _I, _I]
+        self._add_norm.restype = self._silu_mul.restype = None
+
+    @staticmethod
+    def supports(dtype: torch.dtype, head_dim: int, *widths: int) -> bool:
+        """Whether these sizes can be computed: head size, and hidden and MLP widths."""
+        return dtype in (torch.float32, torch.bfloat16) and head_dim in HEAD_SIZES and not any(w % 16 for w in widths)
+
+    def add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """See `add_norm_reference`."""
+        out = torch.empty_like(hidden)
+        rows, width = hidden.shape
+        self._add_norm(
+            hidden.dtype == torch.bfloat16,
+            hidden.data_ptr(),
+            None if delta is None else delta.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            rows,
+            width,
+            eps,
+        )
+        return out
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See `silu_mul_reference`."""
+        rows, width = gate_up.shape
+        out = gate_up.new_empty(rows, width // 2)
+        self._silu_mul(gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
+        return out
+
+    def attend(
+        self,
+        qkv: Tensor,
+        norm: Tensor | None,
+        rope: tuple[Tensor, Tensor],
+        keys: Tensor,
+        values: Tensor,
+        positions: Tensor,
+        *,
+        window: int | None,
+        scale: float,
+        eps: float,
+    ) -> Tensor:
+        """Norm and rotate new heads, append keys and values to the cache, attend. Scores and sums are fp32.
+
+        Args:
+            qkv: [n, G, q + 2, D], of each group its q query heads, its key and its value.
+            norm: [2, D], weights of the RMS norms of query and key heads; None without them.
+            rope: cos and sin, [n, D / 2] each.
+            keys, values: caches [rows >= n, G, L, D], written at positions.
+            positions: int64 [n], below L.
+            window: newest positions that a query sees, itself included; None for all.
+
+        Returns:
+            [n, G * q * D].
+        """
+        n, groups, heads, size = qkv.shape
+        out = qkv.new_empty(n, groups * (heads - 2) * size)
+        failed = self._attend(
+            qkv.dtype == torch.bfloat16,
+            qkv.data_ptr(),
+            None if norm is None else norm.data_ptr(),
+            rope[0].data_ptr(),
+            rope[1].data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            positions.data_ptr(),
+            out.data_ptr(),
+            n,
+            groups,
+            heads - 2,
+            size,
+            keys.shape[2],
+            window or 0,
+            scale,
+            eps,
+        )
+        assert not failed, "callers check supports()"
+        return out
+
+
+@functools.cache
+def load() -> DecodeKernels | None:
+    """The kernels, compiled if they are not in the cache; None where they cannot be (a warning says why, once)."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        return None
+    try:
+        return DecodeKernels(ctypes.CDLL(str(_build(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        warnings.warn(f"CPU decode kernels are not used, generation is slower: {detail.strip()[:500]}", stacklevel=2)
+        return None
+
+
+def _build(compiler: str) -> Path:
+    """Path of the shared library for this source, compiler and processor."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    key = hashlib.sha256("\0".join([_SOURCE.read_text(), version, *_FLAGS, _processor()]).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
+    target = folder / f"decode_cpu-{key}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    # Ranks may compile side by side: each in its own folder, and the last rename wins.
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        made, built = f"{work}/decode.o", f"{work}/decode.so"
+        # -fopenmp is left out of the link on purpose: the symbols come from torch's OpenMP, not from a second one.
+        for command in ([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", made], [compiler, "-shared", made, "-o", built]):
+            subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
+        os.replace(built, target)
+    return target
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    info = Path("/proc/cpuinfo")
+    if not info.exists():
+        return platform.processor() + platform.machine()
+    lines = info.read_text().splitlines()
+    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

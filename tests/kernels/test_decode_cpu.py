@@ -1,0 +1,117 @@
+"""The compiled CPU kernels against their torch references, and what happens where they cannot be compiled."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megarl.kernels import decode_cpu
+from megarl.kernels.decode_cpu import HEAD_SIZES, add_norm_reference, silu_mul_reference
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(scope="module", params=["native", "without-avx512"])
+def kernels(request, tmp_path_factory):
+    """Compiled for this machine, and by the portable code that other processors get."""
+    if request.param == "native":
+        return decode_cpu.load()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(decode_cpu, "_FLAGS", [*decode_cpu._FLAGS, "-mno-avx512f"])
+        return decode_cpu.load.__wrapped__()
+
+
+def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_add_norm(kernels, dtype, with_delta):
+    hidden, weight = randn(5, 48, dtype=dtype), randn(48, dtype=dtype)
+    delta = randn(5, 48, dtype=dtype, seed=1) if with_delta else None
+    expected_hidden = hidden.clone()
+    expected = add_norm_reference(expected_hidden, delta, weight, 1e-6)
+    torch.testing.assert_close(kernels.add_norm(hidden, delta, weight, 1e-6), expected, **TOLERANCE[dtype])
+    assert torch.equal(hidden, expected_hidden)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul(kernels, dtype):
+    x = torch.cat([torch.linspace(-120, 120, 64)[None], torch.linspace(-2, 2, 64)[None]]).to(dtype)
+    torch.testing.assert_close(kernels.silu_mul(x), silu_mul_reference(x), **TOLERANCE[dtype])
+
+
+def attention_reference(qkv, norm, rope, keys, values, positions, window, scale, eps):
+    """In float64, row by row; also writes the caches."""
+    n, groups, heads, size = qkv.shape
+    out = torch.empty(n, groups, heads - 2, size, dtype=torch.float64)
+    for row, position in enumerate(positions.tolist()):
+        x = qkv[row].double()
+        q, k, v = x[:, :-2], x[:, -2], x[:, -1]
+        if norm is not None:
+            q, k = (F.rms_norm(t, (size,), w.double(), eps) for t, w in zip((q, k), norm, strict=True))
+        cos, sin = (t[row].double() for t in rope)
+        turn = (
+            lambda t, cos=cos, sin=sin: torch.cat(  # noqa: E731
+                (
+                    t[..., : size // 2] * cos - t[..., size // 2 :] * sin,
+                    t[..., size // 2 :] * cos + t[..., : size // 2] * sin,
+                ),
+                -1,
+            )
+        )
+        keys[row, :, position], values[row, :, position] = turn(k).to(keys.dtype), v.to(values.dtype)
+        first = max(0, position - window + 1) if window else 0
+        seen = slice(first, position + 1)
+        scores = turn(q) @ keys[row, :, seen].double().transpose(1, 2) * scale
+        out[row] = torch.softmax(scores, -1) @ values[row, :, seen].double()
+    return out.view(n, -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", HEAD_SIZES)
+@pytest.mark.parametrize(("heads", "window", "normed"), [(1, None, True), (2, 5, False), (7, None, False)])
+def test_attend(kernels, dtype, size, heads, window, normed):
+    n, groups, length = 4, 2, 40
+    qkv = randn(n, groups, heads + 2, size, dtype=dtype)
+    norm = randn(2, size, dtype=dtype) if normed else None
+    angles = torch.rand(n, size // 2, generator=torch.Generator().manual_seed(2))
+    rope = angles.cos().to(dtype), angles.sin().to(dtype)
+    keys, values = randn(n + 1, groups, length, size, dtype=dtype), randn(n + 1, groups, length, size, dtype=dtype)
+    positions = torch.tensor([0, 3, 17, 39])
+    scale = size**-0.5
+    wide_keys, wide_values = keys.clone(), values.clone()
+    expected = attention_reference(qkv, norm, rope, wide_keys, wide_values, positions, window, scale, 1e-6)
+    got = kernels.attend(qkv, norm, rope, keys, values, positions, window=window, scale=scale, eps=1e-6)
+    torch.testing.assert_close(got.double(), expected, **TOLERANCE[dtype])
+    torch.testing.assert_close(keys, wide_keys, **TOLERANCE[dtype])
+    assert torch.equal(values, wide_values)
+
+
+def test_a_nan_is_not_hidden(kernels):
+    x = torch.full((1, 32), float("nan"))
+    assert kernels.silu_mul(x).isnan().all()
+    assert kernels.add_norm(x.bfloat16(), None, torch.ones(32, dtype=torch.bfloat16), 1e-6).isnan().all()
+
+
+def test_a_broken_compiler_means_torch_and_one_warning(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(decode_cpu, "_FLAGS", ["-no-such-flag"])
+    with pytest.warns(UserWarning, match="no-such-flag"):
+        assert decode_cpu.load.__wrapped__() is None
+    assert not list(tmp_path.glob("**/*.so"))
+
+
+def test_sizes_that_fit():
+    supports = decode_cpu.DecodeKernels.supports
+    assert supports(torch.bfloat16, 64, 512, 1536)
+    assert not supports(torch.float64, 64, 512)
+    assert not supports(torch.float32, 72, 512)
+    assert not supports(torch.float32, 64, 512, 1000)
