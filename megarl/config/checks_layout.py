@@ -8,13 +8,6 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 
 
-def expert_tensor_size(parallel: ParallelConfig) -> int:
-    """Tensor parallel size inside experts: `etp`, else tp, or 1 when ep > 1."""
-    if parallel.etp is not None:
-        return parallel.etp
-    return parallel.tp if parallel.ep == 1 else 1
-
-
 def data_parallel_size(config: RunConfig, parallel: ParallelConfig) -> int | None:
     """Replicas of a model with this layout; None when the processes do not divide into replicas."""
     replicas, rest = divmod(config.cluster.nproc, parallel.model_parallel_size)
@@ -107,7 +100,7 @@ def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelCon
     """Megatron places experts on etp * ep * pp processes; what is left is the expert data parallel size."""
     if parallel.ep == 1 and parallel.etp is None:
         return
-    etp = expert_tensor_size(parallel)
+    etp = parallel.expert_tp
     split, size = f"etp {etp} * ep {parallel.ep} * pp {parallel.pp}", etp * parallel.ep * parallel.pp
     if nproc % size == 0:
         checks.ok(f"{role} expert data parallel", f"{nproc} processes = {split} * expert dp {nproc // size}")
@@ -184,7 +177,7 @@ def _check_moe(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts,
                     fix=f"set {key}.{name}={'1' if name == 'ep' else 'null'}",
                 )
         return
-    etp = expert_tensor_size(parallel)
+    etp = parallel.expert_tp
     if facts.experts % parallel.ep:
         checks.fail(
             f"{role} experts",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megarl.config.checks_layout import expert_tensor_size
 from megarl.config.facts import ModelFacts
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
@@ -27,7 +26,7 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig) -> tuple[float
     vocabulary = facts.vocab * facts.hidden / parallel.tp
     both_ends = parallel.pp == 1 and not facts.tied
     dense = layers * facts.layer_parameters / parallel.tp + vocabulary * (2 if both_ends else 1)
-    return dense, layers * facts.expert_parameters / (parallel.ep * expert_tensor_size(parallel))
+    return dense, layers * facts.expert_parameters / (parallel.ep * parallel.expert_tp)
 
 
 def state_bytes(
@@ -36,7 +35,7 @@ def state_bytes(
     """Bytes of parameters, gradients (fp32) and optimizer state (fp32 moments, and masters below bf16)."""
     dense, expert = stage_parameters(facts, parallel)
     per_parameter = 8 + (4 if dtype == "bf16" else 0)
-    expert_ranks = expert_tensor_size(parallel) * parallel.ep * parallel.pp
+    expert_ranks = parallel.expert_tp * parallel.ep * parallel.pp
     shards = dp * parallel.cp if engine.distributed_optimizer else 1
     expert_shards = max(1, dp * parallel.model_parallel_size // expert_ranks) if engine.distributed_optimizer else 1
     return {

@@ -43,3 +43,8 @@ class ParallelConfig(Section):
     def model_parallel_size(self) -> int:
         """Processes that hold one replica: tp * pp * cp."""
         return self.tp * self.pp * self.cp
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size inside experts: `etp`, else tp, or 1 when experts are spread over processes."""
+        return self.etp or (self.tp if self.ep == 1 else 1)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megarl.config.checklist import Check, Checklist
 from megarl.config.checks import check_config
 from megarl.config.checks_files import check_model
-from megarl.config.checks_layout import data_parallel_size, expert_tensor_size
+from megarl.config.checks_layout import data_parallel_size
 from megarl.config.checks_settings import PIPELINES
 from megarl.config.facts import ModelFacts
 from megarl.config.load import dump_config
@@ -115,7 +115,7 @@ def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> 
 def coordinates(rank: int, nproc: int, parallel: ParallelConfig) -> dict[str, int]:
     """Place of a rank in Megatron's order tp-cp-ep-dp-pp (the first changes fastest); edp is expert data parallel."""
     dp = nproc // parallel.model_parallel_size
-    etp = expert_tensor_size(parallel)
+    etp = parallel.expert_tp
     place = _unravel(rank, {"tp": parallel.tp, "cp": parallel.cp, "dp": dp, "pp": parallel.pp})
     expert = _unravel(rank, {"etp": etp, "ep": parallel.ep, "edp": nproc // (etp * parallel.ep * parallel.pp)})
     return {name: place[name] for name in ("dp", "pp", "cp", "tp")} | {
@@ -132,7 +132,7 @@ def _unravel(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 
 def _ranks_text(config: RunConfig) -> str:
     parallel, nproc = config.actor.parallel, config.cluster.nproc
-    experts = expert_tensor_size(parallel) * parallel.ep * parallel.pp
+    experts = parallel.expert_tp * parallel.ep * parallel.pp
     if data_parallel_size(config, parallel) is None or nproc % experts:
         return "the processes do not divide into replicas, see the checks"
     per_node = max(1, nproc // config.cluster.nnodes)

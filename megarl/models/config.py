@@ -14,7 +14,6 @@ from megarl.config.training import EngineConfig
 from megarl.models.hf import (
     check_layout,
     expert_ffn,
-    expert_tp,
     head_dim,
     layer_windows,
     load_hf_config,
@@ -113,7 +112,7 @@ def _moe_fields(hf: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,
         "expert_model_parallel_size": parallel.ep,
-        "expert_tensor_parallel_size": expert_tp(parallel),
+        "expert_tensor_parallel_size": parallel.expert_tp,
     }
 
 

@@ -118,11 +118,6 @@ def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def expert_tp(parallel: ParallelConfig) -> int:
-    """Tensor-parallel size inside experts: as configured, else tp without and 1 with expert parallelism."""
-    return parallel.etp or (parallel.tp if parallel.ep == 1 else 1)
-
-
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Refuse a layout that does not divide the model, naming the sizes that do."""
     stages = parallel.pp * (parallel.vpp or 1)
@@ -139,7 +134,7 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
         ("parallel.ep", parallel.ep, experts or 1, "experts"),
     ]
     if experts is not None:
-        wanted.append(("parallel.etp", expert_tp(parallel), expert_ffn(hf), "expert MLP width"))
+        wanted.append(("parallel.etp", parallel.expert_tp, expert_ffn(hf), "expert MLP width"))
     for where, size, total, what in wanted:
         if total % size:
             divisors = [d for d in range(1, total + 1) if total % d == 0 and d <= 4 * size]

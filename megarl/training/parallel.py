@@ -92,12 +92,7 @@ class Layout:
         """Sizes, as they are written into checkpoints."""
         p = self.parallel
         sizes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp or 1, "cp": p.cp, "ep": p.ep, "sp": int(p.sp)}
-        return {"world_size": self.world_size, "dp": self.dp_size, "etp": expert_tensor_size(p), **sizes}
-
-
-def expert_tensor_size(parallel: ParallelConfig) -> int:
-    """Tensor-parallel size inside experts: `etp`, or tp, or 1 when experts are spread over processes."""
-    return parallel.etp or (parallel.tp if parallel.ep == 1 else 1)
+        return {"world_size": self.world_size, "dp": self.dp_size, "etp": p.expert_tp, **sizes}
 
 
 def init_parallel(parallel: ParallelConfig, timeout_s: float = 600.0) -> Layout:
@@ -123,7 +118,7 @@ def init_parallel(parallel: ParallelConfig, timeout_s: float = 600.0) -> Layout:
         parallel.vpp,
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=expert_tensor_size(parallel),
+        expert_tensor_parallel_size=parallel.expert_tp,
         distributed_timeout_minutes=timeout_s / 60,
     )
     _current = (parallel, _layout(parallel, timeout_s))
@@ -141,7 +136,7 @@ def leave_parallel() -> None:
 def _check_world(parallel: ParallelConfig, world: int) -> None:
     needs = {"tp * pp * cp": parallel.model_parallel_size}
     if parallel.ep > 1:
-        needs["etp * ep * pp"] = expert_tensor_size(parallel) * parallel.ep * parallel.pp
+        needs["etp * ep * pp"] = parallel.expert_tp * parallel.ep * parallel.pp
     for name, size in needs.items():
         if world % size:
             raise ConfigError(

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.config.checks_layout import expert_tensor_size
 from megarl.config.facts import model_facts
 from megarl.config.load import load_config
 from megarl.config.memory import stage_parameters, state_bytes
@@ -30,7 +29,7 @@ def test_coordinates_are_megatrons(nproc, parallel):
     compat.install()
     from megatron.core.parallel_state import RankGenerator
 
-    order, etp = "tp-cp-ep-dp-pp", expert_tensor_size(parallel)
+    order, etp = "tp-cp-ep-dp-pp", parallel.expert_tp
     dp = nproc // parallel.model_parallel_size
     edp = nproc // (etp * parallel.ep * parallel.pp)
     dense = RankGenerator(tp=parallel.tp, ep=1, dp=dp, pp=parallel.pp, cp=parallel.cp, order=order)
