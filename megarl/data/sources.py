@@ -76,7 +76,7 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
         ConfigError: the function cannot be imported or lacks an argument.
     """
     if source.startswith(TEXT):
-        return [Row({"prompt": source.removeprefix(TEXT), "data_source": "text"}, "text", 1)]
+        return [Row({"prompt": source.removeprefix(TEXT), "data_source": "text"}, source[:80], 1)]
     path = Path(source).expanduser()
     folder, _, split = source.rpartition("@")
     if path.is_dir():

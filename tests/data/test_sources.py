@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megarl.config.data import DataConfig
-from megarl.data.sources import check_loader_kwargs, load_rows
+from megarl.data.sources import as_prompts, check_loader_kwargs, load_rows
 from megarl.errors import ConfigError, DataError
 
 ROWS = [
@@ -250,3 +250,11 @@ def test_missing_column_names_row_columns_and_the_nearest(tmp_path):
     assert f"{tmp_path}/d.jsonl:2: no column 'questions'" in text
     assert "columns here: question, answer, level, tags, meta" in text
     assert "set data.prompt_key to 'question'" in text
+
+
+def test_a_prompt_can_stand_in_the_recipe():
+    data = as_prompts(DataConfig(val_files=["x.jsonl"], prompt_key="question", max_val_samples=1), ["1+1=", "a:b"])
+    rows = [row for source in data.val_files for row in load_rows(source)]
+    assert [row.column(data.prompt_key, "") for row in rows] == ["1+1=", "a:b"]
+    assert (data.answer_key, data.max_val_samples) == (None, None)
+    assert rows[1].where == "text:a:b row 1"

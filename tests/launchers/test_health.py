@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from megarl import phase
-from megarl.errors import DataError
+from megarl.errors import DataError, MegarlError
+from megarl.processes import oom_kills
 from megarl.runtime import health
 from megarl.runtime.health import Failure, Heartbeat, Watch, failure_of, read_beat, read_errors, write_error
 
@@ -123,11 +124,39 @@ def test_errors_that_only_say_another_rank_is_gone(type: str, message: str, expe
         ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", True),
         ("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried to allocate 137438953472 bytes", True),
         ("MemoryError", "", True),
+        ("NodeError", "node 'reward' failed: MemoryError: ", True),
         ("RuntimeError", "shapes do not match", False),
     ],
 )
 def test_out_of_memory_in_its_many_words(type: str, message: str, expected: bool) -> None:
     assert failure(type=type, message=message).out_of_memory is expected
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "counter"),
+    [
+        ("0::/", "sys/fs/cgroup/memory.events"),
+        ("0::/user/job", "sys/fs/cgroup/user/job/memory.events"),
+        ("0::/of/the/host", "sys/fs/cgroup/memory.events"),
+        ("3:cpu:/\n4:memory:/box\n0::/", "sys/fs/cgroup/memory/box/memory.oom_control"),
+    ],
+)
+def test_out_of_memory_kills_are_counted_on_the_machine_and_in_the_cgroup(
+    tmp_path: Path, cgroup: str, counter: str
+) -> None:
+    texts = {"proc/vmstat": "pgfault 9\noom_kill 2\n", "proc/self/cgroup": cgroup, counter: "oom 5\noom_kill 3\n"}
+    for name, text in texts.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert oom_kills(tmp_path) == 5
+    assert oom_kills(tmp_path / "nowhere") == 0
+
+
+def test_only_errors_without_another_behind_them_explain_themselves() -> None:
+    own, wrapped = MegarlError("own"), MegarlError("wrapped")
+    wrapped.__cause__ = ValueError("behind")
+    found = [failure_of(error, 0).explained for error in (own, wrapped, ValueError("other"))]
+    assert found == [True, False, False]
 
 
 def test_an_earlier_attempt_is_forgotten(tmp_path: Path) -> None:

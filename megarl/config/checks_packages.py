@@ -1,0 +1,42 @@
+"""Checks that the packages which only some recipes use are installed. None of them is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from megarl.config.checklist import Checklist
+from megarl.config.run import RunConfig
+
+
+def check_packages(config: RunConfig, checks: Checklist, launcher: str | None, job: str) -> None:
+    """What launcher, tracking, rewards and data files need besides the packages that every run needs."""
+    sources = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+    tables = next((key for key, names in sources.items() if any(n.endswith(".parquet") for n in names)), None)
+    if launcher == "ray":
+        _need("ray", "--launcher", "ray", "use --launcher local or torchrun", checks)
+    if job != "generate" and config.tracking.mlflow:
+        _need("mlflow", "tracking.mlflow", True, "set tracking.mlflow=false", checks)
+    if job != "generate" and config.reward.name == "math":
+        _need("math-verify", "reward.name", "math", "choose another reward, for example numeric", checks)
+    if tables is not None:
+        _need("pyarrow", tables, sources[tables], "convert the data to .jsonl", checks)
+
+
+def _need(package: str, key: str, found: object, instead: str, checks: Checklist) -> None:
+    if _is_installed(package.replace("-", "_")):
+        checks.ok("packages", f"{package} is installed ({key})")
+    else:
+        checks.fail(
+            "packages",
+            key,
+            f"this needs the package {package}, which is not installed",
+            found=found,
+            fix=f"pip install {package}, or {instead}",
+        )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # loaded without a specification
+        return True

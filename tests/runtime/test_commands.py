@@ -1,0 +1,119 @@
+"""`megarl sft`, `eval`, `generate` and `convert`, each from the command line to the files it leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.runtime import harness
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
+
+
+def megarl(folder: Path, *arguments: object) -> str:
+    """Run a command that must succeed; its output."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    here = tmp_path_factory.mktemp("commands")
+    harness.write_recipe(here)
+    return here
+
+
+@pytest.fixture(scope="module")
+def tuned(folder: Path) -> Path:
+    """The run folder of `megarl sft` on two ranks."""
+    settings = ["sft.steps=6", "sft.eval_every=3", "trainer.save_every=3", "sft.optim.lr=3e-2"]
+    megarl(folder, "sft", "tiny.yaml", *settings, "--run-dir", folder / "sft")
+    return folder / "sft"
+
+
+def model_of(run_dir: Path) -> list[str]:
+    """Overrides that start from the exported model of a run, in one process."""
+    return [f"model.path={run_dir / 'hf'}", "model.hf_config=null", "cluster.nproc=1"]
+
+
+def test_sft_learns_evaluates_saves_and_exports(tuned: Path) -> None:
+    rows = lines(tuned / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert {row["stage"] for row in rows} == {"sft"}
+    assert rows[-1]["sft/loss"] < rows[0]["sft/loss"]
+    assert [row["step"] for row in rows if "val/acc" in row] == [3, 6]
+    assert {path.name for path in tuned.glob("checkpoints/step_*")} >= {"step_6"}
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tuned / "hf")
+    model = AutoModelForCausalLM.from_pretrained(tuned / "hf")
+    ids = tokenizer("1+2=3", return_tensors="pt").input_ids
+    with torch.no_grad():
+        assert float(model(ids, labels=ids).loss) < 4
+
+
+def test_sft_goes_on_from_its_checkpoint(tuned: Path, folder: Path) -> None:
+    settings = ["sft.steps=8", "sft.optim.lr=3e-2", "trainer.export_hf=false", "data.val_files=[]"]
+    megarl(folder, "sft", "tiny.yaml", *settings, "--run-dir", tuned)
+    assert [row["step"] for row in lines(tuned / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_eval_scores_the_held_out_prompts(tuned: Path, folder: Path) -> None:
+    megarl(folder, "eval", "tiny.yaml", *model_of(tuned), "--run-dir", folder / "eval")
+    numbers = lines(folder / "eval" / "metrics.jsonl")[-1]
+    trained = next(row for row in lines(tuned / "metrics.jsonl") if row["step"] == 6)
+    assert numbers["val/acc"] == trained["val/acc"]
+    assert not (folder / "eval" / "checkpoints").exists()
+
+
+def test_generate_writes_responses_to_files_and_to_prompts_given_as_text(tuned: Path, folder: Path) -> None:
+    sampling = ["validation.sampling.n=2", "validation.sampling.temperature=1", "data.val_batch_size=5"]
+    megarl(folder, "generate", "tiny.yaml", *model_of(tuned), *sampling, "cluster.nproc=2", "--run-dir", folder / "all")
+    rows = lines(folder / "all" / "responses.jsonl")
+    assert len(rows) == 16 * 2
+    assert len({row["sample_id"] for row in rows}) == 32
+    assert {row["finish_reason"] for row in rows} <= {"stop", "length"}
+
+    output = megarl(folder, "generate", "tiny.yaml", *model_of(tuned), "--prompt", "1+2=", "--prompt", "7+7=")
+    assert "> 1+2=\n" in output
+    assert output.index("> 1+2=") < output.index("> 7+7=")
+    file = Path(output.split("responses: ")[1].splitlines()[0])
+    assert [row["prompt_text"] for row in lines(file)] == ["1+2=", "7+7="]
+
+
+def test_convert_writes_the_model_of_a_checkpoint(tuned: Path, folder: Path) -> None:
+    checkpoint = tuned / "checkpoints" / "step_6"
+    megarl(folder, "convert", checkpoint, folder / "converted")
+    exported, converted = (
+        {name: tensor for file in place.glob("*.safetensors") for name, tensor in load_file(file).items()}
+        for place in (tuned / "hf", folder / "converted")
+    )
+    assert exported.keys() == converted.keys()
+    assert all(torch.equal(exported[name], converted[name]) for name in exported)
+
+    megarl(folder, "convert", folder / "converted", folder / "half", "--dtype", "bf16")
+    halves = {name: t for file in (folder / "half").glob("*.safetensors") for name, t in load_file(file).items()}
+    assert all(torch.equal(tensor.bfloat16(), halves[name]) for name, tensor in converted.items())
+    assert (folder / "half" / "tokenizer.json").is_file()
