@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.benchmarks.case import case_file, model_folder
+from megarl.benchmarks.quiet import OthersShare
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.errors import WorkerError
@@ -100,7 +101,8 @@ def run_case(
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         run_dir = Path(folder)
         command = [sys.executable, "-m", "megarl", "train", str(case_file(case)), *settings, "--run-dir", folder]
-        done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
+        with OthersShare() as others:
+            done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise WorkerError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
         lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train"]
@@ -112,6 +114,7 @@ def run_case(
         "layout": {"nproc": nproc, "threads": threads},
         "machine": machine,
         "steps": [asdict(step) for step in steps_of(lines)],
+        "others_share": others.share,
         "memory_gb": max(line["perf/total_memory_gb"] for line in lines),
     }
     if floor:

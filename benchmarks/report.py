@@ -72,6 +72,7 @@ def caption(result: dict[str, Any]) -> str:
         f"median of {len(result['steps'])} steps: {numbers['cpu_s']:.2f} CPU-s, "
         f"{numbers['tokens_per_s']:.0f} tokens/s, MFU {numbers['mfu']:.1%}, "
         f"peak {numbers['memory_gb']:.2f} GB over all workers; "
+        f"other programs took {result['others_share']:.0%} of the machine; "
         f"floor: matrix products at {result['floor']['gflops']:.0f} GFLOP/s"
     )
 

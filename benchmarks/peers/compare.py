@@ -28,6 +28,7 @@ from rich.table import Table
 
 from megarl.benchmarks.case import cache_folder, case_file, model_folder
 from megarl.benchmarks.measure import WARM_UP, run_case
+from megarl.benchmarks.quiet import OthersShare
 from megarl.benchmarks.report import host_class, save
 from megarl.benchmarks.throughput import RESULTS
 from megarl.config.load import load_config
@@ -77,11 +78,12 @@ def run_trl(python: Path, case: str, setting: str, steps: int, prefix: list[str]
         job, out = Path(folder) / "case.json", Path(folder) / "out.json"
         job.write_text(json.dumps(trl_case(case, dtype, steps)))
         command = [*prefix, str(python), str(SCRIPT), str(job), str(out)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        with OthersShare() as others:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise WorkerError(f"{shlex.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
         result = json.loads(out.read_text())
-    return {**result, "steps": result["steps"][WARM_UP:]}
+    return {**result, "others_share": others.share, "steps": result["steps"][WARM_UP:]}
 
 
 def alternate(arguments: argparse.Namespace, say: Console) -> tuple[Runs, dict[str, Any]]:
@@ -96,14 +98,14 @@ def alternate(arguments: argparse.Namespace, say: Console) -> tuple[Runs, dict[s
             theirs = run_trl(arguments.trl_python, arguments.case, setting, arguments.steps, arguments.prefix)
             for side, result in ((f"megarl {dtype}", ours), (f"trl {setting}", theirs)):
                 runs.setdefault(side, []).append(result)
-                say.print(f"round {number + 1}: {side}: {describe(result['steps'])}")
+                say.print(f"round {number + 1}: {side}: {describe(result)}")
     return runs, machine
 
 
-def describe(steps: list[dict[str, Any]]) -> str:
+def describe(result: dict[str, Any]) -> str:
     """Wall and CPU seconds of one run."""
-    wall, cpu = (statistics.median(step[name] for step in steps) for name in ("wall_s", "cpu_s"))
-    return f"{wall:.3f} s, {cpu:.3f} CPU-s a step"
+    wall, cpu = (statistics.median(step[name] for step in result["steps"]) for name in ("wall_s", "cpu_s"))
+    return f"{wall:.3f} s, {cpu:.3f} CPU-s a step (others took {result['others_share']:.0%} of the machine)"
 
 
 def sides(runs: Runs) -> dict[str, dict[str, float]]:
@@ -120,6 +122,7 @@ def sides(runs: Runs) -> dict[str, dict[str, float]]:
             "generation_s": statistics.median(generation),
             "cpu_s": statistics.median(step["cpu_s"] for step in steps),
             "memory_gb": max(result["memory_gb"] for result in results),
+            "others_share": max(result["others_share"] for result in results),
             "steps": len(steps),
         }
     return made
@@ -148,12 +151,12 @@ def ratios(numbers: dict[str, dict[str, float]], default: str) -> dict[str, dict
 def show(case: str, numbers: dict[str, dict[str, float]], found: dict[str, dict[str, Any]], say: Console) -> None:
     """Tables of sides and ratios."""
     table = Table(title=f"case {case}, medians per step", title_justify="left")
-    for column in ("program", "s", "least - most", "generation s", "CPU-s", "GB", "steps"):
+    for column in ("program", "s", "least - most", "generation s", "CPU-s", "GB", "others", "steps"):
         table.add_column(column, justify="left" if column == "program" else "right")
     for side, n in numbers.items():
         spread = f"{n['least_s']:.3f} - {n['most_s']:.3f}"
         cells = [f"{n['wall_s']:.3f}", spread, f"{n['generation_s']:.3f}", f"{n['cpu_s']:.3f}", f"{n['memory_gb']:.2f}"]
-        table.add_row(side, *cells, str(int(n["steps"])))
+        table.add_row(side, *cells, f"{n['others_share']:.0%}", str(int(n["steps"])))
     say.print(table)
     for label, ratio in found.items():
         say.print(

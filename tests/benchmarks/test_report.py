@@ -41,6 +41,7 @@ def result() -> dict[str, Any]:
         "overrides": [],
         "layout": {"nproc": 2, "threads": 1},
         "steps": [asdict(step) for step in steps_of(lines)],
+        "others_share": 0.0,
         "memory_gb": 1.5,
         "floor": {"gflops": 4.0, "rollout_s": 0.25, "actor_train_s": 0.75, "total_s": 1.0},
     }
@@ -109,7 +110,7 @@ def test_hosts_of_one_kind_share_a_name(machine: dict[str, Any], name: str) -> N
 def test_ratios_hold_ours_against_the_best_setting_of_the_other() -> None:
     def run(wall: float, cpu: float) -> list[dict[str, Any]]:
         steps = [{"wall_s": wall * f, "cpu_s": cpu, "generation_s": 0.1} for f in (0.9, 1.0, 1.1)]
-        return [{"steps": steps, "memory_gb": 1.0}]
+        return [{"steps": steps, "memory_gb": 1.0, "others_share": 0.0}]
 
     runs = {
         "megarl fp32": run(6.0, 9.0),
