@@ -57,3 +57,64 @@ def make_rows(
     ]
     random.Random(seed).shuffle(rows)
     return rows[:limit]
+
+
+SHAPES = {"a+b": 22, "a-b": 20, "a*b": 25, "a/b": 14, "a+b+c": 10, "a*b*c": 3, "a-b-c": 3, "a*b/c": 3}
+DIGITS = (1, 1, 1, 2, 2, 2, 2, 3, 3, 4)
+
+
+def make_sft_rows(
+    split: str = "train",
+    train: str = "openai/gsm8k:main@train",
+    test: str = "openai/gsm8k:main@test",
+    max_chars: int = 16,
+    seed: int = 0,
+) -> list[dict[str, str]]:
+    """Rows for a cold start: the training expressions, and 100,000 invented ones of the same shapes.
+
+    No held-out expression is among them.
+
+    Args:
+        split: `train`; a cold start has no validation rows of its own.
+        train: GSM8K's training data.
+        test: GSM8K's test data, whose expressions are left out.
+        max_chars: longer expressions are left out.
+        seed: of the invented expressions.
+    """
+    if split != "train":
+        raise ValueError(f"split must be 'train', not {split!r}")
+    real = make_rows("train", train, test, max_chars)
+    held_out = {row["prompt"] for row in make_rows("val", train, test, max_chars)}
+    draw = random.Random(seed)
+    rows = {row["prompt"]: row for row in real}
+    while len(rows) < len(real) + 100_000:
+        prompt, answer = _invent(draw)
+        if prompt not in held_out and len(prompt) <= max_chars + 1:
+            rows.setdefault(prompt, {"prompt": prompt, "answer": answer, "data_source": "invented"})
+    return list(rows.values())
+
+
+def _invent(draw: random.Random) -> tuple[str, str]:
+    """A random expression with a whole, non-negative value: ("12*7=", "84")."""
+    shape = draw.choices(list(SHAPES), list(SHAPES.values()))[0]
+    a, b, c = (draw.randrange(1, 10 ** draw.choice(DIGITS)) for _ in range(3))
+    if "/" in shape:
+        b, c = b % 100 + 1, c % 100 + 1
+        a = b * (a % 200) if shape == "a/b" else a
+        if shape == "a*b/c":
+            a *= c
+    if "-" in shape:
+        a += b + (c if shape == "a-b-c" else 0)
+    values = {"a": a, "b": b, "c": c}
+    text = "".join(str(values.get(symbol, symbol)) for symbol in shape)
+    value = {
+        "a+b": a + b,
+        "a-b": a - b,
+        "a*b": a * b,
+        "a/b": a // b,
+        "a+b+c": a + b + c,
+        "a*b*c": a * b * c,
+        "a-b-c": a - b - c,
+        "a*b/c": a * b // c,
+    }[shape]
+    return f"{text}=", str(value)

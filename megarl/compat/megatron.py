@@ -201,8 +201,8 @@ class _CudaOnCpu:
 
 
 def _rng_on_cpu(module: types.ModuleType) -> None:
-    module._get_cuda_rng_state = _get_rng_state
-    module._set_cuda_rng_state = _set_rng_state
+    setattr(module, "_get_cuda_rng_state", _get_rng_state)  # noqa: B010
+    setattr(module, "_set_cuda_rng_state", _set_rng_state)  # noqa: B010
 
 
 def _define_te_gemm(module: types.ModuleType) -> None:

@@ -2,9 +2,10 @@
 
     stream [t, 1, heads, d] --RoPE--> q, k  --(context parallel: k, v of all ranks)-->  buckets  -->  [t, 1, heads * d]
 
-On CUDA the stream goes to a variable-length kernel as it is, when one is there. Elsewhere sequences of similar length
-are right-padded into a bucket and each bucket is one scaled_dot_product_attention call; under causality no real query
-sees the padding behind its sequence, so no mask is needed.
+On CUDA the stream goes to a variable-length kernel as it is, when one is there. On a CPU short sequences are plain
+matrix products (attention_cpu.py). Elsewhere sequences of similar length are right-padded into a bucket and each bucket
+is one scaled_dot_product_attention call; under causality no real query sees the padding behind its sequence, so that
+needs no mask. Windows and context parallelism, which do need one, always take the buckets.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.module import MegatronModule
 
 from megarl import device
+from megarl.models.attention_cpu import LONGEST, causal_attention
 from megarl.models.config import PolicyConfig
 from megarl.models.packing import PackedSequences, cp_split
 from megarl.models.rope import apply_rope
@@ -45,6 +47,7 @@ class PackedAttention(MegatronModule):
         super().__init__(config=config)
         self.scale = softmax_scale or config.kv_channels**-0.5
         self.window = config.layer_windows[layer_number - 1] if config.layer_windows else None
+        assert pg_collection is not None, "Megatron's transformer layer passes its groups"
         self.cp_group = pg_collection.cp
 
     def forward(
@@ -73,6 +76,10 @@ class PackedAttention(MegatronModule):
         kernel = _varlen_kernel() if q.is_cuda and packed_seq_params.cp_size == 1 else None
         if kernel is not None and q.dtype != torch.float32:
             out = kernel(q, k, v, packed_seq_params, self.scale, window)
+        elif (
+            q.is_cpu and window is None and packed_seq_params.cp_size == 1 and packed_seq_params.max_seqlen_q <= LONGEST
+        ):
+            out = causal_attention(q, k, v, packed_seq_params.lengths, self.scale)
         else:
             out = bucket_attention(q, k, v, packed_seq_params, self.scale, window)
         return out.reshape(out.shape[0], 1, -1)
@@ -170,6 +177,7 @@ def plan_buckets(packed: PackedSequences, where: torch.device) -> Plan:
         offset += real.numel()
         positions = None
         if cp > 1:
+            assert k_order is not None
             k_index = k_order[k_index]
             positions = _zigzag_positions(q_place, local[ids, None], cp, packed.cp_rank)
             positions = torch.where(real, positions, k_length).to(where)

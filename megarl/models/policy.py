@@ -61,7 +61,8 @@ class PolicyModel(GPTModel):
         self.rope = Rope(hf)
         self.has_value_head = value_head
         if value_head and post_process:
-            self.output_layer = ValueHead(config, self.output_layer.weight.device)
+            vocabulary_head = getattr(self, "output_layer")  # noqa: B009 (Megatron leaves its type open)
+            self.output_layer = ValueHead(config, vocabulary_head.weight.device)
 
     def _preprocess(
         self,

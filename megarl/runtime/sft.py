@@ -46,7 +46,8 @@ def train(config: RunConfig, run_dir: Path) -> None:
 
 def _loader(c: Controller) -> PromptLoader:
     config, layout = c.config, c.layout
-    data = SFTDataset(config.data, c.tokenizer, config.sft.response_key)
+    files = config.sft.train_files or config.data.train_files
+    data = SFTDataset(config.data.model_copy(update={"train_files": files}), c.tokenizer, config.sft.response_key)
     return PromptLoader(data, config.sft.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed)
 
 

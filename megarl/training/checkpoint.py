@@ -193,7 +193,8 @@ def _save_rng(path: Path) -> None:
     import numpy
     from safetensors.torch import save_file
 
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    assert not isinstance(keys, str)
     tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.copy())}
     if has_cuda():
         tensors["cuda"] = torch.cuda.get_rng_state()

@@ -337,13 +337,13 @@ class _AllTokens(torch.autograd.Function):
     this rank's part: every rank has computed the same loss, so summing over ranks would count it cp times."""
 
     @staticmethod
-    def forward(ctx, values: Tensor, order: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, order: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(order)
         full = values.new_zeros(tokens).index_copy_(0, order, values)
         dist.all_reduce(full, group=group)
         return full
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (order,) = ctx.saved_tensors
         return grad[order], None, None, None

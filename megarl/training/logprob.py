@@ -14,7 +14,7 @@ and one all-gather of [4, N] combines them; the backward pass needs no communica
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ def linear_logprob(
 
 class _LinearLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         count = hidden.shape[0]
         keep = count <= shard.chunk and any(ctx.needs_input_grad)
@@ -89,7 +89,7 @@ class _LinearLogprob(torch.autograd.Function):
         return logp, entropy
 
     @staticmethod
-    def backward(ctx, grad_logp: Tensor | None, grad_entropy: Tensor | None):
+    def backward(ctx: Any, grad_logp: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_z, entropy, kept = ctx.saved_tensors
         shard: _Shard = ctx.shard
         if grad_logp is None and grad_entropy is None:

@@ -15,7 +15,7 @@ import io
 import pickle
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _MASTER = "param"
-Sharded = ShardedTensor | ShardedTensorFactory
+Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 class CheckpointError(MegarlError):

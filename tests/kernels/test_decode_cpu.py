@@ -58,15 +58,16 @@ def attention_reference(qkv, norm, rope, keys, values, positions, window, scale,
         if norm is not None:
             q, k = (F.rms_norm(t, (size,), w.double(), eps) for t, w in zip((q, k), norm, strict=True))
         cos, sin = (t[row].double() for t in rope)
-        turn = (
-            lambda t, cos=cos, sin=sin: torch.cat(  # noqa: E731
+
+        def turn(t, cos=cos, sin=sin):
+            return torch.cat(
                 (
                     t[..., : size // 2] * cos - t[..., size // 2 :] * sin,
                     t[..., size // 2 :] * cos + t[..., : size // 2] * sin,
                 ),
                 -1,
             )
-        )
+
         keys[row, :, position], values[row, :, position] = turn(k).to(keys.dtype), v.to(values.dtype)
         first = max(0, position - window + 1) if window else 0
         seen = slice(first, position + 1)

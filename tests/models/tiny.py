@@ -26,7 +26,7 @@ COMMON = {
 EXTRA: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "rms_norm_eps": 1e-5},
     "mistral": {"head_dim": 16, "sliding_window": 8},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "mixtral": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {

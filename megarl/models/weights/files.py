@@ -103,7 +103,8 @@ class SafetensorsWriter:
     """One safetensors file whose tensors arrive one at a time, in the order announced."""
 
     def __init__(self, path: Path, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-        self._dtype, self._left, header, offset = dtype, list(shapes.items()), {"__metadata__": {"format": "pt"}}, 0
+        self._dtype, self._left, offset = dtype, list(shapes.items()), 0
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         for name, shape in shapes.items():
             size = dtype.itemsize * _count(shape)
             header[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
@@ -139,7 +140,8 @@ class FolderWriter:
         self.temporary.mkdir()
         self._dtype, self._groups = dtype, list(_group(shapes, dtype, max_bytes))
         self._sizes = sum(dtype.itemsize * _count(s) for s in shapes.values())
-        self._shapes, self._done, self._writer = shapes, 0, None
+        self._shapes, self._done = shapes, 0
+        self._writer: SafetensorsWriter | None = None
         self._in_group = 0
 
     def _file_name(self, number: int) -> str:

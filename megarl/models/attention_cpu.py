@@ -1,0 +1,123 @@
+"""Causal attention of short sequences as plain matrix products, for CPUs.
+
+torch's CPU attention kernel is written for long sequences; up to about a thousand tokens in bf16, plain products of a
+few sequences at a time (so that the scores stay in a core's cache) take half its time or less, forward and backward.
+They run on the stream as it is packed, without gathering or padding; neighbours of equal length go together, so a
+stream sorted by length is the fastest. Queries go in blocks, each against the keys up to its end, so that little more
+than the causal half is computed. Scores and softmax are fp32, the other products take operands of the model's dtype, as
+in flash attention; unlike there the probabilities are kept for the gradient.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+LONGEST = 1024
+"""Longer sequences are better off with torch's kernel, which keeps no scores."""
+
+_QUERY_BLOCK = 64
+_SCORES = 1 << 19
+"""Scores (elements) of one group of sequences: two megabytes in fp32."""
+
+
+def runs(lengths: Sequence[int], heads: int) -> Iterator[tuple[int, int, int]]:
+    """(first token, sequences, length) of groups of neighbours of equal length, small enough for the cache."""
+    start = first = 0
+    while first < len(lengths):
+        length = lengths[first]
+        most = max(1, _SCORES // (heads * length * min(length, _QUERY_BLOCK)))
+        count = 1
+        while count < most and first + count < len(lengths) and lengths[first + count] == length:
+            count += 1
+        yield start, count, length
+        start, first = start + count * length, first + count
+
+
+@lru_cache(maxsize=64)
+def _future(size: int) -> torch.Tensor:
+    """Added to a diagonal block of scores [size, size]: -inf where the key comes after the query."""
+    return torch.full((size, size), float("-inf")).triu_(1)
+
+
+def _blocks(length: int) -> list[tuple[int, int]]:
+    count = max(1, round(length / _QUERY_BLOCK))
+    edges = [length * i // count for i in range(count + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _by_group(x: torch.Tensor, count: int, groups: int) -> torch.Tensor:
+    """[count * l, groups * r, d] -> [count * groups, r * l, d], a copy."""
+    per, size = x.shape[1] // groups, x.shape[2]
+    view = x.view(count, -1, groups, per, size).permute(0, 2, 3, 1, 4)
+    return view.reshape(count * groups, -1, size)
+
+
+def _from_group(x: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """Inverse of `_by_group`, as a view [count, l, groups, r, d]."""
+    groups = x.shape[0] // count
+    return x.view(count, groups, -1, length, x.shape[-1]).permute(0, 3, 1, 2, 4)
+
+
+class _CausalAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
+    ) -> torch.Tensor:
+        heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
+        per, exact = heads // groups, torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty(q.shape, dtype=q.dtype)
+        kept = []
+        for start, count, length in runs(lengths, heads):
+            span = slice(start, start + count * length)
+            keys = _by_group(k[span], count, groups).to(exact).transpose(1, 2)
+            values = _by_group(v[span], count, groups)
+            queries = q[span].view(count, length, heads, size)
+            context = out[span].view(count, length, groups, per, size)
+            for a, b in _blocks(length):
+                block = _by_group(queries[:, a:b].reshape(-1, heads, size), count, groups).to(exact) * scale
+                scores = torch.bmm(block, keys[:, :, :b])
+                scores.view(-1, b - a, b)[:, :, a:].add_(_future(b - a))
+                chances = torch.softmax(scores, -1).to(q.dtype)
+                context[:, a:b] = _from_group(torch.bmm(chances, values[:, :b]), count, b - a)
+                kept.append(chances)
+        ctx.save_for_backward(q, k, v, *kept)
+        ctx.lengths, ctx.scale = lengths, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        q, k, v, *kept = ctx.saved_tensors
+        heads, groups, size = q.shape[1], k.shape[1], q.shape[2]
+        per = heads // groups
+        dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        chances_of = iter(kept)
+        for start, count, length in runs(ctx.lengths, heads):
+            span = slice(start, start + count * length)
+            keys, values = _by_group(k[span], count, groups), _by_group(v[span], count, groups)
+            dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
+            queries, upstream = (x[span].view(count, length, heads, size) for x in (q, grad))
+            dqueries = dq[span].view(count, length, groups, per, size)
+            for a, b in _blocks(length):
+                chances = next(chances_of)
+                block = _by_group(queries[:, a:b].reshape(-1, heads, size), count, groups)
+                up = _by_group(upstream[:, a:b].reshape(-1, heads, size), count, groups)
+                dvalues[:, :b] += torch.bmm(chances.transpose(1, 2), up)
+                dchances = torch.bmm(up, values[:, :b].transpose(1, 2))
+                dscores = torch._softmax_backward_data(dchances, chances, -1, q.dtype).mul_(ctx.scale)
+                dqueries[:, a:b] = _from_group(torch.bmm(dscores, keys[:, :b]), count, b - a)
+                dkeys[:, :b] += torch.bmm(dscores.transpose(1, 2), block)
+            dk[span].view(count, length, groups, size).copy_(_from_group(dkeys, count, length).squeeze(3))
+            dv[span].view(count, length, groups, size).copy_(_from_group(dvalues, count, length).squeeze(3))
+        return dq, dk, dv, None, None
+
+
+def causal_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
+) -> torch.Tensor:
+    """Context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t, groups, d], each sequence of `lengths` by itself."""
+    return _CausalAttention.apply(q, k, v, lengths, scale)

@@ -1,0 +1,73 @@
+"""The attention kernels against a loop in float64."""
+
+import pytest
+import torch
+
+from megarl.models.attention import bucket_attention, group_by_length
+from megarl.models.attention_cpu import causal_attention, runs
+from megarl.models.packing import pack_stream
+
+CASES = {"mixed": [5, 5, 1, 130, 64, 64, 64, 17], "one": [1], "equal": [33, 33, 33], "long": [300, 200]}
+
+
+def tensors(total: int, heads: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(total, n, 16, generator=generator, dtype=torch.float64) for n in (heads, groups, groups)]
+    return [t.to(dtype).requires_grad_() for t in made]
+
+
+def oracle(q, k, v, lengths: list[int], scale: float, window: int | None = None) -> torch.Tensor:
+    """Per sequence, head and query: softmax over the keys it sees."""
+    per, out, start = q.shape[1] // k.shape[1], [], 0
+    for length in lengths:
+        span = slice(start, start + length)
+        keys, values = (x[span].double().repeat_interleave(per, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[span].double(), keys) * scale
+        place = torch.arange(length)
+        hidden = place[None, :] > place[:, None]
+        if window is not None:
+            hidden |= place[None, :] <= place[:, None] - window
+        chances = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out.append(torch.einsum("hqk,khd->qhd", chances, values))
+        start += length
+    return torch.cat(out)
+
+
+def check(fn, lengths: list[int], heads: int, groups: int, dtype: torch.dtype, window: int | None, atol: float) -> None:
+    inputs = tensors(sum(lengths), heads, groups, dtype)
+    expected = oracle(*inputs, lengths, 0.25, window)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, inputs, upstream)
+    found = fn(*inputs)
+    torch.testing.assert_close(found.double(), expected, atol=atol, rtol=0)
+    for ours, theirs in zip(torch.autograd.grad(found, inputs, upstream.to(dtype)), wanted, strict=True):
+        torch.testing.assert_close(ours.double(), theirs.double(), atol=4 * atol, rtol=4 * atol)
+
+
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
+def test_products_equal_the_loop(lengths, heads, groups, dtype, atol):
+    check(lambda q, k, v: causal_attention(q, k, v, tuple(lengths), 0.25), lengths, heads, groups, dtype, None, atol)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 64])
+@pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
+def test_buckets_equal_the_loop(lengths, window):
+    packed = pack_stream(lengths).params
+    check(lambda q, k, v: bucket_attention(q, k, v, packed, 0.25, window), lengths, 4, 2, torch.float64, window, 1e-12)
+
+
+def test_groups_hold_every_sequence_once_and_similar_lengths():
+    lengths = [3, 90, 100, 4, 97, 5, 5]
+    groups = group_by_length(lengths)
+    assert sorted(i for group in groups for i in group) == list(range(len(lengths)))
+    assert all(min(lengths[i] for i in g) >= 0.75 * max(lengths[i] for i in g) for g in groups)
+
+
+def test_runs_cover_the_stream_in_order():
+    lengths = [8, 8, 8, 3, 8, 500, 500]
+    found = list(runs(lengths, heads=4))
+    assert [n for _, count, n in found for _ in range(count)] == lengths
+    ends = [start + count * n for start, count, n in found]
+    assert [start for start, _, _ in found] == [0, *ends[:-1]]
