@@ -29,7 +29,7 @@ from rich.table import Table
 from megarl.benchmarks.case import cache_folder, case_file, model_folder
 from megarl.benchmarks.measure import WARM_UP, run_case
 from megarl.benchmarks.quiet import OthersShare
-from megarl.benchmarks.report import host_class, save
+from megarl.benchmarks.report import save
 from megarl.benchmarks.throughput import RESULTS
 from megarl.config.load import load_config
 from megarl.errors import MegarlError, UserError, WorkerError
@@ -86,9 +86,12 @@ def run_trl(python: Path, case: str, setting: str, steps: int, prefix: list[str]
     return {**result, "others_share": others.share, "steps": result["steps"][WARM_UP:]}
 
 
-def alternate(arguments: argparse.Namespace, say: Console) -> tuple[Runs, dict[str, Any]]:
-    """All runs by side (`megarl bf16`, `trl bf16+malloc`, ...), ours in the dtype of theirs before each of theirs."""
-    runs: Runs = {}
+def alternate(arguments: argparse.Namespace, runs: Runs, say: Console) -> dict[str, Any]:
+    """Add runs by side (`megarl bf16`, `trl bf16+malloc`, ...), ours in the dtype of theirs before each of theirs.
+
+    Returns:
+        What is known of the machine.
+    """
     machine: dict[str, Any] = {}
     for number in range(arguments.rounds):
         for setting in arguments.settings:
@@ -99,7 +102,7 @@ def alternate(arguments: argparse.Namespace, say: Console) -> tuple[Runs, dict[s
             for side, result in ((f"megarl {dtype}", ours), (f"trl {setting}", theirs)):
                 runs.setdefault(side, []).append(result)
                 say.print(f"round {number + 1}: {side}: {describe(result)}")
-    return runs, machine
+    return machine
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -180,6 +183,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--trl-python", type=Path, default=default_python, help="interpreter of TRL's environment")
     parser.add_argument("--prefix", type=shlex.split, default=[], help="before every command, e.g. 'numactl -N 0'")
     parser.add_argument("--json", type=Path, help=f"file of the result (default: in {RESULTS})")
+    parser.add_argument("--add", action="store_true", help="keep the runs that the file holds, and add to them")
     arguments = parser.parse_args(argv)
     if not arguments.trl_python.is_file():
         raise UserError(
@@ -196,7 +200,10 @@ def main(argv: list[str] | None = None) -> int:
     say = Console(highlight=False, soft_wrap=True)
     try:
         arguments = parse(argv)
-        runs, machine = alternate(arguments, say)
+        name = load_config(case_file(arguments.case)).name
+        path = arguments.json or RESULTS / f"trl-{name}.json"
+        runs: Runs = json.loads(path.read_text())["runs"] if arguments.add and path.is_file() else {}
+        machine = alternate(arguments, runs, say)
     except MegarlError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -204,7 +211,6 @@ def main(argv: list[str] | None = None) -> int:
     config = load_config(case_file(arguments.case))
     found = ratios(numbers, config.model.dtype)
     show(config.name, numbers, found, say)
-    path = arguments.json or RESULTS / f"trl-{config.name}-{host_class(machine)}.json"
     save({"case": config.name, "machine": machine, "ratios": found, "sides": numbers, "runs": runs}, path)
     say.print(f"saved: {path}")
     return 0
