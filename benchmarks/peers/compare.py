@@ -29,11 +29,12 @@ from rich.table import Table
 from megarl.benchmarks.case import cache_folder, case_file, model_folder
 from megarl.benchmarks.measure import WARM_UP, run_case
 from megarl.benchmarks.quiet import OthersShare
-from megarl.benchmarks.report import save
+from megarl.benchmarks.report import host_class, save
 from megarl.benchmarks.throughput import RESULTS
 from megarl.config.load import load_config
 from megarl.errors import MegarlError, UserError, WorkerError
 from megarl.launchers.common import KEEP_FREED_MEMORY, available_cores
+from megarl.tracking.machine import machine_info
 
 SCRIPT = Path(__file__).parent / "trl_grpo.py"
 MICRO_BATCH_SEQUENCES = 16  # what TRL is fastest with in case M
@@ -86,23 +87,16 @@ def run_trl(python: Path, case: str, setting: str, steps: int, prefix: list[str]
     return {**result, "others_share": others.share, "steps": result["steps"][WARM_UP:]}
 
 
-def alternate(arguments: argparse.Namespace, runs: Runs, say: Console) -> dict[str, Any]:
-    """Add runs by side (`megarl bf16`, `trl bf16+malloc`, ...), ours in the dtype of theirs before each of theirs.
-
-    Returns:
-        What is known of the machine.
-    """
-    machine: dict[str, Any] = {}
+def alternate(arguments: argparse.Namespace, runs: Runs, say: Console) -> None:
+    """Add runs by side (`megarl bf16`, `trl bf16+malloc`, ...), ours in the dtype of theirs before each of theirs."""
     for number in range(arguments.rounds):
         for setting in arguments.settings:
             dtype = setting.partition("+")[0]
             ours = run_case(arguments.case, dtype=dtype, steps=arguments.steps, prefix=arguments.prefix, floor=False)
-            machine = ours["machine"]
             theirs = run_trl(arguments.trl_python, arguments.case, setting, arguments.steps, arguments.prefix)
             for side, result in ((f"megarl {dtype}", ours), (f"trl {setting}", theirs)):
                 runs.setdefault(side, []).append(result)
                 say.print(f"round {number + 1}: {side}: {describe(result)}")
-    return machine
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -200,15 +194,15 @@ def main(argv: list[str] | None = None) -> int:
     say = Console(highlight=False, soft_wrap=True)
     try:
         arguments = parse(argv)
-        name = load_config(case_file(arguments.case)).name
-        path = arguments.json or RESULTS / f"trl-{name}.json"
+        config = load_config(case_file(arguments.case))
+        machine = machine_info()
+        path = arguments.json or RESULTS / f"trl-{config.name}-{host_class(machine)}.json"
         runs: Runs = json.loads(path.read_text())["runs"] if arguments.add and path.is_file() else {}
-        machine = alternate(arguments, runs, say)
+        alternate(arguments, runs, say)
     except MegarlError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     numbers = sides(runs)
-    config = load_config(case_file(arguments.case))
     found = ratios(numbers, config.model.dtype)
     show(config.name, numbers, found, say)
     save({"case": config.name, "machine": machine, "ratios": found, "sides": numbers, "runs": runs}, path)
