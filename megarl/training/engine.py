@@ -89,6 +89,7 @@ class MegatronEngine:
         self.chunks = build_policy(hf_config, self.model_config)
         weights(self.chunks)
         self._parked: offload.Parked | None = None
+        self._parameters_parked = False
         if optim is None:
             self.wrapped: list[Any] = list(self.chunks)
             for chunk in self.chunks:
@@ -125,7 +126,7 @@ class MegatronEngine:
             Two Jagged float32 over response tokens, on the device of the batch, on every rank of the replica. The
             entropy is zeros when it was not asked for.
         """
-        self._require_onloaded()
+        self._require_parameters()
         groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
         micros, length = microbatch.build_all(batch, groups, self.layout, self.device)
         self._train_mode(False)
@@ -311,12 +312,17 @@ class MegatronEngine:
         """Free the gradient buffers and move optimizer state (and parameters) to host memory. Idempotent."""
         if self._parked is None:
             self._parked = offload.park(self.wrapped, self.optimizer, parameters=parameters)
+            self._parameters_parked = parameters
 
     def onload(self) -> None:
         """Undo `offload`; training goes on bit for bit."""
         if self._parked is not None:
             self._parked.restore()
-            self._parked = None
+            self._parked, self._parameters_parked = None, False
+
+    def _require_parameters(self) -> None:
+        if self._parameters_parked:
+            raise RuntimeError(f"the {self.name} engine's parameters are offloaded: call onload() first")
 
     def _require_onloaded(self) -> None:
         if self._parked is not None:

@@ -28,6 +28,7 @@ data:
   batch_size: 4
 # A dense score, so that advantages are not all zero while the model knows nothing.
 reward: {name: "REWARD_FILE:closeness"}
+algorithm: {kl: {use: loss, coef: 0.01}}
 rollout: {sampling: {n: 4, max_new_tokens: 6}}
 validation: {sampling: {max_new_tokens: 6}, every: 2}
 sft: {steps: 3, batch_size: 8, optim: {lr: 1.0e-2}}

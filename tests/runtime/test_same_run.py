@@ -34,9 +34,9 @@ def test_launchers_give_the_same_metrics(recipe, local, tmp_path, launcher):
         ["actor.parallel.tp=2", "actor.parallel.sp=true"],
         ["actor.parallel.pp=2", "actor.parallel.vpp=2"],
         ["actor.parallel.cp=2"],
-        ["actor.mini_batch_size=4", "actor.engine.micro_batch_tokens=200"],
+        ["actor.mini_batch_size=4", "actor.engine.micro_batch_tokens=200", "actor.engine.offload=true"],
     ],
-    ids=["single", "tp2-sp", "pp2-vpp2", "cp2", "micro-batches"],
+    ids=["single", "tp2-sp", "pp2-vpp2", "cp2", "micro-batches-offload"],
 )
 def test_layouts_give_the_same_metrics(recipe, local, tmp_path, layout):
     other = harness.run(recipe, tmp_path, *layout)

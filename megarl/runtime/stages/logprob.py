@@ -24,7 +24,10 @@ def old_logp(c: Controller, samples: Batch) -> Batch:
 def ref_logp(c: Controller, samples: Batch) -> Batch:
     """Score the responses with the frozen reference."""
     assert c.reference is not None, "a graph with ref_logp needs a reference; config.checks guards this"
+    c.reference.onload()
     logp, _ = c.reference.logprobs(samples, c.temperature, entropy=False)
+    if c.config.actor.engine.offload:
+        c.reference.offload()
     samples.set("ref_logp", logp)
     c.count_pass(samples)
     return samples

@@ -25,6 +25,8 @@ SAMPLE_FIELDS = (
 @stage(reads=["prompt_ids", "uid"], writes=list(SAMPLE_FIELDS))
 def rollout(c: Controller, prompts: Batch) -> Batch:
     """Draw `rollout.sampling.n` responses for every prompt of this rank."""
+    if c.config.actor.engine.offload:
+        c.actor.offload(parameters=False)  # generation reads the parameters, and wants the rest of the memory
     samples = generate(c, prompts, c.config.rollout.sampling, draw=c.step)
     _record_lengths(c, samples)
     return samples

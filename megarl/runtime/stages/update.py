@@ -21,6 +21,7 @@ def actor_train(c: Controller, samples: Batch) -> Batch:
 
     Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1.
     """
+    c.actor.onload()
     for _ in range(c.config.actor.ppo_epochs):
         for mini in mini_batches(c, samples):
             metrics = train_on(c, mini)
