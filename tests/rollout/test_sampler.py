@@ -60,9 +60,9 @@ def test_uniforms_are_uniform_and_uncorrelated():
 
 def test_large_vocabularies_are_drawn_evenly():
     vocab = 150_000
-    tokens = make(vocab)(torch.zeros(400, vocab), torch.arange(400) << 40, torch.zeros(400, dtype=torch.int64))[0]
-    assert tokens.double().mean().item() == pytest.approx(vocab / 2, rel=0.1)
-    assert len(tokens.unique()) > 395
+    tokens = make(vocab)(torch.zeros(120, vocab), torch.arange(120) << 40, torch.zeros(120, dtype=torch.int64))[0]
+    assert tokens.double().mean().item() == pytest.approx(vocab / 2, rel=0.15)
+    assert len(tokens.unique()) > 115
 
 
 def test_top_k_keeps_the_k_likeliest():
