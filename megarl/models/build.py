@@ -22,6 +22,7 @@ from megarl.models.config import PolicyConfig
 from megarl.models.hf import moe_layers
 from megarl.models.norm import RMSNorm
 from megarl.models.policy import PolicyModel
+from megarl.models.swiglu import SwiGLU
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,6 +88,8 @@ def layer_spec(config: PolicyConfig, *, sparse: bool) -> ModuleSpec:
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention = parts.self_attention.submodules
     attention.core_attention = PackedAttention
+    mlp = parts.mlp.submodules.experts.submodules if sparse else parts.mlp.submodules
+    mlp.activation_func = SwiGLU
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

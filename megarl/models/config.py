@@ -59,6 +59,7 @@ def transformer_config(
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
+        "use_te_activation_func": True,  # means: the activation module of the layer spec, here models.swiglu
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "layer_windows": layer_windows(hf),

@@ -68,7 +68,8 @@ def plan(batch: Batch, budget: int, layout: Layout, device: torch.device) -> lis
     count = max(int(wanted), 1)
     if layout.parallel.vpp:
         count = -(-count // layout.pp_size) * layout.pp_size
-    return split_to_count(lengths, count, budget)
+    # Sequences of equal length go through attention together when they are neighbours.
+    return [sorted(group, key=lambda sample: -lengths[sample]) for group in split_to_count(lengths, count, budget)]
 
 
 def build(
