@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import resource
+import socket
 import time
 from typing import Any
 
@@ -143,7 +144,7 @@ def profile(engine: Any, batch: Any) -> None:
         print(by_shape.table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=40))
 
 
-def main(args: argparse.Namespace, rank: int = 0, port: int = 0) -> None:
+def main(args: argparse.Namespace, rank: int, port: int) -> None:
     """Body of one process."""
     torch.set_num_threads(args.threads)
     os.environ.update(
@@ -173,20 +174,23 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-if __name__ == "__main__":
-    import socket
+def launch(args: argparse.Namespace) -> int:
+    """Start the processes as the launchers do on a CPU: glibc reads its settings when a process starts."""
+    from megarl.launchers.common import KEEP_FREED_MEMORY
 
-    arguments = parse()
+    for name, value in KEEP_FREED_MEMORY.items():
+        os.environ.setdefault(name, value)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        free = probe.getsockname()[1]
-    if arguments.procs == 1:
-        main(arguments, 0, free)
-    else:
-        context = torch.multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=main, args=(arguments, rank, free)) for rank in range(arguments.procs)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        raise SystemExit(max(process.exitcode or 0 for process in ranks))
+        port = probe.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=main, args=(args, rank, port)) for rank in range(args.procs)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return max(abs(process.exitcode or 0) for process in ranks)
+
+
+if __name__ == "__main__":
+    raise SystemExit(launch(parse()))
