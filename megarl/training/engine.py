@@ -12,6 +12,7 @@ compute the same loss, but each passes back only the gradient of the tokens it h
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -319,6 +320,17 @@ class MegatronEngine:
         if self._parked is not None:
             self._parked.restore()
             self._parked, self._parameters_parked = None, False
+
+    @contextlib.contextmanager
+    def onloaded(self) -> Iterator[None]:
+        """Everything in place inside the block, and offloaded as it was before behind it."""
+        parked, parameters = self._parked is not None, self._parameters_parked
+        self.onload()
+        try:
+            yield
+        finally:
+            if parked:
+                self.offload(parameters)
 
     def _require_parameters(self) -> None:
         if self._parameters_parked:

@@ -87,7 +87,7 @@ def _empty(tensor: Tensor, keep: bool) -> _Emptied:
     copy = None
     if keep:
         view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
         copy.copy_(view, non_blocking=True)
         synchronize()
     storage.resize_(0)

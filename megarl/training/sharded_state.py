@@ -11,6 +11,7 @@ nothing else; tensors are read with `weights_only`.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections.abc import Iterable, Sequence
@@ -50,9 +51,12 @@ class CheckpointError(MegarlError):
 
 
 def save_engines(engines: dict[str, MegatronEngine], folder: Path) -> None:
-    """Write all engines into the existing empty `folder`. Collective over all ranks."""
-    state = {name: _engine_state(name, engine, loading=False) for name, engine in engines.items()}
-    dist_checkpointing.save(state, str(folder), sharded_strategy=_Save("torch_dist", 1))
+    """Write all engines into the existing empty `folder`; offloaded ones come back for it. Collective."""
+    with contextlib.ExitStack() as stack:
+        for engine in engines.values():
+            stack.enter_context(engine.onloaded())
+        state = {name: _engine_state(name, engine, loading=False) for name, engine in engines.items()}
+        dist_checkpointing.save(state, str(folder), sharded_strategy=_Save("torch_dist", 1))
 
 
 def load_engines(engines: dict[str, MegatronEngine], folder: Path, steps: dict[str, int]) -> None:
@@ -62,19 +66,22 @@ def load_engines(engines: dict[str, MegatronEngine], folder: Path, steps: dict[s
         CheckpointError: the index holds something other than tensors.
     """
     check_index(folder)
-    state = {name: _engine_state(name, engine, loading=True) for name, engine in engines.items()}
-    loaded = dist_checkpointing.load(
-        state,
-        str(folder),
-        sharded_strategy=torch_dist.TorchDistLoadShardedStrategy(),
-        validate_access_integrity=False,  # a data-parallel rank asks for the optimizer state it owns and no more
-    )
-    for name, engine in engines.items():
-        for number, chunk in enumerate(engine.chunks):
-            _copy_into(chunk, loaded[name]["model"][number])
-        engine.step = steps[name]
-        for number, part in enumerate(_optimizers(engine)):
-            _set_optimizer_state(part, engine, loaded[name]["optimizer"][number])
+    with contextlib.ExitStack() as stack:
+        for engine in engines.values():
+            stack.enter_context(engine.onloaded())
+        state = {name: _engine_state(name, engine, loading=True) for name, engine in engines.items()}
+        loaded = dist_checkpointing.load(
+            state,
+            str(folder),
+            sharded_strategy=torch_dist.TorchDistLoadShardedStrategy(),
+            validate_access_integrity=False,  # a data-parallel rank asks for the optimizer state it owns and no more
+        )
+        for name, engine in engines.items():
+            for number, chunk in enumerate(engine.chunks):
+                _copy_into(chunk, loaded[name]["model"][number])
+            engine.step = steps[name]
+            for number, part in enumerate(_optimizers(engine)):
+                _set_optimizer_state(part, engine, loaded[name]["optimizer"][number])
 
 
 def _engine_state(name: str, engine: MegatronEngine, loading: bool) -> dict[str, Any]:

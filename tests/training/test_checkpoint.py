@@ -116,6 +116,19 @@ def test_resume_is_bit_for_bit(alone, tmp_path, dtype):
     assert checkpoint.read_meta(folder)["config_hash"] == "abc"
 
 
+def test_offloaded_engines_are_saved_and_stay_offloaded(alone, tmp_path):
+    engine = _engine("dense", {})
+    _steps(engine, 0)
+    engine.offload()
+    folder = checkpoint.save(tmp_path, 2, {"actor": engine}, {})
+    with pytest.raises(RuntimeError, match="offloaded"):
+        _steps(engine, 2)
+    engine.onload()
+    other = _engine("dense", {}, seed=5)
+    checkpoint.load(folder, {"actor": other})
+    assert _steps(other, 2) == _steps(engine, 2)
+
+
 def test_each_parameter_has_its_own_step(alone, tmp_path):
     engine = _engine("dense", {})
     _steps(engine, 0)
