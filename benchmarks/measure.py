@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.benchmarks.case import case_file, model_folder
-from megarl.benchmarks.quiet import OthersShare
+from megarl.benchmarks.program import run_program
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
-from megarl.errors import WorkerError
 from megarl.launchers.common import available_cores, has_nvidia_device
 from megarl.tracking.jsonl import read_jsonl
 
@@ -101,10 +99,7 @@ def run_case(
     with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
         run_dir = Path(folder)
         command = [sys.executable, "-m", "megarl", "train", str(case_file(case)), *settings, "--run-dir", folder]
-        with OthersShare() as others:
-            done = subprocess.run([*prefix, *command], capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise WorkerError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        _, others_share = run_program([*prefix, *command])
         lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train"]
         machine = json.loads((run_dir / "run.json").read_text())["machine"]
     result = {
@@ -114,7 +109,7 @@ def run_case(
         "layout": {"nproc": nproc, "threads": threads},
         "machine": machine,
         "steps": [asdict(step) for step in steps_of(lines)],
-        "others_share": others.share,
+        "others_share": others_share,
         "memory_gb": max(line["perf/total_memory_gb"] for line in lines),
     }
     if floor:
@@ -159,7 +154,4 @@ def machine_gflops(dtype: str, nproc: int, prefix: Sequence[str] = ()) -> float:
     code = f"from megarl.tracking.perf import measure_peak; print({devices} * measure_peak({dtype!r}, seconds=2.0))"
     environment = os.environ | {"OMP_NUM_THREADS": str(available_cores())}
     command = [*prefix, sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise WorkerError(f"the rate of matrix products could not be measured:\n{done.stderr[-3000:]}")
-    return float(done.stdout) / 1e9
+    return float(run_program(command, environment)[0]) / 1e9

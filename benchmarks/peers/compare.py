@@ -17,7 +17,6 @@ import json
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -28,11 +27,11 @@ from rich.table import Table
 
 from megarl.benchmarks.case import cache_folder, case_file, model_folder
 from megarl.benchmarks.measure import WARM_UP, run_case
-from megarl.benchmarks.quiet import OthersShare
+from megarl.benchmarks.program import run_program
 from megarl.benchmarks.report import host_class, save
 from megarl.benchmarks.throughput import RESULTS
 from megarl.config.load import load_config
-from megarl.errors import MegarlError, UserError, WorkerError
+from megarl.errors import MegarlError, UserError
 from megarl.launchers.common import KEEP_FREED_MEMORY, available_cores
 from megarl.tracking.machine import machine_info
 
@@ -78,13 +77,9 @@ def run_trl(python: Path, case: str, setting: str, steps: int, prefix: list[str]
     with tempfile.TemporaryDirectory() as folder:
         job, out = Path(folder) / "case.json", Path(folder) / "out.json"
         job.write_text(json.dumps(trl_case(case, dtype, steps)))
-        command = [*prefix, str(python), str(SCRIPT), str(job), str(out)]
-        with OthersShare() as others:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise WorkerError(f"{shlex.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+        _, others_share = run_program([*prefix, str(python), str(SCRIPT), str(job), str(out)], environment)
         result = json.loads(out.read_text())
-    return {**result, "others_share": others.share, "steps": result["steps"][WARM_UP:]}
+    return {**result, "others_share": others_share, "steps": result["steps"][WARM_UP:]}
 
 
 def alternate(arguments: argparse.Namespace, runs: Runs, say: Console) -> None:
