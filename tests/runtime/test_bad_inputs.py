@@ -215,7 +215,12 @@ CASES = {
         ("rank 0 stopped in phase load_data", "reward.name: importing", "a_package_that_is_nowhere", "no_import.py:1"),
     ),
     "a prompt longer than the limit": Case(
-        ("data.train_files=good.jsonl", "data.overlong=error", "data.max_prompt_tokens=3"),
+        (
+            "data.train_files=good.jsonl",
+            "data.val_files=[megarl.recipes.arithmetic:make_rows]",
+            "data.overlong=error",
+            "data.max_prompt_tokens=3",
+        ),
         2,
         ("good.jsonl:1: the prompt is longer", "(4 such prompts", "data.max_prompt_tokens: 3", "raise it to 4"),
     ),
