@@ -80,7 +80,15 @@ def single_process(**layout: int) -> None:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    fresh_parallel(**layout)
+    from megarl.compat import megatron as compat
+
+    compat.install()
+    from megatron.core import parallel_state as mpu
+
+    # Groups are never given back and each has threads of its own: a suite that made them anew for every test would
+    # drown in threads.
+    if layout or not mpu.model_parallel_is_initialized():
+        fresh_parallel(**layout)
 
 
 def _free_port() -> int:

@@ -9,14 +9,11 @@ import torch.distributed as dist
 def alone():
     """torch.distributed and Megatron's groups with this process only."""
     from megarl.config.model import ParallelConfig
-    from megarl.training.parallel import init_parallel, leave_parallel
+    from megarl.training import parallel
 
-    made = not dist.is_initialized()
-    if made:
+    if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    leave_parallel()
+    if parallel._current is None:
+        parallel.leave_parallel()  # groups that an earlier test made without init_parallel
     torch.set_num_threads(1)
-    yield init_parallel(ParallelConfig(), 60)
-    leave_parallel()
-    if made:
-        dist.destroy_process_group()
+    return parallel.init_parallel(ParallelConfig(), 60)
