@@ -103,6 +103,8 @@ class Controller:
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Response texts without special tokens."""
+        if not token_ids:
+            return []  # batch_decode takes an empty list for one empty sequence
         return self.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
 
     def all_sum(self, values: Tensor) -> Tensor:
