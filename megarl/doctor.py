@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
+
+from megarl.imports import installed_version
 
 REQUIRED = (
     "torch",
@@ -28,21 +29,14 @@ OPTIONAL = {
 def report() -> str:
     """The text of `megarl doctor`."""
     lines = [f"python {platform.python_version()} on {platform.platform()}, {os.cpu_count()} cores", ""]
-    lines += [f"  {name:<20} {_version(name) or 'MISSING'}" for name in REQUIRED]
+    lines += [f"  {name:<20} {installed_version(name) or 'MISSING'}" for name in REQUIRED]
     lines += ["", "optional"]
-    lines += [f"  {name:<20} {_version(name) or '-':<14} {enables}" for name, enables in OPTIONAL.items()]
+    lines += [f"  {name:<20} {installed_version(name) or '-':<14} {enables}" for name, enables in OPTIONAL.items()]
     return "\n".join([*lines, "", "devices", *(f"  {line}" for line in _devices())])
 
 
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _devices() -> list[str]:
-    if _version("torch") is None:
+    if installed_version("torch") is None:
         return ["unknown: torch is missing"]
     import torch
 

@@ -1,9 +1,10 @@
-"""Turn `pkg.mod:fn` in a recipe into the function, with an error a user can act on."""
+"""Turn `pkg.mod:fn` in a recipe into the function, with an error a user can act on; versions of what is installed."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
@@ -52,3 +53,11 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
     if not callable(target):
         raise UserError("this is not callable", where=where, found=path, allowed=_FORMS)
     return target
+
+
+def installed_version(package: str) -> str | None:
+    """Version of an installed distribution, without importing it; None when it is missing."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,19 +1,26 @@
 """GSM8K's calculator annotations as a task: `<<48/2=24>>` becomes the prompt `48/2=` with the answer `24`.
 
 Rows for `data.train_files: [megarl.recipes.gsm8k_calc:make_rows]`. Validation expressions come from GSM8K's test file
-and leave out every expression that training contains.
+and leave out every expression that training contains. `make_sft_rows` adds invented expressions for a cold start.
 """
 
 from __future__ import annotations
 
+import ast
+import operator
 import random
 import re
+from collections import defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
 
 from megarl.data.sources import load_rows
 
 ANNOTATION = re.compile(r"<<([^<>=]+)=([^<>=]+)>>")
 EXPRESSION = re.compile(r"[0-9.+\-*/()]+")
 NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)")
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+OPERAND = re.compile(r"\d+\.?\d*|\.\d+")
 
 
 def expressions(source: str) -> dict[str, str]:
@@ -59,18 +66,15 @@ def make_rows(
     return rows[:limit]
 
 
-SHAPES = {"a+b": 22, "a-b": 20, "a*b": 25, "a/b": 14, "a+b+c": 10, "a*b*c": 3, "a-b-c": 3, "a*b/c": 3}
-DIGITS = (1, 1, 1, 2, 2, 2, 2, 3, 3, 4)
-
-
 def make_sft_rows(
     split: str = "train",
     train: str = "openai/gsm8k:main@train",
     test: str = "openai/gsm8k:main@test",
     max_chars: int = 16,
+    invented: int = 200_000,
     seed: int = 0,
 ) -> list[dict[str, str]]:
-    """Rows for a cold start: the training expressions, and 100,000 invented ones of the same shapes.
+    """Rows for a cold start: the training expressions, and invented ones that look like them.
 
     No held-out expression is among them.
 
@@ -79,42 +83,56 @@ def make_sft_rows(
         train: GSM8K's training data.
         test: GSM8K's test data, whose expressions are left out.
         max_chars: longer expressions are left out.
+        invented: how many distinct expressions to invent.
         seed: of the invented expressions.
     """
     if split != "train":
         raise ValueError(f"split must be 'train', not {split!r}")
-    real = make_rows("train", train, test, max_chars)
+    rows = {row["prompt"]: row for row in make_rows("train", train, test, max_chars)}
+    total = len(rows) + invented
     held_out = {row["prompt"] for row in make_rows("val", train, test, max_chars)}
-    draw = random.Random(seed)
-    rows = {row["prompt"]: row for row in real}
-    while len(rows) < len(real) + 100_000:
-        prompt, answer = _invent(draw)
-        if prompt not in held_out and len(prompt) <= max_chars + 1:
-            rows.setdefault(prompt, {"prompt": prompt, "answer": answer, "data_source": "invented"})
+    for expression in invent([prompt[:-1] for prompt in rows], random.Random(seed)):
+        prompt = f"{expression}="
+        if len(expression) > max_chars or prompt in held_out or prompt in rows:
+            continue
+        value = evaluate(expression)
+        if value is not None:
+            rows[prompt] = {"prompt": prompt, "answer": value, "data_source": "invented"}
+        if len(rows) == total:
+            break
     return list(rows.values())
 
 
-def _invent(draw: random.Random) -> tuple[str, str]:
-    """A random expression with a whole, non-negative value: ("12*7=", "84")."""
-    shape = draw.choices(list(SHAPES), list(SHAPES.values()))[0]
-    a, b, c = (draw.randrange(1, 10 ** draw.choice(DIGITS)) for _ in range(3))
-    if "/" in shape:
-        b, c = b % 100 + 1, c % 100 + 1
-        a = b * (a % 200) if shape == "a/b" else a
-        if shape == "a*b/c":
-            a *= c
-    if "-" in shape:
-        a += b + (c if shape == "a-b-c" else 0)
-    values = {"a": a, "b": b, "c": c}
-    text = "".join(str(values.get(symbol, symbol)) for symbol in shape)
-    value = {
-        "a+b": a + b,
-        "a-b": a - b,
-        "a*b": a * b,
-        "a/b": a // b,
-        "a+b+c": a + b + c,
-        "a*b*c": a * b * c,
-        "a-b-c": a - b - c,
-        "a*b/c": a * b // c,
-    }[shape]
-    return f"{text}=", str(value)
+def invent(real: list[str], draw: random.Random) -> Iterator[str]:
+    """Expressions without end: each has the shape of a real one, and numbers that stand in its places elsewhere."""
+    operands: dict[tuple[str, int], list[str]] = defaultdict(list)
+    shapes = [OPERAND.sub("{}", expression) for expression in real]
+    for shape, expression in zip(shapes, real, strict=True):
+        for place, number in enumerate(OPERAND.findall(expression)):
+            operands[shape, place].append(number)
+    while True:
+        shape = draw.choice(shapes)
+        yield shape.format(*(draw.choice(operands[shape, place]) for place in range(shape.count("{}"))))
+
+
+def evaluate(expression: str) -> str | None:
+    """The value of `expression` as text; None when it is negative, undefined, or has more than two decimals."""
+    try:
+        value = _value(ast.parse(expression, mode="eval").body)
+    except (SyntaxError, ZeroDivisionError):  # a number with a leading zero is no Python number
+        return None
+    if value < 0 or value >= 10**8 or (100 * value).denominator != 1:
+        return None
+    return str(int(value)) if value.denominator == 1 else f"{float(value):.2f}".rstrip("0")
+
+
+def _value(node: ast.expr) -> Fraction:
+    """Exact value of the arithmetic in `node`."""
+    match node:
+        case ast.Constant(value=int() | float() as number):
+            return Fraction(str(number))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            return OPERATORS[type(op)](_value(left), _value(right))
+    raise SyntaxError(f"no arithmetic: {ast.dump(node)}")

@@ -45,10 +45,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 24
 
 def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None):
     """Initialise Megatron's groups for another layout in the process group that is already there."""
-    from megarl.compat import megatron as compat
-
-    compat.install()
-    from megatron.core import parallel_state as mpu
+    mpu = _parallel_state()
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     no_parallel()
@@ -65,11 +62,7 @@ def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1
 
 def no_parallel() -> None:
     """Drop Megatron's parallel groups, so that the code under test can make its own."""
-    from megarl.compat import megatron as compat
-
-    compat.install()
-    from megatron.core import parallel_state as mpu
-
+    mpu = _parallel_state()
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
 
@@ -80,15 +73,20 @@ def single_process(**layout: int) -> None:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # Groups are never given back and each has threads of its own: a suite that made them anew for every test would
+    # drown in threads.
+    if layout or not _parallel_state().model_parallel_is_initialized():
+        fresh_parallel(**layout)
+
+
+def _parallel_state() -> Any:
+    """Megatron's module of that name, importable without a GPU."""
     from megarl.compat import megatron as compat
 
     compat.install()
-    from megatron.core import parallel_state as mpu
+    from megatron.core import parallel_state
 
-    # Groups are never given back and each has threads of its own: a suite that made them anew for every test would
-    # drown in threads.
-    if layout or not mpu.model_parallel_is_initialized():
-        fresh_parallel(**layout)
+    return parallel_state
 
 
 def _free_port() -> int:

@@ -1,4 +1,4 @@
-"""Task graphs as text, Mermaid and SVG."""
+"""Task graphs as text and SVG."""
 
 from __future__ import annotations
 
@@ -51,20 +51,6 @@ def as_text(graph: TaskGraph) -> str:
             "  " + "  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]).rstrip()
         )
     lines.insert(4, "  " + "  ".join("-" * w for w in widths) + "  ------")
-    return "\n".join(lines)
-
-
-def as_mermaid(graph: TaskGraph) -> str:
-    """A Mermaid flowchart, as GitHub renders it."""
-    number = {id: f"n{i}" for i, id in enumerate(graph.nodes)}
-    lines = ["flowchart LR"]
-    for node in graph:
-        label = node.id.replace('"', "#quot;")
-        lines.append(f'  {number[node.id]}["{label}"]:::role_{node.role.value}')
-    lines += [f"  {number[dep]} --> {number[node.id]}" for node in graph for dep in node.deps]
-    for role in dict.fromkeys(node.role for node in graph):
-        fill, line, *_ = _COLOURS[role]
-        lines.append(f"  classDef role_{role.value} fill:{fill},stroke:{line},color:#1d2430")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""What a run saves and how it comes back: actor, loader, KL controller, best value."""
+"""What a run saves and how it comes back: actor, loader, KL controller, best value; and what it exports."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
 
 FOLDER = "checkpoints"
+
+
+def export(c: Controller) -> None:
+    """Write the actor as a Hugging Face model to RUN_DIR/hf, unless `trainer.export_hf` is off. Collective."""
+    from megarl.models.weights import export_weights
+
+    if c.config.trainer.export_hf:
+        with phase("export"):
+            export_weights(c.actor.chunks, c.run_dir / "hf", c.hf_config, c.tokenizer)
 
 
 class Checkpoints:

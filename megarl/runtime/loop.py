@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
+from megarl.dag.draw import as_svg
 from megarl.dag.executor import Executor
 from megarl.phase import phase, set_step
+from megarl.processes import write_atomically
 from megarl.runtime import sft
-from megarl.runtime.checkpoints import Checkpoints
+from megarl.runtime.checkpoints import Checkpoints, export
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import add_reference
 from megarl.runtime.setup import build_controller, updates_per_step
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
 def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     """Train with a recipe's task graph until `trainer.steps`, from the newest checkpoint when there is one."""
     c = build_controller(config, run_dir)
+    if c.layout.rank == 0:
+        write_atomically(run_dir / "graph.svg", as_svg(graph))  # shown in the report
     try:
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find()
@@ -43,7 +47,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
                 with phase("resume"):
                     checkpoints.load()
             _steps(c, Executor(graph, rank=c.layout.rank), recorder, checkpoints)
-            _export(c)
+            export(c)
     finally:
         c.close()
 
@@ -79,11 +83,3 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
         numbers = recorder.end_step(step)
         if last or due(step, config.trainer.save_every):
             checkpoints.save(step, numbers)
-
-
-def _export(c: Controller) -> None:
-    from megarl.models.weights import export_weights
-
-    if c.config.trainer.export_hf:
-        with phase("export"):
-            export_weights(c.actor.chunks, c.run_dir / "hf", c.hf_config, c.tokenizer)

@@ -27,8 +27,7 @@ def cold_start(c: Controller) -> None:
 
 def train(config: RunConfig, run_dir: Path) -> None:
     """A run of its own, with checkpoints and an export at the end."""
-    from megarl.models.weights import export_weights
-    from megarl.runtime.checkpoints import Checkpoints
+    from megarl.runtime.checkpoints import Checkpoints, export
 
     c = build_controller(config, run_dir)
     try:
@@ -37,9 +36,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
         resumed_at = checkpoints.find()
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
             _steps(c, recorder, c.loader, checkpoints)
-            if config.trainer.export_hf:
-                with phase("export"):
-                    export_weights(c.actor.chunks, run_dir / "hf", c.hf_config, c.tokenizer)
+            export(c)
     finally:
         c.close()
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import sys
 from typing import Any
+
+from megarl.imports import installed_version
 
 _PACKAGES = ("megarl", "torch", "megatron-core", "transformers", "ray", "sglang", "transformer-engine", "flash-attn")
 
@@ -24,7 +25,7 @@ def machine_info() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
         "system": platform.platform(),
         "python": sys.version.split()[0],
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": {name: version for name in _PACKAGES if (version := installed_version(name))},
     }
 
 
@@ -38,10 +39,3 @@ def processor_name() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -125,6 +125,11 @@ def init_parallel(parallel: ParallelConfig, timeout_s: float = 600.0) -> Layout:
     return _current[1]
 
 
+def current_layout() -> Layout | None:
+    """The layout that `init_parallel` made; None before it was called."""
+    return None if _current is None else _current[1]
+
+
 def leave_parallel() -> None:
     """Forget the layout, so that `init_parallel` can make another one in the same processes."""
     global _current

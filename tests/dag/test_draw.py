@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.dag.draw import as_mermaid, as_svg, as_text
+from megarl.dag.draw import as_svg, as_text
 from megarl.dag.layout import lay_out
 from megarl.dag.node import Role
 from megarl.dag.pipeline import Pipeline
@@ -30,13 +30,6 @@ def test_text_shows_flow_and_contracts():
     assert "rollout -> [reward | old<logp>] -> train" in text
     line = next(line for line in text.splitlines() if line.strip().startswith("reward"))
     assert line.split() == ["reward", "reward", "compute", "rollout", "response_ids", "score"]
-
-
-def test_mermaid_has_every_edge():
-    text = as_mermaid(demo())
-    assert text.startswith("flowchart LR")
-    assert text.count("-->") == 5
-    assert 'n1["reward"]:::role_reward' in text
 
 
 def test_svg_is_well_formed_scoped_and_themed():

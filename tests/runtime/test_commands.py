@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,9 +72,17 @@ def test_sft_learns_evaluates_saves_and_exports(tuned: Path) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(tuned / "hf")
     model = AutoModelForCausalLM.from_pretrained(tuned / "hf")
-    ids = tokenizer("1+2=3", return_tensors="pt").input_ids
-    with torch.no_grad():
-        assert model(ids).logits.isfinite().all()
+    losses = [response_loss(model, tokenizer, f"{a}+{b}=", str(a + b)) for a in (1, 4, 8) for b in (2, 5, 9)]
+    assert sum(losses) / len(losses) < math.log(len(tokenizer))  # better than a model that knows nothing
+
+
+@torch.no_grad()
+def response_loss(model: Any, tokenizer: Any, prompt: str, answer: str) -> float:
+    """Mean -logp of the tokens that are trained on: the answer and the end of the sequence."""
+    given = tokenizer(prompt).input_ids
+    wanted = [*tokenizer(answer).input_ids, tokenizer.eos_token_id]
+    logp = model(torch.tensor([given + wanted])).logits[0].log_softmax(-1)
+    return -sum(float(logp[len(given) - 1 + i, token]) for i, token in enumerate(wanted)) / len(wanted)
 
 
 def test_sft_goes_on_from_its_checkpoint(tuned: Path, folder: Path) -> None:

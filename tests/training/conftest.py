@@ -13,7 +13,7 @@ def alone():
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if parallel._current is None:
+    if parallel.current_layout() is None:
         parallel.leave_parallel()  # groups that an earlier test made without init_parallel
     torch.set_num_threads(1)
     return parallel.init_parallel(ParallelConfig(), 60)
