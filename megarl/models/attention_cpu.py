@@ -1,11 +1,14 @@
-"""Causal attention of short sequences as plain matrix products, for CPUs.
+"""Causal attention of short sequences for CPUs: plain matrix products, or one compiled pass.
 
-torch's CPU attention kernel is written for long sequences; up to about a thousand tokens in bf16, plain products of a
-few sequences at a time (so that the scores stay in a core's cache) take half its time or less, forward and backward.
-They run on the stream as it is packed, without gathering or padding; neighbours of equal length go together, so a
-stream sorted by length is the fastest. Queries go in blocks, each against the keys up to its end, so that little more
-than the causal half is computed. Scores and softmax are fp32, the other products take operands of the model's dtype, as
-in flash attention; unlike there the probabilities are kept for the gradient.
+torch's CPU attention kernel is written for long sequences. Up to about a thousand tokens in bf16, plain products of a
+few sequences at a time (so that the scores stay in a core's cache) take half its time or less, forward and backward;
+for a few dozen tokens one compiled loop (kernels/cpu.cpp) takes a quarter of that again.
+
+Both run on the stream as it is packed, without gathering or padding. For the products neighbours of equal length go
+together, so a stream sorted by length is the fastest; queries go in blocks, each against the keys up to its end, so
+that little more than the causal half is computed. Scores and softmax are fp32, the other products take operands of the
+model's dtype, as in flash attention; unlike there the probabilities are kept for the gradient. The compiled loop
+computes everything in fp32 and the probabilities again.
 """
 
 from __future__ import annotations
@@ -17,8 +20,13 @@ from typing import Any
 
 import torch
 
+from megarl.kernels import cpu
+
 LONGEST = 1024
 """Longer sequences are better off with torch's kernel, which keeps no scores."""
+
+_SHORT = 64
+"""Up to here one compiled pass over the stream beats products of such small matrices."""
 
 _QUERY_BLOCK = 64
 _SCORES = 1 << 19
@@ -116,8 +124,33 @@ class _CausalAttention(torch.autograd.Function):
         return dq, dk, dv, None, None
 
 
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
+    ) -> torch.Tensor:
+        kernels = cpu.load()
+        assert kernels is not None, "the caller asked first"
+        starts = torch.tensor([0, *itertools.accumulate(lengths)])
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        out, lse = kernels.causal_forward(q, k, v, starts, max(lengths), scale)
+        ctx.save_for_backward(q, k, v, out, lse, starts)
+        ctx.longest, ctx.scale = max(lengths), scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
+        *saved, starts = ctx.saved_tensors
+        kernels = cpu.load()
+        assert kernels is not None, "the forward pass had them"
+        dq, dk, dv = kernels.causal_backward(*saved, grad.contiguous(), starts, ctx.longest, ctx.scale)
+        return dq, dk, dv, None, None
+
+
 def causal_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: tuple[int, ...], scale: float
 ) -> torch.Tensor:
     """Context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t, groups, d], each sequence of `lengths` by itself."""
-    return _CausalAttention.apply(q, k, v, lengths, scale)
+    fits = max(lengths) <= _SHORT and cpu.CpuKernels.supports(q.dtype, q.shape[-1])
+    function = _FusedAttention if fits and cpu.load() is not None else _CausalAttention
+    return function.apply(q, k, v, lengths, scale)

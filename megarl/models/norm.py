@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
+from megarl.kernels import cpu
+
 _BLOCK = 1 << 17  # elements of one block: half a megabyte in fp32, so that a block stays in a core's cache
 
 
@@ -29,39 +31,53 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalised `x`, same shape and dtype."""
-        if x.is_cuda or not torch.is_grad_enabled():
+        if x.is_cuda:
             return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
-        return _BlockedRMSNorm.apply(x, self.weight, self.eps)
+        return _RMSNorm.apply(x, self.weight, self.eps)
 
 
-class _BlockedRMSNorm(torch.autograd.Function):
-    """The same on a CPU, where torch's gradient walks over fp32 copies of the whole input ten times.
+class _RMSNorm(torch.autograd.Function):
+    """The same on a CPU, where torch's own walks over fp32 copies of the whole input many times.
 
-    Only the input is kept for the gradient, which is computed in fp32 on blocks of rows that fit in the cache:
-    with n = x / rms and a = dy * weight,  dx = (a - n * mean(a * n)) / rms,  dweight = sum of dy * n.
+    Only the input is kept for the gradient. With n = x / rms and a = dy * weight,
+    dx = (a - n * mean(a * n)) / rms,  dweight = sum of dy * n.
     """
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        kernels = cpu.kernels_for(x, x.shape[-1])
+        if kernels is None:
+            return F.rms_norm(x, (x.shape[-1],), weight, eps)
+        return kernels.add_norm(cpu.rows(x), None, weight, eps).view(x.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         x, weight = ctx.saved_tensors
-        size = x.shape[-1]
-        dx = torch.empty(x.shape, dtype=x.dtype)
-        exact = torch.promote_types(x.dtype, torch.float32)
-        dweight, scale = torch.zeros(size, dtype=exact), weight.to(exact)
-        rows = max(1, _BLOCK // size)
-        pieces = (t.reshape(-1, size).split(rows) for t in (x, grad, dx))
-        for x_block, grad_block, dx_block in zip(*pieces, strict=True):
-            normed, upstream = x_block.to(exact), grad_block.to(exact)
-            inverse = torch.linalg.vector_norm(normed, dim=-1, keepdim=True).square_().div_(size).add_(ctx.eps).rsqrt_()
-            normed = normed * inverse
-            product = upstream * normed
-            dweight += product.sum(0)
-            along = (product @ scale).div_(size).unsqueeze_(-1)
-            dx_block.copy_(upstream.mul(scale).addcmul_(normed, along, value=-1).mul_(inverse))
-        return dx, dweight.to(weight.dtype), None
+        kernels = cpu.kernels_for(x, x.shape[-1])
+        if kernels is None:
+            dx, dweight = _blocked_backward(cpu.rows(x), cpu.rows(grad), weight, ctx.eps)
+        else:
+            dx, dweight = kernels.norm_backward(cpu.rows(x), cpu.rows(grad), weight, ctx.eps)
+        return dx.view(x.shape), dweight.to(weight.dtype), None
+
+
+def _blocked_backward(
+    x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients by torch operations on blocks of rows that fit in the cache, in fp32 (or wider)."""
+    size = x.shape[-1]
+    dx = torch.empty_like(x)
+    exact = torch.promote_types(x.dtype, torch.float32)
+    dweight, scale = torch.zeros(size, dtype=exact), weight.to(exact)
+    rows = max(1, _BLOCK // size)
+    for x_block, grad_block, dx_block in zip(*(t.split(rows) for t in (x, grad, dx)), strict=True):
+        normed, upstream = x_block.to(exact), grad_block.to(exact)
+        inverse = torch.linalg.vector_norm(normed, dim=-1, keepdim=True).square_().div_(size).add_(eps).rsqrt_()
+        normed = normed * inverse
+        product = upstream * normed
+        dweight += product.sum(0)
+        along = (product @ scale).div_(size).unsqueeze_(-1)
+        dx_block.copy_(upstream.mul(scale).addcmul_(normed, along, value=-1).mul_(inverse))
+    return dx, dweight

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
+from megarl.kernels import cpu
+
 _BLOCK = 1 << 19  # elements of one block of the input on a CPU: a megabyte in bf16, which stays in the cache
 
 
@@ -31,6 +33,9 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(x)
+        kernels = cpu.kernels_for(x, x.shape[-1] // 2)
+        if kernels is not None:
+            return kernels.silu_mul(cpu.rows(x)).view(*x.shape[:-1], x.shape[-1] // 2)
         out = x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
         for part, result in zip(_blocks(x), _blocks(out, like=x), strict=True):
             gate, up = part.chunk(2, dim=-1)
@@ -40,6 +45,9 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
+        kernels = cpu.kernels_for(x, x.shape[-1] // 2)
+        if kernels is not None:
+            return kernels.silu_mul_backward(cpu.rows(x), cpu.rows(grad)).view(x.shape)
         dx = torch.empty_like(x)
         for part, upstream, result in zip(_blocks(x), _blocks(grad, like=x), _blocks(dx), strict=True):
             gate, up = part.chunk(2, dim=-1)

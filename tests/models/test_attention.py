@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megarl.models import attention_cpu
 from megarl.models.attention import bucket_attention, group_by_length
 from megarl.models.attention_cpu import causal_attention, runs
 from megarl.models.packing import pack_stream
@@ -47,7 +48,9 @@ def check(fn, lengths: list[int], heads: int, groups: int, dtype: torch.dtype, w
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
 @pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
-def test_products_equal_the_loop(lengths, heads, groups, dtype, atol):
+@pytest.mark.parametrize("compiled", [True, False])
+def test_cpu_attention_equals_the_loop(lengths, heads, groups, dtype, atol, compiled, monkeypatch):
+    monkeypatch.setattr(attention_cpu, "_SHORT", 1 << 30 if compiled else 0)  # whatever the length
     check(lambda q, k, v: causal_attention(q, k, v, tuple(lengths), 0.25), lengths, heads, groups, dtype, None, atol)
 
 

@@ -1,22 +1,28 @@
-"""The blocked RMSNorm gradient against autograd in float64."""
+"""The RMSNorm of CPUs against autograd in float64, with the compiled kernels and without."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megarl.kernels import cpu
 from megarl.models import norm
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("shape", [(7, 1, 32), (5, 2, 3, 16), (1, 1, 8)], ids=str)
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
-def test_gradient_equals_autograd(shape, dtype, tol, monkeypatch):
+def test_output_and_gradient_equal_autograd(shape, dtype, tol, compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(cpu, "kernels_for", lambda x, width: None)
     monkeypatch.setattr(norm, "_BLOCK", 3 * shape[-1])  # several blocks, the last one short
     generator = torch.Generator().manual_seed(0)
     x, upstream = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     weight = torch.rand(shape[-1], generator=generator).to(dtype)
     inputs = [x.requires_grad_(), weight.requires_grad_()]
     exact = [t.detach().double().requires_grad_() for t in inputs]
-    expected = torch.autograd.grad(F.rms_norm(exact[0], shape[-1:], exact[1], 1e-6), exact, upstream.double())
-    found = torch.autograd.grad(norm._BlockedRMSNorm.apply(*inputs, 1e-6), inputs, upstream)
-    for ours, theirs in zip(found, expected, strict=True):
+    reference = F.rms_norm(exact[0], shape[-1:], exact[1], 1e-6)
+    out = norm._RMSNorm.apply(*inputs, 1e-6)
+    expected = torch.autograd.grad(reference, exact, upstream.double())
+    found = torch.autograd.grad(out, inputs, upstream)
+    for ours, theirs in zip((out, *found), (reference, *expected), strict=True):
         torch.testing.assert_close(ours.double(), theirs, atol=tol, rtol=tol)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.kernels.decode_cpu import DecodeKernels
+from megarl.kernels.cpu import CpuKernels
 from megarl.rollout.embedded.cache import KVCache
 
 
@@ -64,7 +64,7 @@ class Attend(Protocol):
 class KernelAttention:
     """One new token per row at `positions` [n], through the compiled CPU kernel."""
 
-    def __init__(self, kernels: DecodeKernels, cache: KVCache, positions: Tensor, scale: float) -> None:
+    def __init__(self, kernels: CpuKernels, cache: KVCache, positions: Tensor, scale: float) -> None:
         self._kernels, self._cache, self._scale = kernels, cache, scale
         self._positions = positions.contiguous()
 

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.kernels.decode_cpu import DecodeKernels, add_norm_reference, silu_mul_reference
-from megarl.kernels.decode_cpu import load as load_kernels
+from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
+from megarl.kernels.cpu import load as load_kernels
 from megarl.rollout.embedded.attention import Attend, HeadNorm, Rope
 from megarl.rollout.embedded.moe import MoE
 from megarl.rollout.embedded.parallel import Mesh
@@ -133,11 +133,11 @@ class DecoderStage:
             self._final_norm = recipe.cast(last.decoder.final_layernorm.weight)
             self._head = recipe.linear(last.lm_head_weight)
 
-    def _load_kernels(self) -> DecodeKernels | None:
+    def _load_kernels(self) -> CpuKernels | None:
         """The compiled CPU kernels, where they fit this model."""
         config, tp = self._config, self.mesh.tp.size
         widths = config.hidden_size, config.ffn_hidden_size // tp
-        fits = DecodeKernels.supports(self.dtype, config.kv_channels, *widths)
+        fits = CpuKernels.supports(self.dtype, config.kv_channels, *widths)
         return load_kernels() if self.device.type == "cpu" and fits else None
 
     @property

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megarl.kernels import decode_cpu
-from megarl.kernels.decode_cpu import HEAD_SIZES, add_norm_reference, silu_mul_reference
+from megarl.kernels import cpu
+from megarl.kernels.cpu import HEAD_SIZES, add_norm_reference, silu_mul_reference
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 TOLERANCE = {torch.float32: {"rtol": 1e-5, "atol": 2e-6}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
@@ -20,11 +20,11 @@ DTYPES = list(TOLERANCE)
 def kernels(request, tmp_path_factory):
     """Compiled for this machine, and by the portable code that other processors get."""
     if request.param == "native":
-        return decode_cpu.load()
+        return cpu.load()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(decode_cpu, "_FLAGS", [*decode_cpu._FLAGS, "-mno-avx512f"])
-        return decode_cpu.load.__wrapped__()
+        patch.setattr(cpu, "_FLAGS", [*cpu._FLAGS, "-mno-avx512f"])
+        return cpu.load.__wrapped__()
 
 
 def randn(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -43,9 +43,30 @@ def test_add_norm(kernels, dtype, with_delta):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_norm_backward(kernels, dtype, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    x, grad, weight = randn(37, 48, dtype=dtype), randn(37, 48, dtype=dtype, seed=1), randn(48, dtype=dtype)
+    exact = [t.double().requires_grad_() for t in (x, weight)]
+    dx, dweight = torch.autograd.grad(F.rms_norm(exact[0], (48,), exact[1], 1e-6), exact, grad.double())
+    found = kernels.norm_backward(x, grad, weight, 1e-6)
+    torch.testing.assert_close(found[0].double(), dx, **TOLERANCE[dtype])
+    torch.testing.assert_close(found[1].double(), dweight, rtol=1e-5, atol=2e-5)  # summed in fp32 in either dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_silu_mul(kernels, dtype):
     x = torch.cat([torch.linspace(-120, 120, 64)[None], torch.linspace(-2, 2, 64)[None]]).to(dtype)
     torch.testing.assert_close(kernels.silu_mul(x), silu_mul_reference(x), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul_backward(kernels, dtype):
+    x, grad = 3 * randn(7, 96, dtype=dtype), randn(7, 48, dtype=dtype)
+    exact = x.double().requires_grad_()
+    gate, up = exact.chunk(2, dim=-1)
+    (expected,) = torch.autograd.grad(F.silu(gate) * up, exact, grad.double())
+    torch.testing.assert_close(kernels.silu_mul_backward(x, grad).double(), expected, **TOLERANCE[dtype])
 
 
 def attention_reference(qkv, norm, rope, keys, values, positions, window, scale, eps):
@@ -104,14 +125,14 @@ def test_a_nan_is_not_hidden(kernels):
 
 def test_a_broken_compiler_means_torch_and_one_warning(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(decode_cpu, "_FLAGS", ["-no-such-flag"])
+    monkeypatch.setattr(cpu, "_FLAGS", ["-no-such-flag"])
     with pytest.warns(UserWarning, match="no-such-flag"):
-        assert decode_cpu.load.__wrapped__() is None
+        assert cpu.load.__wrapped__() is None
     assert not list(tmp_path.glob("**/*.so"))
 
 
 def test_sizes_that_fit():
-    supports = decode_cpu.DecodeKernels.supports
+    supports = cpu.CpuKernels.supports
     assert supports(torch.bfloat16, 64, 512, 1536)
     assert not supports(torch.float64, 64, 512)
     assert not supports(torch.float32, 72, 512)

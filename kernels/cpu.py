@@ -1,6 +1,6 @@
-"""CPU kernels of decoding: what a step does between its matmuls, in one pass each, beside their torch references.
+"""CPU kernels: what decoding and training do between their matmuls, in one pass each, beside torch references.
 
-decode_cpu.cpp is compiled with the machine's own instruction set on first use and kept in ~/.cache/megarl. It has a
+cpu.cpp is compiled with the machine's own instruction set on first use and kept in ~/.cache/megarl. It has a
 plain C interface and takes OpenMP from the runtime that torch has already loaded. Without a C++ compiler, or with sizes
 that are no multiple of 16, callers use torch operations instead; results agree to rounding.
 """
@@ -42,17 +42,21 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-class DecodeKernels:
+class CpuKernels:
     """The compiled kernels. Tensors are contiguous float32 or bfloat16 on the CPU, all of one dtype; no autograd."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._attend, self._add_norm, self._silu_mul = (
-            getattr(library, f"megarl_{name}") for name in ("attend", "add_norm", "silu_mul")
-        )
+        self._attend, self._stream = library.megarl_attend, library.megarl_stream
+        self._add_norm, self._norm_backward = library.megarl_add_norm, library.megarl_norm_backward
+        self._silu_mul, self._silu_mul_backward = library.megarl_silu_mul, library.megarl_silu_mul_backward
         self._attend.argtypes = [_B, *[_P] * 8, *[_I] * 6, _F, _F]
+        self._stream.argtypes = [_B, *[_P] * 3, *[_I] * 5, _F]
         self._add_norm.argtypes = [_B, *[_P] * 4, _I, _I, _F]
+        self._norm_backward.argtypes = [_B, *[_P] * 5, _I, _I, _I, _F]
         self._silu_mul.argtypes = [_B, _P, _P, _I, _I]
-        self._add_norm.restype = self._silu_mul.restype = None
+        self._silu_mul_backward.argtypes = [_B, _P, _P, _P, _I, _I]
+        for function in (self._add_norm, self._norm_backward, self._silu_mul, self._silu_mul_backward):
+            function.restype = None
 
     @staticmethod
     def supports(dtype: torch.dtype, head_dim: int, *widths: int) -> bool:
@@ -75,11 +79,37 @@ class DecodeKernels:
         )
         return out
 
+    def norm_backward(self, x: Tensor, grad: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Gradients of x / rms(x) * weight: of `x` [n, h] in its dtype, of `weight` [h] in float32."""
+        rows, width = x.shape
+        dx, threads = torch.empty_like(x), torch.get_num_threads()
+        parts = torch.zeros(threads, width)
+        self._norm_backward(
+            x.dtype == torch.bfloat16,
+            x.data_ptr(),
+            grad.data_ptr(),
+            weight.data_ptr(),
+            dx.data_ptr(),
+            parts.data_ptr(),
+            rows,
+            width,
+            threads,
+            eps,
+        )
+        return dx, parts.sum(0)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See `silu_mul_reference`."""
         rows, width = gate_up.shape
         out = gate_up.new_empty(rows, width // 2)
         self._silu_mul(gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), out.data_ptr(), rows, width // 2)
+        return out
+
+    def silu_mul_backward(self, gate_up: Tensor, grad: Tensor) -> Tensor:
+        """Gradient of `gate_up` [n, 2f] from that of its gated product [n, f]."""
+        out, (rows, width) = torch.empty_like(gate_up), gate_up.shape
+        is_bf16 = gate_up.dtype == torch.bfloat16
+        self._silu_mul_backward(is_bf16, gate_up.data_ptr(), grad.data_ptr(), out.data_ptr(), rows, width // 2)
         return out
 
     def attend(
@@ -132,19 +162,91 @@ class DecodeKernels:
         assert not failed, "callers check supports()"
         return out
 
+    def causal_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention of each sequence of a packed stream to itself.
+
+        Args:
+            q: [t, heads, D].
+            k, v: [t, groups, D].
+            starts: int64 [sequences + 1], first token of each sequence, and t.
+            longest: tokens of the longest sequence.
+            scale: of the scores.
+
+        Returns:
+            Context like `q`, and float32 [t, heads]: log of the sum of exp of each query's scores.
+        """
+        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        self._run_stream((q, k, v, out, None, None, None, None), lse, starts, longest, scale)
+        return out, lse
+
+    def causal_backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        starts: Tensor,
+        longest: int,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of q, k and v, from what `causal_forward` took and gave and the gradient of its context."""
+        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        self._run_stream((q, k, v, out, grad, dq, dk, dv), lse, starts, longest, scale)
+        return dq, dk, dv
+
+    def _run_stream(
+        self, tensors: tuple[Tensor | None, ...], lse: Tensor, starts: Tensor, longest: int, scale: float
+    ) -> None:
+        q, k = tensors[:2]
+        assert q is not None
+        assert k is not None
+        pointers = (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
+        groups = k.shape[1]
+        failed = self._stream(
+            q.dtype == torch.bfloat16,
+            pointers,
+            lse.data_ptr(),
+            starts.data_ptr(),
+            len(starts) - 1,
+            groups,
+            q.shape[1] // groups,
+            q.shape[2],
+            longest,
+            scale,
+        )
+        assert not failed, "callers check supports()"
+
 
 @functools.cache
-def load() -> DecodeKernels | None:
+def load() -> CpuKernels | None:
     """The kernels, compiled if they are not in the cache; None where they cannot be (a warning says why, once)."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
     try:
-        return DecodeKernels(ctypes.CDLL(str(_build(compiler))))
+        return CpuKernels(ctypes.CDLL(str(_build(compiler))))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        warnings.warn(f"CPU decode kernels are not used, generation is slower: {detail.strip()[:500]}", stacklevel=2)
+        warnings.warn(
+            f"CPU kernels are not used, generation and training are slower: {detail.strip()[:500]}", stacklevel=2
+        )
         return None
+
+
+def kernels_for(x: Tensor, width: int) -> CpuKernels | None:
+    """The kernels, where they are there and can take rows of `width` numbers like those of `x`."""
+    if not x.is_cpu or x.dtype not in (torch.float32, torch.bfloat16) or width % 16:
+        return None
+    return load()
+
+
+def rows(x: Tensor) -> Tensor:
+    """`x` [..., n] as the contiguous matrix that the kernels take; a copy only where it has to be."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _build(compiler: str) -> Path:
@@ -152,13 +254,13 @@ def _build(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     key = hashlib.sha256("\0".join([_SOURCE.read_text(), version, *_FLAGS, _processor()]).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
-    target = folder / f"decode_cpu-{key}.so"
+    target = folder / f"cpu-{key}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
     # Ranks may compile side by side: each in its own folder, and the last rename wins.
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        made, built = f"{work}/decode.o", f"{work}/decode.so"
+        made, built = f"{work}/cpu.o", f"{work}/cpu.so"
         # -fopenmp is left out of the link on purpose: the symbols come from torch's OpenMP, not from a second one.
         for command in ([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", made], [compiler, "-shared", made, "-o", built]):
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)

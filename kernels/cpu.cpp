@@ -1,8 +1,9 @@
-// What a decode step does between its matmuls, for float and bfloat16 on a CPU. See decode_cpu.py for the reference.
+// What decoding and training do between their matmuls, for float and bfloat16 on a CPU. See cpu.py for the reference.
 //
 // All sums run in fp32. Vectors are 16 floats wide whatever the machine; the compiler splits them where it has to.
 // Sizes (head size, hidden size, MLP width) are multiples of 16, checked by the caller.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -235,11 +236,179 @@ int attend(const void* qkv, const void* norm, const void* cos, const void* sin, 
     return 1;
 }
 
+// Causal attention of each sequence of a packed stream to itself, for training. q, out, dout, dq: [tokens, groups * heads,
+// D]; k, v, dk, dv: [tokens, groups, D]; lse: [tokens, groups * heads], log of the sum of exp of a query's scores.
+struct Stream {
+    const int64_t* starts;  // [sequences + 1]
+    int64_t sequences, groups, heads, longest;
+    float scale;
+};
+
+template <int ND>
+inline float dot(const float* a, const float* b) {
+    vf acc = load(a) * load(b);
+    for (int d = 1; d < ND; ++d) acc += load(a + d * W) * load(b + d * W);
+    return sum(acc);
+}
+template <int ND>
+inline void add_scaled(float* to, float factor, const float* from) {
+    for (int d = 0; d < ND; ++d) store(to + d * W, load(to + d * W) + factor * load(from + d * W));
+}
+// Rows of one head of `x` [.., width, D] as fp32 [count, D], times `factor`; and back.
+template <typename T, int ND>
+void gather(const T* x, int64_t count, int64_t width, float factor, float* out) {
+    for (int64_t i = 0; i < count; ++i)
+        for (int d = 0; d < ND * W; d += W) store(out + i * ND * W + d, load(x + i * width * ND * W + d) * factor);
+}
+template <typename T, int ND>
+void scatter(const float* x, int64_t count, int64_t width, float factor, T* out) {
+    for (int64_t i = 0; i < count; ++i)
+        for (int d = 0; d < ND * W; d += W) store(out + i * width * ND * W + d, load(x + i * ND * W + d) * factor);
+}
+// exp(scores[j] - shift) in place for j < count; the rest of the last vector becomes 0. Returns the sum.
+inline float exp_row(float* scores, int64_t count, float shift) {
+    for (int64_t j = count; j % W; ++j) scores[j] = -std::numeric_limits<float>::infinity();
+    vf total = {};
+    for (int64_t j = 0; j < count; j += W) {
+        const vf raw = load(scores + j);
+        const vf e = raw < -1e30f ? vf{} : vexp(raw - shift);
+        store(scores + j, e);
+        total += e;
+    }
+    return sum(total);
+}
+
+template <typename T, int ND>
+void stream_forward(const T* q, const T* k, const T* v, T* out, float* lse, const Stream& s) {
+    constexpr int D = ND * W;
+    const int64_t all = s.groups * s.heads;
+#pragma omp parallel
+    {
+        std::vector<float> keys(s.longest * D), values(s.longest * D), query(D), result(D), row(s.longest + W);
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < s.sequences * s.groups; ++task) {
+            const int64_t first = s.starts[task / s.groups], count = s.starts[task / s.groups + 1] - first;
+            const int64_t group = task % s.groups;
+            gather<T, ND>(k + (first * s.groups + group) * D, count, s.groups, 1.0f, keys.data());
+            gather<T, ND>(v + (first * s.groups + group) * D, count, s.groups, 1.0f, values.data());
+            for (int64_t i = 0; i < count; ++i)
+                for (int64_t h = 0; h < s.heads; ++h) {
+                    const int64_t place = (first + i) * all + group * s.heads + h;
+                    gather<T, ND>(q + place * D, 1, 1, s.scale, query.data());
+                    float top = -std::numeric_limits<float>::infinity();
+                    for (int64_t j = 0; j <= i; ++j) {
+                        row[j] = dot<ND>(query.data(), &keys[j * D]);
+                        top = row[j] > top ? row[j] : top;
+                    }
+                    const float total = exp_row(row.data(), i + 1, top);
+                    std::fill(result.begin(), result.end(), 0.0f);
+                    for (int64_t j = 0; j <= i; ++j) add_scaled<ND>(result.data(), row[j], &values[j * D]);
+                    scatter<T, ND>(result.data(), 1, 1, 1.0f / total, out + place * D);
+                    lse[place] = top + std::log(total);
+                }
+        }
+    }
+}
+
+template <typename T, int ND>
+void stream_backward(const T* q, const T* k, const T* v, const T* out, const float* lse, const T* dout, T* dq, T* dk,
+                     T* dv, const Stream& s) {
+    constexpr int D = ND * W;
+    const int64_t all = s.groups * s.heads;
+#pragma omp parallel
+    {
+        std::vector<float> keys(s.longest * D), values(s.longest * D), dkeys(s.longest * D), dvalues(s.longest * D);
+        std::vector<float> query(D), up(D), result(D), dquery(D), row(s.longest + W);
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < s.sequences * s.groups; ++task) {
+            const int64_t first = s.starts[task / s.groups], count = s.starts[task / s.groups + 1] - first;
+            const int64_t group = task % s.groups, shared = (first * s.groups + group) * D;
+            gather<T, ND>(k + shared, count, s.groups, 1.0f, keys.data());
+            gather<T, ND>(v + shared, count, s.groups, 1.0f, values.data());
+            std::fill(dkeys.begin(), dkeys.end(), 0.0f);
+            std::fill(dvalues.begin(), dvalues.end(), 0.0f);
+            for (int64_t i = 0; i < count; ++i)
+                for (int64_t h = 0; h < s.heads; ++h) {
+                    const int64_t place = (first + i) * all + group * s.heads + h;
+                    gather<T, ND>(q + place * D, 1, 1, s.scale, query.data());
+                    gather<T, ND>(dout + place * D, 1, 1, 1.0f, up.data());
+                    gather<T, ND>(out + place * D, 1, 1, 1.0f, result.data());
+                    const float mean = dot<ND>(up.data(), result.data());
+                    for (int64_t j = 0; j <= i; ++j) row[j] = dot<ND>(query.data(), &keys[j * D]);
+                    exp_row(row.data(), i + 1, lse[place]);
+                    std::fill(dquery.begin(), dquery.end(), 0.0f);
+                    for (int64_t j = 0; j <= i; ++j) {
+                        const float slope = row[j] * (dot<ND>(up.data(), &values[j * D]) - mean);
+                        add_scaled<ND>(&dvalues[j * D], row[j], up.data());
+                        add_scaled<ND>(&dkeys[j * D], slope, query.data());
+                        add_scaled<ND>(dquery.data(), slope, &keys[j * D]);
+                    }
+                    scatter<T, ND>(dquery.data(), 1, 1, s.scale, dq + place * D);
+                }
+            scatter<T, ND>(dkeys.data(), count, s.groups, 1.0f, dk + shared);
+            scatter<T, ND>(dvalues.data(), count, s.groups, 1.0f, dv + shared);
+        }
+    }
+}
+
+template <typename T>
+int stream(const void* const* x, float* lse, int64_t head_dim, const Stream& s) {
+    const T *q = (const T*)x[0], *k = (const T*)x[1], *v = (const T*)x[2], *dout = (const T*)x[4];
+    T *out = (T*)x[3], *dq = (T*)x[5], *dk = (T*)x[6], *dv = (T*)x[7];
+#define CASE(ND)                                                                                                  \
+    case ND:                                                                                                      \
+        if (dout)                                                                                                 \
+            stream_backward<T, ND>(q, k, v, out, lse, dout, dq, dk, dv, s);                                       \
+        else                                                                                                      \
+            stream_forward<T, ND>(q, k, v, out, lse, s);                                                          \
+        return 0
+    switch (head_dim / W) {
+        CASE(1);
+        CASE(2);
+        CASE(4);
+        CASE(5);
+        CASE(6);
+        CASE(8);
+        CASE(16);
+    }
+#undef CASE
+    return 1;
+}
+
 template <typename T>
 void add_norm(T* hidden, const T* delta, const T* weight, T* out, int64_t rows, int64_t dim, float eps) {
 #pragma omp parallel for schedule(static)
     for (int64_t i = 0; i < rows; ++i)
         add_norm_row(hidden + i * dim, delta ? delta + i * dim : nullptr, weight, out + i * dim, dim, eps);
+}
+
+// Gradients of out = x / rms(x) * weight. With n = x / rms and a = dy * weight: dx = (a - n * mean(a * n)) / rms; the
+// row's dy * n is added to `dweight`. One row.
+template <typename T>
+void norm_backward_row(const T* x, const T* dy, const T* weight, T* dx, float* dweight, int64_t dim, float eps) {
+    vf squares = {}, along = {};
+    for (int64_t i = 0; i < dim; i += W) {
+        const vf v = load(x + i);
+        squares += v * v;
+        along += v * load(dy + i) * load(weight + i);
+    }
+    const float inverse = 1.0f / std::sqrt(sum(squares) / dim + eps);
+    const float slope = sum(along) * inverse * inverse / dim;
+    for (int64_t i = 0; i < dim; i += W) {
+        const vf v = load(x + i), up = load(dy + i);
+        store(dx + i, (up * load(weight + i) - v * slope) * inverse);
+        store(dweight + i, load(dweight + i) + up * v * inverse);
+    }
+}
+
+// dweight [threads, dim] holds zeros; each thread sums the same rows in the same order in every call.
+template <typename T>
+void norm_backward(const T* x, const T* dy, const T* weight, T* dx, float* dweight, int64_t rows, int64_t dim,
+                   int64_t threads, float eps) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t part = 0; part < threads; ++part)
+        for (int64_t i = rows * part / threads; i < rows * (part + 1) / threads; ++i)
+            norm_backward_row(x + i * dim, dy + i * dim, weight, dx + i * dim, dweight + part * dim, dim, eps);
 }
 
 template <typename T>
@@ -250,6 +419,22 @@ void silu_mul(const T* gate_up, T* out, int64_t rows, int64_t width) {
         for (int64_t j = 0; j < width; j += W) {
             vf g = load(gate + j);
             store(out + i * width + j, g / (1.0f + vexp(-g)) * load(gate + width + j));
+        }
+    }
+}
+
+// Gradient of silu(gate) * up, both halves of a row of gate_up.
+template <typename T>
+void silu_mul_backward(const T* gate_up, const T* grad, T* out, int64_t rows, int64_t width) {
+#pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < rows; ++i) {
+        const T* gate = gate_up + 2 * i * width;
+        T* dgate = out + 2 * i * width;
+        for (int64_t j = 0; j < width; j += W) {
+            const vf g = load(gate + j), up = load(grad + i * width + j);
+            const vf share = 1.0f / (1.0f + vexp(-g));
+            store(dgate + j, up * load(gate + width + j) * share * (1.0f + g * (1.0f - share)));
+            store(dgate + width + j, up * g * share);
         }
     }
 }
@@ -266,6 +451,13 @@ int megarl_attend(int is_bf16, const void* qkv, const void* norm, const void* co
                    : attend<float>(qkv, norm, cos, sin, keys, values, positions, out, head_dim, a);
 }
 
+// x: q, k, v, out, dout, dq, dk, dv; forward (writes out and lse) when dout is null, backward (reads them) otherwise.
+int megarl_stream(int is_bf16, const void* const* x, float* lse, const int64_t* starts, int64_t sequences, int64_t groups,
+                  int64_t heads, int64_t head_dim, int64_t longest, float scale) {
+    const Stream s{starts, sequences, groups, heads, longest, scale};
+    return is_bf16 ? stream<bf16>(x, lse, head_dim, s) : stream<float>(x, lse, head_dim, s);
+}
+
 void megarl_add_norm(int is_bf16, void* hidden, const void* delta, const void* weight, void* out, int64_t rows,
                      int64_t dim, float eps) {
     if (is_bf16)
@@ -274,10 +466,28 @@ void megarl_add_norm(int is_bf16, void* hidden, const void* delta, const void* w
         add_norm((float*)hidden, (const float*)delta, (const float*)weight, (float*)out, rows, dim, eps);
 }
 
+void megarl_norm_backward(int is_bf16, const void* x, const void* dy, const void* weight, void* dx, float* dweight,
+                          int64_t rows, int64_t dim, int64_t threads, float eps) {
+    if (is_bf16)
+        norm_backward((const bf16*)x, (const bf16*)dy, (const bf16*)weight, (bf16*)dx, dweight, rows, dim, threads,
+                      eps);
+    else
+        norm_backward((const float*)x, (const float*)dy, (const float*)weight, (float*)dx, dweight, rows, dim, threads,
+                      eps);
+}
+
 void megarl_silu_mul(int is_bf16, const void* gate_up, void* out, int64_t rows, int64_t width) {
     if (is_bf16)
         silu_mul((const bf16*)gate_up, (bf16*)out, rows, width);
     else
         silu_mul((const float*)gate_up, (float*)out, rows, width);
+}
+
+void megarl_silu_mul_backward(int is_bf16, const void* gate_up, const void* grad, void* out, int64_t rows,
+                              int64_t width) {
+    if (is_bf16)
+        silu_mul_backward((const bf16*)gate_up, (const bf16*)grad, (bf16*)out, rows, width);
+    else
+        silu_mul_backward((const float*)gate_up, (const float*)grad, (float*)out, rows, width);
 }
 }
