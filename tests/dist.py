@@ -62,9 +62,9 @@ def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1
 
 def no_parallel() -> None:
     """Drop Megatron's parallel groups, so that the code under test can make its own."""
-    mpu = _parallel_state()
-    if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
+    from megarl.training.parallel import leave_parallel
+
+    leave_parallel()
 
 
 def single_process(**layout: int) -> None:
@@ -73,8 +73,8 @@ def single_process(**layout: int) -> None:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    # Groups are never given back and each has threads of its own: a suite that made them anew for every test would
-    # drown in threads.
+    # One process does not give its groups back (engines of earlier tests may still hold them), and each has threads of
+    # its own: a suite that made them anew for every test would drown in threads.
     if layout or not _parallel_state().model_parallel_is_initialized():
         fresh_parallel(**layout)
 

@@ -140,10 +140,11 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None, None]:
-        *saved, starts = ctx.saved_tensors
+        q, k, v, out, lse, starts = ctx.saved_tensors
         kernels = cpu.load()
         assert kernels is not None, "the forward pass had them"
-        dq, dk, dv = kernels.causal_backward(*saved, grad.contiguous(), starts, ctx.longest, ctx.scale)
+        grad = grad.contiguous()
+        dq, dk, dv = kernels.causal_backward(q, k, v, out, lse, grad, starts, ctx.longest, ctx.scale)
         return dq, dk, dv, None, None
 
 

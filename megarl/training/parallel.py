@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from megarl.compat import megatron as compat
 from megarl.config.model import ParallelConfig
@@ -131,11 +132,19 @@ def current_layout() -> Layout | None:
 
 
 def leave_parallel() -> None:
-    """Forget the layout, so that `init_parallel` can make another one in the same processes."""
+    """Give the layout back, so that `init_parallel` can make another one in the same processes. Collective.
+
+    Between processes its groups end, with the threads they hold; engines of the layout cannot be used any more.
+    """
     global _current
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     _current = None
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier()  # nobody is still inside a collective of these groups
+        for group in list(_world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 def _check_world(parallel: ParallelConfig, world: int) -> None:
