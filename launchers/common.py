@@ -221,7 +221,7 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
         "PYTHONSAFEPATH": "1",  # the repository's own kernels/ must not hide the PyPI package of that name
         "TOKENIZERS_PARALLELISM": "false",
     }
-    if not has_nvidia_device():
+    if config.cluster.keep_freed_memory and not has_nvidia_device():
         chosen |= KEEP_FREED_MEMORY
     if config.cluster.nnodes == 1:
         chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses

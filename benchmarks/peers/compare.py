@@ -2,9 +2,10 @@
 
 Both programs start from the same model file and tokenizer and get the same prompts in the same order, the same number
 of samples at temperature 1, the same reward, and one update by the mean over tokens of the clipped loss. Runs alternate
-(ours, theirs, ours, theirs, ...), since the speed of a machine drifts. TRL runs with both cores in one process, in fp32
-and bf16 (autocast), each with glibc's malloc as it is and with the settings that our launcher gives its workers; it is
-held against in its best setting. The first step of every run is not counted.
+(ours, theirs, ours, theirs, ...), since the speed of a machine drifts. Both run in fp32 and bf16 (TRL's is autocast), each
+with glibc's malloc as it is and with the settings that our launcher gives its workers by default (`+malloc`). Ours, as it
+is by default, is held against TRL in its best setting. TRL runs with both cores in one process. The first step of every
+run is not counted.
 
     make bench-trl-env                                                  # TRL in an environment of its own
     python -m megarl.benchmarks.peers.compare --case M --rounds 2
@@ -37,7 +38,7 @@ from megarl.tracking.machine import machine_info
 
 SCRIPT = Path(__file__).parent / "trl_grpo.py"
 MICRO_BATCH_SEQUENCES = 16  # what TRL is fastest with in case M
-SETTINGS = ("fp32", "fp32+malloc", "bf16", "bf16+malloc")  # of TRL
+SETTINGS = ("fp32", "fp32+malloc", "bf16", "bf16+malloc")  # of both programs
 Runs = dict[str, list[dict[str, Any]]]
 
 
@@ -83,13 +84,20 @@ def run_trl(python: Path, case: str, setting: str, steps: int, prefix: list[str]
 
 
 def alternate(arguments: argparse.Namespace, runs: Runs, say: Console) -> None:
-    """Add runs by side (`megarl bf16`, `trl bf16+malloc`, ...), ours in the dtype of theirs before each of theirs."""
+    """Add runs by side (`megarl bf16+malloc`, `trl bf16+malloc`, ...), ours before theirs in the same setting."""
     for number in range(arguments.rounds):
         for setting in arguments.settings:
-            dtype = setting.partition("+")[0]
-            ours = run_case(arguments.case, dtype=dtype, steps=arguments.steps, prefix=arguments.prefix, floor=False)
+            dtype, _, malloc = setting.partition("+")
+            ours = run_case(
+                arguments.case,
+                dtype=dtype,
+                steps=arguments.steps,
+                overrides=[f"cluster.keep_freed_memory={str(bool(malloc)).lower()}"],
+                prefix=arguments.prefix,
+                floor=False,
+            )
             theirs = run_trl(arguments.trl_python, arguments.case, setting, arguments.steps, arguments.prefix)
-            for side, result in ((f"megarl {dtype}", ours), (f"trl {setting}", theirs)):
+            for side, result in ((f"megarl {setting}", ours), (f"trl {setting}", theirs)):
                 runs.setdefault(side, []).append(result)
                 say.print(f"round {number + 1}: {side}: {describe(result)}")
 
@@ -128,7 +136,10 @@ def ratios(numbers: dict[str, dict[str, float]], default: str) -> dict[str, dict
         default: our default dtype. It is held against all settings of TRL, fp32 against its fp32 ones.
     """
     found: dict[str, dict[str, Any]] = {}
-    for label, ours, theirs in (("default", f"megarl {default}", "trl "), ("fp32", "megarl fp32", "trl fp32")):
+    for label, ours, theirs in (
+        ("default", f"megarl {default}+malloc", "trl "),
+        ("fp32", "megarl fp32+malloc", "trl fp32"),
+    ):
         against = {side: value for side, value in numbers.items() if side.startswith(theirs)}
         if ours not in numbers or not against:
             continue
@@ -168,7 +179,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--case", default="S", help="S, M, or a recipe file")
     parser.add_argument("--rounds", type=int, default=2, help="times that every pair runs")
     parser.add_argument("--steps", type=int, default=2, help="counted steps of a run")
-    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="of TRL")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=SETTINGS, help="of both programs")
     parser.add_argument("--trl-python", type=Path, default=default_python, help="interpreter of TRL's environment")
     parser.add_argument("--prefix", type=shlex.split, default=[], help="before every command, e.g. 'numactl -N 0'")
     parser.add_argument("--json", type=Path, help=f"file of the result (default: in {RESULTS})")

@@ -36,6 +36,10 @@ class ClusterConfig(Section):
     threads: PositiveInt | None = Field(
         None, description="CPU threads per worker; null: cores / workers on this machine"
     )
+    keep_freed_memory: bool = Field(
+        True,
+        description="CPU workers keep freed memory for reuse (settings of glibc's malloc): faster, a little larger",
+    )
     timeout_s: PositiveFloat = Field(600.0, description="deadline of every wait on another process")
     start_timeout_s: PositiveFloat = Field(300.0, description="deadline for all workers to report in")
 

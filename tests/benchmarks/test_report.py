@@ -113,8 +113,8 @@ def test_ratios_hold_ours_against_the_best_setting_of_the_other() -> None:
         return [{"steps": steps, "memory_gb": 1.0, "others_share": 0.0}]
 
     runs = {
-        "megarl fp32": run(6.0, 9.0),
-        "megarl bf16": run(3.0, 5.0),
+        "megarl fp32+malloc": run(6.0, 9.0),
+        "megarl bf16+malloc": run(3.0, 5.0),
         "trl fp32": run(10.0, 12.0),
         "trl fp32+malloc": run(8.0, 15.0),
         "trl bf16": run(5.0, 20.0),

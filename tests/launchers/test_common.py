@@ -53,6 +53,7 @@ def test_freed_memory_is_kept_on_the_cpu_only(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(common, "has_nvidia_device", lambda: False)
     assert common.KEEP_FREED_MEMORY.items() <= process_environment(config(), 1).items()
+    assert common.KEEP_FREED_MEMORY.keys().isdisjoint(process_environment(config(keep_freed_memory=False), 1))
     monkeypatch.setattr(common, "has_nvidia_device", lambda: True)
     assert common.KEEP_FREED_MEMORY.keys().isdisjoint(process_environment(config(), 1))
 
