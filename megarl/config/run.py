@@ -38,7 +38,7 @@ class ClusterConfig(Section):
     )
     keep_freed_memory: bool = Field(
         True,
-        description="CPU workers keep freed memory for reuse (settings of glibc's malloc): faster, a little larger",
+        description="CPU workers keep freed memory for reuse (settings of glibc's malloc), which is faster",
     )
     timeout_s: PositiveFloat = Field(600.0, description="deadline of every wait on another process")
     start_timeout_s: PositiveFloat = Field(300.0, description="deadline for all workers to report in")
