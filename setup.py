@@ -45,9 +45,9 @@ setup(
     },
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},
     install_requires=[
-        "torch>=2.8",
+        "torch>=2.13",
         "megatron-core>=0.16.1,<0.17",
-        "transformers>=4.56",
+        "transformers>=5,<6",
         "tensordict>=0.9",
         "safetensors>=0.5",
         "pydantic>=2.7",

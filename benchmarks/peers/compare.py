@@ -3,9 +3,9 @@
 Both programs start from the same model file and tokenizer and get the same prompts in the same order, the same number
 of samples at temperature 1, the same reward, and one update by the mean over tokens of the clipped loss. Runs alternate
 (ours, theirs, ours, theirs, ...), since the speed of a machine drifts. Both run in fp32 and bf16 (TRL's is autocast),
-each with glibc's malloc as it is and with the settings that our launcher gives its workers by default (`+malloc`). Ours,
-as it is by default, is held against TRL in its best setting. TRL runs with both cores in one process. The first step of
-every run is not counted.
+each with glibc's malloc as it is and with the settings that our launcher gives its workers by default (`+malloc`).
+Ours, as it is by default, is held against TRL in its best setting. TRL runs with both cores in one process. The first
+step of every run is not counted.
 
     make bench-trl-env                                                  # TRL in an environment of its own
     python -m megarl.benchmarks.peers.compare --case M --rounds 2
