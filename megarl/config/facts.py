@@ -67,6 +67,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
     },
 }
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE scaling that are supported."""
+
 # Every key of those classes that changes a model.
 KNOWN_KEYS = {name for defaults in ARCHITECTURES.values() for name in defaults} | {
     "attention_bias",
@@ -158,6 +161,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
             allowed=sorted(ARCHITECTURES),
             fix=f"did you mean {near[0]}?" if near else "use a model with one of these values of model_type",
         )
+    _refuse_variants(raw, source)
     values = {**ARCHITECTURES[model_type], **raw}
 
     def size(name: str) -> int:
@@ -184,6 +188,20 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         experts=experts,
         experts_per_token=size("num_experts_per_tok") if experts else 0,
     )
+
+
+def _refuse_variants(raw: dict[str, Any], source: str) -> None:
+    """Refuse what a supported architecture can also be and the Megatron model would compute differently."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    variants = {
+        "hidden_act": (raw.get("hidden_act", "silu"), ("silu",)),
+        "attention_bias": (bool(raw.get("attention_bias", False)), (False,)),
+        "mlp_bias": (bool(raw.get("mlp_bias", False)), (False,)),
+        "rope_parameters": (rope.get("rope_type", rope.get("type", "default")), ROPE_TYPES),
+    }
+    for key, (value, supported) in variants.items():
+        if value not in supported:
+            raise ConfigError("this variant is not supported", where=f"{source}: {key}", found=value, allowed=supported)
 
 
 def model_facts(model: ModelConfig) -> ModelFacts | None:

@@ -1,6 +1,6 @@
 """What the code has to know about a Hugging Face configuration: supported kinds, derived sizes, layouts that fit.
 
-Nothing here imports Megatron, so a dry run can check a recipe quickly.
+Nothing here imports Megatron. A dry run, which has no transformers either, makes the same checks in config/facts.py.
 """
 
 from __future__ import annotations
@@ -8,14 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.facts import ARCHITECTURES, ROPE_TYPES
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-ARCHITECTURES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def load_hf_config(model: ModelConfig) -> PretrainedConfig:
@@ -75,7 +73,7 @@ def _check_architecture(model_type: object, where: str) -> None:
             "unsupported model architecture",
             where=where,
             found=model_type,
-            allowed=ARCHITECTURES,
+            allowed=sorted(ARCHITECTURES),
             fix="use a model of a supported model_type",
         )
 

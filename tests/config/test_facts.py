@@ -6,6 +6,7 @@ import pytest
 from megarl.config import facts
 from megarl.config.facts import model_facts
 from megarl.config.model import ModelConfig
+from megarl.errors import ConfigError
 
 # Parameter counts as published with the models.
 PUBLISHED = {
@@ -60,10 +61,21 @@ def test_defaults_agree_with_transformers(model_type):
     assert ours.experts == getattr(theirs, "num_local_experts", getattr(theirs, "num_experts", 0))
 
 
-def test_supported_architectures_are_those_of_the_model_package():
-    from megarl.models.hf import ARCHITECTURES
-
-    assert set(facts.ARCHITECTURES) == set(ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_act", "gelu"),
+        ("attention_bias", True),
+        ("mlp_bias", True),
+        ("rope_parameters", {"rope_type": "longrope"}),
+        ("rope_scaling", {"type": "dynamic"}),
+    ],
+)
+def test_variants_that_would_be_computed_differently_are_refused(key, value):
+    small = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    facts.facts_from_config(small, "here")
+    with pytest.raises(ConfigError, match=r"this variant is not supported"):
+        facts.facts_from_config({**small, key: value}, "here")
 
 
 def test_hub_cache_comes_before_the_known_models(tmp_path):
