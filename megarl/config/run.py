@@ -28,8 +28,8 @@ class TrainerConfig(Section):
     )
     resume: Literal["auto", "never"] | str = Field(
         "auto",
-        description="auto: newest complete checkpoint of this run folder; never; or a checkpoint folder. Checkpoints of "
-        "this run folder that are not continued move to checkpoints.old-K",
+        description="auto: newest complete checkpoint of this run folder; never; or a checkpoint folder. Checkpoints "
+        "of this run folder that are not continued move to checkpoints.old-K",
     )
     export_hf: bool = Field(True, description="write the final model in Hugging Face form")
 
