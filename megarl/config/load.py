@@ -69,7 +69,9 @@ def _expand_home(data: dict[str, Any]) -> None:
     """Replace a leading `~` in the values of path keys, in place: nothing that reads a path has to think of it."""
     for section, name in _PATHS:
         part = data.get(section)
-        value = part.get(name) if isinstance(part, dict) else None
+        if not isinstance(part, dict):
+            continue
+        value = part.get(name)
         if isinstance(value, str):
             part[name] = os.path.expanduser(value)
         elif isinstance(value, list):

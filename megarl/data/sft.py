@@ -49,9 +49,9 @@ class SFTDataset(PromptDataset):
         self.max_tokens = max_tokens
         kept = list(range(len(ids))) if max_tokens is None else self._that_fit(ids, max_tokens)
         self.too_long = len(ids) - len(kept)
-        self.rows, self.texts, self.answers = (
-            [column[i] for i in kept] for column in (self.rows, self.texts, self.answers)
-        )
+        self.rows = [self.rows[i] for i in kept]
+        self.texts = [self.texts[i] for i in kept]
+        self.answers = [self.answers[i] for i in kept]
         self.prompt_ids = self.prompt_ids.select(torch.tensor(kept, dtype=torch.int64))
         self.responses = [responses[i] for i in kept]
         self.response_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)

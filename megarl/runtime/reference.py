@@ -33,11 +33,11 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None)
     own = c.run_dir / FOLDER
     with phase("load_reference"):
         source = c.config.reference.path
-        if source is None and resumed_from is None:
+        if source is None and resumed_from is not None:
+            source = str(kept_reference(resumed_from))
+        elif source is None:
             export_weights(c.actor.chunks, own, c.hf_config, c.tokenizer)
             source = str(own)
-        elif source is None:
-            source = str(kept_reference(resumed_from))
         c.reference = build_engine(
             c.config,
             c.hf_config,
