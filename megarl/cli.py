@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import sys
 import tempfile
@@ -101,17 +102,36 @@ def _job(arguments: argparse.Namespace) -> int:
     if arguments.command == "train":
         build_task_graph(config)
     check_rows(config, arguments.command)
+    if arguments.command in ("eval", "generate") and arguments.run_dir is not None:
+        _refuse_trained(arguments.run_dir, arguments.command)
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
     code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
     if code not in (0, UserError.exit_code) and arguments.command in ("train", "sft"):
-        print(f"  to go on: {_command_to_go_on(arguments, run_dir)}", file=sys.stderr)
+        print(f"  to go on: {_command_to_go_on(arguments, run_dir, config.trainer.resume)}", file=sys.stderr)
     return code
 
 
-def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path) -> str:
+def _refuse_trained(run_dir: Path, command: str) -> None:
+    """Keep numbers and configuration of a training run from being written over."""
+    record = run_dir / "run.json"
+    stage = json.loads(record.read_text()).get("stage") if record.is_file() else None
+    if stage in ("train", "sft") or (run_dir / "checkpoints").is_dir():
+        raise UserError(
+            "this folder holds a training run",
+            where="--run-dir",
+            found=str(run_dir),
+            allowed=f"a new folder, or one of an earlier megarl {command}",
+            fix=f"leave --run-dir out, and name the model: model.path={run_dir / 'hf'} model.hf_config=null, or "
+            f"trainer.resume={run_dir / 'checkpoints'}/step_N",
+        )
+
+
+def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str) -> str:
     """The same command with the run folder, and what it would begin with."""
     command = ["megarl", arguments.command, arguments.recipe, *arguments.overrides]
+    if resume != "auto":
+        command.append("trainer.resume=auto")  # what this run has saved, and not what it began with
     if arguments.launcher != LAUNCHERS[0]:
         command += ["--launcher", arguments.launcher]
     steps = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/step_*/meta.json")]

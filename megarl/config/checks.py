@@ -9,7 +9,7 @@ from megarl.config.checklist import Check, Checklist
 from megarl.config.checks_files import check_data, check_model, check_places, check_reward
 from megarl.config.checks_layout import check_cluster, check_parallel, check_same_layout
 from megarl.config.checks_packages import check_packages
-from megarl.config.checks_settings import check_batches, check_objective, check_sampling, check_schedules
+from megarl.config.checks_settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
 
@@ -47,7 +47,8 @@ def check_config(
     check_objective(config, checks)
     check_sampling(config, facts, checks)
     check_schedules(config, checks)
-    check_data(config.data, job, checks)
+    check_job(config, job, checks)
+    check_data(config, job, checks)
     check_reward(config, checks)
     check_places(config, checks)
     check_packages(config, checks, launcher, job)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.checklist import Checklist
-from megarl.config.data import DataConfig
 from megarl.config.facts import KNOWN_KEYS, ModelFacts, hub_cache_folder, is_hub_name, model_facts
 from megarl.config.model import ModelConfig
 from megarl.config.references import check_reference, is_file_reference, is_module_reference
@@ -124,10 +123,11 @@ def _check_alphabet(alphabet: str, facts: ModelFacts | None, checks: Checklist) 
         checks.ok("tokenizer", f"{len(alphabet)} characters + {SPECIAL_TOKENS} special tokens")
 
 
-def check_data(data: DataConfig, job: str, checks: Checklist) -> None:
+def check_data(config: RunConfig, job: str, checks: Checklist) -> None:
     """Every source of training and held-out rows; `job` (train, sft, eval, generate) needs one of the two."""
+    data, examples = config.data, config.sft.train_files or []
     needed = "train_files" if job in ("train", "sft") else "val_files"
-    if not getattr(data, needed):
+    if not getattr(data, needed) and not (job == "sft" and examples):
         checks.fail(
             "data",
             f"data.{needed}",
@@ -136,9 +136,17 @@ def check_data(data: DataConfig, job: str, checks: Checklist) -> None:
             allowed="files, folders, hub names org/name@split, or pkg.mod:fn",
             fix=f"set data.{needed}, for example to [{needed.partition('_')[0]}.jsonl]",
         )
-    for key, sources in (("data.train_files", data.train_files), ("data.val_files", data.val_files)):
+    found = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    if trains_supervised(config, job):
+        found["sft.train_files"] = examples
+    for key, sources in found.items():
         for source in sources:
             _check_source(source, key, checks)
+
+
+def trains_supervised(config: RunConfig, job: str) -> bool:
+    """True when `job` (train, sft, eval, generate) learns from examples: `megarl sft`, or a cold start."""
+    return job == "sft" or (job == "train" and config.sft.steps > 0)
 
 
 def _check_source(source: str, key: str, checks: Checklist) -> None:

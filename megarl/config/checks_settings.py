@@ -291,6 +291,28 @@ def check_schedules(config: RunConfig, checks: Checklist) -> None:
         )
 
 
+def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
+    """What a command other than train needs: steps to take, or a model that was trained."""
+    if job == "sft" and config.sft.steps == 0:
+        checks.fail(
+            "supervised phase",
+            "sft.steps",
+            "megarl sft takes no step, so it would export the model it was given",
+            found=0,
+            allowed="whole number > 0",
+            fix="set sft.steps, for example to 500",
+        )
+    if job in ("eval", "generate") and config.model.path is None and config.trainer.resume in ("auto", "never"):
+        checks.fail(
+            "model",
+            "model.path",
+            f"megarl {job} would work with fresh random weights",
+            found="null",
+            allowed="a trained model, or a checkpoint in trainer.resume",
+            fix="set model.path=RUN_DIR/hf model.hf_config=null, or trainer.resume=RUN_DIR/checkpoints/step_N",
+        )
+
+
 def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) -> None:
     if optim.min_lr > optim.lr:
         checks.fail(

@@ -6,6 +6,7 @@ import copy
 import difflib
 import importlib.util
 import math
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +31,11 @@ from megarl.config.yamlio import Document, parse_texts, parse_value, read_yaml, 
 from megarl.errors import ConfigError
 
 _INT = re.compile(r"[-+]?[0-9]+")
+_PATHS = (
+    *(("model", "path"), ("model", "tokenizer"), ("reference", "path")),
+    *(("data", "train_files"), ("data", "val_files"), ("sft", "train_files")),
+    *(("reward", "name"), ("trainer", "resume"), ("tracking", "dir")),
+)
 _NULLS = ("null", "~")
 
 
@@ -52,10 +58,24 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
             _apply_override(document, text)
         except ConfigError as problem:
             problems.append(problem)
+    _expand_home(document.data)
     config, found = _validate(document, str(file))
     raise_problems(problems + found)
     assert config is not None
     return config
+
+
+def _expand_home(data: dict[str, Any]) -> None:
+    """Replace a leading `~` in the values of path keys, in place: nothing that reads a path has to think of it."""
+    for section, name in _PATHS:
+        part = data.get(section)
+        if not isinstance(part, dict):
+            continue
+        value = part.get(name)
+        if isinstance(value, str):
+            part[name] = os.path.expanduser(value)
+        elif isinstance(value, list):
+            part[name] = [os.path.expanduser(item) if isinstance(item, str) else item for item in value]
 
 
 def dump_config(config: RunConfig) -> str:

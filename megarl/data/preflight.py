@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.config.checks_files import trains_supervised
 from megarl.config.run import RunConfig
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
 
@@ -27,9 +28,11 @@ def check_rows(config: RunConfig, job: str) -> None:
     _check(data.val_files, columns)
     if job in ("eval", "generate"):
         return
-    if job == "sft" or config.sft.steps:
-        columns.append(("sft.response_key", config.sft.response_key))
-    _check(data.train_files, columns)
+    supervised, examples = trains_supervised(config, job), config.sft.train_files
+    answered = [*columns, ("sft.response_key", config.sft.response_key)]
+    _check(data.train_files, answered if supervised and not examples else columns)
+    if supervised and examples:
+        _check(examples, answered)
 
 
 def _check(sources: list[str], columns: list[tuple[str, str]]) -> None:

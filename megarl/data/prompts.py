@@ -11,7 +11,7 @@ import torch
 
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.data.sources import Row, check_loader_kwargs, load_rows
+from megarl.data.sources import Row, load_rows
 from megarl.data.templates import chat_renderer, prompt_formatter
 from megarl.errors import ConfigError, DataError
 
@@ -38,13 +38,12 @@ class PromptDataset:
 
         Raises:
             DataError: unreadable file, missing column, wrong type, overlong prompt (data.overlong: error), no prompts.
-            ConfigError: no files for the split, broken template, misspelt loader argument.
+            ConfigError: no files for the split, broken template.
         """
         self.config, self.split = config, split
         sources = config.train_files if split == "train" else config.val_files
         if not sources:
             raise ConfigError("no data", where=f"data.{split}_files", found=[], fix="name at least one source")
-        check_loader_kwargs(config)
         kwargs = {"split": split, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
         rows = [row for source in sources for row in load_rows(source, kwargs)]
         texts = render_prompts(config, tokenizer, rows)

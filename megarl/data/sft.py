@@ -30,21 +30,61 @@ class SFTDataset(PromptDataset):
         tokenizer: PreTrainedTokenizerBase,
         response_key: str = "answer",
         split: Split = "train",
+        max_tokens: int | None = None,
     ) -> None:
         """Read, render and tokenise both columns; see PromptDataset for what is refused.
 
+        Args:
+            max_tokens: what the model takes; longer examples (prompt, response and end token) are dropped and counted
+                in `too_long`, or refused when data.overlong is `error`. None: no limit.
+
         Raises:
-            DataError: the response column is missing, or holds neither text nor a whole number; the row is named.
+            DataError: the response column is missing, or holds neither text nor a whole number; the row is named. An
+                example is longer than `max_tokens`, or all are.
         """
         super().__init__(config, tokenizer, split)
-        self.responses = [
-            _response(row.column(response_key, "sft.response_key"), response_key, row) for row in self.rows
-        ]
-        ids = tokenize(tokenizer, self.responses, self.rows, special=False)
-        self.response_ids = Jagged.from_list([[*tokens, tokenizer.eos_token_id] for tokens in ids], dtype=torch.int64)
+        responses = [_response(row.column(response_key, "sft.response_key"), response_key, row) for row in self.rows]
+        ids = tokenize(tokenizer, responses, self.rows, special=False)
+        ids = [[*tokens, tokenizer.eos_token_id] for tokens in ids]
+        self.max_tokens = max_tokens
+        kept = list(range(len(ids))) if max_tokens is None else self._that_fit(ids, max_tokens)
+        self.too_long = len(ids) - len(kept)
+        self.rows = [self.rows[i] for i in kept]
+        self.texts = [self.texts[i] for i in kept]
+        self.answers = [self.answers[i] for i in kept]
+        self.prompt_ids = self.prompt_ids.select(torch.tensor(kept, dtype=torch.int64))
+        self.responses = [responses[i] for i in kept]
+        self.response_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)
         digest = hashlib.blake2b(self.response_ids.values.numpy().tobytes(), digest_size=16)
         digest.update(self.response_ids.offsets.numpy().tobytes() + self.fingerprint.encode())
         self.fingerprint = digest.hexdigest()
+
+    def describe(self) -> str:
+        """One line for the log: how many examples, how long, how many dropped."""
+        lengths = self.prompt_ids.lengths + self.response_ids.lengths
+        parts = [f"sft: {len(self)} examples of {int(lengths.min())}-{int(lengths.max())} tokens"]
+        if self.overlong:
+            parts.append(f"{self.overlong} prompts longer than {self.config.max_prompt_tokens} dropped")
+        if self.too_long:
+            parts.append(f"{self.too_long} longer than the model's {self.max_tokens} positions dropped")
+        return "; ".join(parts)
+
+    def _that_fit(self, responses: list[list[int]], limit: int) -> list[int]:
+        """Indices of the examples of at most `limit` tokens."""
+        prompts = self.prompt_ids.lengths.tolist()
+        lengths = [prompt + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        kept = [i for i, length in enumerate(lengths) if length <= limit]
+        if kept and (len(kept) == len(lengths) or self.config.overlong == "filter"):
+            return kept
+        first = next(i for i, length in enumerate(lengths) if length > limit)
+        raise DataError(
+            f"prompt and response are longer than the model takes ({len(lengths) - len(kept)} of {len(lengths)} such "
+            "examples)",
+            where=self.rows[first].where,
+            found=f"{lengths[first]} tokens",
+            allowed=f"{limit} tokens (max_position_embeddings)",
+            fix="set data.overlong: filter" if kept else "shorten the examples, or train a model that takes more",
+        )
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Examples at `indices`: PromptDataset's batch plus response_ids, response_mask (all 1, end token included),

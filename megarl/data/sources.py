@@ -102,8 +102,12 @@ def as_prompts(data: DataConfig, texts: Sequence[str]) -> DataConfig:
     return data.model_copy(update={**changes, "max_val_samples": None})
 
 
-def check_loader_kwargs(config: DataConfig) -> None:
+def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
     """Refuse data.loader_kwargs that no pkg.mod:fn source takes: a misspelt one would be ignored.
+
+    Args:
+        config: its sources count.
+        more: sources that get the same arguments, such as sft.train_files.
 
     Raises:
         ConfigError: names the argument and what the functions take.
@@ -111,7 +115,7 @@ def check_loader_kwargs(config: DataConfig) -> None:
     if not config.loader_kwargs:
         return
     known: dict[str, None] = {}
-    for source in dict.fromkeys([*config.train_files, *config.val_files]):
+    for source in dict.fromkeys([*config.train_files, *config.val_files, *more]):
         if not source.startswith(TEXT) and _FUNCTION.fullmatch(source) and not Path(source).exists():
             parameters = inspect.signature(_import(source)).parameters.values()
             if any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.comm import broadcast_json
 from megarl.errors import ConfigError
 from megarl.phase import phase
+from megarl.runtime.validate import due
 
 if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
@@ -28,52 +31,85 @@ def export(c: Controller) -> None:
 class Checkpoints:
     """Saves and restores a controller. All methods are collective.
 
-    `best` is the best value of `trainer.best_metric` so far; larger is better.
+    Attributes:
+        source: the checkpoint that `find` found.
+        best: best value of `trainer.best_metric` so far; larger is better.
+        accuracy: held-out accuracy after the step of `source`; None: not measured there.
     """
 
     def __init__(self, c: Controller) -> None:
         self._c, self.best = c, -math.inf
         self._root = c.run_dir / FOLDER
-        self._source: Path | None = None
+        self.source: Path | None = None
+        self.accuracy: float | None = None
 
     def find(self) -> int | None:
-        """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning."""
-        from megarl.training.checkpoint import latest, read_meta
+        """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
+
+        Checkpoints of this run folder that the run is not to continue, because it starts anew or before them, are set
+        aside.
+        """
+        import torch.distributed as dist
+
+        # One rank looks for all: on a shared file system two ranks may see different folders.
+        source, step = broadcast_json(self._decide() if dist.get_rank() == 0 else None, 0)
+        self.source = None if source is None else Path(source)
+        return step
+
+    def _decide(self) -> tuple[str | None, int | None]:
+        from megarl.training.checkpoint import latest, read_meta, set_aside
 
         resume = self._c.config.trainer.resume
-        if resume == "auto":
-            self._source = latest(self._root)
-        elif resume != "never":
-            self._source = Path(resume)
-            if not self._source.is_dir():
-                raise ConfigError(
-                    "no such checkpoint folder",
-                    where="trainer.resume",
-                    found=resume,
-                    allowed="auto, never, or RUN_DIR/checkpoints/step_N",
-                )
-        return None if self._source is None else read_meta(self._source)["step"]
-
-    @property
-    def found(self) -> bool:
-        """True when `find` found a checkpoint."""
-        return self._source is not None
+        source = latest(self._root) if resume == "auto" else None if resume == "never" else Path(resume)
+        if source is not None and not source.is_dir():
+            raise ConfigError(
+                "no such checkpoint folder",
+                where="trainer.resume",
+                found=resume,
+                allowed="auto, never, or RUN_DIR/checkpoints/step_N",
+            )
+        step = None if source is None else read_meta(source)["step"]
+        own = source is not None and source.resolve().parent == self._root.resolve()
+        aside = set_aside(self._root, step if own else None)
+        if aside is not None:
+            print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
+        return None if source is None else str(source), step
 
     def load(self) -> None:
         """Restore what `find` found."""
         from megarl.training.checkpoint import load
 
-        assert self._source is not None, "find() comes first"
+        assert self.source is not None, "find() comes first"
         c = self._c
         assert c.loader is not None, "only training runs resume"
-        c.step, state = load(self._source, {"actor": c.actor})
+        c.step, state = load(self.source, {"actor": c.actor})
         c.rollout.weight_version = c.step
         c.loader.load_state_dict(state["loader"])
         c.kl_controller.load_state_dict(state["kl"])
         self.best = -math.inf if state["best"] is None else state["best"]
+        self.accuracy = state.get("accuracy")
 
-    def save(self, step: int, numbers: dict[str, float]) -> None:
-        """Write a checkpoint after `step`; `numbers` are the step's metrics, equal on all ranks."""
+    def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
+        """Write a checkpoint when one is due: at the last step, by `trainer.save_every`, or for being the best.
+
+        Args:
+            step: the step that is complete.
+            numbers: its metrics, equal on all ranks.
+            accuracy: on held-out prompts; None: not a validation step.
+            last: no step follows.
+
+        Raises:
+            ConfigError: a validation step has no `trainer.best_metric`.
+        """
+        settings = self._c.config.trainer
+        improved = accuracy is not None and numbers.get(settings.best_metric or "", -math.inf) > self.best
+        if last or due(step, settings.save_every) or (improved and settings.save_every):
+            self.save(step, numbers, accuracy)
+        if accuracy is not None:
+            check_best_metric(settings.best_metric, numbers)
+
+    def save(self, step: int, numbers: dict[str, float], accuracy: float | None = None) -> None:
+        """Write a checkpoint after `step`; arguments as in `after_step`."""
         from megarl.training.checkpoint import save
 
         c, settings = self._c, self._c.config.trainer
@@ -85,6 +121,7 @@ class Checkpoints:
             "loader": c.loader.state_dict(),
             "kl": c.kl_controller.state_dict(),
             "best": None if math.isinf(self.best) else self.best,
+            "accuracy": accuracy,
         }
         with phase("checkpoint"):
             save(
@@ -96,3 +133,21 @@ class Checkpoints:
                 keep_last=settings.keep_last,
                 best=is_best,
             )
+
+
+def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
+    """Refuse a `trainer.best_metric` that a validation did not bring: no checkpoint would ever be the best.
+
+    Raises:
+        ConfigError: names the metrics that exist.
+    """
+    if name is None or name in numbers:
+        return
+    near = difflib.get_close_matches(name, numbers, n=1)
+    raise ConfigError(
+        "no such metric at a validation step",
+        where="trainer.best_metric",
+        found=name,
+        allowed=sorted(numbers),
+        fix=f"did you mean {near[0]}?" if near else "name one of these, or null to keep no best checkpoint",
+    )

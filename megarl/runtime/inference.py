@@ -5,30 +5,35 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.comm import all_gather_json
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
-from megarl.phase import phase
+from megarl.phase import phase, set_step
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_controller
 from megarl.runtime.stages.rollout import generate as draw
 from megarl.runtime.validate import VALIDATION_DRAW
 from megarl.runtime.validate import evaluate as evaluate_controller
 
+if TYPE_CHECKING:
+    from megarl.runtime.controller import Controller
+
 RESPONSES = "responses.jsonl"
 _ROUND = 1024  # prompts whose responses are in memory at the same time
 
 
 def evaluate(config: RunConfig, run_dir: Path) -> None:
-    """Score `data.val_files` with `validation.sampling`; metrics go where a training run's go."""
+    """Score `data.val_files` with `validation.sampling`; metrics go where a training run's go, as stage `eval`."""
     c = build_controller(config, run_dir, trainable=False)
     try:
-        with Recorder(c, "train", total_steps=1) as recorder:
+        _restore(c)
+        with Recorder(c, "eval", total_steps=c.step) as recorder:
             recorder.start_step()
             with phase("step"):
-                evaluate_controller(c, recorder, 0)
-            recorder.end_step(0)
+                evaluate_controller(c, recorder, c.step)
+            recorder.end_step(c.step)
     finally:
         c.close()
 
@@ -36,6 +41,7 @@ def evaluate(config: RunConfig, run_dir: Path) -> None:
 def generate(config: RunConfig, run_dir: Path) -> None:
     """Write RUN_DIR/responses.jsonl: one line per response to `data.val_files`, drawn with `validation.sampling`."""
     c = build_controller(config, run_dir, trainable=False, scored=False)
+    _restore(c)
     assert c.val_data is not None, "checks refuse the job without data.val_files"
     columns = ("uid", "sample_id", "data_source", "prompt_text", "response_text", "finish_reason")
     size = config.data.val_batch_size or _ROUND
@@ -51,6 +57,18 @@ def generate(config: RunConfig, run_dir: Path) -> None:
                 _show([line for line in lines if line["data_source"] == "text"])
     if c.layout.rank == 0:
         print(f"responses: {run_dir / RESPONSES}", flush=True)
+
+
+def _restore(c: Controller) -> None:
+    """Take weights and step from `trainer.resume` when it names a checkpoint; else keep those of `model.path`, step 0."""
+    from megarl.training.checkpoint import load
+
+    resume = c.config.trainer.resume
+    if resume not in ("auto", "never"):
+        with phase("resume"):
+            c.step, _ = load(Path(resume), {"actor": c.actor})
+        c.rollout.weight_version = c.step
+        set_step(c.step)
 
 
 def _show(lines: list[dict[str, str]]) -> None:

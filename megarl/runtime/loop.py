@@ -17,7 +17,7 @@ from megarl.dag.executor import Executor
 from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
-from megarl.runtime.checkpoints import Checkpoints, export
+from megarl.runtime.checkpoints import Checkpoints, check_best_metric, export
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import add_reference
 from megarl.runtime.setup import build_controller, updates_per_step
@@ -39,7 +39,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         if resumed_at is None and config.sft.steps:
             sft.cold_start(c)
         c.actor.reset_optimizer(config.actor.optim, config.trainer.steps * updates_per_step(config))
-        add_reference(c, graph, fresh=resumed_at is None)
+        add_reference(c, graph, resumed_from=checkpoints.source)
         with Recorder(c, "train", config.trainer.steps, resumed_at) as recorder:
             if resumed_at is None:
                 _before_first_step(c, recorder, checkpoints)
@@ -63,6 +63,9 @@ def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoin
         numbers = recorder.end_step(0)
     if c.config.sft.steps:
         checkpoints.save(0, numbers)
+    best_metric = c.config.trainer.best_metric
+    if numbers and best_metric is not None and best_metric.startswith("val/"):  # others come with the first step
+        check_best_metric(best_metric, numbers)
 
 
 def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: Checkpoints) -> None:
@@ -72,6 +75,7 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
         c.step = step
         set_step(step)
         last = step == config.trainer.steps
+        accuracy = None
         recorder.start_step()
         with phase("step"):
             with phase("load"):
@@ -79,7 +83,5 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
             executor.run(c, prompts, step)
             c.rollout.weight_version = step  # the engine decodes on the weights that were just updated
             if last or due(step, config.validation.every):
-                evaluate(c, recorder, step)
-        numbers = recorder.end_step(step)
-        if last or due(step, config.trainer.save_every):
-            checkpoints.save(step, numbers)
+                accuracy = evaluate(c, recorder, step)
+        checkpoints.after_step(step, recorder.end_step(step), accuracy, last=last)

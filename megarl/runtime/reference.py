@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.node import Role
+from megarl.errors import ConfigError
 from megarl.phase import phase
 from megarl.runtime.setup import build_engine
 
@@ -15,22 +17,27 @@ if TYPE_CHECKING:
 FOLDER = "reference"
 
 
-def add_reference(c: Controller, graph: TaskGraph, *, fresh: bool) -> None:
+def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None) -> None:
     """Give the controller a reference when a node of the graph works for one.
 
     Its weights are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a
-    resumed run starts from a later actor.
+    resumed run starts from a later actor. A run that resumes from a checkpoint of another one takes that one's.
+
+    Raises:
+        ConfigError: the run of `resumed_from` (RUN_DIR/checkpoints/step_N; None: RL starts here) has kept none.
     """
     from megarl.models.weights import export_weights, load_weights
 
     if all(node.role is not Role.REFERENCE for node in graph):
         return
+    own = c.run_dir / FOLDER
     with phase("load_reference"):
         source = c.config.reference.path
-        if source is None:
-            source = str(c.run_dir / FOLDER)
-            if fresh:
-                export_weights(c.actor.chunks, source, c.hf_config, c.tokenizer)
+        if source is None and resumed_from is not None:
+            source = str(kept_reference(resumed_from))
+        elif source is None:
+            export_weights(c.actor.chunks, own, c.hf_config, c.tokenizer)
+            source = str(own)
         c.reference = build_engine(
             c.config,
             c.hf_config,
@@ -39,3 +46,23 @@ def add_reference(c: Controller, graph: TaskGraph, *, fresh: bool) -> None:
             trainable=False,
             name="reference",
         )
+        if c.config.reference.path is None and Path(source).resolve() != own.resolve():
+            export_weights(c.reference.chunks, own, c.hf_config, c.tokenizer)  # for later resumes of this run
+
+
+def kept_reference(checkpoint: Path) -> Path:
+    """The reference that the run of a checkpoint (RUN_DIR/checkpoints/step_N) has kept.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = checkpoint.resolve().parents[1] / FOLDER
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            "the run of this checkpoint has kept no reference model, and a KL term needs one",
+            where="trainer.resume",
+            found=str(checkpoint),
+            allowed=f"a checkpoint of a run that has {folder.name}/ beside checkpoints/",
+            fix="set reference.path to the Hugging Face folder of the model that RL started from",
+        )
+    return folder

@@ -13,8 +13,10 @@ from megarl.algorithms.kl import KLController
 from megarl.config.run import RunConfig
 from megarl.data.loader import PromptLoader
 from megarl.data.prompts import PromptDataset
+from megarl.data.sources import check_loader_kwargs
 from megarl.data.tokenizer import load_tokenizer
 from megarl.device import DTYPES, device, dist_backend, has_cuda
+from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.weights import init_random, load_weights
 from megarl.phase import phase
@@ -49,6 +51,8 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
     with phase("load_data"):
         tokenizer = load_tokenizer(config.model)
         hf_config = load_hf_config(config.model)
+        check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
+        check_loader_kwargs(config.data, config.sft.train_files or ())
         loader = _train_loader(config, tokenizer, layout) if trainable and config.data.train_files else None
         val_data = PromptDataset(config.data, tokenizer, "val") if config.data.val_files else None
         reward = build_reward(config.reward) if scored and layout.is_lead else None
@@ -69,6 +73,22 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
         val_data,
         KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
     )
+
+
+def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
+    """Refuse a tokenizer with more tokens than the model has embeddings.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    if tokens > vocabulary:
+        raise ConfigError(
+            f"the tokenizer has {tokens} tokens, and the model's vocab_size is {vocabulary}",
+            where="model.tokenizer" if config.model.tokenizer else "model.path",
+            found=config.model.tokenizer or config.model.path,
+            allowed=f"a tokenizer of at most {vocabulary} tokens",
+            fix=f"name the model's own tokenizer, or set model.hf_config.vocab_size={tokens} for a fresh model",
+        )
 
 
 def weights_of(config: RunConfig, hf_config: PretrainedConfig) -> Weights:

@@ -44,17 +44,29 @@ def train(config: RunConfig, run_dir: Path) -> None:
 def _loader(c: Controller) -> PromptLoader:
     config, layout = c.config, c.layout
     files = config.sft.train_files or config.data.train_files
-    data = SFTDataset(config.data.model_copy(update={"train_files": files}), c.tokenizer, config.sft.response_key)
-    return PromptLoader(data, config.sft.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed)
+    data = SFTDataset(
+        config.data.model_copy(update={"train_files": files}),
+        c.tokenizer,
+        config.sft.response_key,
+        max_tokens=c.hf_config.max_position_embeddings,
+    )
+    if layout.rank == 0:
+        print(data.describe(), flush=True)
+    return PromptLoader(
+        data, config.sft.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle
+    )
 
 
 def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints: Checkpoints | None) -> None:
     """`sft.steps` optimizer steps, or fewer when `sft.stop_at_accuracy` is reached."""
     settings = c.config.sft
+    goal = settings.stop_at_accuracy
     c.actor.reset_optimizer(settings.optim, settings.steps)
-    if checkpoints is not None and checkpoints.found:
+    if checkpoints is not None and checkpoints.source is not None:
         with phase("resume"):
             checkpoints.load()
+        if goal is not None and checkpoints.accuracy is not None and checkpoints.accuracy >= goal:
+            return
     for step in range(c.step + 1, settings.steps + 1):
         set_step(step)
         recorder.start_step()
@@ -67,13 +79,11 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
                 train_on(c, batch)
             if last or due(step, settings.eval_every):
                 accuracy = evaluate(c, recorder, step)
-        goal = settings.stop_at_accuracy
         last = last or (accuracy is not None and goal is not None and accuracy >= goal)
         numbers = recorder.end_step(step)
         if checkpoints is not None:
             c.step = step
-            if last or due(step, c.config.trainer.save_every):
-                checkpoints.save(step, numbers)
+            checkpoints.after_step(step, numbers, accuracy, last=last)
         if last:
             break
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.comm import reduce_metrics
 from megarl.metrics import Metrics
 from megarl.phase import phase
+from megarl.rewards.scoring import ERROR_KEY
 from megarl.runtime.stages.reward import collect, reward_inputs
 from megarl.runtime.stages.rollout import generate
 
@@ -36,19 +37,24 @@ def validate(c: Controller) -> Validation | None:
         return None
     scored: list[Scored] = []
     rows: list[dict[str, Any]] = []
+    failed = 0.0
     settings = c.config.validation
     with phase("validate"):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
             samples = generate(c, prompts, settings.sampling, draw=VALIDATION_DRAW)
             c.pending_reward = c.reward.submit(reward_inputs(samples)) if c.reward is not None else None
             results = collect(c)
+            failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             for uid, result, text, source in zip(
                 samples["uid"], results, samples["response_text"], samples["data_source"], strict=True
             ):
                 scored.append(from_reward(uid, result, text, source))
             if len(rows) < settings.log_samples:
                 rows += _report_rows(samples, results)[: settings.log_samples - len(rows)]
-    return Validation(validation_metrics(scored), rows)
+    metrics = validation_metrics(scored)
+    if c.config.reward.on_error != "raise":
+        metrics.sum("val/reward_errors", failed)
+    return Validation(metrics, rows)
 
 
 def _report_rows(samples: Batch, results: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,12 +5,14 @@
                  meta.json      last, by rank 0: step, layout, version, configuration hash
     ROOT/step_120/              the same folder after fsync and rename
     ROOT/best.json              which step is kept for being best
+    ROOT.old-K/                 checkpoints of steps that a run went back behind, see `set_aside`
 
 A folder without the final name or without meta.json is never read, and is removed by the next save.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -137,9 +139,30 @@ def latest(root: Path) -> Path | None:
 
 def best(root: Path) -> Path | None:
     """The checkpoint that was saved as best and is still there."""
-    path = root / _BEST
-    folder = root / f"step_{json.loads(path.read_text())['step']}" if path.is_file() else None
-    return folder if folder is not None and (folder / _META).is_file() else None
+    folder = root / f"step_{_best_step(root)}"
+    return folder if (folder / _META).is_file() else None
+
+
+def set_aside(root: Path, after: int | None) -> Path | None:
+    """Move the checkpoints of later steps than `after` (None: all) away, before a run trains those steps anew.
+
+    Otherwise they would count as its newest ones: its own would be pruned, and the next resume would continue the old
+    ones. One rank calls this.
+
+    Returns:
+        The new folder ROOT.old-K, where they keep their names, best.json among them when it names one; None when there
+        was nothing to move.
+    """
+    steps = [step for step in steps_in(root) if after is None or step > after]
+    if not steps:
+        return None
+    target = next(path for k in itertools.count(1) if not (path := root.with_name(f"{root.name}.old-{k}")).exists())
+    target.mkdir()
+    if _best_step(root) in steps:
+        (root / _BEST).rename(target / _BEST)
+    for step in reversed(steps):
+        (root / f"step_{step}").rename(target / f"step_{step}")
+    return target
 
 
 def clean(root: Path) -> None:
@@ -159,6 +182,11 @@ def _publish(folder: Path, final: Path, tag: str) -> None:
     folder.rename(final)
     _sync(final.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _best_step(root: Path) -> int | None:
+    path = root / _BEST
+    return json.loads(path.read_text())["step"] if path.is_file() else None
 
 
 def _prune(root: Path, keep_last: int) -> None:

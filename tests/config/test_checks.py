@@ -5,7 +5,8 @@ import pytest
 from megarl.config.base import ConfigErrors
 from megarl.config.checks import ConfigWarning, check_config, validate
 from megarl.config.facts import ModelFacts
-from megarl.errors import ConfigError
+from megarl.data.preflight import check_rows
+from megarl.errors import ConfigError, DataError
 
 MOE = ModelFacts("test", "qwen3_moe", 8, 64, 8, 4, 16, 96, 1000, 512, False, experts=12, experts_per_token=2)
 DENSE = ModelFacts("test", "qwen3", 12, 64, 12, 4, 16, 96, 1000, 512, False)
@@ -181,7 +182,8 @@ def test_local_launcher_has_one_machine(config_of):
 
 
 def test_evaluation_needs_held_out_prompts_only(config_of):
-    config = config_of("data.train_files=[]", "data.val_files=megarl.recipes.arithmetic:make_rows")
+    settings = ["data.train_files=[]", "data.val_files=megarl.recipes.arithmetic:make_rows", "sft.steps=1"]
+    config = config_of(*settings, "model.hf_config=null", "model.path=org/trained")
     assert [c for c in check_config(config, job="eval") if c.status == "fail"] == []
     assert [c.key for c in check_config(config, job="sft") if c.status == "fail"] == ["data.train_files"]
 
@@ -273,3 +275,39 @@ def test_unknown_hub_name_skips_what_it_cannot_know(config_of):
     checks = check_config(config_of("model.hf_config=null", "model.path=nobody/nothing"))
     assert [check.name for check in checks if check.status == "skip"] == ["model", "actor model split"]
     assert [check for check in checks if check.status == "fail"] == []
+
+
+# -- commands other than train ---------------------------------------------------------------------------------------
+
+
+def test_sft_needs_steps_and_either_kind_of_examples(config_of):
+    def keys(*overrides):
+        return [check.key for check in check_config(config_of(*overrides), job="sft") if check.status == "fail"]
+
+    assert keys() == ["sft.steps"]
+    alone = ["sft.steps=1", "data.train_files=[]"]
+    assert keys(*alone) == ["data.train_files"]
+    assert keys(*alone, "sft.train_files=megarl.recipes.arithmetic:make_rows") == []
+    assert keys("sft.steps=1", "sft.train_files=missing.jsonl") == ["sft.train_files"]
+
+
+def test_the_cold_start_reads_its_own_examples(write, config_of):
+    write('{"prompt": "1", "answer": "2"}', "rl.jsonl")
+    write('{"prompt": "1", "answer": "2", "solution": "1 2"}', "sft.jsonl")
+    files = ["data.train_files=rl.jsonl", "sft.response_key=solution", "sft.steps=1"]
+    check_rows(config_of(*files, "sft.train_files=sft.jsonl"), "train")
+    for job, overrides in (("train", []), ("sft", ["sft.train_files=rl.jsonl"])):
+        with pytest.raises(DataError, match=r"rl.jsonl:1: no column 'solution'"):
+            check_rows(config_of(*files, *overrides), job)
+    check_rows(config_of(*files, "sft.steps=0"), "train")
+
+
+@pytest.mark.parametrize("job", ["eval", "generate"])
+def test_random_weights_are_not_scored(config_of, tmp_path, job):
+    files = "data.val_files=megarl.recipes.arithmetic:make_rows"
+    failed = only([c for c in check_config(config_of(files), job=job) if c.status == "fail"])
+    assert "model.path=RUN_DIR/hf model.hf_config=null, or trainer.resume=" in failed.fix
+    (tmp_path / "step_1").mkdir()
+    (tmp_path / "step_1" / "meta.json").write_text("{}")
+    config = config_of(files, f"trainer.resume={tmp_path / 'step_1'}")
+    assert [c for c in check_config(config, job=job) if c.status == "fail"] == []

@@ -263,3 +263,14 @@ def test_dump_loads_back_equal(tmp_path_factory, name, files, kwargs, lr):
     file.write_text(text, encoding="utf-8")
     assert load_config(file) == config
     assert RunConfig.model_validate(yaml.safe_load(text)) == config  # other YAML readers agree
+
+
+def test_home_is_expanded_in_paths_and_nowhere_else(write, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    text = "model: {path: ~/m}\ndata: {train_files: [~/t.jsonl@train, 'text:~/x']}\nreward: {name: '~/r.py:fn'}\n"
+    config = load_config(write(text), ["trainer.resume=~/run/checkpoints/step_1", "name=~x"])
+    assert config.model.path == "/home/me/m"
+    assert config.data.train_files == ["/home/me/t.jsonl@train", "text:~/x"]
+    assert config.reward.name == "/home/me/r.py:fn"
+    assert config.trainer.resume == "/home/me/run/checkpoints/step_1"
+    assert config.name == "~x"

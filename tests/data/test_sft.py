@@ -69,3 +69,16 @@ def test_bad_responses_name_the_row(tmp_path, tokenizer, row, message):
 def test_a_missing_response_column_names_the_key(tmp_path, tokenizer):
     with pytest.raises(DataError, match=r"no column 'solution'(?s:.*)sft.response_key"):
         SFTDataset(config(tmp_path, [{"prompt": "1", "answer": "2"}]), tokenizer, "solution")
+
+
+def test_examples_longer_than_the_model_takes_are_dropped_and_counted(tmp_path, tokenizer):
+    rows = [{"prompt": "1", "answer": "1234"}, {"prompt": "1", "answer": "12"}, {"prompt": "123", "answer": "1"}]
+    settings = config(tmp_path, rows)
+    data = SFTDataset(settings, tokenizer, max_tokens=5)  # with "=" and the end token: 7, 5 and 6
+    assert (data.responses, data.texts, data.answers, data.too_long) == (["12"], ["1="], ["12"], 2)
+    assert data.describe() == "sft: 1 examples of 5-5 tokens; 2 longer than the model's 5 positions dropped"
+    assert data.batch([0])["prompt_text"] == ["1="]
+    with pytest.raises(DataError, match=r"d.jsonl:1: (?s:.*)2 of 3 such(?s:.*)7 tokens(?s:.*)filter"):
+        SFTDataset(settings.model_copy(update={"overlong": "error"}), tokenizer, max_tokens=5)
+    with pytest.raises(DataError, match="3 of 3 such"):
+        SFTDataset(settings, tokenizer, max_tokens=4)

@@ -176,6 +176,7 @@ def test_misspelt_loader_arguments_are_refused(row_maker):
     with pytest.raises(ConfigError, match=r"data.loader_kwargs.stat(?s:.*)did you mean 'start'"):
         check_loader_kwargs(config)
     check_loader_kwargs(config.model_copy(update={"train_files": [f"{row_maker}:anything"]}))
+    check_loader_kwargs(config, [f"{row_maker}:anything"])
 
 
 # -- errors ------------------------------------------------------------------------------------------------------

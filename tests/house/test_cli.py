@@ -5,11 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megarl import cli
-from megarl.errors import DataError, WorkerError
+from megarl.errors import DataError, UserError, WorkerError
 
 HEAVY = ("ray", "sglang", "megatron", "mlflow", "torch", "transformers")
 
@@ -90,3 +91,15 @@ def test_doctor_lists_versions_and_devices(capsys: pytest.CaptureFixture[str]) -
     shown = capsys.readouterr().out
     assert "megatron-core" in shown
     assert "devices" in shown
+
+
+@pytest.mark.parametrize("stage", ["train", "sft"])
+def test_eval_does_not_write_over_a_training_run(stage: str, tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(f'{{"stage": "{stage}"}}')
+    with pytest.raises(UserError, match=r"holds a training run(?s:.*)model.hf_config=null, or trainer.resume="):
+        cli._refuse_trained(tmp_path, "eval")
+    (tmp_path / "run.json").write_text('{"stage": "eval"}')
+    cli._refuse_trained(tmp_path, "eval")
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(UserError):
+        cli._refuse_trained(tmp_path, "eval")

@@ -88,6 +88,9 @@ def response_loss(model: Any, tokenizer: Any, prompt: str, answer: str) -> float
 def test_sft_goes_on_from_its_checkpoint(tuned: Path, folder: Path) -> None:
     settings = ["sft.steps=8", "sft.optim.lr=3e-2", "trainer.export_hf=false", "data.val_files=[]"]
     again = shutil.copytree(tuned, folder / "again")  # the other tests want the run as it is
+    goal = ["sft.stop_at_accuracy=1e-6", "sft.eval_every=3"]  # met at step 6 already
+    megarl(folder, "sft", "tiny.yaml", *settings[:3], *goal, "--run-dir", again)
+    assert [row["step"] for row in lines(again / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     megarl(folder, "sft", "tiny.yaml", *settings, "--run-dir", again)
     assert [row["step"] for row in lines(again / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
@@ -97,6 +100,11 @@ def test_eval_scores_the_held_out_prompts(tuned: Path, folder: Path) -> None:
     numbers = lines(folder / "eval" / "metrics.jsonl")[-1]
     trained = next(row for row in lines(tuned / "metrics.jsonl") if row["step"] == 6)
     assert numbers["val/acc"] == trained["val/acc"]
+    assert numbers["stage"] == "eval"
+    resume = f"trainer.resume={tuned / 'checkpoints' / 'step_6'}"
+    megarl(folder, "eval", "tiny.yaml", resume, "cluster.nproc=1", "--run-dir", folder / "resumed")
+    again = lines(folder / "resumed" / "metrics.jsonl")[-1]
+    assert (again["step"], again["val/acc"]) == (6, trained["val/acc"])
     assert not (folder / "eval" / "checkpoints").exists()
 
 

@@ -199,3 +199,22 @@ def test_foreign_pickles_are_not_run(alone, tmp_path, name):
     with pytest.raises((CheckpointError, pickle.UnpicklingError)):
         checkpoint.load(folder, {"actor": engine})
     assert not (tmp_path / "ran").exists()
+
+
+def test_checkpoints_of_steps_to_be_trained_anew_are_set_aside(tmp_path):
+    root = tmp_path / "checkpoints"
+    for step in (50, 100, 150, 200):
+        (root / f"step_{step}").mkdir(parents=True)
+        (root / f"step_{step}" / "meta.json").write_text("{}")
+    (root / "best.json").write_text('{"step": 150}')
+    assert checkpoint.set_aside(root, 200) is None
+    assert checkpoint.set_aside(root, 100) == tmp_path / "checkpoints.old-1"
+    assert checkpoint.steps_in(root) == [50, 100]
+    assert checkpoint.steps_in(tmp_path / "checkpoints.old-1") == [150, 200]
+    assert checkpoint.best(root) is None
+    assert checkpoint.best(tmp_path / "checkpoints.old-1").name == "step_150"
+    (root / "best.json").write_text('{"step": 50}')
+    assert checkpoint.set_aside(root, 50).name == "checkpoints.old-2"
+    assert checkpoint.best(root).name == "step_50"
+    assert checkpoint.set_aside(root, None).name == "checkpoints.old-3"
+    assert not list(root.iterdir())
