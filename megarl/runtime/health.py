@@ -207,7 +207,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def where_text(beat: Beat | None) -> str:
-    """`in phase rollout/decode at step 3`, as far as it is known."""
+    """`in phase step/rollout at step 3`, as far as it is known."""
     if beat is None:
         return "before it reported in"
     return f"in phase {beat.phase} at step {beat.step}"

@@ -125,6 +125,15 @@ def test_a_killed_rank_comes_before_what_its_peers_saw(tmp_path: Path) -> None:
     assert (found.rank, found.message) == (1, "was killed by signal 9 (SIGKILL)")
 
 
+def test_a_communication_library_that_aborts_comes_behind_the_error_that_made_it(tmp_path: Path) -> None:
+    assert first(tmp_path, {0: -6, 1: 1}, failed(1, "the loss is NaN", 1.0)).rank == 1
+
+
+def test_an_abort_comes_before_connections_that_it_closed(tmp_path: Path) -> None:
+    found = first(tmp_path, {0: 1, 1: -6}, failed(0, "Connection closed by peer", 1.0))
+    assert (found.rank, found.message) == (1, "was killed by signal 6 (SIGABRT)")
+
+
 def test_lost_connections_alone_are_still_reported(tmp_path: Path) -> None:
     assert first(tmp_path, {0: 1}, failed(0, "Connection closed by peer", 1.0)).rank == 0
 

@@ -76,7 +76,7 @@ class EmbeddedEngine:
         shares = share_out(requests, lanes)
         rows = min(running, max(sum(len(requests[i].seeds) for i in share) for share in shares))
         stage = DecoderStage(self._chunks, self._mesh, self._dtype, rows=rows, steps=sampling.max_new_tokens)
-        limits = Limits(running, self._config.max_prefill_tokens, self._config.cuda_graphs)
+        limits = Limits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, lanes)
         sessions = [
             (lambda share=share: Session(stage, [requests[i] for i in share], sampling, stop_ids, limits).run())
             for share in shares

@@ -30,11 +30,12 @@ _CHECK_EVERY_GPU = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """How much runs at a time: rows, and prompt tokens per prefill pass."""
+    """How much runs at a time: rows, prompt tokens per prefill pass, and sessions that share this process's memory."""
 
     max_running: int
     max_prefill_tokens: int
     graphs: bool
+    sessions: int
 
 
 class _State:
@@ -65,7 +66,7 @@ class Session:
         seeds = [seed for request in requests for seed in request.seeds]
         self._width = sampling.max_new_tokens + self._check_every
         longest = max((len(r.prompt_ids) for r in requests), default=1) - 1 + self._width
-        slots = self._slots(min(limits.max_running, len(seeds)), longest)
+        slots = self._slots(min(limits.max_running, len(seeds)), longest, limits.sessions)
         self._scheduler = Scheduler(requests, slots, limits.max_prefill_tokens)
         self._cache = KVCache(
             layers=stage.layers,
@@ -98,7 +99,7 @@ class Session:
         graphs = fixed and limits.graphs and self._mesh.pp.size == 1 and not stage.is_moe
         self._graphs = DecodeGraphs(self._step, self._state.numbers, self._state.done, len(seeds)) if graphs else None
 
-    def _slots(self, wanted: int, length: int) -> int:
+    def _slots(self, wanted: int, length: int, sessions: int) -> int:
         """Rows that fit into memory, the same number on all ranks of the replica."""
         if wanted == 0:
             return 0
@@ -106,7 +107,7 @@ class Session:
             self._stage.layers, length, self._stage.heads, self._stage.head_dim, self._stage.dtype
         )
         device = self._stage.device
-        fit = min(wanted, int(free_bytes(device) // row))
+        fit = min(wanted, int(free_bytes(device, sessions) // row))
         fit = -self._mesh.pp.all_max(self._mesh.tp.all_max(-fit, device), device)
         if fit < 1:
             raise MegarlError(
