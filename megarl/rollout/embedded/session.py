@@ -17,6 +17,7 @@ import torch
 
 from megarl.config.rollout import SamplingConfig
 from megarl.errors import MegarlError
+from megarl.phase import beat
 from megarl.rollout.embedded.attention import Attend, DecodeAttention, KernelAttention, PromptAttention
 from megarl.rollout.embedded.cache import KVCache, free_bytes
 from megarl.rollout.embedded.graphs import DecodeGraphs
@@ -121,6 +122,7 @@ class Session:
         """Tokens, log-probs and finish reason of every sample, in the order of requests and seeds."""
         steps = 0
         while True:
+            beat()
             if not self._pending:
                 self._admit()
             batch = self._pending.popleft() if self._pending else None
