@@ -159,6 +159,18 @@ def write_error(run_dir: Path, failure: Failure) -> None:
     )
 
 
+_reported: tuple[BaseException, Failure] | None = None
+
+
+def report(run_dir: Path, error: BaseException, rank: int) -> Failure:
+    """Leave `error` for the launcher, once: whoever meets it again on its way out gets the first description."""
+    global _reported
+    if _reported is None or _reported[0] is not error:
+        _reported = (error, failure_of(error, rank))
+        write_error(run_dir, _reported[1])
+    return _reported[1]
+
+
 def read_errors(run_dir: Path) -> dict[int, Failure]:
     """Failures left in RUN_DIR/errors by rank."""
     failures = [Failure(**json.loads(path.read_text())) for path in (run_dir / "errors").glob("rank_*.json")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from megarl.config.run import ClusterConfig, RunConfig, TrackingConfig
 from megarl.errors import ConfigError
 from megarl.launchers import common, supervise
-from megarl.launchers.common import Job, make_run_dir, process_environment, run_workers
+from megarl.launchers.common import Job, Stopped, make_run_dir, process_environment, run_workers
 from megarl.launchers.output import OutputLog
 from megarl.runtime.health import Failure, write_error
 
@@ -102,6 +103,39 @@ class Ended:
 
     def cause(self, rank: int) -> None:
         return None
+
+
+class Running:
+    """Workers that end as they are told."""
+
+    def __init__(self, ended: dict[int, int] | Stopped) -> None:
+        self.ended = ended
+
+    def ranks(self) -> list[int]:
+        return [0]
+
+    def poll(self) -> dict[int, int]:
+        if isinstance(self.ended, Stopped):
+            raise self.ended
+        return self.ended
+
+    def cause(self, rank: int) -> None:
+        return None
+
+    def stop(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "status"),
+    [({0: -9}, 1, "failed"), (Stopped(15), 143, "stopped"), ({0: 0}, 0, "running")],
+)
+def test_the_launcher_says_how_a_run_ended_that_could_not_say_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: dict[int, int] | Stopped, code: int, status: str
+) -> None:
+    (tmp_path / "run.json").write_text('{"status": "running", "config": {"tracking": {"report": false}}}')
+    monkeypatch.setattr("megarl.launchers.local.start", lambda job: Running(ended))
+    assert run_workers("local", "m:f", config(), tmp_path) == code
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == status
 
 
 def first(tmp_path: Path, ended: dict[int, int], *failures: Failure, oom: bool = False) -> Failure:

@@ -10,7 +10,7 @@ samples, so logits come from one place only and a sample can join from any row t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,9 @@ class Session:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         limits: Limits,
+        advance: Callable[[int], None],
     ) -> None:
+        self._advance = advance
         self._stage, self._mesh, self._requests, self._sampling = stage, stage.mesh, requests, sampling
         device = stage.device
         fixed = device.type == "cuda"
@@ -223,6 +225,7 @@ class Session:
         finished = self._state.done[:rows].nonzero()[:, 0].tolist()
         if not finished:
             return
+        self._advance(len(finished))
         holes, movers = self._scheduler.finish(finished)
         state = self._state
         if holes:
