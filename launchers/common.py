@@ -5,6 +5,7 @@ run_workers(launcher, entry, config, run_dir)
   start            local.start | torchrun.start | ray.start      -> Workers
   supervise        until all ranks end, one fails, one hangs, or a signal arrives
   stop             whatever happened, no worker is left
+  close            a run that did not finish says so in run.json, its report and MLflow
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from megarl.launchers.output import OutputLog
 from megarl.processes import write_atomically
 from megarl.runtime.health import forget
 from megarl.runtime.worker import WATCHED
+from megarl.tracking.close import close_run
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
+    from megarl.tracking.tracker import Status
 
 Launcher = Literal["local", "torchrun", "ray"]
 LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
@@ -126,12 +129,16 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> 
     with _locked(run_dir), contextlib.closing(OutputLog(run_dir / "log.txt")) as log:
         job = Job(entry, config, run_dir, log)
         workers: Workers | None = None
+        ended: Status = "failed"
         with _signals_raise() as ignore_signals:
             try:
                 _prepare(job)
                 workers = backend.start(job)
-                return supervise(workers, job)
+                code = supervise(workers, job)
+                ended = "failed" if code else "finished"
+                return code
             except Stopped as stopped:
+                ended = "stopped"
                 log.say(f"megarl: stopped by {signal.Signals(stopped.number).name}")
                 return 128 + stopped.number
             except UserError:
@@ -148,6 +155,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> 
                 ignore_signals()
                 if workers is not None:
                     workers.stop()
+                    if ended != "finished" and node_rank() == 0:
+                        close_run(run_dir, ended)
 
 
 def _prepare(job: Job) -> None:

@@ -52,12 +52,15 @@ def _settle(workers: Workers) -> dict[int, int]:
 
 
 def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed: bool) -> Failure:
-    """The root cause: a rank that was killed, else the earliest error that is not just the loss of a peer."""
+    """The root cause: a rank that got SIGKILL, else the earliest error that is not just the loss of a peer.
+
+    Other signals come behind such errors: a communication library ends its process with SIGABRT when a peer is lost.
+    """
     errors = read_errors(job.run_dir)
     abrupt = [
         _abrupt_end(rank, code, workers, job, oom_killed) for rank, code in ended.items() if code and rank not in errors
     ]
-    killed = [failure for failure in abrupt if ended[failure.rank] < 0]
+    killed = [failure for failure in abrupt if ended[failure.rank] == -signal.SIGKILL]
     own = [failure for failure in errors.values() if not failure.peer_lost]
     by_time = sorted(own, key=lambda f: f.time) + abrupt + sorted(errors.values(), key=lambda f: f.time)
     return (killed + by_time)[0]

@@ -6,6 +6,8 @@ import os
 
 import torch
 
+from megarl.errors import ConfigError
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -15,10 +17,25 @@ def has_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this process: `cuda:LOCAL_RANK` or `cpu`."""
-    if has_cuda():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
+    """The device of this process: `cuda:LOCAL_RANK` or `cpu`. One visible GPU is this process's own (Ray shows one).
+
+    Raises:
+        ConfigError: more processes than GPUs on this machine.
+    """
+    if not has_cuda():
+        return torch.device("cpu")
+    local, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if visible == 1:
+        return torch.device("cuda", 0)
+    if local >= visible:
+        raise ConfigError(
+            f"process {local} of this machine has no GPU of its own: {visible} are visible",
+            where="cluster.nproc",
+            found=os.environ.get("LOCAL_WORLD_SIZE", str(local + 1)),
+            allowed=f"at most {visible} on this machine, one process per GPU",
+            fix="lower cluster.nproc, or show more GPUs in CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", local)
 
 
 def dist_backend() -> str:

@@ -7,6 +7,7 @@ becomes one trace event and adds its seconds to `timing_s/<path>`.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -46,13 +47,39 @@ def current() -> str:
 
 
 def on_change(callback: Callable[[str], None]) -> None:
-    """Call `callback(path)` whenever a phase opens or closes (heartbeats use it)."""
+    """Call `callback(path)` whenever a phase opens or closes, and at every `beat` (heartbeats use it)."""
     _on_change.append(callback)
 
 
 def _notify() -> None:
     for callback in _on_change:
         callback(current())
+
+
+def beat() -> None:
+    """Tell the launcher that long work inside a phase moves on; microseconds, from any thread."""
+    _notify()
+
+
+@contextlib.contextmanager
+def keep_beating(limit_s: float = 6 * 3600.0, every_s: float = 5.0) -> Iterator[None]:
+    """Beat in the background while the block runs, for calls that cannot do it themselves, such as downloads.
+
+    Args:
+        limit_s: the block is no longer covered after this many seconds, so that a hang is still noticed.
+        every_s: seconds between two beats.
+    """
+    done, end = threading.Event(), time.monotonic() + limit_s
+
+    def run() -> None:
+        while not done.wait(every_s) and time.monotonic() < end:
+            beat()
+
+    threading.Thread(target=run, name="keep-beating", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 @contextlib.contextmanager

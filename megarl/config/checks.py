@@ -7,7 +7,7 @@ import warnings
 from megarl.config.base import raise_problems
 from megarl.config.checklist import Check, Checklist
 from megarl.config.checks_files import check_data, check_model, check_places, check_reward
-from megarl.config.checks_layout import check_cluster, check_parallel, check_same_layout
+from megarl.config.checks_layout import check_cluster, check_deadlines, check_parallel, check_same_layout
 from megarl.config.checks_packages import check_packages
 from megarl.config.checks_settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.config.facts import ModelFacts
@@ -31,6 +31,7 @@ def check_config(
     checks = Checklist()
     facts = check_model(config.model, hf, checks)
     check_cluster(config, checks, launcher)
+    check_deadlines(config, checks)
     check_parallel(config, "actor.parallel", config.actor.parallel, facts, checks)
     if config.algorithm.pipeline == "ppo":
         check_same_layout(config, checks)

@@ -39,6 +39,20 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
         )
 
 
+def check_deadlines(config: RunConfig, checks: Checklist) -> None:
+    """While one rank waits for its rewards the others wait for it, at most `cluster.timeout_s`."""
+    rewards, cluster = config.reward.timeout_s, config.cluster
+    if cluster.nproc > 1 and rewards >= cluster.timeout_s:
+        checks.fail(
+            "deadlines",
+            "reward.timeout_s",
+            f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before the rewards do",
+            found=rewards,
+            allowed=f"number below {cluster.timeout_s:g}",
+            fix=f"set reward.timeout_s={cluster.timeout_s / 2:g}, or cluster.timeout_s={2 * rewards:g}",
+        )
+
+
 def check_parallel(
     config: RunConfig, key: str, parallel: ParallelConfig, facts: ModelFacts | None, checks: Checklist
 ) -> None:

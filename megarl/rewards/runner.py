@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from megarl.errors import RewardError
 from megarl.metrics import Metrics
+from megarl.phase import beat
 from megarl.rewards.pool import Pool
 from megarl.rewards.registry import Scorer, load_scorer, time_limit_s
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Failure, Outcome, Result, Sample, score
@@ -97,6 +98,7 @@ class RewardRunner:
                 outcomes = handle.outcomes.result(timeout=_POLL_S)
                 break
             except FutureTimeout:
+                beat()  # the wait has its own deadline
                 if self._scorer and handle.started and time.monotonic() > handle.started + self._cfg.timeout_s:
                     self._stuck = self._describe_stuck(handle)
                     raise RewardError(self._stuck) from None

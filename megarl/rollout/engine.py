@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -48,7 +48,14 @@ class RolloutEngine(Protocol):
     weight_version: int
 
     def generate(
-        self, requests: Sequence[Request], sampling: SamplingConfig, eos_ids: Sequence[int]
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        eos_ids: Sequence[int],
+        advance: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
-        """Completions in the order of `requests` and of their seeds; `sampling.n` is not read."""
+        """Completions in the order of `requests` and of their seeds; `sampling.n` is not read.
+
+        `advance(k)` is called, from any thread, when this process has finished k more samples.
+        """
         ...

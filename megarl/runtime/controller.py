@@ -12,7 +12,8 @@ No controller sees another rank's samples; what crosses ranks are gradients, cou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -46,6 +47,12 @@ class Critic(Protocol):
         """Update on `returns`; metrics merged over all ranks."""
 
 
+@contextlib.contextmanager
+def no_progress(description: str, total: int | None) -> Iterator[Callable[[float], None]]:
+    """Show nothing; see `megarl.tracking.tracker.Tracker.progress`."""
+    yield lambda units: None
+
+
 @dataclass
 class Controller:
     """Everything the stages of this rank work with.
@@ -55,6 +62,7 @@ class Controller:
         kl_controller: weight of the KL penalty in the reward.
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
+        progress: shows long work on the console; only on the rank that has a tracker, while it has one.
         pending_reward: handle of rewards that are being computed.
         surplus: scored groups that dynamic sampling left over for the next step.
     """
@@ -74,6 +82,7 @@ class Controller:
     critic: Critic | None = None
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
+    progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     pending_reward: Any = None
     surplus: list[Batch] = field(default_factory=list)
 

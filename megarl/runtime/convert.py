@@ -31,7 +31,7 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
 
     from megarl.config.load import load_config
     from megarl.data.tokenizer import load_tokenizer
-    from megarl.device import DTYPES
+    from megarl.device import DTYPES, dist_backend
     from megarl.models.config import load_hf_config
     from megarl.models.weights import export_weights
     from megarl.runtime.setup import build_engine
@@ -50,7 +50,7 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
     whole = config.actor.model_copy(update={"parallel": ParallelConfig()})
     config = config.model_copy(update={"actor": whole})
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
     layout = init_parallel(ParallelConfig(), config.cluster.timeout_s)
     hf_config = load_hf_config(config.model)
     engine = build_engine(config, hf_config, layout, lambda chunks: None, trainable=False)

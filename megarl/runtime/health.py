@@ -1,12 +1,13 @@
 """What a worker tells about itself while it runs and when it fails, and how a launcher reads it.
 
     worker                         RUN_DIR                          launcher
-    megarl.phase -> Heartbeat ->   heartbeats/rank_K   -> read_beat -> Watch   no phase change for too long: a hang
+    megarl.phase -> Heartbeat ->   heartbeats/rank_K   -> read_beat -> Watch   no beat for too long: a hang
     exception    -> write_error -> errors/rank_K.json  -> read_errors          which rank failed first, and where
 
-A heartbeat is progress of the main thread, not a sign of life: it changes only when a phase opens or closes, so a
+A heartbeat is progress of the work, not a sign of life: it changes when a phase opens or closes and when long work
+inside a phase says that it moves on (`megarl.phase.beat`: decode steps, micro-batches, tensors read or written), so a
 rank that waits for ever looks stuck although its process is healthy. Each beat is a copy into a memory-mapped file of
-one block (about 2 microseconds), so every phase change is recorded and none has to be rate-limited.
+one block (about 2 microseconds), so every one is recorded and none has to be rate-limited.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Beat:
-    """One rank's last recorded phase change; `time` is unix seconds."""
+    """One rank's last recorded beat; `time` is unix seconds."""
 
     changes: int
     step: int
@@ -60,7 +61,7 @@ class Beat:
 
 
 class Heartbeat:
-    """Records every phase change of this process in RUN_DIR/heartbeats/rank_K."""
+    """Records every beat of this process in RUN_DIR/heartbeats/rank_K."""
 
     def __init__(self, run_dir: Path, rank: int) -> None:
         path = _beat_path(run_dir, rank)
@@ -77,7 +78,7 @@ class Heartbeat:
         phase.on_change(self.beat)
 
     def beat(self, path: str) -> None:
-        """Record that the main thread is now in phase `path`."""
+        """Record progress, with the main thread in phase `path`."""
         text = f"{self._host} {path}".encode()[:_TEXT_MAX]
         with self._lock:
             self._changes += 1
@@ -158,6 +159,18 @@ def write_error(run_dir: Path, failure: Failure) -> None:
     )
 
 
+_reported: tuple[BaseException, Failure] | None = None
+
+
+def report(run_dir: Path, error: BaseException, rank: int) -> Failure:
+    """Leave `error` for the launcher, once: whoever meets it again on its way out gets the first description."""
+    global _reported
+    if _reported is None or _reported[0] is not error:
+        _reported = (error, failure_of(error, rank))
+        write_error(run_dir, _reported[1])
+    return _reported[1]
+
+
 def read_errors(run_dir: Path) -> dict[int, Failure]:
     """Failures left in RUN_DIR/errors by rank."""
     failures = [Failure(**json.loads(path.read_text())) for path in (run_dir / "errors").glob("rank_*.json")]
@@ -173,7 +186,7 @@ def forget(run_dir: Path) -> None:
 
 
 class Watch:
-    """Notices ranks that never report in, and ranks whose phase has not changed for too long.
+    """Notices ranks that never report in, and ranks that have not moved on for too long.
 
     Times are this process's own monotonic clock, so clocks of other machines do not matter.
     """
@@ -207,7 +220,7 @@ def ranks_text(ranks: list[int]) -> str:
 
 
 def where_text(beat: Beat | None) -> str:
-    """`in phase rollout/decode at step 3`, as far as it is known."""
+    """`in phase step/rollout at step 3`, as far as it is known."""
     if beat is None:
         return "before it reported in"
     return f"in phase {beat.phase} at step {beat.step}"

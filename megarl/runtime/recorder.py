@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -9,12 +11,17 @@ from megarl import phase as phases
 from megarl.comm import reduce_metrics
 from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
+from megarl.runtime.controller import no_progress
+from megarl.runtime.health import report
 from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
 if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
     from megarl.tracking.tracker import Status, Tracker
+
+log = logging.getLogger(__name__)
+_AFTER_FAILURE_S = 5.0  # the other ranks hang until this one ends; its launcher completes what is missing then
 
 
 class Recorder:
@@ -47,10 +54,28 @@ class Recorder:
         self._start = (time.perf_counter(), time.process_time())
 
     def __enter__(self) -> Recorder:
+        if self._tracker is not None:
+            self._c.progress = self._tracker.progress
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        status: Status = "finished" if kind is None else "stopped" if kind is KeyboardInterrupt else "failed"
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._c.progress = no_progress
+        if error is None:
+            self._finish("finished")
+            return
+        report(self._c.run_dir, error, self._c.layout.rank)  # before anything that takes time or may fail
+        status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        thread = threading.Thread(target=self._finish_if_possible, args=(status,), name="finish", daemon=True)
+        thread.start()
+        thread.join(_AFTER_FAILURE_S)
+
+    def _finish_if_possible(self, status: Status) -> None:
+        try:
+            self._finish(status)
+        except Exception as error:
+            log.warning("the record of the run is incomplete: %s: %s", type(error).__name__, error)
+
+    def _finish(self, status: Status) -> None:
         self._trace.write(phases.drain())
         self._trace.close()
         if self._tracker is not None:

@@ -19,7 +19,7 @@ from megarl.device import DTYPES, device, dist_backend, has_cuda
 from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.weights import init_random, load_weights
-from megarl.phase import phase
+from megarl.phase import keep_beating, phase
 from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.runtime.controller import Controller
@@ -48,7 +48,7 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
     """
     torch.manual_seed(config.trainer.seed)
     layout = init_processes(config)
-    with phase("load_data"):
+    with phase("load_data"), keep_beating():  # downloads, and reading and tokenizing all rows
         tokenizer = load_tokenizer(config.model)
         hf_config = load_hf_config(config.model)
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)

@@ -18,7 +18,7 @@ from pathlib import Path
 from megarl.imports import import_callable
 from megarl.phase import phase
 from megarl.processes import kill_with_parent, watch_parent
-from megarl.runtime.health import Heartbeat, failure_of, write_error
+from megarl.runtime.health import Heartbeat, report
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -39,8 +39,7 @@ def run(entry: str, config_path: Path) -> int:
             function = import_callable(entry, where="--entry")
         function(config, run_dir)
     except BaseException as error:
-        failure = failure_of(error, rank)
-        write_error(run_dir, failure)
+        failure = report(run_dir, error, rank)
         if WATCHED not in os.environ:
             print(failure.message if failure.user_error else failure.traceback, file=sys.stderr)
         return failure.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from rich.text import Text
 
 from megarl.tracking.names import FINAL_TABLE, STEP_LINE, Shown, number
 
+_BAR = "training"
 _LOG_EVERY_S = 15.0  # progress lines where no bar can be drawn
 
 
@@ -30,7 +32,7 @@ class ConsoleView:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._total, self._label = total_steps, label
         self._bars: Progress | None = None
-        self._run_bar: TaskID | None = None
+        self._bar = TaskID(0)
         if self.console.is_terminal:
             self._bars = Progress(
                 TextColumn("{task.description}"),
@@ -41,13 +43,12 @@ class ConsoleView:
                 transient=True,
             )
             self._bars.start()
-            if total_steps:
-                self._run_bar = self._bars.add_task("training", total=total_steps)
+            self._bar = self._bars.add_task(_BAR, total=total_steps)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """One line with the metrics people look at; metrics that are absent are left out."""
-        if self._bars is not None and self._run_bar is not None:
-            self._bars.update(self._run_bar, completed=step)
+        if self._bars is not None:
+            self._bars.update(self._bar, completed=step)
         self.console.print(self.step_text(step, metrics))
 
     def step_text(self, step: int, metrics: dict[str, float]) -> Text:
@@ -63,26 +64,31 @@ class ConsoleView:
 
     @contextlib.contextmanager
     def progress(self, description: str, total: int | None) -> Iterator[Callable[[float], None]]:
-        """Show long work; the body calls the given function with the units done since its last call."""
-        if self._bars is not None:
-            task = self._bars.add_task(description, total=total)
-            try:
-                yield lambda units: self._bars.advance(task, units) if self._bars else None
-            finally:
-                self._bars.remove_task(task)
-            return
+        """Show long work; the body calls the given function, from any thread, with the units done since its last call.
+
+        On a terminal it stands before the one bar there is: a second line would make every redrawing a line of the
+        log. Elsewhere it is a plain line now and then.
+        """
         start = last = time.monotonic()
-        done = 0.0
+        done, lock = 0.0, threading.Lock()
 
         def advance(units: float) -> None:
             nonlocal done, last
-            done += units
-            if time.monotonic() - last >= _LOG_EVERY_S:
-                last = time.monotonic()
-                share = f"{done:g}/{total} ({100 * done / total:.0f}%)" if total else f"{done:g}"
-                self.console.print(f"{description}: {share}, {last - start:.0f} s")
+            with lock:
+                done += units
+                share = f"{done:g}/{total}" if total else f"{done:g}"
+                if self._bars is not None:
+                    self._bars.update(self._bar, description=f"{_BAR}, {description} {share}")
+                elif time.monotonic() - last >= _LOG_EVERY_S:
+                    last = time.monotonic()
+                    percent = f" ({100 * done / total:.0f}%)" if total else ""
+                    self.console.print(f"{description}: {share}{percent}, {last - start:.0f} s")
 
-        yield advance
+        try:
+            yield advance
+        finally:
+            if self._bars is not None:
+                self._bars.update(self._bar, description=_BAR)
 
     def note(self, message: str) -> None:
         """One plain line."""

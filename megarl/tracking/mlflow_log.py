@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import ConfigError
+from megarl.processes import write_atomically
 
 log = logging.getLogger(__name__)
 EXPERIMENT = "megarl"
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _PARAM_CHARS = 500  # the smallest limit among MLflow's stores
 _PARAMS_PER_CALL = 100
 _FINISH_TIMEOUT_S = 120.0
@@ -29,7 +31,8 @@ _FORBIDDEN = re.compile(r"[^\w\-./ ]")
 
 
 class MlflowLog:
-    """One MLflow run. Its id is kept in a file of the run folder, so that a resumed run continues it.
+    """One MLflow run. Its id and status are kept in a file of the run folder: a resumed run continues it, and the
+    launcher closes it when this process could not.
 
     Args:
         uri: tracking URI.
@@ -77,7 +80,7 @@ class MlflowLog:
                 client.log_artifact(run_id, str(path))
 
         self._calls.put(call)
-        self._calls.put(lambda client, run_id: client.set_terminated(run_id, status))
+        self._calls.put(lambda client, run_id: self._close(client, run_id, status))
         self._calls.put(None)
         self._thread.join(_FINISH_TIMEOUT_S)
         if self._thread.is_alive():
@@ -86,6 +89,14 @@ class MlflowLog:
             log.warning("MLflow at %s: %d calls failed; metrics.jsonl is complete", self._uri, self.failures)
         if status == "FINISHED":  # otherwise another error is on its way to the user, who needs that one
             self._check()
+
+    def _close(self, client: Any, run_id: str, status: str) -> None:
+        client.set_terminated(run_id, status)
+        self._keep(run_id, status)
+
+    def _keep(self, run_id: str, status: str) -> None:
+        known = {"uri": self._uri, "experiment": EXPERIMENT, "run_id": run_id, "status": status}
+        write_atomically(self._id_file, json.dumps(known))
 
     def _check(self) -> None:
         if self._start_error is not None:
@@ -112,16 +123,10 @@ class MlflowLog:
                     log.warning("MLflow call failed, training goes on: %s: %s", type(error).__name__, error)
 
     def _open(self) -> tuple[Any, str]:
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reports usage over the network otherwise
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # table creation chatter
-        from mlflow.tracking import MlflowClient
-
-        for name in ("mlflow", "alembic"):
-            logging.getLogger(name).setLevel(logging.WARNING)  # importing it sets its own level
-        client = MlflowClient(self._uri)
-        run_id = self._continued(client) if self._resume else None
-        return client, run_id or self._create(client)
+        client = _connect(self._uri)
+        run_id = (self._continued(client) if self._resume else None) or self._create(client)
+        self._keep(run_id, "RUNNING")
+        return client, run_id
 
     def _continued(self, client: Any) -> str | None:
         """Id of the MLflow run this folder logged to, set to running again; None when there is none in this store."""
@@ -145,10 +150,27 @@ class MlflowLog:
         params = [Param(_name(key), str(value)[:_PARAM_CHARS]) for key, value in flatten(self._params)]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             client.log_batch(run_id, params=params[start : start + _PARAMS_PER_CALL])
-        temporary = self._id_file.with_suffix(".tmp")
-        temporary.write_text(json.dumps({"uri": self._uri, "experiment": EXPERIMENT, "run_id": run_id}))
-        os.replace(temporary, self._id_file)
         return run_id
+
+
+def _connect(uri: str) -> Any:
+    """A client of the store at `uri`; the import alone takes seconds."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reports usage over the network otherwise
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # table creation chatter
+    from mlflow.tracking import MlflowClient
+
+    for name in ("mlflow", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # importing it sets its own level
+    return MlflowClient(uri)
+
+
+def close_open_run(id_file: Path, status: str) -> None:
+    """Close the MLflow run of `id_file` (`FAILED` or `KILLED`) when the process that logged to it could not."""
+    known = json.loads(id_file.read_text())
+    if known["status"] == "RUNNING":
+        _connect(known["uri"]).set_terminated(known["run_id"], status)
+        write_atomically(id_file, json.dumps(known | {"status": status}))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from megarl.phase import PhaseEvent
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
 from megarl.tracking.machine import machine_info
-from megarl.tracking.mlflow_log import MlflowLog
+from megarl.tracking.mlflow_log import STATUS, MlflowLog
 from megarl.tracking.trace import TraceWriter, merge_trace
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from megarl.config.run import TrackingConfig
 
 Status = Literal["finished", "failed", "stopped"]
-_MLFLOW_STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
 
 
@@ -99,7 +98,7 @@ class Tracker:
         self._traces[rank].write(events)
 
     def progress(self, description: str, total: int | None = None) -> AbstractContextManager[Callable[[float], None]]:
-        """Show long work: `with tracker.progress("validation", 64) as advance: ... advance(1)`."""
+        """Show long work: `with tracker.progress("validate", 64) as advance: ... advance(1)`."""
         return self.view.progress(description, total)
 
     def finish(self, status: Status = "finished") -> None:
@@ -120,7 +119,7 @@ class Tracker:
         if self._cfg.report:
             self.view.note(f"report: {report}")
         if self._mlflow is not None:
-            self._mlflow.finish(_MLFLOW_STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
+            self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
 
     def _prepare(self, path: Path, resume_step: int | None) -> None:
         """Cut the lines after the step that is resumed at; before a fresh start move the old lines away."""

@@ -30,7 +30,7 @@ from megarl.metrics import Metrics
 from megarl.models.build import build_policy
 from megarl.models.config import transformer_config
 from megarl.models.policy import PolicyModel
-from megarl.phase import phase
+from megarl.phase import beat, phase
 from megarl.training import microbatch, offload, optimizer
 from megarl.training.guard import check_finite
 from megarl.training.logprob import linear_logprob
@@ -280,6 +280,7 @@ class MegatronEngine:
         states. Returns its results on the last stage, an empty list elsewhere."""
 
         def forward(iterator: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Any]:
+            beat()
             micro = next(iterator)
             hidden = chunk(
                 input_ids=micro.input_ids,

@@ -34,6 +34,7 @@ def test_a_good_recipe_passes_every_check(config_of):
             "cluster.nproc",
             ["6 is not divisible by 4", "4, 8"],
         ),
+        (["cluster.nproc=2", "cluster.timeout_s=300"], "reward.timeout_s", ["give up after", "timeout_s=150"]),
         (["cluster.nnodes=2"], "cluster.nnodes", ["cannot be spread over 2 machines"]),
         # batches
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from megarl.config.run import ClusterConfig, RunConfig, TrackingConfig
 from megarl.errors import ConfigError
 from megarl.launchers import common, supervise
-from megarl.launchers.common import Job, make_run_dir, process_environment, run_workers
+from megarl.launchers.common import Job, Stopped, make_run_dir, process_environment, run_workers
 from megarl.launchers.output import OutputLog
 from megarl.runtime.health import Failure, write_error
 
@@ -105,6 +106,39 @@ class Ended:
         return None
 
 
+class Running:
+    """Workers that end as they are told."""
+
+    def __init__(self, ended: dict[int, int] | Stopped) -> None:
+        self.ended = ended
+
+    def ranks(self) -> list[int]:
+        return [0]
+
+    def poll(self) -> dict[int, int]:
+        if isinstance(self.ended, Stopped):
+            raise self.ended
+        return self.ended
+
+    def cause(self, rank: int) -> None:
+        return None
+
+    def stop(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "status"),
+    [({0: -9}, 1, "failed"), (Stopped(15), 143, "stopped"), ({0: 0}, 0, "running")],
+)
+def test_the_launcher_says_how_a_run_ended_that_could_not_say_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: dict[int, int] | Stopped, code: int, status: str
+) -> None:
+    (tmp_path / "run.json").write_text('{"status": "running", "config": {"tracking": {"report": false}}}')
+    monkeypatch.setattr("megarl.launchers.local.start", lambda job: Running(ended))
+    assert run_workers("local", "m:f", config(), tmp_path) == code
+    assert json.loads((tmp_path / "run.json").read_text())["status"] == status
+
+
 def first(tmp_path: Path, ended: dict[int, int], *failures: Failure, oom: bool = False) -> Failure:
     for failure in failures:
         write_error(tmp_path, failure)
@@ -124,6 +158,15 @@ def test_the_earliest_error_of_its_own_comes_first(tmp_path: Path) -> None:
 def test_a_killed_rank_comes_before_what_its_peers_saw(tmp_path: Path) -> None:
     found = first(tmp_path, {0: 1, 1: -9}, failed(0, "something odd", 1.0))
     assert (found.rank, found.message) == (1, "was killed by signal 9 (SIGKILL)")
+
+
+def test_a_communication_library_that_aborts_comes_behind_the_error_that_made_it(tmp_path: Path) -> None:
+    assert first(tmp_path, {0: -6, 1: 1}, failed(1, "the loss is NaN", 1.0)).rank == 1
+
+
+def test_an_abort_comes_before_connections_that_it_closed(tmp_path: Path) -> None:
+    found = first(tmp_path, {0: 1, 1: -6}, failed(0, "Connection closed by peer", 1.0))
+    assert (found.rank, found.message) == (1, "was killed by signal 6 (SIGABRT)")
 
 
 def test_lost_connections_alone_are_still_reported(tmp_path: Path) -> None:

@@ -94,6 +94,31 @@ def test_watch_counts_phase_changes_as_progress(tmp_path: Path) -> None:
     assert watch.check([]) is None  # it has ended since
 
 
+def test_long_work_inside_a_phase_is_no_hang(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 0)
+    watch = Watch(tmp_path, [0], timeout_s=0.3, start_timeout_s=60)
+    with phase.phase("generate"):
+        for _ in range(5):
+            time.sleep(0.1)
+            phase.beat()
+            assert watch.check([0]) is None
+
+
+def test_a_download_beats_in_the_background_up_to_its_limit(tmp_path: Path) -> None:
+    Heartbeat(tmp_path, 0)
+
+    def changes() -> int:
+        beat = read_beat(tmp_path, 0)
+        assert beat is not None
+        return beat.changes
+
+    with phase.keep_beating(limit_s=0.2, every_s=0.01):
+        time.sleep(0.4)
+        at_the_limit = changes()
+        time.sleep(0.1)
+        assert changes() == at_the_limit > 2
+
+
 def test_a_failure_keeps_its_phase_and_exit_code(tmp_path: Path) -> None:
     phase.set_step(4)
     with pytest.raises(DataError) as caught, phase.phase("load"):

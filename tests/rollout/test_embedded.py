@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megarl.rollout.embedded.cache import free_bytes
 from megarl.rollout.engine import Request
 from tests.models.tiny import ARCHITECTURES, build_tiny, save_tiny
 from tests.rollout.cases import STOP, build, engine, full_forward, logprobs, make_requests, sampled, tokens
@@ -193,3 +194,11 @@ def test_nothing_to_do(dense):
 def test_a_request_without_prompt_is_refused():
     with pytest.raises(ValueError, match="at least one prompt token"):
         Request([], [1])
+
+
+def test_caches_of_one_machine_share_its_memory(monkeypatch):
+    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert free_bytes(torch.device("cpu")) == 800
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert free_bytes(torch.device("cpu"), sessions=2) == 100

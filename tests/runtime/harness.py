@@ -27,7 +27,7 @@ data:
   max_prompt_tokens: 8
   batch_size: 4
 # A dense score, so that advantages are not all zero while the model knows nothing.
-reward: {name: "REWARD_FILE:closeness"}
+reward: {name: "REWARD_FILE:closeness", timeout_s: 50}
 algorithm: {kl: {use: loss, coef: 0.01}}
 rollout: {sampling: {n: 4, max_new_tokens: 6}}
 validation: {sampling: {max_new_tokens: 6}, every: 2}

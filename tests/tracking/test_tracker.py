@@ -9,6 +9,7 @@ from rich.console import Console
 from megarl.config.run import TrackingConfig
 from megarl.errors import ConfigError
 from megarl.phase import PhaseEvent
+from megarl.tracking.close import close_run
 from megarl.tracking.console import ConsoleView, summary
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow_log import metric_name
@@ -23,7 +24,8 @@ def screen():
 
 def tracker(tmp_path, screen, **more):
     cfg = TrackingConfig(dir=str(tmp_path), mlflow=more.pop("mlflow", False), **more.pop("cfg", {}))
-    return Tracker(tmp_path / "run", cfg, "my run", {"trainer": {"steps": 3}}, console=screen, total_steps=3, **more)
+    resolved = more.pop("resolved", {"trainer": {"steps": 3}})
+    return Tracker(tmp_path / "run", cfg, "my run", resolved, console=screen, total_steps=3, **more)
 
 
 def steps(tmp_path, file="metrics.jsonl", stage="train"):
@@ -92,6 +94,22 @@ def test_mlflow_gets_params_metrics_artifacts_and_continues_the_same_run(tmp_pat
     assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"report.html", "metrics.jsonl", "run.json"}
 
 
+def test_a_run_whose_process_was_killed_is_closed_by_its_launcher(tmp_path, screen):
+    from mlflow.tracking import MlflowClient
+
+    t = tracker(tmp_path, screen, mlflow=True, resolved={"tracking": {"report": True}})
+    t.log(1, {"x": 1.0})
+    t._mlflow._calls.put(None)  # the process ends here
+    t._mlflow._thread.join()
+    close_run(tmp_path / "run", "stopped", budget_s=120.0)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped"
+    assert (tmp_path / "run" / "report.html").exists()
+    known = json.loads((tmp_path / "run" / "mlflow.train.json").read_text())
+    assert MlflowClient(known["uri"]).get_run(known["run_id"]).info.status == "KILLED"
+    close_run(tmp_path / "run", "failed", budget_s=120.0)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped"
+
+
 def test_mlflow_that_cannot_start_stops_the_run(tmp_path, screen):
     (tmp_path / "file").write_text("")
     t = tracker(tmp_path, screen, mlflow=True, cfg={"mlflow_uri": f"sqlite:///{tmp_path}/file/x.db"})
@@ -155,6 +173,8 @@ def test_progress_on_a_terminal_is_taken_down():
     view = ConsoleView(3, terminal)
     with view.progress("validation", 4) as advance:
         advance(4)
+        assert [task.description for task in view._bars.tasks] == ["training, validation 4/4"]
+    assert [task.description for task in view._bars.tasks] == ["training"]
     view.step(1, {"val/acc": 1.0})
     view.final("done", [{"step": 1, "val/acc": 1.0}])
     view.close()

@@ -16,6 +16,7 @@ from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import coordinate, local_shards
 from megarl.models.weights.plan import Box, Coordinate, Piece, hf_tensors, slices_for
+from megarl.phase import beat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -69,6 +70,7 @@ def iter_hf_tensors(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torch.
     me = dist.get_rank() if len(layout) > 1 else 0
     dtype = chunks[0].config.params_dtype
     for name, shape in hf_tensors(hf, value_head=value_head).items():
+        beat()
         whole = torch.empty(shape, dtype=dtype) if me == _WRITER else None
         for rank, pieces in owners[name].items():
             if rank == me:

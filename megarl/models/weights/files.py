@@ -13,6 +13,7 @@ import torch
 
 from megarl.errors import ConfigError
 from megarl.models.weights.plan import Box
+from megarl.phase import keep_beating
 
 INDEX = "model.safetensors.index.json"
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
@@ -26,7 +27,8 @@ def resolve_folder(source: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(source), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
+        with keep_beating():
+            return Path(snapshot_download(str(source), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
     except Exception as error:
         raise ConfigError(
             f"cannot find this model: {type(error).__name__}",

@@ -15,6 +15,7 @@ from megarl.errors import ConfigError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.plan import Box, Coordinate, Shard, hf_tensors, slices_for
+from megarl.phase import beat
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,6 +56,7 @@ def local_shards(chunks: Sequence[PolicyModel]) -> list[tuple[Shard, torch.nn.Pa
 def _fill(chunks: Sequence[PolicyModel], read: Callable[[str, Box], torch.Tensor]) -> None:
     """Copy every piece, read by `read(source, box)`, into place; uncovered rows (vocabulary padding) become zero."""
     for shard, param in local_shards(chunks):
+        beat()
         covered = sum(math.prod(stop - start for start, stop in piece.target_box) for piece in shard.pieces)
         if covered != param.numel():
             param.zero_()

@@ -10,6 +10,8 @@ of 1.7 ms a layer at n=64, L=160, bf16). On a GPU the layout is fixed, as captur
 
 from __future__ import annotations
 
+import os
+
 import torch
 from torch import Tensor
 
@@ -116,10 +118,16 @@ class KVCache:
         self.values(layer).view(-1, self.head_dim).index_copy_(0, index, values.reshape(-1, self.head_dim))
 
 
-def free_bytes(device: torch.device) -> float:
-    """Memory the cache may take: 0.8 of what is free now."""
+def free_bytes(device: torch.device, sessions: int = 1) -> float:
+    """Memory one cache may take: its share of 0.8 of what is free now.
+
+    Args:
+        device: where the cache lies. A GPU belongs to one process, host memory to all LOCAL_WORLD_SIZE of the machine.
+        sessions: caches that this process makes at the same time.
+    """
     if device.type == "cuda":
-        return 0.8 * torch.cuda.mem_get_info(device)[0]
+        return 0.8 * torch.cuda.mem_get_info(device)[0] / sessions
     import psutil
 
-    return 0.8 * psutil.virtual_memory().available
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return 0.8 * psutil.virtual_memory().available / (processes * sessions)

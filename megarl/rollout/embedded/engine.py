@@ -50,13 +50,17 @@ class EmbeddedEngine:
         self.weight_version = 0
 
     def generate(
-        self, requests: Sequence[Request], sampling: SamplingConfig, eos_ids: Sequence[int]
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        eos_ids: Sequence[int],
+        advance: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
         """Completions of every request, in order; see `RolloutEngine`."""
         shares = share_out(requests, self._mesh.cp.size)
         mine = [requests[i] for i in shares[self._mesh.cp.rank]]
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
-        parts = [self._run(mine, sampling, stop_ids)]
+        parts = [self._run(mine, sampling, stop_ids, advance or _ignore)]
         if self._mesh.cp.group is not None:
             parts = all_gather_json(parts[0], self._mesh.cp.group)
         samples = iter(in_order(parts, requests, shares))
@@ -68,7 +72,9 @@ class EmbeddedEngine:
             for request in requests
         ]
 
-    def _run(self, requests: list[Request], sampling: SamplingConfig, stop_ids: list[int]) -> list[Any]:
+    def _run(
+        self, requests: list[Request], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
+    ) -> list[Any]:
         """Samples of this process's requests, in order."""
         running = max(1, self._config.max_running // self._mesh.cp.size)
         lanes = self._lanes(requests, running)
@@ -76,9 +82,13 @@ class EmbeddedEngine:
         shares = share_out(requests, lanes)
         rows = min(running, max(sum(len(requests[i].seeds) for i in share) for share in shares))
         stage = DecoderStage(self._chunks, self._mesh, self._dtype, rows=rows, steps=sampling.max_new_tokens)
-        limits = Limits(running, self._config.max_prefill_tokens, self._config.cuda_graphs)
+        limits = Limits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, lanes)
         sessions = [
-            (lambda share=share: Session(stage, [requests[i] for i in share], sampling, stop_ids, limits).run())
+            (
+                lambda share=share: Session(
+                    stage, [requests[i] for i in share], sampling, stop_ids, limits, advance
+                ).run()
+            )
             for share in shares
         ]
         if lanes == 1:
@@ -91,6 +101,10 @@ class EmbeddedEngine:
             return 1
         rows = min(running, sum(len(r.seeds) for r in requests))
         return max(1, min(torch.get_num_threads(), len(requests), rows // _LANE_ROWS))
+
+
+def _ignore(samples: int) -> None:
+    """Nobody wants to know how far generation is."""
 
 
 def run_lanes(jobs: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -10,13 +10,14 @@ samples, so logits come from one place only and a sample can join from any row t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from megarl.config.rollout import SamplingConfig
 from megarl.errors import MegarlError
+from megarl.phase import beat
 from megarl.rollout.embedded.attention import Attend, DecodeAttention, KernelAttention, PromptAttention
 from megarl.rollout.embedded.cache import KVCache, free_bytes
 from megarl.rollout.embedded.graphs import DecodeGraphs
@@ -30,11 +31,12 @@ _CHECK_EVERY_GPU = 8
 
 @dataclass(frozen=True)
 class Limits:
-    """How much runs at a time: rows, and prompt tokens per prefill pass."""
+    """How much runs at a time: rows, prompt tokens per prefill pass, and sessions that share this process's memory."""
 
     max_running: int
     max_prefill_tokens: int
     graphs: bool
+    sessions: int
 
 
 class _State:
@@ -57,7 +59,9 @@ class Session:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         limits: Limits,
+        advance: Callable[[int], None],
     ) -> None:
+        self._advance = advance
         self._stage, self._mesh, self._requests, self._sampling = stage, stage.mesh, requests, sampling
         device = stage.device
         fixed = device.type == "cuda"
@@ -65,7 +69,7 @@ class Session:
         seeds = [seed for request in requests for seed in request.seeds]
         self._width = sampling.max_new_tokens + self._check_every
         longest = max((len(r.prompt_ids) for r in requests), default=1) - 1 + self._width
-        slots = self._slots(min(limits.max_running, len(seeds)), longest)
+        slots = self._slots(min(limits.max_running, len(seeds)), longest, limits.sessions)
         self._scheduler = Scheduler(requests, slots, limits.max_prefill_tokens)
         self._cache = KVCache(
             layers=stage.layers,
@@ -98,7 +102,7 @@ class Session:
         graphs = fixed and limits.graphs and self._mesh.pp.size == 1 and not stage.is_moe
         self._graphs = DecodeGraphs(self._step, self._state.numbers, self._state.done, len(seeds)) if graphs else None
 
-    def _slots(self, wanted: int, length: int) -> int:
+    def _slots(self, wanted: int, length: int, sessions: int) -> int:
         """Rows that fit into memory, the same number on all ranks of the replica."""
         if wanted == 0:
             return 0
@@ -106,7 +110,7 @@ class Session:
             self._stage.layers, length, self._stage.heads, self._stage.head_dim, self._stage.dtype
         )
         device = self._stage.device
-        fit = min(wanted, int(free_bytes(device) // row))
+        fit = min(wanted, int(free_bytes(device, sessions) // row))
         fit = -self._mesh.pp.all_max(self._mesh.tp.all_max(-fit, device), device)
         if fit < 1:
             raise MegarlError(
@@ -120,6 +124,7 @@ class Session:
         """Tokens, log-probs and finish reason of every sample, in the order of requests and seeds."""
         steps = 0
         while True:
+            beat()
             if not self._pending:
                 self._admit()
             batch = self._pending.popleft() if self._pending else None
@@ -220,6 +225,7 @@ class Session:
         finished = self._state.done[:rows].nonzero()[:, 0].tolist()
         if not finished:
             return
+        self._advance(len(finished))
         holes, movers = self._scheduler.finish(finished)
         state = self._state
         if holes:

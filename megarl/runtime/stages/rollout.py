@@ -46,6 +46,7 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig, draw: int)
     """
     import torch
 
+    from megarl import phase
     from megarl.data.batch import Jagged
     from megarl.rollout.engine import Request
     from megarl.rollout.seeds import sample_seed
@@ -54,7 +55,9 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig, draw: int)
         Request(ids.tolist(), [sample_seed(c.config.trainer.seed, draw, uid, i) for i in range(sampling.n)])
         for ids, uid in zip(prompts["prompt_ids"].unbind(), prompts["uid"], strict=True)
     ]
-    done = [completion for group in c.rollout.generate(requests, sampling, c.eos_ids) for completion in group]
+    with c.progress(phase.current().rpartition("/")[2], len(requests) * sampling.n) as advance:
+        groups = c.rollout.generate(requests, sampling, c.eos_ids, advance)
+    done = [completion for group in groups for completion in group]
     samples = prompts.repeat(sampling.n)
     response_ids = Jagged.from_list([d.token_ids for d in done], dtype=torch.int64)
     samples.set("response_ids", response_ids)

@@ -1,0 +1,60 @@
+"""The record of a run that its own process could not close, because it was killed, stopped, or hung."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.processes import write_atomically
+
+if TYPE_CHECKING:
+    from megarl.tracking.tracker import Status
+
+log = logging.getLogger(__name__)
+
+
+def close_run(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:
+    """Complete what is missing of a run that did not finish: status in run.json and MLflow, trace.json, report.html.
+
+    Best effort within `budget_s` seconds, without errors; nothing where no run was recorded.
+    """
+    thread = threading.Thread(target=_close, args=(run_dir, status), name="close-run", daemon=True)
+    thread.start()
+    thread.join(budget_s)
+
+
+def _close(run_dir: Path, status: Status) -> None:
+    for part in (_close_files, _close_mlflow):
+        try:
+            part(run_dir, status)
+        except Exception as error:
+            log.warning("the record of the run is incomplete: %s: %s", type(error).__name__, error)
+
+
+def _close_mlflow(run_dir: Path, status: Status) -> None:
+    from megarl.tracking.mlflow_log import STATUS, close_open_run
+
+    for id_file in run_dir.glob("mlflow.*.json"):
+        close_open_run(id_file, STATUS[status])
+
+
+def _close_files(run_dir: Path, status: Status) -> None:
+    """Write the status that run.json lacks, and then the files that show it."""
+    from megarl.tracking.report import write_report
+    from megarl.tracking.trace import merge_trace
+
+    path = run_dir / "run.json"
+    if not path.is_file():
+        return
+    run = json.loads(path.read_text())
+    if run["status"] != "running":
+        return
+    run |= {"status": status, "ended": time.time()}
+    write_atomically(path, json.dumps(run, indent=1))
+    merge_trace(run_dir)
+    if run["config"]["tracking"]["report"]:
+        write_report(run_dir)

@@ -1,0 +1,30 @@
+"""Which GPU a process takes."""
+
+import pytest
+import torch
+
+from megarl.device import device
+from megarl.errors import ConfigError
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    def show(visible: int, local_rank: int) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: visible)
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+
+    return show
+
+
+def test_every_process_has_a_gpu_of_its_own(gpus):
+    gpus(4, 3)
+    assert device() == torch.device("cuda", 3)
+    gpus(4, 4)
+    with pytest.raises(ConfigError, match=r"cluster\.nproc: process 4 of this machine has no GPU"):
+        device()
+
+
+def test_the_only_visible_gpu_is_the_process_s_own(gpus):
+    gpus(1, 3)
+    assert device() == torch.device("cuda", 0)

@@ -1,0 +1,63 @@
+"""What a rank leaves behind when its run fails."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.runtime import health, recorder
+from megarl.runtime.controller import no_progress
+from megarl.runtime.recorder import Recorder
+
+
+class FakeTracker:
+    """`finish` does what the test says."""
+
+    def __init__(self, finish):
+        self.finish = finish
+        self.progress = object()
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    def build(finish):
+        monkeypatch.setattr("megarl.tracking.tracker.Tracker", lambda *args, **more: FakeTracker(finish))
+        config = SimpleNamespace(tracking=None, name="x", model_dump=lambda mode: {})
+        c = SimpleNamespace(run_dir=tmp_path, layout=SimpleNamespace(rank=0), config=config, progress=no_progress)
+        return c, Recorder(c, "train", total_steps=1)
+
+    return build
+
+
+def test_the_error_is_on_disk_before_the_run_is_closed_and_is_not_replaced(make, tmp_path):
+    seen = []
+
+    def finish(status):
+        seen.append((status, health.read_errors(tmp_path)[0].message))
+        raise OSError("disk full")
+
+    c, record = make(finish)
+    with pytest.raises(ValueError, match="the first") as caught, record:
+        assert c.progress is not no_progress
+        raise ValueError("the first")
+    assert seen == [("failed", "the first")]
+    assert c.progress is no_progress
+    assert health.report(tmp_path, caught.value, 0).time == health.read_errors(tmp_path)[0].time
+
+
+def test_a_slow_end_does_not_hold_a_failed_run(make, monkeypatch):
+    monkeypatch.setattr(recorder, "_AFTER_FAILURE_S", 0.1)
+    _, record = make(lambda status: time.sleep(20))
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), record:
+        raise KeyboardInterrupt
+    assert time.monotonic() - started < 15
+
+
+def test_an_error_while_closing_a_finished_run_is_an_error(make):
+    def finish(status):
+        raise OSError(status)
+
+    _, record = make(finish)
+    with pytest.raises(OSError, match="finished"), record:
+        pass
