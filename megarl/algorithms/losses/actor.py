@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import kl_tokens
-from megarl.algorithms.losses.base import POLICY_LOSSES, LossSettings
+from megarl.algorithms.losses.base import POLICY_LOSSES
 from megarl.metrics import Metrics
 
 
-class ActorSettings(LossSettings, Protocol):
-    """What the objective reads from `algorithm.loss`."""
+class ActorSettings(Protocol):
+    """What the objective reads from `algorithm.loss`; the loss of that name reads its own settings from it, too."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -43,6 +44,7 @@ def actor_loss(
     entropy: Tensor | None = None,
     ref_logp: Tensor | None = None,
     kl: KLSettings | None = None,
+    prepared: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, Metrics]:
     """sum(w loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl): this part's share of the mini-batch's loss.
 
@@ -58,11 +60,13 @@ def actor_loss(
         entropy: same shape, differentiable when it is to be a bonus; None: none.
         ref_logp: same shape; needed when `kl` is given.
         kl: estimator and coefficient of the KL term; None: no KL in the loss.
+        prepared: this part of what `preparation_of(loss)` made of the mini-batch, for losses that have one.
 
     Returns:
         Scalar loss, and metrics. An empty or fully masked part gives zero, with zero gradients.
     """
-    token_loss, metrics = POLICY_LOSSES.get(cfg.name)(logp, old_logp, advantages, mask, cfg, offsets=offsets)
+    loss_fn = POLICY_LOSSES.get(cfg.name)
+    token_loss, metrics = loss_fn(logp, old_logp, advantages, mask, cfg, offsets=offsets, **(prepared or {}))
     policy = (weights * token_loss).sum()
     loss = policy
     sums = [mask.sum().double(), policy.detach().double()]

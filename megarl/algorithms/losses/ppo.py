@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses.base import POLICY_LOSSES, LossSettings, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue
 from megarl.metrics import Metrics
 
 
@@ -15,7 +15,7 @@ def ppo(
     old_logp: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    cfg: LossSettings,
+    cfg: DualClipSettings,
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
@@ -41,12 +41,19 @@ def ppo(
     tensor([-1.2000,  0.8000,  3.0000])
     """
     p = Prologue.of(logp, old_logp, advantages, mask)
-    plain = -p.advantages * p.ratio
-    bounded = -p.advantages * p.ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
-    loss, clipped = torch.maximum(plain, bounded), bounded > plain
-    lower = None
-    if cfg.dual_clip is not None:
-        ceiling = -p.advantages * cfg.dual_clip
-        lower = (p.advantages < 0) & (ceiling < loss)
-        loss = torch.where(lower, ceiling, loss)
+    loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)
     return loss, p.metrics(clipped, lower)
+
+
+def clipped_surrogate(
+    ratio: Tensor, advantages: Tensor, cfg: DualClipSettings
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Token loss, which tokens the clip stopped, and which the dual clip (None: there is none)."""
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    loss, clipped = torch.maximum(plain, bounded), bounded > plain
+    if cfg.dual_clip is None:
+        return loss, clipped, None
+    ceiling = -advantages * cfg.dual_clip
+    lower = (advantages < 0) & (ceiling < loss)
+    return torch.where(lower, ceiling, loss), clipped, lower
