@@ -36,6 +36,7 @@ class Role(Enum):
     CRITIC = "critic"
     ROLLOUT = "rollout"
     REFERENCE = "reference"
+    TEACHER = "teacher"
     REWARD = "reward"
     DYNAMIC_SAMPLING = "dynamic_sampling"
 

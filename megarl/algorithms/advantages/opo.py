@@ -40,7 +40,7 @@ def opo(
     >>> mask = torch.tensor([[True, True, True], [True, False, False]])
     >>> opo(rewards, mask, ["a", "a"]).advantages  # baseline (3 * 1 + 1 * 0) / 4
     tensor([[ 0.2500,  0.2500,  0.2500],
-            [-0.7500,  0.0000,  0.0000]])
+            [-0.7500, -0.0000, -0.0000]])
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     length = rows.counts(mask).double()

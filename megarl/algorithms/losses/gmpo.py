@@ -20,7 +20,7 @@ def gmpo(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-A s with s = exp(mean over the sequence of sign(A) min(sign(A) d, sign(A) clip(d, -low, high))), d the log-ratio.
+    """-A s, s = exp(mean over the sequence of sign(A) min(sign(A) d, sign(A) clip(d, -low, high))), d the log-ratio.
 
     Clipped in log space and per token; A is the mean advantage of the sequence's tokens. Every valid token carries its
     sequence's loss, so aggregation seq-mean-token-mean is the mean over sequences of the paper, with ranges of 0.4.

@@ -20,7 +20,7 @@ def gspo(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """max(-A s, -A clip(s, 1 - low, 1 + high)) with the sequence ratio s = exp(mean over the sequence of the log-ratio).
+    """max(-A s, -A clip(s, 1 - low, 1 + high)), s = exp(mean over the sequence of the log-ratio).
 
     All tokens of a sequence are clipped together. The gradient of s goes to tokens as s_t = sg(s) pi_t / sg(pi_t), so
     that token-level advantages work too. The paper averages within sequences: aggregation seq-mean-token-mean, with

@@ -45,9 +45,7 @@ def ppo(
     return loss, p.metrics(clipped, lower)
 
 
-def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, cfg: DualClipSettings
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, cfg: DualClipSettings) -> tuple[Tensor, Tensor, Tensor | None]:
     """Token loss, which tokens the clip stopped, and which the dual clip (None: there is none)."""
     plain = -advantages * ratio
     bounded = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)

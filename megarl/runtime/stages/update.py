@@ -47,7 +47,9 @@ def mini_batches(c: Controller, samples: Batch) -> Iterator[Batch]:
 def train_on(c: Controller, mini: Batch) -> Metrics:
     """One optimizer step. The loss weights hold the global counts, so no split of the samples changes the result."""
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
-    from megarl.algorithms.losses import actor_loss
+    from megarl.algorithms.losses import POLICY_LOSSES, actor_loss, preparation_of
+    from megarl.algorithms.rows import Rows
+    from megarl.algorithms.select import drawn
 
     algorithm = c.config.algorithm
     mask = mini["response_mask"]
@@ -57,6 +59,14 @@ def train_on(c: Controller, mini: Batch) -> Metrics:
     )
     mini.set("loss_weights", mask.like(weights))
     kl = algorithm.kl if algorithm.kl.use == "loss" else None
+    distillation = algorithm.distillation if algorithm.distillation.coef else None
+    prepare, prepared = preparation_of(POLICY_LOSSES.get(algorithm.loss.name)), []
+    if prepare is not None:
+        keys = drawn(_seeds(c, mini), Rows.of(mask.values, mask.offsets))
+        inputs = (mini[name].values for name in ("old_logp", "advantages", "response_mask"))
+        for name, values in prepare(*inputs, algorithm.loss, keys=keys, all_sum=c.all_sum).items():
+            mini.set(f"prepared_{name}", mask.like(values))
+            prepared.append(name)
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         tokens = {name: micro[name].values.to(logp.device) for name in micro.names() if name in _TOKEN_FIELDS}
@@ -72,9 +82,22 @@ def train_on(c: Controller, mini: Batch) -> Metrics:
             entropy=entropy,
             ref_logp=tokens.get("ref_logp"),
             kl=kl,
+            teacher_logp=tokens.get("teacher_logp"),
+            distillation=distillation,
+            prepared={name: micro[f"prepared_{name}"].values.to(logp.device) for name in prepared},
         )
 
     return c.actor.train_step(mini, loss, c.temperature)
 
 
-_TOKEN_FIELDS = frozenset({"old_logp", "ref_logp", "advantages", "response_mask", "loss_weights"})
+def _seeds(c: Controller, mini: Batch) -> Tensor:
+    """int64 [B]: what is drawn for a sample's tokens depends on its name and the optimizer step, not on its rank."""
+    import torch
+
+    from megarl.rollout.seeds import sample_seed
+
+    seeds = [sample_seed(c.config.trainer.seed, c.actor.step, sample, 0) for sample in mini["sample_id"]]
+    return torch.tensor(seeds, dtype=torch.int64)
+
+
+_TOKEN_FIELDS = frozenset({"old_logp", "ref_logp", "teacher_logp", "advantages", "response_mask", "loss_weights"})
