@@ -95,7 +95,6 @@ def needs_old_logp(config: RunConfig) -> bool:
 
     True whatever the steps when the estimator, or the loss before the batch is cut, reads them.
     """
+    algorithm = config.algorithm
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
-    return (
-        steps or config.actor.ppo_epochs > 1 or config.algorithm.kl.use == "reward" or config.algorithm.needs_old_logp
-    )
+    return steps or config.actor.ppo_epochs > 1 or algorithm.kl.use == "reward" or algorithm.needs_old_logp

@@ -33,11 +33,9 @@ def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank
         histogram = all_sum(torch.bincount(digits, minlength=256).double().cpu())
         below = histogram.cumsum(0)
         if float(below[-1]) < left:
-            digit, taken = 255, 0.0  # all that are left
-        else:
-            digit = int((below < left).sum())
-            taken = float(below[digit] - histogram[digit])
-        left -= int(taken)
+            return among  # in the first round, on all ranks
+        digit = int((below < left).sum())
+        left -= int(below[digit] - histogram[digit])
         prefix = prefix << _DIGIT | digit
         candidates = candidates[digits == digit]
     return among & (keys <= prefix)

@@ -35,6 +35,7 @@ def cispo(
 
     Source: MiniMax-M1 (arXiv 2506.13585).
 
+    >>> import torch
     >>> from types import SimpleNamespace
     >>> cfg, logp = SimpleNamespace(clip_low=0.2, clip_high=0.2), torch.tensor([0.5]).log()
     >>> cispo(logp, torch.tensor([0.25]).log(), torch.ones(1), torch.ones(1, dtype=torch.bool), cfg)[0]  # 1.2 log 2

@@ -74,7 +74,8 @@ def take_largest(
     """`selected`: the floor(cov_fraction * tokens), at least one, tokens of largest covariance, if it is positive."""
     cov, tokens = covariances(old_logp, advantages, mask, all_sum)
     positive = mask & (cov > 0)
-    ranked = descending(cov.clamp(min=0))
+    # In float32, so that values which only differ by the order of summation stay equal.
+    ranked = descending(cov.clamp(min=0).float())
     return {"selected": smallest(ranked, positive, max(1, int(cfg.cov_fraction * tokens)), all_sum)}
 
 

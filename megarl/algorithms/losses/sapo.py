@@ -53,6 +53,6 @@ def sapo(
     tensor([-2.])
     """
     p = Prologue.of(logp, old_logp, advantages, mask)
-    tau = torch.where(p.advantages > 0, cfg.tau_pos, cfg.tau_neg).to(p.ratio)
+    tau = torch.full_like(p.ratio, cfg.tau_neg).masked_fill(p.advantages > 0, cfg.tau_pos)
     gate = torch.sigmoid(tau * (p.ratio - 1)) * (4 / tau)
     return -p.advantages * gate, p.metrics()
