@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., object])
 #: fn(old_logp, advantages, mask, cfg, *, keys, all_sum) -> {keyword of the loss: tensor in the shape of mask}
 Preparation = Callable[..., dict[str, Tensor]]
 
-_LIMIT = 20.0
+LIMIT = 20.0
 
 
 class ClipSettings(Protocol):
@@ -65,7 +65,7 @@ class Prologue:
         # where, not a product with the mask: NaN * 0 is NaN.
         logp = torch.where(mask, logp, 0)
         difference = logp - torch.where(mask, old_logp.detach(), 0)
-        log_ratio = difference.clamp(-_LIMIT, _LIMIT)
+        log_ratio = difference.clamp(-LIMIT, LIMIT)
         return cls(logp, difference, log_ratio, log_ratio.exp(), torch.where(mask, advantages.detach(), 0), mask)
 
     @torch.no_grad()
@@ -76,12 +76,16 @@ class Prologue:
 
         `ratio` replaces the token ratio, for losses that work with another one.
         """
-        metrics, mask = Metrics(), self.mask
-        ratio = (self.ratio if ratio is None else ratio).detach()
-        if mask.numel() == 0:
-            return metrics
+        return Metrics() if self.mask.numel() == 0 else ratio_metrics(self.statistics(clipped, lower, ratio)[None])
+
+    @torch.no_grad()
+    def statistics(
+        self, clipped: Tensor | None = None, lower: Tensor | None = None, ratio: Tensor | None = None
+    ) -> Tensor:
+        """What `ratio_metrics` takes, float64 [7], of one or more tokens."""
+        mask, ratio = self.mask, (self.ratio if ratio is None else ratio).detach()
         none = torch.zeros_like(mask)
-        numbers = torch.stack(
+        return torch.stack(
             [
                 mask.sum().double(),
                 -self.log_ratio.sum().double(),
@@ -92,17 +96,27 @@ class Prologue:
                 (mask & (none if lower is None else lower)).sum().double(),
             ]
         )
-        # One transfer for all of them: each would stall a GPU on its own.
-        count, kl, total, least, most, n_clipped, n_lower = numbers.tolist()
+
+
+def ratio_metrics(statistics: Tensor) -> Metrics:
+    """Metrics of blocks of tokens.
+
+    Args:
+        statistics: float64 [blocks, 7]: valid tokens, sums of -d and of the ratio over them, smallest and largest
+            ratio, tokens that the clip and that the dual clip stopped.
+    """
+    metrics = Metrics()
+    # One transfer for all of them: each would stall a GPU on its own.
+    for count, kl, total, least, most, n_clipped, n_lower in statistics.tolist():
         if count == 0:
-            return metrics
+            continue
         metrics.mean("actor/ppo_kl", kl, count)
         metrics.min("actor/ratio_min", least)
         metrics.mean("actor/ratio_mean", total, count)
         metrics.max("actor/ratio_max", most)
         metrics.mean("actor/pg_clipfrac", n_clipped, count)
         metrics.mean("actor/pg_clipfrac_lower", n_lower, count)
-        return metrics
+    return metrics
 
 
 def prepared_by(preparation: Preparation) -> Callable[[F], F]:

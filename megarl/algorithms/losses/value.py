@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from megarl.algorithms.losses.blocks import by_blocks, where_zero
 from megarl.metrics import Metrics
 
 
@@ -25,25 +28,43 @@ def value_loss(
 
     Source: PPO's reference implementation; arXiv 2005.12729.
     """
-    values = torch.where(mask, values, 0)
-    old_values = torch.where(mask, old_values.detach(), 0)
-    returns = torch.where(mask, returns.detach(), 0)
-    loss = (values - returns).square()
-    clipped = torch.zeros_like(mask)
-    if clip is not None:
-        near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
-        bounded = (near - returns).square()
-        clipped = bounded > loss
-        loss = torch.maximum(loss, bounded)
-    return 0.5 * loss, _metrics(values.detach(), clipped, mask)
+    if mask.numel() == 0:
+        return values * 0, Metrics()
 
+    def general(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        values = torch.where(mask, values, 0)
+        returns = torch.where(mask, returns, 0)
+        loss, clipped = (values - returns).square(), torch.zeros_like(mask)
+        if clip is not None:
+            old_values = torch.where(mask, old_values, 0)
+            near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
+            bounded = (near - returns).square()
+            clipped = bounded > loss
+            loss = torch.maximum(loss, bounded)
+        counts = [mask.sum().double(), values.detach().sum().double(), (clipped & mask).sum().double()]
+        return 0.5 * loss, torch.stack(counts)
 
-def _metrics(values: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
+    loss, statistics = by_blocks(general, partial(_quick, clip), values, [old_values, returns], mask)
     metrics = Metrics()
-    count, total, n_clipped = torch.stack(
-        [mask.sum().double(), values.sum().double(), (clipped & mask).sum().double()]
-    ).tolist()
-    if count:
-        metrics.mean("critic/vpred_mean", total, count)
-        metrics.mean("critic/vf_clipfrac", n_clipped, count)
-    return metrics
+    for count, total, n_clipped in statistics.tolist():
+        if count:
+            metrics.mean("critic/vpred_mean", total, count)
+            metrics.mean("critic/vf_clipfrac", n_clipped, count)
+    return loss, metrics
+
+
+def _quick(
+    clip: float | None, values: Tensor, old_values: Tensor, returns: Tensor
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The loss and its slope where everything is valid."""
+    error = values - returns
+    loss = error.square()
+    slope, n_clipped = error, 0
+    if clip is not None:
+        beyond = torch.nn.functional.softshrink(values - old_values, clip)  # how far outside the clip range
+        bounded = (error - beyond).square_()
+        worse = torch.maximum(loss, bounded)
+        gap, loss = loss - worse, worse
+        slope, n_clipped = where_zero(error, gap), int(gap.count_nonzero())
+    total = float(values.sum(dtype=torch.float64))
+    return loss.mul_(0.5), slope, torch.tensor([len(values), total, n_clipped], dtype=torch.float64)
