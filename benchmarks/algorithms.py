@@ -4,11 +4,11 @@
     megarl bench algorithms --json algorithms.json
     megarl bench algorithms --only gae grpo
 
-Batches have 4096 responses of 4096 tokens, float32, in the packed form that training uses. Seconds are CPU-seconds, the
-least of several calls in a process of its own with the environment of a worker; memory is how far the first call raised
-the process's peak resident set (on Linux), what it returns included. The losses are held against one copy of all their inputs in
-the same process: reading and writing them once. CPU-seconds bear a busy machine better than wall seconds, but caches are
-shared: numbers mean something only while nothing else runs.
+Batches have 4096 responses of 4096 tokens, float32, padded form. Seconds are CPU-seconds, the least of several calls in
+a process of its own with the environment of a worker; memory is how far the first call raised the process's peak
+resident set (on Linux), what it returns included. The losses are held against one copy of all their inputs in the same
+process: reading and writing them once. CPU-seconds bear a busy machine better than wall seconds, but caches are shared:
+numbers mean something only while nothing else runs.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 ROWS, LENGTH, GROUP = 4096, 4096, 8
 REPEATS = 7
 
+VERDICT = {True: "yes", False: "no", None: ""}
+
 #: What one call of a case does, and an optional number that its result is judged by.
 Made = tuple[Callable[[], Any], Callable[[Any], float] | None]
 
@@ -44,7 +46,7 @@ class Case:
     Attributes:
         name: as on the command line.
         make: builds the inputs; what it returns is measured.
-        seconds: CPU-seconds not to exceed; None: `copies` says it.
+        seconds: CPU-seconds not to exceed; None: `copies` says it, or none.
         copies: how many times the seconds of copying all inputs, not to be exceeded.
         megabytes: extra memory not to exceed.
         quality: name and largest value of the number that `make` gives with the call.
@@ -61,18 +63,17 @@ class Case:
 
 
 def _tokens(count: int) -> list[Tensor]:
-    """Float32 noise [ROWS * LENGTH]; made in place, so that no freed memory is left for the measured call."""
+    """Float32 noise [ROWS, LENGTH]; made in place, so that no freed memory is left for the measured call."""
     import torch
 
     g = torch.Generator().manual_seed(0)
-    return [torch.empty(ROWS * LENGTH).normal_(generator=g) for _ in range(count)]
+    return [torch.empty(ROWS, LENGTH).normal_(generator=g) for _ in range(count)]
 
 
-def _packed() -> dict[str, Tensor]:
+def _mask() -> Tensor:
     import torch
 
-    mask = torch.ones(ROWS * LENGTH, dtype=torch.bool)
-    return {"mask": mask, "offsets": torch.arange(ROWS + 1) * LENGTH}
+    return torch.ones(ROWS, LENGTH, dtype=torch.bool)
 
 
 def _uid() -> list[int]:
@@ -82,29 +83,29 @@ def _uid() -> list[int]:
 def _grpo() -> Made:
     from megarl.algorithms.advantages import grpo
 
-    (rewards,), form, uid = _tokens(1), _packed(), _uid()
-    return lambda: grpo(rewards, uid=uid, **form), None
+    (rewards,), mask, uid = _tokens(1), _mask(), _uid()
+    return lambda: grpo(rewards, mask, uid), None
 
 
 def _gae() -> Made:
     from megarl.algorithms.advantages import gae
 
-    (rewards, values), form = _tokens(2), _packed()
-    return lambda: gae(rewards, values, gamma=0.99, lam=0.95, **form), None
+    (rewards, values), mask = _tokens(2), _mask()
+    return lambda: gae(rewards, values, mask, gamma=0.99, lam=0.95), None
 
 
 def _reinforce_pp() -> Made:
     from megarl.algorithms.advantages import reinforce_pp
 
-    (rewards,), form = _tokens(1), _packed()
-    return lambda: reinforce_pp(rewards, gamma=0.99, **form), None
+    (rewards,), mask = _tokens(1), _mask()
+    return lambda: reinforce_pp(rewards, mask, gamma=0.99), None
 
 
 def _value_loss() -> Made:
     from megarl.algorithms.losses import value_loss
 
     values, old, returns = _tokens(3)
-    mask, weights = _packed()["mask"], _weights()
+    mask, weights = _mask(), _weights()
     values.requires_grad_()
     return lambda: _backward(values, value_loss(values, old, returns, mask, clip=0.2)[0], weights), None
 
@@ -116,10 +117,10 @@ def _policy_loss(name: str) -> Callable[[], Made]:
 
         logp, old, advantages = _tokens(3)
         old.mul_(0.1).add_(logp)
-        form, weights, cfg = _packed(), _weights(), PolicyLossConfig(name=name)
+        mask, weights, cfg = _mask(), _weights(), PolicyLossConfig(name=name)
         logp.requires_grad_()
         loss = POLICY_LOSSES.get(name)
-        return lambda: _backward(logp, loss(logp, old, advantages, cfg=cfg, **form)[0], weights), None
+        return lambda: _backward(logp, loss(logp, old, advantages, mask, cfg)[0], weights), None
 
     return make
 
@@ -128,7 +129,7 @@ def _weights() -> Tensor:
     """The gradient that reaches token losses."""
     import torch
 
-    return torch.full((ROWS * LENGTH,), 1.0 / (ROWS * LENGTH))
+    return torch.full((ROWS, LENGTH), 1.0 / (ROWS * LENGTH))
 
 
 def _backward(x: Tensor, token_loss: Tensor, weights: Tensor) -> None:
@@ -157,8 +158,8 @@ CASES = [
     Case("reinforce_pp", _reinforce_pp, seconds=0.15, comparable="1.57 s"),
     Case("value_loss", _value_loss, copies=2),
     Case("ppo", _policy_loss("ppo"), copies=2),
-    Case("gspo", _policy_loss("gspo"), copies=2),
-    Case("cispo", _policy_loss("cispo"), copies=2),
+    Case("gspo", _policy_loss("gspo")),
+    Case("cispo", _policy_loss("cispo")),
     Case(
         "partition",
         _partition,
@@ -184,7 +185,7 @@ def measure(case: Case) -> dict[str, Any]:
     seconds = min(_cpu_seconds(call) for _ in range(REPEATS))
     out = {"case": case.name, "cpu_s": seconds, "extra_mb": extra, "quality": quality, "copy_s": None}
     if case.copies is not None:
-        inputs = [*_tokens(3), _packed()["mask"]]
+        inputs = [*_tokens(3), _mask()]
         targets = [x.clone() for x in inputs]
 
         def copy() -> None:
@@ -234,7 +235,7 @@ def judged(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     if case.quality is not None:
         words.append(f"{case.quality[0]} {case.quality[1]:g}")
         met &= found["quality"] <= case.quality[1]
-    return {**found, "target": ", ".join(words), "met": bool(met), "comparable": case.comparable}
+    return {**found, "target": ", ".join(words), "met": bool(met) if words else None, "comparable": case.comparable}
 
 
 def table(results: list[dict[str, Any]]) -> Table:
@@ -248,7 +249,7 @@ def table(results: list[dict[str, Any]]) -> Table:
     for r in results:
         name = r["case"] + ("" if r["quality"] is None else f" ({r['quality']:.3f})")
         made.add_row(
-            name, f"{r['cpu_s']:.3f}", f"{r['extra_mb']:.0f}", r["target"], "yes" if r["met"] else "no", r["comparable"]
+            name, f"{r['cpu_s']:.3f}", f"{r['extra_mb']:.0f}", r["target"], VERDICT[r["met"]], r["comparable"]
         )
     return made
 

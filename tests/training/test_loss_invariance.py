@@ -1,4 +1,4 @@
-"""Gradients of one optimizer step do not depend on micro-batches or data-parallel ranks, for every loss and aggregation.
+"""Gradients of one optimizer step do not depend on micro-batches or ranks, for every loss and aggregation.
 
 The step is the real one: `update.train_on` with its counts and preparations over ranks, through the engine's forward,
 backward and gradient reduction. Only the optimizer is left out, so that all cases start from the same weights.
@@ -21,9 +21,10 @@ from tests.dist import run_distributed
 from tests.training import cases
 
 MODES = get_args(Aggregation)
-BUDGETS = {1: 10_000, 2: 125, 4: 58, 8: 1}  # micro-batches of the whole batch in one process -> their token budget
+BUDGETS = {1: 10_000, 2: 125, 4: 46, 8: 1}  # micro-batches of the whole batch in one process -> their token budget
 SAMPLES = 8
 SHARE = 5  # samples of the first of two ranks
+FEW = (BUDGETS[1], BUDGETS[4])
 MASKS = ("all", "holes")
 BUCKETS = 64
 
@@ -51,7 +52,7 @@ def make_batch(masked: str) -> Batch:
 def controller(engine, loss: dict):
     from megarl.config.run import RunConfig
 
-    algorithm = {"loss": {"sum_norm": 30.0, "entropy_coef": 0.05, "cov_low": 0.0, "cov_fraction": 0.1, **loss}}
+    algorithm = {"loss": {"sum_norm": 30.0, "entropy_coef": 0.05, "cov_low": 0.0, "cov_fraction": 0.1, "trust_region": 1e-4, **loss}}
     algorithm["kl"] = {"use": "loss", "estimator": "low_var_kl+", "coef": 0.1}
 
     def all_sum(values):
@@ -111,7 +112,7 @@ def _all_steps() -> dict[str, dict]:
             batch = batch.split([SHARE, SAMPLES - SHARE])[rank]
         for loss in LOSSES:
             for mode in MODES if masked == "holes" else MODES[:1]:
-                for budget in BUDGETS.values():
+                for budget in BUDGETS.values() if masked == "all" else FEW:
                     grads, metrics, count = step(engine, batch, {"name": loss, "aggregation": mode}, budget)
                     key = f"{loss}, {mode}, mask {masked}"
                     found.setdefault(key, []).append({"grads": grads, "metrics": metrics, "micro_batches": count})
@@ -124,10 +125,8 @@ def test_gradients_do_not_depend_on_the_split():
     two = run_distributed(_all_steps, 2, 300)
     assert len(one) == len(LOSSES) * (len(MODES) + 1)
     for key, steps in one.items():
-        assert [s["micro_batches"] for s in steps] == list(BUDGETS), key
-        uneven = [(a["micro_batches"], b["micro_batches"]) for a, b in zip(*(rank[key] for rank in two), strict=True)]
-        assert uneven[0] == (1, 1), key
-        assert uneven[-1] == (SHARE, SAMPLES - SHARE), key
+        counts = list(BUDGETS) if key.endswith("all") else [1, 4]
+        assert [s["micro_batches"] for s in steps] == counts, key
         want = steps[0]
         scale = want["grads"].abs().max()
         assert scale > 1e-4, key
@@ -135,16 +134,9 @@ def test_gradients_do_not_depend_on_the_split():
             assert (split["grads"] - want["grads"]).abs().max() < 1e-5 * scale, key
             for name, value in want["metrics"].items():
                 assert split["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (key, name)
-
-
-def test_the_losses_differ():
-    """The comparison would say little if all of them had one gradient."""
-    (one,) = run_distributed(_few_steps, 1, 300)
-    values = [tuple(round(x, 6) for x in grads.tolist()[:4]) for grads in one.values()]
-    assert len(set(values)) == len(LOSSES)
-
-
-def _few_steps() -> dict[str, torch.Tensor]:
-    engine = _engine()
-    batch = _samples(engine, "all")
-    return {loss: step(engine, batch, {"name": loss}, 10_000)[0] for loss in LOSSES}
+        if key.endswith("all"):
+            shares = [tuple(rank[key][number]["micro_batches"] for rank in two) for number in (0, -1)]
+            assert shares == [(1, 1), (SHARE, SAMPLES - SHARE)], key
+    # The comparison would say little if all losses had one gradient.
+    seen = {tuple(steps[0]["grads"].tolist()) for key, steps in one.items() if key.endswith("token-mean, mask all")}
+    assert len(seen) == len(LOSSES)
