@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses.base import LIMIT, POLICY_LOSSES, DualClipSettings, Prologue, ratio_metrics
-from megarl.algorithms.losses.blocks import by_blocks, where_zero
+from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue, ratio_metrics
+from megarl.algorithms.losses.fused import WithSlope
+from megarl.kernels.losses import loss_kernels
 from megarl.metrics import Metrics
-
-_HIGHEST = math.exp(LIMIT) * 0.999
 
 
 @POLICY_LOSSES.register("ppo")
@@ -46,35 +42,14 @@ def ppo(
     >>> ppo(logp, torch.zeros(3), torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), cfg)[0]
     tensor([-1.2000,  0.8000,  3.0000])
     """
-    if mask.numel() == 0:
-        return logp * 0, Metrics()
-
-    def general(logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    kernels = loss_kernels(logp, old_logp, advantages)
+    if kernels is None:
         p = Prologue.of(logp, old_logp, advantages, mask)
         loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)
-        return loss, p.statistics(clipped, lower)
-
-    loss, statistics = by_blocks(general, partial(_quick, cfg), logp, [old_logp, advantages], mask)
-    return loss, ratio_metrics(statistics)
-
-
-def _quick(
-    cfg: DualClipSettings, logp: Tensor, old_logp: Tensor, advantages: Tensor
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The loss and its slope where no log-ratio reaches its limit and the dual clip stops nothing."""
-    difference = logp - old_logp
-    ratio = difference.exp()
-    least, most = ratio.aminmax()
-    bounds = torch.stack([least, most]).tolist()
-    highest = _HIGHEST if cfg.dual_clip is None else min(_HIGHEST, cfg.dual_clip)
-    if not (bounds[0] > 1 / _HIGHEST and bounds[1] < highest):  # NaN, too
-        return None
-    cost = advantages.neg()
-    plain = cost * ratio
-    loss = torch.maximum(plain, ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high).mul_(cost))
-    gap = plain - loss
-    numbers = [len(logp), -difference.sum().double(), ratio.sum().double(), *bounds, int(gap.count_nonzero()), 0]
-    return loss, where_zero(plain, gap), torch.tensor(numbers, dtype=torch.float64)
+        return loss, p.metrics(clipped, lower)
+    inputs = [logp, old_logp, advantages]
+    loss, slope, statistics = kernels.ppo(inputs, mask, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
+    return WithSlope.apply(logp, loss, slope), ratio_metrics(statistics)
 
 
 def clipped_surrogate(ratio: Tensor, advantages: Tensor, cfg: DualClipSettings) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -47,9 +47,7 @@ def mini_batches(c: Controller, samples: Batch) -> Iterator[Batch]:
 def train_on(c: Controller, mini: Batch) -> Metrics:
     """One optimizer step. The loss weights hold the global counts, so no split of the samples changes the result."""
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
-    from megarl.algorithms.losses import POLICY_LOSSES, actor_loss, preparation_of
-    from megarl.algorithms.rows import Rows
-    from megarl.algorithms.select import drawn
+    from megarl.algorithms.losses import actor_loss
 
     algorithm = c.config.algorithm
     mask = mini["response_mask"]
@@ -60,13 +58,7 @@ def train_on(c: Controller, mini: Batch) -> Metrics:
     mini.set("loss_weights", mask.like(weights))
     kl = algorithm.kl if algorithm.kl.use == "loss" else None
     distillation = algorithm.distillation if algorithm.distillation.coef else None
-    prepare, prepared = preparation_of(POLICY_LOSSES.get(algorithm.loss.name)), []
-    if prepare is not None:
-        keys = drawn(_seeds(c, mini), Rows.of(mask.values, mask.offsets))
-        inputs = (mini[name].values for name in ("old_logp", "advantages", "response_mask"))
-        for name, values in prepare(*inputs, algorithm.loss, keys=keys, all_sum=c.all_sum).items():
-            mini.set(f"prepared_{name}", mask.like(values))
-            prepared.append(name)
+    prepared = _prepare(c, mini)
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         tokens = {name: micro[name].values.to(logp.device) for name in micro.names() if name in _TOKEN_FIELDS}
@@ -90,14 +82,28 @@ def train_on(c: Controller, mini: Batch) -> Metrics:
     return c.actor.train_step(mini, loss, c.temperature)
 
 
-def _seeds(c: Controller, mini: Batch) -> Tensor:
-    """int64 [B]: what is drawn for a sample's tokens depends on its name and the optimizer step, not on its rank."""
+def _prepare(c: Controller, mini: Batch) -> list[str]:
+    """Let the loss look at the whole mini-batch before it is cut. Returns the names of what it made, which are fields
+    `prepared_<name>` of the mini-batch now."""
     import torch
 
+    from megarl.algorithms.losses import POLICY_LOSSES, preparation_of
+    from megarl.algorithms.rows import Rows
+    from megarl.algorithms.select import drawn
     from megarl.rollout.seeds import sample_seed
 
+    settings, mask = c.config.algorithm.loss, mini["response_mask"]
+    prepare = preparation_of(POLICY_LOSSES.get(settings.name))
+    if prepare is None:
+        return []
+    # What is drawn for a token depends on its sample's name and the optimizer step, not on rank or place in the batch.
     seeds = [sample_seed(c.config.trainer.seed, c.actor.step, sample, 0) for sample in mini["sample_id"]]
-    return torch.tensor(seeds, dtype=torch.int64)
+    keys = drawn(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
+    inputs = (mini[name].values for name in ("old_logp", "advantages", "response_mask"))
+    made = prepare(*inputs, settings, keys=keys, all_sum=c.all_sum)
+    for name, values in made.items():
+        mini.set(f"prepared_{name}", mask.like(values))
+    return list(made)
 
 
 _TOKEN_FIELDS = frozenset({"old_logp", "ref_logp", "teacher_logp", "advantages", "response_mask", "loss_weights"})
