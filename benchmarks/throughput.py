@@ -34,7 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="may be repeated (default: what a recipe that names none gets)",
     )
     parser.add_argument(
-        "overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the case's; the result names them"
+        "overrides",
+        metavar="algorithms | KEY.PATH=VALUE",
+        nargs="*",
+        help="`algorithms`: the pure functions instead of training; else values that replace the case's, which the "
+        "result names",
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="worker processes (default: one per core or GPU)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each (default: cores, shared out)")

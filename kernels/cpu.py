@@ -224,11 +224,17 @@ class CpuKernels:
 @functools.cache
 def load() -> CpuKernels | None:
     """The kernels, compiled if they are not in the cache; None where they cannot be (a warning says why, once)."""
+    library = compiled(_SOURCE)
+    return None if library is None else CpuKernels(library)
+
+
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The library made of a C++ file; None where it cannot be made, with a warning unless there is no compiler."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         return None
     try:
-        return CpuKernels(ctypes.CDLL(str(_build(compiler))))
+        return ctypes.CDLL(str(_build(source, compiler)))
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         warnings.warn(
@@ -249,20 +255,20 @@ def rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
 
-def _build(compiler: str) -> Path:
-    """Path of the shared library for this source, compiler and processor."""
+def _build(source: Path, compiler: str) -> Path:
+    """Path of the shared library for a source, compiler and processor."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), version, *_FLAGS, _processor()]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join([source.read_text(), version, *_FLAGS, _processor()]).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
-    target = folder / f"cpu-{key}.so"
+    target = folder / f"{source.stem}-{key}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
     # Ranks may compile side by side: each in its own folder, and the last rename wins.
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        made, built = f"{work}/cpu.o", f"{work}/cpu.so"
+        made, built = f"{work}/made.o", f"{work}/made.so"
         # -fopenmp is left out of the link on purpose: the symbols come from torch's OpenMP, not from a second one.
-        for command in ([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", made], [compiler, "-shared", made, "-o", built]):
+        for command in ([compiler, *_FLAGS, "-c", str(source), "-o", made], [compiler, "-shared", made, "-o", built]):
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
         os.replace(built, target)
     return target

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megarl import __version__
-from megarl.benchmarks import throughput
+from megarl.benchmarks import algorithms, throughput
 from megarl.errors import MegarlError, UserError
 
 # What runs inside the workers: command -> (entry, help)
@@ -54,12 +54,13 @@ def build_parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     bench = commands.add_parser(
         "bench",
-        help="measure throughput on two fixed cases",
-        description=throughput.__doc__,
+        help="measure throughput on two fixed cases, or the algorithms",
+        description=f"{throughput.__doc__}\n{algorithms.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     throughput.add_arguments(bench)
-    bench.set_defaults(run=throughput.run)
+    algorithms.add_arguments(bench)
+    bench.set_defaults(run=_bench)
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
     doctor.set_defaults(run=_doctor)
     return parser
@@ -137,6 +138,12 @@ def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str)
     steps = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/step_*/meta.json")]
     start = f"from the checkpoint of step {max(steps)}" if steps else "there is no checkpoint yet: from the beginning"
     return f"{shlex.join([*command, '--run-dir', str(run_dir)])}\n            ({start})"
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    if arguments.overrides == ["algorithms"]:
+        return algorithms.run(arguments)
+    return throughput.run(arguments)
 
 
 def _convert(arguments: argparse.Namespace) -> int:

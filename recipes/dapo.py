@@ -1,6 +1,6 @@
 """DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
 
-rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] -> advantage -> actor_train
+rollout -> reward_submit -> reward -> dynamic_sampling -> [filter] -> [overlong] -> advantage -> actor_train
    ^                                        |         \\-> [old_logp] -----------------/
    '------------- more prompts -------------'   (inside the node, until the batch is full)
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
 from megarl.recipes.grpo import add_shaping, needs_old_logp
-from megarl.runtime.stages import advantage, logprob, reward, rollout, sampling, update
+from megarl.runtime.stages import advantage, logprob, reward, rollout, sampling, shaping, update
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -27,13 +27,17 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
     p.add_node("dynamic_sampling", sampling.dynamic_sampling, deps=["reward"], role=Role.DYNAMIC_SAMPLING)
     ends = ["advantage"]
-    shaped = add_shaping(p, config, "dynamic_sampling")
+    chosen = "dynamic_sampling"
+    if config.algorithm.filter.active:
+        p.add_node("filter", shaping.filter_samples, deps=[chosen], role=Role.ADVANTAGE)
+        chosen = "filter"
+    shaped = add_shaping(p, config, chosen)
     p.add_node("advantage", advantage.advantage, deps=[shaped], role=Role.ADVANTAGE)
     if needs_old_logp(config):
         p.add_node(
             "old_logp",
             logprob.old_logp,
-            deps=["dynamic_sampling"],
+            deps=[chosen],
             type=NodeType.MODEL_INFERENCE,
             role=Role.ACTOR,
             only_forward=True,

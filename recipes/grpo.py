@@ -1,8 +1,8 @@
 """GRPO: n samples per prompt, advantage = score against the group, clipped policy gradient.
 
-    rollout -> reward_submit -> reward -> [overlong] -> [kl_in_reward] -> advantage -> actor_train
-           \\-> [old_logp] --------------------------------/------------------/
-           \\-> [ref_logp] -------------------------------/
+    rollout -> reward_submit -> reward -> [overlong] -> [kl_in_reward] -> [filter] -> advantage -> actor_train
+           \\-> [old_logp] -> [sum_pi_squared] --------/
+           \\-> [ref_logp], [teacher_logp], [greedy_rollout] --------------/
 
 Rewards are computed by other processes while the log-prob nodes run. `old_logp` exists only when it is needed: with
 one optimizer step per batch the policy that samples are scored with is the one that is being trained.
@@ -12,13 +12,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.config.algorithm import GRADIENT_ESTIMATORS
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
+from megarl.dag.stage import contract_of
 from megarl.runtime.stages import advantage, logprob, reward, rollout, shaping, update
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
+
+#: Fields that estimators read besides rewards.
+ESTIMATOR_FIELDS = {
+    "gdpo": ["reward_parts"],
+    "remax": ["greedy_score"],
+    "reverse_kl": ["old_logp", "teacher_logp"],
+    **{name: ["old_logp", "sum_pi_squared"] for name in GRADIENT_ESTIMATORS},
+}
 
 
 def build_graph(config: RunConfig) -> TaskGraph:
@@ -26,7 +38,14 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p = Pipeline("grpo", "group-relative policy optimisation")
     p.add_node("rollout", rollout.rollout, type=NodeType.MODEL_INFERENCE, role=Role.ROLLOUT, only_forward=True)
     scored = add_scoring(p, config)
-    p.add_node("advantage", advantage.advantage, deps=scored, role=Role.ADVANTAGE)
+    if config.algorithm.advantage.name == "remax":
+        scored.append(_add_pass(p, "greedy_rollout", rollout.greedy_rollout, "rollout", Role.ACTOR))
+    if config.algorithm.filter.active:
+        p.add_node("filter", shaping.filter_samples, deps=scored, role=Role.ADVANTAGE)
+        scored = ["filter"]
+    needed = ESTIMATOR_FIELDS.get(config.algorithm.advantage.name, [])
+    reads = [*contract_of(advantage.advantage).reads, *needed]
+    p.add_node("advantage", advantage.advantage, deps=scored, role=Role.ADVANTAGE, reads=reads)
     p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
     return p.build()
 
@@ -37,35 +56,30 @@ def add_scoring(p: Pipeline, config: RunConfig, source: str = "rollout") -> list
     Returns:
         The ids of the nodes whose outputs together hold everything.
     """
-    kl = config.algorithm.kl.use
+    algorithm = config.algorithm
     p.add_node("reward_submit", reward.reward_submit, deps=[source], role=Role.REWARD)
     ends = ["reward"]
     if needs_old_logp(config):
-        p.add_node(
-            "old_logp",
-            logprob.old_logp,
-            deps=[source],
-            type=NodeType.MODEL_INFERENCE,
-            role=Role.ACTOR,
-            only_forward=True,
-        )
-        ends.append("old_logp")
-    if kl != "none":
-        p.add_node(
-            "ref_logp",
-            logprob.ref_logp,
-            deps=[source],
-            type=NodeType.MODEL_INFERENCE,
-            role=Role.REFERENCE,
-            only_forward=True,
-        )
-        ends.append("ref_logp")
-    p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
+        ends.append(_add_pass(p, "old_logp", logprob.old_logp, source, Role.ACTOR))
+    if algorithm.advantage.name in GRADIENT_ESTIMATORS:
+        ends.append(_add_pass(p, "sum_pi_squared", logprob.sum_pi_squared, "old_logp", Role.ACTOR))
+    if algorithm.kl.use != "none":
+        ends.append(_add_pass(p, "ref_logp", logprob.ref_logp, source, Role.REFERENCE))
+    if algorithm.needs_teacher:
+        ends.append(_add_pass(p, "teacher_logp", logprob.teacher_logp, source, Role.TEACHER))
+    writes = [*contract_of(reward.reward).writes, *(["reward_parts"] if algorithm.advantage.parts else [])]
+    p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD, writes=writes)
     ends[0] = add_shaping(p, config, "reward")
-    if kl == "reward":
+    if algorithm.kl.use == "reward":
         p.add_node("kl_in_reward", advantage.kl_in_reward, deps=ends, role=Role.ADVANTAGE)
         return ["kl_in_reward"]
     return ends
+
+
+def _add_pass(p: Pipeline, name: str, func: Callable[..., object], source: str, role: Role) -> str:
+    """A node that asks a model about the samples of node `source`. Returns its id."""
+    p.add_node(name, func, deps=[source], type=NodeType.MODEL_INFERENCE, role=role, only_forward=True)
+    return name
 
 
 def add_shaping(p: Pipeline, config: RunConfig, source: str) -> str:
@@ -77,6 +91,10 @@ def add_shaping(p: Pipeline, config: RunConfig, source: str) -> str:
 
 
 def needs_old_logp(config: RunConfig) -> bool:
-    """False when one optimizer step uses every sample once: then the ratio is 1 and old log-probs are the new ones."""
+    """False when one optimizer step uses every sample once: then the ratio is 1 and old log-probs are the new ones.
+
+    True whatever the steps when the estimator, or the loss before the batch is cut, reads them.
+    """
+    algorithm = config.algorithm
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
-    return steps or config.actor.ppo_epochs > 1 or config.algorithm.kl.use == "reward"
+    return steps or config.actor.ppo_epochs > 1 or algorithm.kl.use == "reward" or algorithm.needs_old_logp

@@ -1,4 +1,4 @@
-"""Which prompt groups carry a signal (DAPO's dynamic sampling, accuracy bounds)."""
+"""Which samples and prompt groups are kept: groups that carry a signal, accuracy bounds, responses that ended."""
 
 from __future__ import annotations
 
@@ -8,12 +8,34 @@ import torch
 from torch import Tensor
 
 
-def group_filter(
-    metric: Tensor, uid: Sequence[Hashable], *, low: float | None = None, high: float | None = None
-) -> Tensor:
-    """bool [B]: samples whose group's metric varies, and whose group mean is inside [low, high].
+def group_filter(metric: Tensor, uid: Sequence[Hashable]) -> Tensor:
+    """bool [B]: samples whose group's metric varies (DAPO's dynamic sampling).
 
     Variation is tested on the values themselves (for a 0/1 metric: 0 < successes < G), never on a rounded variance.
+
+    Args:
+        metric: float [B], usually the score.
+        uid: B group names.
+
+    Source: DAPO (arXiv 2503.14476), section 3.2.
+
+    >>> group_filter(torch.tensor([1.0, 1.0, 0.0, 1.0]), ["a", "a", "b", "b"]).tolist()
+    [False, False, True, True]
+    """
+    index, groups = _numbers(uid, metric)
+    values = metric.double()
+    least = values.new_zeros(groups).scatter_reduce(0, index, values, "amin", include_self=False)
+    most = values.new_zeros(groups).scatter_reduce(0, index, values, "amax", include_self=False)
+    return (least < most)[index]
+
+
+def accuracy_filter(
+    metric: Tensor, uid: Sequence[Hashable], *, low: float | None = None, high: float | None = None
+) -> Tensor:
+    """bool [B]: samples of groups with low <= mean metric <= high.
+
+    The sum is compared with the bounds times the size of the group, to a few rounding errors: 7 successes of 10 are not
+    below 0.7.
 
     Args:
         metric: float [B], usually the score.
@@ -21,21 +43,34 @@ def group_filter(
         low: smallest group mean to keep; None: no bound.
         high: largest group mean to keep; None: no bound.
 
-    Source: DAPO (arXiv 2503.14476), section 3.2.
-
-    >>> group_filter(torch.tensor([1.0, 1.0, 0.0, 1.0]), ["a", "a", "b", "b"]).tolist()
+    >>> accuracy_filter(torch.tensor([1.0, 1.0, 0.0, 1.0]), ["a", "a", "b", "b"], high=0.9).tolist()
     [False, False, True, True]
     """
-    numbers: dict[Hashable, int] = {}
-    index = torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64, device=metric.device)
-    values = metric.double()
-    least = values.new_zeros(len(numbers)).scatter_reduce(0, index, values, "amin", include_self=False)
-    most = values.new_zeros(len(numbers)).scatter_reduce(0, index, values, "amax", include_self=False)
-    keep = least < most
-    if low is not None or high is not None:
-        mean = values.new_zeros(len(numbers)).scatter_reduce(0, index, values, "mean", include_self=False)
-        keep &= (mean >= (-torch.inf if low is None else low)) & (mean <= (torch.inf if high is None else high))
+    index, groups = _numbers(uid, metric)
+    total = metric.new_zeros(groups, dtype=torch.float64).index_add_(0, index, metric.double())
+    size = torch.bincount(index, minlength=groups).double()
+    slack = 1e-9 * size
+    keep = torch.ones(groups, dtype=torch.bool, device=metric.device)
+    if low is not None:
+        keep &= total >= low * size - slack
+    if high is not None:
+        keep &= total <= high * size + slack
     return keep[index]
+
+
+def truncated_filter(finish_reason: Sequence[str]) -> Tensor:
+    """bool [B]: samples whose response ended by itself, not at the length limit ("length").
+
+    Source: DAPO (arXiv 2503.14476), overlong filtering.
+    """
+    return torch.tensor([reason != "length" for reason in finish_reason], dtype=torch.bool)
+
+
+def _numbers(uid: Sequence[Hashable], like: Tensor) -> tuple[Tensor, int]:
+    """Group number of each sample on the device of `like`, and the number of groups."""
+    numbers: dict[Hashable, int] = {}
+    index = torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64, device=like.device)
+    return index, len(numbers)
 
 
 def success_histogram(metric: Tensor, uid: Sequence[Hashable]) -> dict[str, int]:

@@ -11,6 +11,9 @@ from torch import Tensor
 from megarl.algorithms.rows import Rows
 from megarl.errors import UserError
 
+#: Added to standard deviations of groups.
+EPS = 1e-6
+
 #: Adds a small float64 tensor over all ranks that share the mini-batch and returns the total.
 AllSum = Callable[[Tensor], Tensor]
 
@@ -73,8 +76,26 @@ class Groups:
     @property
     def std(self) -> Tensor:
         """float64 [B]: unbiased standard deviation of the sample's group; zero for groups of one."""
-        squares = _by_group(self.centred.square(), self.index, int(self.index.max()) + 1 if len(self.index) else 0)
-        return (squares[self.index] / (self.count - 1).clamp(min=1)).sqrt()
+        return (self.sum(self.centred.square()) / (self.count - 1).clamp(min=1)).sqrt()
+
+    @property
+    def standardised(self) -> Tensor:
+        """float64 [B]: (score - group mean) / (group std + 1e-6); zero for samples that are not live or alone."""
+        return self.centred / (self.std + EPS)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """float64 [B]: sum of `values` [B] over the sample's group."""
+        return _by_group(values.double(), self.index, self._size)[self.index]
+
+    def largest(self, values: Tensor, among: Tensor) -> Tensor:
+        """float64 [B]: largest of `values` [B] in the sample's group where `among` is true; -inf where nothing is."""
+        chosen = torch.where(among, values.double(), -torch.inf)
+        most = chosen.new_full((self._size,), -torch.inf).scatter_reduce(0, self.index, chosen, "amax")
+        return most[self.index]
+
+    @property
+    def _size(self) -> int:
+        return int(self.index.max()) + 1 if len(self.index) else 0
 
 
 def _by_group(values: Tensor, index: Tensor, n: int) -> Tensor:

@@ -10,6 +10,11 @@ from megarl.config.base import Section
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
 
+#: Estimators that compare the squared gradient norms of tokens.
+GRADIENT_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+#: Estimators that read log-probs of the policy.
+SCORED_ESTIMATORS = (*GRADIENT_ESTIMATORS, "reverse_kl")
+
 
 class AdvantageConfig(Section):
     """Advantage estimator."""
@@ -19,18 +24,30 @@ class AdvantageConfig(Section):
     allow_singleton: bool = Field(False, description="accept groups of one sample (advantage 0)")
     gamma: float = Field(1.0, ge=0, le=1, description="discount")
     lam: float = Field(1.0, ge=0, le=1, description="GAE lambda")
+    parts: dict[str, float] = Field(
+        default_factory=dict, description="gdpo: weight of each part that the reward function returns"
+    )
 
 
 class PolicyLossConfig(Section):
     """Policy loss."""
 
     name: str = Field("ppo", description="registered loss or pkg.mod:fn")
-    clip_low: NonNegativeFloat = Field(0.2, description="lower clip range")
-    clip_high: NonNegativeFloat = Field(0.2, description="upper clip range")
+    clip_low: NonNegativeFloat = Field(0.2, description="lower clip range (gmpo: of the log-ratio)")
+    clip_high: NonNegativeFloat = Field(0.2, description="upper clip range (gmpo: of the log-ratio)")
     dual_clip: PositiveFloat | None = Field(3.0, gt=1, description="bound of -A*r for A < 0; null: no bound")
     aggregation: Aggregation = Field("token-mean", description="how token losses become one number")
     sum_norm: PositiveFloat | None = Field(None, description="divisor of seq-mean-token-sum-norm")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
+    tau_pos: PositiveFloat = Field(1.0, description="sapo: temperature of the gate where A > 0")
+    tau_neg: PositiveFloat = Field(1.05, description="sapo: temperature of the gate where A <= 0")
+    drift_coef: NonNegativeFloat = Field(0.1, description="cpgd: weight of the policy drift")
+    trust_region: PositiveFloat = Field(0.15, description="dppo_tv, dppo_kl: largest divergence of a token")
+    quadratic_coef: PositiveFloat = Field(0.05, description="dro: weight of the squared log-ratio")
+    cov_fraction: float = Field(2e-4, gt=0, le=1, description="clip_cov, kl_cov: share of tokens that are restrained")
+    cov_low: float = Field(1.0, description="clip_cov: smallest covariance of a token that may be drawn")
+    cov_high: float = Field(5.0, description="clip_cov: largest covariance of a token that may be drawn")
+    cov_kl_coef: NonNegativeFloat = Field(1.0, description="kl_cov: weight of the penalty on the chosen tokens")
 
 
 class KLConfig(Section):
@@ -51,6 +68,26 @@ class DynamicSamplingConfig(Section):
     max_rounds: PositiveInt = Field(10, description="generation rounds before the run stops with an error")
 
 
+class FilterConfig(Section):
+    """Samples that are masked out of baselines and loss; the batch keeps its size."""
+
+    low: float | None = Field(None, description="smallest mean score of a group that is kept; null: no bound")
+    high: float | None = Field(None, description="largest mean score of a group that is kept; null: no bound")
+    truncated: bool = Field(False, description="leave out responses that were cut at the length limit")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is filtered."""
+        return self.low is not None or self.high is not None or self.truncated
+
+
+class DistillationConfig(Section):
+    """A loss term that draws the policy to the teacher (`teacher.path`), on the policy's own samples."""
+
+    coef: NonNegativeFloat = Field(0.0, description="weight of the estimate of KL(policy || teacher); 0: no term")
+    estimator: str = Field("low_var_kl+", description="as algorithm.kl.estimator")
+
+
 class OverlongConfig(Section):
     """DAPO: soft penalty for responses near the length limit."""
 
@@ -65,7 +102,19 @@ class AlgorithmConfig(Section):
     advantage: AdvantageConfig = Field(default_factory=AdvantageConfig, description="advantage estimator")
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")
+    distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="KL to a teacher")
+    filter: FilterConfig = Field(default_factory=FilterConfig, description="accuracy bounds and truncated responses")
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="DAPO group filter"
     )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="DAPO length penalty")
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the teacher's log-probs are used."""
+        return self.advantage.name == "reverse_kl" or self.distillation.coef > 0
+
+    @property
+    def needs_old_logp(self) -> bool:
+        """Whether the estimator, or the loss before the mini-batch is cut, reads log-probs of the policy."""
+        return self.advantage.name in SCORED_ESTIMATORS or self.loss.name in ("clip_cov", "kl_cov")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megarl.config.checklist import Checklist, divisors
+from megarl.config.checks_algorithm import check_algorithm
 from megarl.config.checks_files import check_function_name
 from megarl.config.checks_layout import data_parallel_size
 from megarl.config.facts import ModelFacts
@@ -11,9 +12,22 @@ from megarl.config.run import RunConfig
 from megarl.config.training import OptimConfig
 
 PIPELINES = ("grpo", "ppo", "dapo")
-ESTIMATORS = ("gae", "grpo", "reinforce_pp", "reinforce_pp_baseline", "remax", "rloo")
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_pp_baseline")
-LOSSES = ("ppo",)
+GROUP_ESTIMATORS = (
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "optimal_token_baseline",
+    "reinforce_pp_baseline",
+    "rloo",
+    "tir_optimal_token_baseline",
+)
+ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_pp", "remax", "reverse_kl")
+LOSSES = (
+    *("cispo", "clip_cov", "cpgd", "dppo_kl", "dppo_tv", "dro"),
+    *("gmpo", "gpg", "gspo", "kl_cov", "ppo", "sapo"),
+)
 _KL = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 
@@ -66,17 +80,8 @@ def check_objective(config: RunConfig, checks: Checklist) -> None:
             "algorithm.advantage.name",
             f"gae needs the values of a critic, and the {algorithm.pipeline} pipeline has none",
             found=estimator,
-            allowed=[name for name in ESTIMATORS if name not in ("gae", "remax")],
+            allowed=[name for name in ESTIMATORS if name != "gae"],
             fix="set algorithm.pipeline=ppo, or another estimator",
-        )
-    if estimator == "remax" and algorithm.pipeline in PIPELINES:
-        checks.fail(
-            "estimator",
-            "algorithm.advantage.name",
-            f"remax needs a greedy rollout of every prompt, and the {algorithm.pipeline} pipeline makes none",
-            found=estimator,
-            allowed=[name for name in ESTIMATORS if name not in ("gae", "remax")],
-            fix="name a pipeline of your own (pkg.mod:fn) whose nodes write greedy_score, or another estimator",
         )
     if algorithm.pipeline == "ppo" and estimator in ESTIMATORS and estimator != "gae":
         checks.warn(
@@ -86,6 +91,7 @@ def check_objective(config: RunConfig, checks: Checklist) -> None:
             found=estimator,
             fix="set algorithm.advantage.name=gae, or algorithm.pipeline=grpo",
         )
+    check_algorithm(config, checks)
     _check_aggregation(config, checks)
     _check_dapo(config, checks)
     _check_kl(config, checks)
@@ -146,6 +152,8 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
 def _check_kl(config: RunConfig, checks: Checklist) -> None:
     kl = config.algorithm.kl
     check_function_name("KL", kl.estimator, "algorithm.kl.estimator", KL_ESTIMATORS, "KL estimator", checks)
+    distillation, key = config.algorithm.distillation, "algorithm.distillation.estimator"
+    check_function_name("distillation", distillation.estimator, key, KL_ESTIMATORS, "KL estimator", checks)
     if kl.adaptive and kl.use != "reward":
         checks.fail(
             "KL",

@@ -80,6 +80,9 @@ def estimate_memory(config: RunConfig, facts: ModelFacts, dp: int) -> Memory:
     if config.algorithm.kl.use != "none":
         others += state["parameters"]
         parts.append(("reference parameters", state["parameters"]))
+    if config.algorithm.needs_teacher:
+        others += state["parameters"]
+        parts.append(("teacher parameters (if as large as the policy)", state["parameters"]))
     if config.algorithm.pipeline == "ppo":
         critic = state_bytes(facts, config.critic.parallel, config.critic.engine, config.model.dtype, dp)
         others += sum(critic.values())

@@ -11,7 +11,7 @@ from megarl.config.base import Section
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.model import ModelConfig
 from megarl.config.rollout import RolloutConfig, ValidationConfig
-from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, SFTConfig
+from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, SFTConfig, TeacherConfig
 
 
 class TrainerConfig(Section):
@@ -75,6 +75,7 @@ class RunConfig(Section):
     actor: ActorConfig = Field(default_factory=ActorConfig, description="policy training")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="value training (ppo)")
     reference: ReferenceConfig = Field(default_factory=ReferenceConfig, description="reference policy")
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig, description="teacher of distillation")
     sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised cold start")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="loop")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")

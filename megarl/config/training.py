@@ -70,6 +70,12 @@ class ReferenceConfig(Section):
     path: str | None = Field(None, description="Hugging Face folder; null: the actor's weights at the start of RL")
 
 
+class TeacherConfig(Section):
+    """The frozen teacher of on-policy distillation. It has the actor's layout, and exists only when it is needed."""
+
+    path: str | None = Field(None, description="Hugging Face folder or hub name; its vocabulary is the policy's")
+
+
 class SFTConfig(Section):
     """Supervised fine-tuning: a cold start before RL, or `megarl sft` by itself."""
 

@@ -36,6 +36,7 @@ class Role(Enum):
     CRITIC = "critic"
     ROLLOUT = "rollout"
     REFERENCE = "reference"
+    TEACHER = "teacher"
     REWARD = "reward"
     DYNAMIC_SAMPLING = "dynamic_sampling"
 
@@ -129,7 +130,7 @@ class Node:
     @property
     def model(self) -> tuple[str, int] | None:
         """Key of the model the node works on, (role, agent group); None for roles without one."""
-        has_model = self.role in (Role.ACTOR, Role.CRITIC, Role.ROLLOUT, Role.REFERENCE)
+        has_model = self.role in (Role.ACTOR, Role.CRITIC, Role.ROLLOUT, Role.REFERENCE, Role.TEACHER)
         return (self.role.value, self.agent_group) if has_model else None
 
 

@@ -79,6 +79,7 @@ class Controller:
     val_data: PromptDataset | None
     kl_controller: KLController
     reference: MegatronEngine | None = None
+    teacher: MegatronEngine | None = None
     critic: Critic | None = None
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)

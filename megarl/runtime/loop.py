@@ -21,6 +21,7 @@ from megarl.runtime.checkpoints import Checkpoints, check_best_metric, export
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import add_reference
 from megarl.runtime.setup import build_controller, updates_per_step
+from megarl.runtime.teacher import add_teacher
 from megarl.runtime.validate import due, evaluate
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             sft.cold_start(c)
         c.actor.reset_optimizer(config.actor.optim, config.trainer.steps * updates_per_step(config))
         add_reference(c, graph, resumed_from=checkpoints.source)
+        add_teacher(c, graph)
         with Recorder(c, "train", config.trainer.steps, resumed_at) as recorder:
             if resumed_at is None:
                 _before_first_step(c, recorder, checkpoints)

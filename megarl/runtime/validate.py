@@ -9,7 +9,7 @@ from megarl.comm import reduce_metrics
 from megarl.metrics import Metrics
 from megarl.phase import phase
 from megarl.rewards.scoring import ERROR_KEY
-from megarl.runtime.stages.reward import collect, reward_inputs
+from megarl.runtime.stages.reward import collect, submit
 from megarl.runtime.stages.rollout import generate
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def validate(c: Controller) -> Validation | None:
     with phase("validate"):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
             samples = generate(c, prompts, settings.sampling, draw=VALIDATION_DRAW)
-            c.pending_reward = c.reward.submit(reward_inputs(samples)) if c.reward is not None else None
-            results = collect(c)
+            results = collect(c, submit(c, samples))
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             for uid, result, text, source in zip(
                 samples["uid"], results, samples["response_text"], samples["data_source"], strict=True

@@ -22,6 +22,8 @@ class Case:
     ref_logp: Tensor
     advantages: Tensor
     uid: list[str]
+    greedy: Tensor
+    parts: Tensor
 
     def lists(self, name: str) -> list[list]:
         return getattr(self, name).tolist()
@@ -40,7 +42,7 @@ class Case:
     def select(self, order: list[int]) -> Case:
         picked = {
             name: getattr(self, name)[order]
-            for name in ("mask", "rewards", "values", "logp", "old_logp", "ref_logp", "advantages")
+            for name in ("mask", "rewards", "values", "logp", "old_logp", "ref_logp", "advantages", "greedy", "parts")
         }
         return Case(lengths=[self.lengths[i] for i in order], uid=[self.uid[i] for i in order], **picked)
 
@@ -67,10 +69,12 @@ def make_case(seed: int, groups: int = 3, size: int = 4, width: int = 9, holes: 
         rewards=noise(),
         values=noise(),
         logp=logp,
-        old_logp=logp + noise(0.3),
+        old_logp=-(logp + noise(0.3)).abs(),
         ref_logp=logp + noise(0.3),
         advantages=noise(),
         uid=[f"g{int(i) % groups}" for i in order],
+        greedy=torch.randn(rows, generator=g, dtype=torch.float64),
+        parts=torch.randint(0, 3, (rows, 2), generator=g).double(),
     )
 
 

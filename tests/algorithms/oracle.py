@@ -130,3 +130,134 @@ def aggregate(mode, losses, mask, norm):
         "seq-mean-token-sum-norm": lambda row: sum(row) / norm,
     }[mode]
     return statistics.fmean(per_row(row) for row in rows)
+
+
+def live(mask):
+    return [i for i, ms in enumerate(mask) if any(ms)]
+
+
+def grpo_passk(rewards, mask, uid, norm_by_std=True):
+    score, out = scores(rewards, mask), []
+    for i in range(len(uid)):
+        rest = [score[j] for j in others_in_group(i, uid, mask, itself=False)]
+        if not any(mask[i]) or not rest or score[i] <= max(rest):
+            out.append(0.0)
+            continue
+        lead = score[i] - max(rest)
+        out.append(lead / (statistics.stdev([score[i], *rest]) + 1e-6) if norm_by_std else lead)
+    return per_token(out, mask)
+
+
+def opo(rewards, mask, uid):
+    score, out = scores(rewards, mask), []
+    for i in range(len(uid)):
+        group = others_in_group(i, uid, mask, itself=True)
+        if not any(mask[i]) or len(group) < 2:
+            out.append(0.0)
+            continue
+        lengths = [sum(mask[j]) for j in group]
+        baseline = sum(n * score[j] for n, j in zip(lengths, group, strict=True)) / sum(lengths)
+        out.append(score[i] - baseline)
+    return per_token(out, mask)
+
+
+def gpg(rewards, mask, uid):
+    score = scores(rewards, mask)
+    groups = {i: [score[j] for j in others_in_group(i, uid, mask, itself=True)] for i in live(mask)}
+    signal = [i for i, group in groups.items() if max(group) > min(group)]
+    out = [0.0] * len(uid)
+    for i in signal:
+        out[i] = (score[i] - statistics.fmean(groups[i])) * len(groups) / len(signal)
+    return per_token(out, mask)
+
+
+def gdpo(parts, weights, mask, uid):
+    total = [[0.0] * len(ms) for ms in mask]
+    for k, weight in enumerate(weights):
+        column = [[parts[i][k] if t == mask[i].index(True) else 0.0 for t in range(len(mask[i]))] if any(mask[i])
+                  else [0.0] * len(mask[i]) for i in range(len(uid))]  # fmt: skip
+        for row, more in zip(total, grpo(column, mask, uid), strict=True):
+            for t, x in enumerate(more):
+                row[t] += weight * x
+    return whiten(total, mask)
+
+
+def optimal_token_baseline(rewards, logp, squares, mask, uid, *, skip_holes):
+    """Places are columns, or counts of valid tokens before when holes are skipped."""
+    g, w, place = {}, {}, {}
+    for i, ms in enumerate(mask):
+        valid = [t for t, m in enumerate(ms) if m]
+        for k, t in enumerate(valid):
+            place[i, t] = k if skip_holes else t
+            g[i, t] = sum(rewards[i][s] for s in valid[k:])
+            w[i, t] = sum(1 - 2 * math.exp(logp[i][s]) + squares[i][s] for s in valid[: k + 1])
+    out = [[0.0] * len(ms) for ms in mask]
+    for i, t in g:
+        same = [key for key in g if uid[key[0]] == uid[i] and place[key] == place[i, t]]
+        out[i][t] = g[i, t] - sum(w[key] * g[key] for key in same) / sum(w[key] for key in same)
+    return out
+
+
+def clamped(logp, old):
+    return max(-20.0, min(20.0, logp - old))
+
+
+def dppo_token(logp, old, advantage, divergence, limit):
+    new_p, old_p, r = math.exp(logp), math.exp(old), math.exp(clamped(logp, old))
+    if divergence == "tv":
+        far = abs(new_p - old_p) > limit
+    else:
+        far = old_p * math.log(old_p / new_p) + (1 - old_p) * math.log((1 - old_p) / (1 - new_p)) > limit
+    if far and ((advantage > 0 and r > 1) or (advantage < 0 and r < 1)):
+        return 0.0
+    return -advantage * r
+
+
+def loss_token(name, logp, old, a, cfg):
+    """Losses that look at one token at a time."""
+    d = clamped(logp, old)
+    r = math.exp(d)
+    if name == "ppo":
+        return ppo_token(logp, old, a, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
+    if name == "cispo":
+        return -max(1 - cfg.clip_low, min(1 + cfg.clip_high, r)) * a * logp
+    if name == "sapo":
+        tau = cfg.tau_pos if a > 0 else cfg.tau_neg
+        return -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
+    if name == "cpgd":
+        clipped = max(math.log(1 - cfg.clip_low), min(math.log(1 + cfg.clip_high), d))
+        return -min(a * d, a * clipped) + cfg.drift_coef * min(10.0, r - 1 - d)
+    if name == "gpg":
+        return -a * logp
+    if name == "dro":
+        return -(a * logp - cfg.quadratic_coef / 2 * (logp - old) ** 2)
+    return dppo_token(logp, old, a, name.removeprefix("dppo_"), cfg.trust_region)
+
+
+def loss_row(name, logps, olds, advantages, cfg):
+    """Losses that look at a whole sequence; only its valid tokens are given."""
+    n = len(logps)
+    ds = [clamped(x, y) for x, y in zip(logps, olds, strict=True)]
+    if name == "gspo":
+        s = math.exp(sum(ds) / n)
+        bounded = max(1 - cfg.clip_low, min(1 + cfg.clip_high, s))
+        return [max(-a * s, -a * bounded) for a in advantages]
+    total = 0.0
+    for d, a in zip(ds, advantages, strict=True):
+        sign = (a > 0) - (a < 0)
+        total += sign * min(sign * d, sign * max(-cfg.clip_low, min(cfg.clip_high, d)))
+    return [-sum(advantages) / n * math.exp(total / n)] * n
+
+
+def covariances(old, advantages, mask):
+    valid = [(i, t) for i, ms in enumerate(mask) for t, m in enumerate(ms) if m]
+    x = statistics.fmean(old[i][t] for i, t in valid)
+    y = statistics.fmean(advantages[i][t] for i, t in valid)
+    return {(i, t): (old[i][t] - x) * (advantages[i][t] - y) for i, t in valid}
+
+
+def forward_kl_topk(logps, teachers):
+    """One position: sum over the tokens that are used."""
+    return sum(
+        math.exp(q) * max(-20.0, min(20.0, q - p)) for p, q in zip(logps, teachers, strict=True) if q > -math.inf
+    )

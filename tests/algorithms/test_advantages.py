@@ -14,7 +14,12 @@ from megarl.algorithms.advantages import (
     ADVANTAGES,
     estimate,
     gae,
+    gdpo,
+    gpg,
     grpo,
+    grpo_passk,
+    opo,
+    optimal_token_baseline,
     reinforce_pp,
     reinforce_pp_baseline,
     remax,
@@ -24,8 +29,10 @@ from megarl.errors import ConfigError, UserError
 from tests.algorithms import oracle
 from tests.algorithms.cases import Case, cases, close, make_case, poisoned
 
-OPTIONS = {"gamma": 0.9, "lam": 0.8, "norm_by_std": True, "allow_singleton": False}
-BUILT_IN = ["grpo", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", "gae"]
+PARTS = {"right": 1.0, "short": -0.5}
+OPTIONS = {"gamma": 0.9, "lam": 0.8, "norm_by_std": True, "allow_singleton": False, "parts": PARTS}
+BUILT_IN = ADVANTAGES.names()
+PER_SAMPLE = ("greedy_score", "reward_parts")
 
 
 def fields(case: Case, packed: bool = False, poison: bool = False) -> dict:
@@ -33,10 +40,17 @@ def fields(case: Case, packed: bool = False, poison: bool = False) -> dict:
         x = poisoned(x, case.mask) if poison else x
         return case.pack(x) if packed else x
 
-    greedy = torch.arange(len(case.uid), dtype=torch.float64)
-    out = {"token_rewards": form(case.rewards), "values": form(case.values), "uid": case.uid, "greedy_score": greedy}
+    out = {"token_rewards": form(case.rewards), "values": form(case.values), "uid": case.uid}
+    out |= {"old_logp": form(case.old_logp), "teacher_logp": form(case.ref_logp), "sum_pi_squared": form(squares(case))}
+    out |= {"greedy_score": case.greedy, "reward_parts": case.parts}
     out["mask"] = case.pack(case.mask) if packed else case.mask
     return out | ({"offsets": case.offsets} if packed else {})
+
+
+def squares(case: Case) -> torch.Tensor:
+    """What a sum of squared probabilities can be: at least the sampled one's square."""
+    p = case.old_logp.exp().clamp(max=1)
+    return p.square() + (1 - p).square() * 0.3
 
 
 def run(name: str, case: Case, **kwargs):
@@ -47,12 +61,21 @@ def run(name: str, case: Case, **kwargs):
 @settings(max_examples=60, deadline=None)
 def test_each_equals_its_formula(case):
     r, v, m = case.lists("rewards"), case.lists("values"), case.lists("mask")
-    greedy = list(range(len(case.uid)))
+    logp, teacher = case.lists("old_logp"), case.lists("ref_logp")
     close(run("grpo", case).advantages, oracle.grpo(r, m, case.uid), 1e-7)
     close(grpo(case.rewards, case.mask, case.uid, norm_by_std=False).advantages, oracle.grpo(r, m, case.uid, False))
     close(run("rloo", case).advantages, oracle.rloo(r, m, case.uid))
-    close(run("remax", case).advantages, oracle.remax(r, m, greedy))
+    close(run("remax", case).advantages, oracle.remax(r, m, case.greedy.tolist()))
     close(run("reinforce_pp_baseline", case).advantages, oracle.reinforce_pp_baseline(r, m, case.uid), 1e-7)
+    close(run("grpo_passk", case).advantages, oracle.grpo_passk(r, m, case.uid), 1e-7)
+    close(run("opo", case).advantages, oracle.opo(r, m, case.uid))
+    close(run("gpg", case).advantages, oracle.gpg(r, m, case.uid))
+    close(run("gdpo", case).advantages, oracle.gdpo(case.parts.tolist(), [1.0, -0.5], m, case.uid), 1e-6)
+    difference = [[b - a for a, b in zip(*rows, strict=True)] for rows in zip(logp, teacher, strict=True)]
+    close(run("reverse_kl", case).advantages, torch.tensor(difference, dtype=torch.float64) * case.mask)
+    for name, skip in (("optimal_token_baseline", False), ("tir_optimal_token_baseline", True)):
+        theirs = oracle.optimal_token_baseline(r, logp, squares(case).tolist(), m, case.uid, skip_holes=skip)
+        close(run(name, case).advantages, theirs, 1e-7)
     for mine, theirs in (
         (run("reinforce_pp", case), oracle.reinforce_pp(r, m, 0.9)),
         (run("gae", case), oracle.gae(r, v, m, 0.9, 0.8)),
@@ -76,9 +99,8 @@ def test_what_must_not_change_the_answer(name, case, seed):
     close(packed.advantages, case.pack(plain.advantages))
     close(packed.returns, case.pack(plain.returns))
 
-    if name != "remax":
-        order = torch.randperm(len(case.uid), generator=torch.Generator().manual_seed(seed)).tolist()
-        close(run(name, case.select(order)).advantages, plain.advantages[order])
+    order = torch.randperm(len(case.uid), generator=torch.Generator().manual_seed(seed)).tolist()
+    close(run(name, case.select(order)).advantages, plain.advantages[order])
 
     relabelled = Case(**{**vars(case), "uid": ["x" + u[::-1] for u in case.uid]})
     close(run(name, relabelled).advantages, plain.advantages, 1e-12)
@@ -88,16 +110,15 @@ def test_what_must_not_change_the_answer(name, case, seed):
 def test_a_masked_row_changes_nothing(name):
     case = make_case(3)
     more = fields(case)
-    for key in ("token_rewards", "values"):
+    for key in ("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared", *PER_SAMPLE):
         more[key] = torch.cat([more[key], torch.full_like(more[key][:1], 1e9)])
     more["mask"] = torch.cat([more["mask"], torch.zeros_like(more["mask"][:1])])
     more["uid"] = [*more["uid"], more["uid"][0]]
-    more["greedy_score"] = torch.cat([more["greedy_score"], torch.zeros(1, dtype=torch.float64)])
     close(estimate(name, more, OPTIONS).advantages[:-1], run(name, case).advantages, 1e-12)
 
 
-@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "gae"])
-def test_whitening_spans_ranks(name):
+@pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "gae", "gpg", "gdpo"])
+def test_statistics_span_ranks(name):
     """Two shards in two threads, whose sums are added, answer like one batch."""
     case = make_case(5, groups=2, size=4)
     case = case.select(sorted(range(8), key=lambda i: case.uid[i]))
@@ -120,12 +141,56 @@ def test_whitening_spans_ranks(name):
     close(torch.cat(parts), run(name, case).advantages)
 
 
-@pytest.mark.parametrize("fn", [grpo, rloo, reinforce_pp_baseline])
+@pytest.mark.parametrize("fn", [grpo, grpo_passk, gpg, opo, rloo, reinforce_pp_baseline])
 def test_group_of_one_is_an_error_unless_allowed(fn):
     rewards, mask = torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bool)
     with pytest.raises(UserError, match="allow_singleton"):
         fn(rewards, mask, ["a", "a", "lonely"])
     assert (fn(rewards, mask, ["a", "a", "lonely"], allow_singleton=True).advantages[2] == 0).all()
+
+
+def test_singletons_of_the_other_group_estimators():
+    ones, uid = torch.ones(3, 2), ["a", "a", "lonely"]
+    with pytest.raises(UserError, match="allow_singleton"):
+        gdpo(ones, ones.bool(), uid)
+    with pytest.raises(UserError, match="allow_singleton"):
+        optimal_token_baseline(ones, -ones, ones, ones.bool(), uid)
+    out = optimal_token_baseline(ones, -ones, ones, ones.bool(), uid, allow_singleton=True)
+    assert (out.advantages[2] == 0).all()
+
+
+def test_gpg_by_hand_makes_up_for_the_group_without_a_signal():
+    """Scores 1, 0 | 0.1, 0.1, 0.1 (no signal): 5 samples, 2 of them in a group with a signal."""
+    rewards = torch.tensor([[1.0], [0.0], [0.1], [0.1], [0.1]], dtype=torch.float64)
+    out = gpg(rewards, torch.ones(5, 1, dtype=torch.bool), list("aabbb")).advantages.flatten()
+    assert out.tolist() == [1.25, -1.25, 0, 0, 0]
+
+
+def test_gdpo_by_hand():
+    """Both parts differ in one sample of two; std of 0, 1 is 0.7071, so A = +-0.7071 per part before weights."""
+    parts = torch.tensor([[1.0, 0.0], [0.0, 100.0]], dtype=torch.float64)
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    out = gdpo(parts, mask, ["a", "a"], parts={"right": 3.0, "long": 1.0}).advantages.flatten()
+    close(out, [2**-0.5, -(2**-0.5)], 1e-5)  # 2 * 0.7071, whitened: the raw sum would have preferred the other
+
+
+def test_optimal_token_baseline_by_hand():
+    """One token each, pi = 0.5 and 0.9 with the rest spread thin: w = 0.25 and 0.01."""
+    rewards, p = (torch.tensor(x, dtype=torch.float64)[:, None] for x in ([1.0, 0.0], [0.5, 0.9]))
+    out = optimal_token_baseline(rewards, p.log(), p.square(), torch.ones(2, 1, dtype=torch.bool), ["a", "a"])
+    close(out.advantages, [[1 - 0.25 / 0.26], [-0.25 / 0.26]])
+
+
+def test_turns_are_lined_up_by_tokens_that_the_policy_wrote():
+    """The second sample has tool output between its two tokens; only the multi-turn form compares token 2 with it."""
+    mask = torch.tensor([[True, True, False], [True, False, True]])
+    rewards = torch.tensor([[0.0, 1.0, 9.0], [0.0, 9.0, 0.0]])
+    case = {"old_logp": torch.zeros(2, 3) - 1, "sum_pi_squared": torch.full((2, 3), 0.5), "uid": ["a", "a"]}
+    case |= {"token_rewards": rewards, "mask": mask}
+    alone = estimate("optimal_token_baseline", case, OPTIONS).advantages
+    together = estimate("tir_optimal_token_baseline", case, OPTIONS).advantages
+    close(alone, [[0.5, 0, 0], [-0.5, 0, 0]], 1e-6)
+    close(together, [[0.5, 0.5, 0], [-0.5, 0, -0.5]], 1e-6)
 
 
 def test_group_with_equal_scores_gives_exactly_zero():
@@ -168,7 +233,8 @@ def test_one_valid_token_in_the_whole_batch():
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_empty_batch(name):
     empty = torch.zeros(0)
-    given_fields = {"token_rewards": empty, "values": empty, "greedy_score": empty, "uid": []}
+    tokens = ("token_rewards", "values", "greedy_score", "old_logp", "teacher_logp", "sum_pi_squared")
+    given_fields = {**dict.fromkeys(tokens, empty), "uid": [], "reward_parts": empty.view(0, 2)}
     form = {"mask": empty.bool(), "offsets": torch.zeros(1, dtype=torch.int64)}
     assert estimate(name, given_fields | form, OPTIONS).advantages.shape == (0,)
 
@@ -202,5 +268,4 @@ def test_required_inputs_are_known_before_a_run():
 def test_plain_calls_agree_with_estimate():
     case = make_case(1)
     close(rloo(case.rewards, case.mask, case.uid).advantages, run("rloo", case).advantages)
-    greedy = torch.arange(len(case.uid), dtype=torch.float64)
-    close(remax(case.rewards, case.mask, greedy).advantages, run("remax", case).advantages)
+    close(remax(case.rewards, case.mask, case.greedy).advantages, run("remax", case).advantages)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.group_filter import group_filter, success_histogram
+from megarl.algorithms.group_filter import accuracy_filter, group_filter, success_histogram, truncated_filter
 from megarl.algorithms.overlong import overlong_penalty
 
 
@@ -30,11 +32,30 @@ def test_filter_keeps_exactly_the_groups_that_vary(rows):
     assert group_filter(torch.tensor(metric), uid).tolist() == expected
 
 
-def test_bounds_are_inclusive():
-    metric, uid = torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0]), list("aaaabbbb")
-    assert group_filter(metric, uid, low=0.5).tolist() == [True] * 4 + [False] * 4
-    assert group_filter(metric, uid, low=0.25, high=0.75).all()
-    assert not group_filter(metric, uid, low=0.76).any()
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1)), min_size=1, max_size=12),
+    st.sampled_from([None, 0.0, 0.3, 0.5]),
+    st.sampled_from([None, 0.5, 0.7, 1.0]),
+)
+def test_accuracy_filter_keeps_exactly_the_groups_inside_its_bounds(rows, low, high):
+    uid, metric = [u for u, _ in rows], [x for _, x in rows]
+    expected = []
+    for mine in uid:
+        group = [x for u, x in rows if u == mine]
+        mean = Fraction(sum(group), len(group))
+        above = low is None or mean >= Fraction(str(low))
+        expected.append(above and (high is None or mean <= Fraction(str(high))))
+    assert accuracy_filter(torch.tensor(metric).float(), uid, low=low, high=high).tolist() == expected
+
+
+def test_bounds_are_inclusive_in_spite_of_rounding():
+    metric, uid = torch.tensor([0.1] * 3 + [0.0, 1.0]), list("aaabb")
+    assert accuracy_filter(metric.double(), uid, low=0.1, high=0.5).all()
+    assert accuracy_filter(metric, uid, low=0.2).tolist() == [False] * 3 + [True] * 2
+
+
+def test_truncated_filter_drops_what_the_limit_cut():
+    assert truncated_filter(["stop", "length"]).tolist() == [True, False]
 
 
 def test_histogram_counts_groups():

@@ -8,9 +8,15 @@ from typing import Any
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
 from megarl.algorithms.advantages.gae import gae
+from megarl.algorithms.advantages.gdpo import gdpo
+from megarl.algorithms.advantages.gpg import gpg
 from megarl.algorithms.advantages.grpo import grpo
+from megarl.algorithms.advantages.grpo_passk import grpo_passk
+from megarl.algorithms.advantages.opo import opo
+from megarl.algorithms.advantages.optimal_token_baseline import optimal_token_baseline, tir_optimal_token_baseline
 from megarl.algorithms.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
 from megarl.algorithms.advantages.remax import remax
+from megarl.algorithms.advantages.reverse_kl import reverse_kl
 from megarl.algorithms.advantages.rloo import rloo
 from megarl.errors import ConfigError
 
@@ -19,11 +25,18 @@ __all__ = [
     "Estimate",
     "estimate",
     "gae",
+    "gdpo",
+    "gpg",
     "grpo",
+    "grpo_passk",
+    "opo",
+    "optimal_token_baseline",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",
+    "reverse_kl",
     "rloo",
+    "tir_optimal_token_baseline",
 ]
 
 
@@ -48,7 +61,8 @@ def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -
             where=ADVANTAGES.key,
             found=name,
             allowed=f"fields there: {', '.join(sorted(fields))}; options there: {', '.join(sorted(options))}",
-            fix="add the node that writes it (gae: values, remax: greedy_score), or choose another estimator",
+            fix="add the node that writes it (gae: values, remax: greedy_score, reverse_kl: teacher_logp), or choose "
+            "another estimator",
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     result = function(**{key: value for key, value in offered.items() if takes_all or key in parameters})

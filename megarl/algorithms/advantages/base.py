@@ -1,12 +1,15 @@
-"""What all estimators share: the registry, and the form of the answer."""
+"""What all estimators share: the registry, the form of the answer, and the steps of those that compare scores."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from megarl.algorithms.registry import Registry
+from megarl.algorithms.rows import Rows
+from megarl.algorithms.stats import Groups
 
 ADVANTAGES = Registry("advantage estimator", "algorithm.advantage.name")
 
@@ -21,3 +24,21 @@ class Estimate(NamedTuple):
 
     advantages: Tensor
     returns: Tensor
+
+
+def score_groups(
+    token_rewards: Tensor, mask: Tensor, uid: Sequence[Hashable], offsets: Tensor | None, allow_singleton: bool
+) -> tuple[Rows, Groups]:
+    """Rows of `mask`, and the samples' scores (sums of their valid token rewards) by group.
+
+    Raises:
+        UserError: a group of one sample, unless allowed.
+    """
+    rows = Rows.of(mask, offsets)
+    return rows, Groups.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
+
+
+def for_all_tokens(per_sample: Tensor, rows: Rows, mask: Tensor, token_rewards: Tensor) -> Estimate:
+    """Each sample's value [B] at all its valid tokens, in the dtype of the rewards."""
+    advantages = rows.spread(per_sample.to(token_rewards.dtype), mask)
+    return Estimate(advantages, advantages)

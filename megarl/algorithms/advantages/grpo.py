@@ -7,11 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
-from megarl.algorithms.rows import Rows
-from megarl.algorithms.stats import Groups
-
-EPS = 1e-6
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
 
 
 @ADVANTAGES.register("grpo")
@@ -47,8 +43,5 @@ def grpo(
     tensor([[-1., -1.],
             [ 1.,  1.]])
     """
-    rows = Rows.of(mask, offsets)
-    groups = Groups.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
-    per_sample = groups.centred / (groups.std + EPS) if norm_by_std else groups.centred
-    advantages = rows.spread(per_sample.to(token_rewards.dtype), mask)
-    return Estimate(advantages, advantages)
+    rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
+    return for_all_tokens(groups.standardised if norm_by_std else groups.centred, rows, mask, token_rewards)

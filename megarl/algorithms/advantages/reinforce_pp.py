@@ -7,10 +7,10 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, score_groups
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.scan import over_valid, suffix_sum
-from megarl.algorithms.stats import AllSum, Groups, one_rank, whiten_
+from megarl.algorithms.stats import AllSum, one_rank, whiten_
 
 
 @ADVANTAGES.register("reinforce_pp")
@@ -65,8 +65,7 @@ def reinforce_pp_baseline(
 
     Source: REINFORCE++ (arXiv 2501.03262).
     """
-    rows = Rows.of(mask, offsets)
-    groups = Groups.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
+    rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
     advantages = rows.spread(groups.centred.to(token_rewards.dtype), mask)
     advantages = whiten_(advantages, mask, rows, all_sum)
     return Estimate(advantages, advantages)

@@ -7,9 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
-from megarl.algorithms.rows import Rows
-from megarl.algorithms.stats import Groups
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
 
 
 @ADVANTAGES.register("rloo")
@@ -36,8 +34,5 @@ def rloo(
 
     Source: Back to Basics (arXiv 2402.14740).
     """
-    rows = Rows.of(mask, offsets)
-    groups = Groups.of(*rows.masked_sum(token_rewards, mask), uid, allow_singleton=allow_singleton)
-    per_sample = groups.centred * groups.count / (groups.count - 1).clamp(min=1)
-    advantages = rows.spread(per_sample.to(token_rewards.dtype), mask)
-    return Estimate(advantages, advantages)
+    rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
+    return for_all_tokens(groups.centred * groups.count / (groups.count - 1).clamp(min=1), rows, mask, token_rewards)

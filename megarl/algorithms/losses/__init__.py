@@ -1,8 +1,35 @@
 """Policy losses by name, the critic's loss, and the objective that joins the terms."""
 
 from megarl.algorithms.losses.actor import actor_loss
-from megarl.algorithms.losses.base import POLICY_LOSSES
+from megarl.algorithms.losses.base import POLICY_LOSSES, preparation_of, prepared_by
+from megarl.algorithms.losses.cispo import cispo
+from megarl.algorithms.losses.covariance import clip_cov, kl_cov
+from megarl.algorithms.losses.cpgd import cpgd
+from megarl.algorithms.losses.dppo import dppo_kl, dppo_tv
+from megarl.algorithms.losses.dro import dro
+from megarl.algorithms.losses.gmpo import gmpo
+from megarl.algorithms.losses.gpg import gpg
+from megarl.algorithms.losses.gspo import gspo
 from megarl.algorithms.losses.ppo import ppo
+from megarl.algorithms.losses.sapo import sapo
 from megarl.algorithms.losses.value import value_loss
 
-__all__ = ["POLICY_LOSSES", "actor_loss", "ppo", "value_loss"]
+__all__ = [
+    "POLICY_LOSSES",
+    "actor_loss",
+    "cispo",
+    "clip_cov",
+    "cpgd",
+    "dppo_kl",
+    "dppo_tv",
+    "dro",
+    "gmpo",
+    "gpg",
+    "gspo",
+    "kl_cov",
+    "ppo",
+    "preparation_of",
+    "prepared_by",
+    "sapo",
+    "value_loss",
+]

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megarl.algorithms.kl import kl_tokens
-from megarl.algorithms.losses.base import POLICY_LOSSES, LossSettings
+from megarl.algorithms.losses.base import POLICY_LOSSES
 from megarl.metrics import Metrics
 
 
-class ActorSettings(LossSettings, Protocol):
-    """What the objective reads from `algorithm.loss`."""
+class ActorSettings(Protocol):
+    """What the objective reads from `algorithm.loss`; the loss of that name reads its own settings from it, too."""
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -43,8 +44,13 @@ def actor_loss(
     entropy: Tensor | None = None,
     ref_logp: Tensor | None = None,
     kl: KLSettings | None = None,
+    teacher_logp: Tensor | None = None,
+    distillation: KLSettings | None = None,
+    prepared: Mapping[str, Tensor] | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """sum(w loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl): this part's share of the mini-batch's loss.
+    """sum(w loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w KL to the teacher).
+
+    This part's share of the mini-batch's loss.
 
     Args:
         logp: float [N] or [B, T], differentiable.
@@ -58,32 +64,41 @@ def actor_loss(
         entropy: same shape, differentiable when it is to be a bonus; None: none.
         ref_logp: same shape; needed when `kl` is given.
         kl: estimator and coefficient of the KL term; None: no KL in the loss.
+        teacher_logp: same shape; needed when `distillation` is given.
+        distillation: estimator and coefficient of the KL to the teacher; None: none.
+        prepared: this part of what `preparation_of(loss)` made of the mini-batch, for losses that have one.
 
     Returns:
         Scalar loss, and metrics. An empty or fully masked part gives zero, with zero gradients.
     """
-    token_loss, metrics = POLICY_LOSSES.get(cfg.name)(logp, old_logp, advantages, mask, cfg, offsets=offsets)
+    loss_fn = POLICY_LOSSES.get(cfg.name)
+    token_loss, metrics = loss_fn(logp, old_logp, advantages, mask, cfg, offsets=offsets, **(prepared or {}))
     policy = (weights * token_loss).sum()
     loss = policy
-    sums = [mask.sum().double(), policy.detach().double()]
+    sums = {"count": mask.sum(), "policy": policy.detach()}
     if entropy is not None:
         entropy = torch.where(mask, entropy, 0)
-        sums.append(entropy.detach().double().sum())
+        sums["entropy"] = entropy.detach().double().sum()
         if cfg.entropy_coef:
             loss = loss - cfg.entropy_coef * (weights * entropy).sum()
-    if kl is not None:
-        if ref_logp is None:
-            raise ValueError("a KL term needs ref_logp")
-        distance = kl_tokens(kl.estimator, logp, ref_logp, mask)
-        sums.append(distance.detach().double().sum())
-        loss = loss + kl.coef * (weights * distance).sum()
-    count, policy_sum, *rest = torch.stack(sums).tolist()
+    anchors = {"kl": (kl, ref_logp), "distillation": (distillation, teacher_logp)}
+    for name, (settings, anchor_logp) in anchors.items():
+        if settings is None:
+            continue
+        if anchor_logp is None:
+            raise ValueError(f"a {name} term needs the log-probs of its model")
+        distance = kl_tokens(settings.estimator, logp, anchor_logp, mask)
+        sums[name] = distance.detach().double().sum()
+        loss = loss + settings.coef * (weights * distance).sum()
+    numbers = dict(zip(sums, torch.stack([value.double() for value in sums.values()]).tolist(), strict=True))
+    count = numbers["count"]
     if count:
         # The counts of all parts add up to 1 per mini-batch, so several mini-batches average.
-        metrics.mean("actor/pg_loss", policy_sum, count / max(tokens, 1.0))
+        metrics.mean("actor/pg_loss", numbers["policy"], count / max(tokens, 1.0))
         if entropy is not None:
-            metrics.mean("actor/entropy", rest[0], count)
-        if kl is not None:
-            metrics.mean("actor/kl_loss", rest[-1], count)
-            metrics.mean("actor/kl_coef", kl.coef * count, count)
+            metrics.mean("actor/entropy", numbers["entropy"], count)
+        for name, (settings, _) in anchors.items():
+            if settings is not None:
+                metrics.mean(f"actor/{name}_loss", numbers[name], count)
+                metrics.mean(f"actor/{name}_coef", settings.coef * count, count)
     return loss, metrics

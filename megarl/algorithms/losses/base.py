@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,16 +15,26 @@ from megarl.metrics import Metrics
 #: fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (token loss in the shape of mask, Metrics)
 POLICY_LOSSES = Registry("policy loss", "algorithm.loss.name")
 
-_LIMIT = 20.0
+F = TypeVar("F", bound=Callable[..., object])
+
+#: fn(old_logp, advantages, mask, cfg, *, keys, all_sum) -> {keyword of the loss: tensor in the shape of mask}
+Preparation = Callable[..., dict[str, Tensor]]
+
+LIMIT = 20.0
 
 
-class LossSettings(Protocol):
-    """What policy losses read from `algorithm.loss`."""
+class ClipSettings(Protocol):
+    """The clip range, as most losses read it from `algorithm.loss`."""
 
     @property
     def clip_low(self) -> float: ...  # noqa: D102
     @property
     def clip_high(self) -> float: ...  # noqa: D102
+
+
+class DualClipSettings(ClipSettings, Protocol):
+    """The clip range, and the bound of -A r for A < 0."""
+
     @property
     def dual_clip(self) -> float | None: ...  # noqa: D102
 
@@ -33,12 +44,16 @@ class Prologue:
     """Inputs of a policy loss, safe everywhere: zero (ratio: one) where the mask hides.
 
     Attributes:
-        log_ratio: clamp(logp - old_logp, -20, 20), differentiable in logp.
-        ratio: its exponential.
+        logp: differentiable.
+        difference: logp - old_logp, differentiable in logp.
+        log_ratio: the same, limited to +-20.
+        ratio: exponential of `log_ratio`.
         advantages: without gradient.
         mask: bool.
     """
 
+    logp: Tensor
+    difference: Tensor
     log_ratio: Tensor
     ratio: Tensor
     advantages: Tensor
@@ -48,17 +63,29 @@ class Prologue:
     def of(cls, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Prologue:
         """All inputs have one shape, [N] or [B, T]."""
         # where, not a product with the mask: NaN * 0 is NaN.
-        log_ratio = torch.where(mask, logp - old_logp.detach(), 0).clamp(-_LIMIT, _LIMIT)
-        return cls(log_ratio, log_ratio.exp(), torch.where(mask, advantages.detach(), 0), mask)
+        logp = torch.where(mask, logp, 0)
+        difference = logp - torch.where(mask, old_logp.detach(), 0)
+        log_ratio = difference.clamp(-LIMIT, LIMIT)
+        return cls(logp, difference, log_ratio, log_ratio.exp(), torch.where(mask, advantages.detach(), 0), mask)
 
     @torch.no_grad()
-    def metrics(self, clipped: Tensor | None = None, lower: Tensor | None = None) -> Metrics:
-        """Ratio statistics over valid tokens, and the shares that `clipped` and `lower` (bool) mark."""
-        metrics, mask, ratio = Metrics(), self.mask, self.ratio.detach()
-        if mask.numel() == 0:
-            return metrics
+    def metrics(
+        self, clipped: Tensor | None = None, lower: Tensor | None = None, ratio: Tensor | None = None
+    ) -> Metrics:
+        """Ratio statistics over valid tokens, and the shares that `clipped` and `lower` (bool) mark.
+
+        `ratio` replaces the token ratio, for losses that work with another one.
+        """
+        return Metrics() if self.mask.numel() == 0 else ratio_metrics(self.statistics(clipped, lower, ratio)[None])
+
+    @torch.no_grad()
+    def statistics(
+        self, clipped: Tensor | None = None, lower: Tensor | None = None, ratio: Tensor | None = None
+    ) -> Tensor:
+        """What `ratio_metrics` takes, float64 [7], of one or more tokens."""
+        mask, ratio = self.mask, (self.ratio if ratio is None else ratio).detach()
         none = torch.zeros_like(mask)
-        numbers = torch.stack(
+        return torch.stack(
             [
                 mask.sum().double(),
                 -self.log_ratio.sum().double(),
@@ -69,14 +96,43 @@ class Prologue:
                 (mask & (none if lower is None else lower)).sum().double(),
             ]
         )
-        # One transfer for all of them: each would stall a GPU on its own.
-        count, kl, total, least, most, n_clipped, n_lower = numbers.tolist()
+
+
+def ratio_metrics(statistics: Tensor) -> Metrics:
+    """Metrics of blocks of tokens.
+
+    Args:
+        statistics: float64 [blocks, 7]: valid tokens, sums of -d and of the ratio over them, smallest and largest
+            ratio, tokens that the clip and that the dual clip stopped.
+    """
+    metrics = Metrics()
+    # One transfer for all of them: each would stall a GPU on its own.
+    for count, kl, total, least, most, n_clipped, n_lower in statistics.tolist():
         if count == 0:
-            return metrics
+            continue
         metrics.mean("actor/ppo_kl", kl, count)
         metrics.min("actor/ratio_min", least)
         metrics.mean("actor/ratio_mean", total, count)
         metrics.max("actor/ratio_max", most)
         metrics.mean("actor/pg_clipfrac", n_clipped, count)
         metrics.mean("actor/pg_clipfrac_lower", n_lower, count)
-        return metrics
+    return metrics
+
+
+def prepared_by(preparation: Preparation) -> Callable[[F], F]:
+    """Decorator of a policy loss that must know the whole mini-batch before it is cut into micro-batches.
+
+    `preparation` sees this rank's part of the mini-batch, `keys` (int64 in the shape of mask, drawn per token) and
+    `all_sum`. What it returns comes back to the loss as keyword arguments, cut like the other inputs.
+    """
+
+    def declare(loss: F) -> F:
+        loss.__prepare__ = preparation  # type: ignore[attr-defined]
+        return loss
+
+    return declare
+
+
+def preparation_of(loss: Callable[..., object]) -> Preparation | None:
+    """What `prepared_by` declared."""
+    return getattr(loss, "__prepare__", None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.losses.base import POLICY_LOSSES, LossSettings, Prologue
+from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue, ratio_metrics
+from megarl.algorithms.losses.fused import WithSlope
+from megarl.kernels.losses import loss_kernels
 from megarl.metrics import Metrics
 
 
@@ -15,7 +17,7 @@ def ppo(
     old_logp: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    cfg: LossSettings,
+    cfg: DualClipSettings,
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
@@ -40,13 +42,23 @@ def ppo(
     >>> ppo(logp, torch.zeros(3), torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), cfg)[0]
     tensor([-1.2000,  0.8000,  3.0000])
     """
-    p = Prologue.of(logp, old_logp, advantages, mask)
-    plain = -p.advantages * p.ratio
-    bounded = -p.advantages * p.ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    kernels = loss_kernels(logp, old_logp, advantages)
+    if kernels is None:
+        p = Prologue.of(logp, old_logp, advantages, mask)
+        loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)
+        return loss, p.metrics(clipped, lower)
+    inputs = [logp, old_logp, advantages]
+    loss, slope, statistics = kernels.ppo(inputs, mask, cfg.clip_low, cfg.clip_high, cfg.dual_clip)
+    return WithSlope.apply(logp, loss, slope), ratio_metrics(statistics)
+
+
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, cfg: DualClipSettings) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Token loss, which tokens the clip stopped, and which the dual clip (None: there is none)."""
+    plain = -advantages * ratio
+    bounded = -advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     loss, clipped = torch.maximum(plain, bounded), bounded > plain
-    lower = None
-    if cfg.dual_clip is not None:
-        ceiling = -p.advantages * cfg.dual_clip
-        lower = (p.advantages < 0) & (ceiling < loss)
-        loss = torch.where(lower, ceiling, loss)
-    return loss, p.metrics(clipped, lower)
+    if cfg.dual_clip is None:
+        return loss, clipped, None
+    ceiling = -advantages * cfg.dual_clip
+    lower = (advantages < 0) & (ceiling < loss)
+    return torch.where(lower, ceiling, loss), clipped, lower

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megarl.algorithms.losses.fused import WithSlope
+from megarl.kernels.losses import loss_kernels
 from megarl.metrics import Metrics
 
 
@@ -25,25 +27,28 @@ def value_loss(
 
     Source: PPO's reference implementation; arXiv 2005.12729.
     """
+    kernels = loss_kernels(values, old_values, returns)
+    if kernels is not None:
+        loss, slope, statistics = kernels.value([values, old_values, returns], mask, clip)
+        return WithSlope.apply(values, loss, slope), _metrics(statistics)
     values = torch.where(mask, values, 0)
-    old_values = torch.where(mask, old_values.detach(), 0)
     returns = torch.where(mask, returns.detach(), 0)
-    loss = (values - returns).square()
-    clipped = torch.zeros_like(mask)
+    loss, clipped = (values - returns).square(), torch.zeros_like(mask)
     if clip is not None:
+        old_values = torch.where(mask, old_values.detach(), 0)
         near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
         bounded = (near - returns).square()
         clipped = bounded > loss
         loss = torch.maximum(loss, bounded)
-    return 0.5 * loss, _metrics(values.detach(), clipped, mask)
+    counts = [mask.sum().double(), values.detach().sum().double(), (clipped & mask).sum().double()]
+    return 0.5 * loss, _metrics(torch.stack(counts)[None])
 
 
-def _metrics(values: Tensor, clipped: Tensor, mask: Tensor) -> Metrics:
+def _metrics(statistics: Tensor) -> Metrics:
+    """Metrics of blocks of tokens: number of valid ones, sum of their values, how many the clip stopped."""
     metrics = Metrics()
-    count, total, n_clipped = torch.stack(
-        [mask.sum().double(), values.sum().double(), (clipped & mask).sum().double()]
-    ).tolist()
-    if count:
-        metrics.mean("critic/vpred_mean", total, count)
-        metrics.mean("critic/vf_clipfrac", n_clipped, count)
+    for count, total, n_clipped in statistics.tolist():
+        if count:
+            metrics.mean("critic/vpred_mean", total, count)
+            metrics.mean("critic/vf_clipfrac", n_clipped, count)
     return metrics

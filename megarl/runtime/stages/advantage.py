@@ -18,8 +18,8 @@ def advantage(c: Controller, samples: Batch) -> Batch:
 
     settings = c.config.algorithm.advantage
     mask = samples["response_mask"]
-    fields = {name: samples[name].values for name in ("token_rewards", "values") if name in samples}
-    fields |= {name: samples[name] for name in ("uid", "greedy_score") if name in samples}
+    fields = {name: samples[name].values for name in _TOKEN_FIELDS if name in samples}
+    fields |= {name: samples[name] for name in ("uid", "greedy_score", "reward_parts") if name in samples}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
     options = settings.model_dump(exclude={"name"})
     result = estimate(settings.name, fields, {**options, "all_sum": c.all_sum})
@@ -29,6 +29,9 @@ def advantage(c: Controller, samples: Batch) -> Batch:
         c.metrics.max("critic/advantages/max", float(result.advantages.max()))
         c.metrics.min("critic/advantages/min", float(result.advantages.min()))
     return samples
+
+
+_TOKEN_FIELDS = ("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared")
 
 
 @stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"])

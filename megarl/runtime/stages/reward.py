@@ -5,16 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import stage
+from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.data.batch import Batch
+    from megarl.rewards.runner import RewardHandle
     from megarl.runtime.controller import Controller
 
 
 @stage(reads=["response_text", "prompt_text", "answer", "finish_reason"], writes=[])
 def reward_submit(c: Controller, samples: Batch) -> Batch:
     """Hand the samples to the reward function; only the first rank of a replica runs it."""
-    c.pending_reward = c.reward.submit(reward_inputs(samples)) if c.reward is not None else None
+    c.pending_reward = submit(c, samples)
     return samples
 
 
@@ -23,19 +27,26 @@ def reward(c: Controller, samples: Batch) -> Batch:
     """Wait for the scores and give them to all ranks of the replica; the score sits on the last response token."""
     from megarl.rewards.runner import reward_metrics
 
-    results = collect(c)
+    results, c.pending_reward = collect(c, c.pending_reward), None
     set_scores(samples, results)
+    parts = list(c.config.algorithm.advantage.parts)
+    if parts:
+        samples.set("reward_parts", part_table(results, parts))
     c.metrics.merge(reward_metrics(results))
     _record_scores(c, samples)
     return samples
 
 
-def collect(c: Controller) -> list[dict[str, Any]]:
-    """Results of `c.pending_reward` on every rank of the replica."""
+def submit(c: Controller, samples: Batch) -> RewardHandle | None:
+    """Start scoring; a handle on the rank that has the reward function, None on the others."""
+    return c.reward.submit(reward_inputs(samples)) if c.reward is not None else None
+
+
+def collect(c: Controller, handle: RewardHandle | None) -> list[dict[str, Any]]:
+    """Results of what `submit` started, on every rank of the replica."""
     from megarl.comm import broadcast_json
 
-    results = c.reward.result(c.pending_reward) if c.reward is not None else None
-    c.pending_reward = None
+    results = c.reward.result(handle) if c.reward is not None and handle is not None else None
     return broadcast_json(results, c.layout.lead_rank, c.layout.mp_group)
 
 
@@ -70,6 +81,29 @@ def set_scores(samples: Batch, results: list[dict[str, Any]]) -> None:
     token_rewards[responses.offsets[1:] - 1] = score  # no response is empty: it holds at least its end token
     samples.set("score", score)
     samples.set("token_rewards", responses.like(token_rewards))
+
+
+def part_table(results: list[dict[str, Any]], parts: list[str]) -> Tensor:
+    """float32 [B, K]: the named parts of the rewards. A failed sample's parts are all its score, `reward.on_error`.
+
+    Raises:
+        ConfigError: a result without one of the parts.
+    """
+    import torch
+
+    from megarl.rewards.scoring import ERROR_KEY
+
+    for result in results:
+        missing = [] if ERROR_KEY in result else [name for name in parts if name not in result]
+        if missing:
+            raise ConfigError(
+                f"the reward function returned no {', '.join(map(repr, missing))}",
+                where="algorithm.advantage.parts",
+                found=sorted(result),
+                fix="name parts that it returns for every sample",
+            )
+    rows = [[result.get(name, result["overall"]) for name in parts] for result in results]
+    return torch.tensor(rows, dtype=torch.float32).view(len(results), len(parts))
 
 
 def _record_scores(c: Controller, samples: Batch) -> None:

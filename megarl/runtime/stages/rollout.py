@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import stage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.config.rollout import SamplingConfig
     from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
@@ -29,6 +31,24 @@ def rollout(c: Controller, prompts: Batch) -> Batch:
         c.actor.offload(parameters=False)  # generation reads the parameters, and wants the rest of the memory
     samples = generate(c, prompts, c.config.rollout.sampling, draw=c.step)
     _record_lengths(c, samples)
+    return samples
+
+
+@stage(reads=["prompt_ids", "uid", "sample_id"], writes=["greedy_score"])
+def greedy_rollout(c: Controller, samples: Batch) -> Batch:
+    """Score of a greedy response to every sample's prompt, the baseline of ReMax."""
+    import torch
+
+    from megarl.runtime.stages.reward import collect, submit
+
+    n = c.config.rollout.sampling.n
+    prompts = samples.select(list(range(0, len(samples), n))).drop(list(SAMPLE_FIELDS))
+    greedy = c.config.rollout.sampling.model_copy(update={"n": 1, "temperature": 0.0})
+    best = generate(c, prompts, greedy, draw=c.step)
+    score = torch.tensor([result["overall"] for result in collect(c, submit(c, best))], dtype=torch.float32)
+    samples.set("greedy_score", score.repeat_interleave(n))
+    c.metrics.mean("critic/greedy_score/mean", float(score.double().sum()), len(score))
+    _record_work(c, prompts["prompt_ids"].lengths, best["response_ids"].lengths, n=1)
     return samples
 
 
@@ -82,8 +102,12 @@ def _record_lengths(c: Controller, samples: Batch) -> None:
     m.mean("response_length/clip_ratio", sum(reason == "length" for reason in samples["finish_reason"]), count)
     m.mean("prompt_length/mean", float(prompt_lengths.sum()), count)
     m.max("prompt_length/max", float(prompt_lengths.max()))
-    n = c.config.rollout.sampling.n
+    _record_work(c, prompt_lengths, lengths, n=c.config.rollout.sampling.n)
+
+
+def _record_work(c: Controller, prompt_lengths: Tensor, lengths: Tensor, n: int) -> None:
+    """Count the generation of samples, `n` in a row per prompt."""
     responses = [group.tolist() for group in lengths.split(n)]
-    m.sum("perf/flops", c.flops.generate(prompt_lengths[::n].tolist(), responses))
-    m.sum("perf/generated_tokens", float(lengths.sum()))
-    m.sum("perf/total_tokens", float(lengths.sum() + prompt_lengths.sum()))
+    c.metrics.sum("perf/flops", c.flops.generate(prompt_lengths[::n].tolist(), responses))
+    c.metrics.sum("perf/generated_tokens", float(lengths.sum()))
+    c.metrics.sum("perf/total_tokens", float(lengths.sum() + prompt_lengths.sum()))

@@ -1,4 +1,4 @@
-"""Rewards that depend on the response's form and not on its answer."""
+"""What depends on a response's form, or on how its group did: the length penalty, and filters."""
 
 from __future__ import annotations
 
@@ -32,4 +32,20 @@ def overlong(c: Controller, samples: Batch) -> Batch:
     values[rewards.offsets[1:] - 1] += penalty  # no response is empty
     samples.set("token_rewards", rewards.like(values))
     c.metrics.mean("reward/overlong_penalty", float(penalty.double().sum()), len(samples))
+    return samples
+
+
+@stage(reads=["score", "uid", "finish_reason", "response_mask"], writes=["response_mask"])
+def filter_samples(c: Controller, samples: Batch) -> Batch:
+    """Mask out the samples that `algorithm.filter` leaves out: they take no part in baselines, loss and its divisor."""
+    from megarl.algorithms.group_filter import accuracy_filter, truncated_filter
+    from megarl.algorithms.rows import Rows
+
+    settings, mask = c.config.algorithm.filter, samples["response_mask"]
+    keep = accuracy_filter(samples["score"], samples["uid"], low=settings.low, high=settings.high)
+    if settings.truncated:
+        keep &= truncated_filter(samples["finish_reason"])
+    rows = Rows.of(mask.values, mask.offsets)
+    samples.set("response_mask", mask.like(mask.values & rows.expand(keep)))
+    c.metrics.mean("filter/kept", float(keep.sum()), len(samples))
     return samples

@@ -57,6 +57,8 @@ def train_on(c: Controller, mini: Batch) -> Metrics:
     )
     mini.set("loss_weights", mask.like(weights))
     kl = algorithm.kl if algorithm.kl.use == "loss" else None
+    distillation = algorithm.distillation if algorithm.distillation.coef else None
+    prepared = _prepare(c, mini)
 
     def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         tokens = {name: micro[name].values.to(logp.device) for name in micro.names() if name in _TOKEN_FIELDS}
@@ -72,9 +74,36 @@ def train_on(c: Controller, mini: Batch) -> Metrics:
             entropy=entropy,
             ref_logp=tokens.get("ref_logp"),
             kl=kl,
+            teacher_logp=tokens.get("teacher_logp"),
+            distillation=distillation,
+            prepared={name: micro[f"prepared_{name}"].values.to(logp.device) for name in prepared},
         )
 
     return c.actor.train_step(mini, loss, c.temperature)
 
 
-_TOKEN_FIELDS = frozenset({"old_logp", "ref_logp", "advantages", "response_mask", "loss_weights"})
+def _prepare(c: Controller, mini: Batch) -> list[str]:
+    """Let the loss look at the whole mini-batch before it is cut. Returns the names of what it made, which are fields
+    `prepared_<name>` of the mini-batch now."""
+    import torch
+
+    from megarl.algorithms.losses import POLICY_LOSSES, preparation_of
+    from megarl.algorithms.rows import Rows
+    from megarl.algorithms.select import drawn
+    from megarl.rollout.seeds import sample_seed
+
+    settings, mask = c.config.algorithm.loss, mini["response_mask"]
+    prepare = preparation_of(POLICY_LOSSES.get(settings.name))
+    if prepare is None:
+        return []
+    # What is drawn for a token depends on its sample's name and the optimizer step, not on rank or place in the batch.
+    seeds = [sample_seed(c.config.trainer.seed, c.actor.step, sample, 0) for sample in mini["sample_id"]]
+    keys = drawn(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
+    inputs = (mini[name].values for name in ("old_logp", "advantages", "response_mask"))
+    made = prepare(*inputs, settings, keys=keys, all_sum=c.all_sum)
+    for name, values in made.items():
+        mini.set(f"prepared_{name}", mask.like(values))
+    return list(made)
+
+
+_TOKEN_FIELDS = frozenset({"old_logp", "ref_logp", "teacher_logp", "advantages", "response_mask", "loss_weights"})

@@ -1,0 +1,53 @@
+"""Every part of the reward normalised by itself (GDPO)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.rows import Rows
+from megarl.algorithms.stats import AllSum, Groups, one_rank, whiten_
+
+
+@ADVANTAGES.register("gdpo")
+@torch.no_grad()
+def gdpo(
+    reward_parts: Tensor,
+    mask: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    parts: Mapping[str, float] | None = None,
+    offsets: Tensor | None = None,
+    allow_singleton: bool = False,
+    all_sum: AllSum = one_rank,
+) -> Estimate:
+    """A = sum over parts k of weight_k (x_k - group mean) / (group std + 1e-6), whitened over all valid tokens.
+
+    Parts of different scale keep their say: a sum of raw rewards lets the largest one decide.
+
+    Args:
+        reward_parts: float [B, K], one column per part.
+        mask: bool [N] or [B, T].
+        uid: B group names.
+        parts: name and weight of each column, in order; None: all 1.
+        offsets: int64 [B + 1] for the packed form.
+        allow_singleton: accept groups of one sample, which enter the whitening with 0.
+        all_sum: adds over ranks.
+
+    Raises:
+        UserError: a group of one sample, unless allowed.
+
+    Source: GDPO (arXiv 2601.05242).
+    """
+    weights = [1.0] * reward_parts.shape[1] if parts is None else list(parts.values())
+    rows = Rows.of(mask, offsets)
+    live = rows.counts(mask) > 0
+    total = torch.zeros(len(rows), dtype=torch.float64, device=mask.device)
+    for column, weight in zip(reward_parts.unbind(1), weights, strict=True):
+        total += weight * Groups.of(column, live, uid, allow_singleton=allow_singleton).standardised
+    dtype = torch.promote_types(reward_parts.dtype, torch.float32)
+    advantages = whiten_(rows.spread(total.to(dtype), mask), mask, rows, all_sum)
+    return Estimate(advantages, advantages)

@@ -1,0 +1,51 @@
+"""Advantage of the best sample alone (pass@k)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
+from megarl.algorithms.stats import EPS
+
+
+@ADVANTAGES.register("grpo_passk")
+@torch.no_grad()
+def grpo_passk(
+    token_rewards: Tensor,
+    mask: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    offsets: Tensor | None = None,
+    norm_by_std: bool = True,
+    allow_singleton: bool = False,
+) -> Estimate:
+    """The best sample of a group gets (best - second best) / (group std + 1e-6), all others get 0.
+
+    Where two samples share the best score, the second best is as good and every sample gets 0.
+
+    Args:
+        token_rewards: float [N] or [B, T].
+        mask: bool, same shape.
+        uid: B group names.
+        offsets: int64 [B + 1] for the packed form.
+        norm_by_std: False leaves the division out.
+        allow_singleton: accept groups of one sample, with A = 0.
+
+    Raises:
+        UserError: a group of one sample, unless allowed.
+
+    Source: arXiv 2503.19595.
+
+    >>> rewards = torch.tensor([[1.0], [4.0], [2.0]])
+    >>> grpo_passk(rewards, torch.ones(3, 1, dtype=torch.bool), ["a"] * 3, norm_by_std=False).advantages.flatten()
+    tensor([0., 2., 0.])
+    """
+    rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
+    best = groups.largest(groups.scores, groups.live)
+    second = groups.largest(groups.scores, groups.live & (groups.scores < best))
+    winner = groups.live & (groups.scores == best) & (groups.sum((groups.scores == best) & groups.live) == 1)
+    lead = torch.where(winner & (groups.count > 1), best - second, 0)
+    return for_all_tokens(lead / (groups.std + EPS) if norm_by_std else lead, rows, mask, token_rewards)

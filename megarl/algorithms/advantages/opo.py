@@ -1,0 +1,49 @@
+"""Optimal baseline of the score, weighted by length (OPO)."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
+
+
+@ADVANTAGES.register("opo")
+@torch.no_grad()
+def opo(
+    token_rewards: Tensor,
+    mask: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    offsets: Tensor | None = None,
+    allow_singleton: bool = False,
+) -> Estimate:
+    """A = score - sum over the group of (length score) / sum of (length); length = valid tokens.
+
+    The baseline of least variance when a response's squared gradient norm grows with its length.
+
+    Args:
+        token_rewards: float [N] or [B, T].
+        mask: bool, same shape.
+        uid: B group names.
+        offsets: int64 [B + 1] for the packed form.
+        allow_singleton: accept groups of one sample, with A = 0.
+
+    Raises:
+        UserError: a group of one sample, unless allowed.
+
+    Source: On-Policy RL with Optimal Reward Baseline (arXiv 2505.23585).
+
+    >>> rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]])
+    >>> mask = torch.tensor([[True, True, True], [True, False, False]])
+    >>> opo(rewards, mask, ["a", "a"]).advantages  # baseline (3 * 1 + 1 * 0) / 4
+    tensor([[ 0.2500,  0.2500,  0.2500],
+            [-0.7500, -0.0000, -0.0000]])
+    """
+    rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
+    length = rows.counts(mask).double()
+    baseline = groups.sum(length * groups.scores) / groups.sum(length).clamp(min=1)
+    alone = groups.count < 2
+    return for_all_tokens(torch.where(alone, 0, groups.scores - baseline), rows, mask, token_rewards)

@@ -1,0 +1,106 @@
+"""Baselines of least variance for every position in a response."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, score_groups
+from megarl.algorithms.rows import Rows
+from megarl.algorithms.scan import over_valid, suffix_sum
+from megarl.algorithms.stats import Groups
+
+
+@ADVANTAGES.register("optimal_token_baseline")
+@torch.no_grad()
+def optimal_token_baseline(
+    token_rewards: Tensor,
+    old_logp: Tensor,
+    sum_pi_squared: Tensor,
+    mask: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    offsets: Tensor | None = None,
+    allow_singleton: bool = False,
+) -> Estimate:
+    """A_t = G_t - B_t, B_t = sum W_t G_t / sum W_t over the samples of the group that have a valid token at place t.
+
+    G_t is the sum of rewards from t on, W_t the sum up to t of w = 1 - 2 pi(y) + sum_v pi(v)^2: the squared norm of the
+    gradient of log pi(y) with respect to the logits. Places are counted from the start of the response.
+
+    Args:
+        token_rewards: float [N] or [B, T].
+        old_logp: same shape, log pi(y) of the sampled tokens.
+        sum_pi_squared: same shape, sum over the vocabulary of pi(v)^2.
+        mask: bool, same shape.
+        uid: B group names.
+        offsets: int64 [B + 1] for the packed form.
+        allow_singleton: accept groups of one sample, with A = 0.
+
+    Raises:
+        UserError: a group of one sample, unless allowed.
+
+    Source: Weaver and Tao's optimal baseline (UAI 2001) per position, with the gradient proxy of arXiv 2602.07078.
+    """
+    rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
+    start = rows.expand(rows.offsets[:-1])
+    place = torch.arange(len(start), device=mask.device) - start
+    returns, weight, _ = _returns_and_weights(rows, mask, token_rewards, old_logp, sum_pi_squared)
+    return _subtract_baseline(rows, groups, mask, returns, weight, place)
+
+
+@ADVANTAGES.register("tir_optimal_token_baseline")
+@torch.no_grad()
+def tir_optimal_token_baseline(
+    token_rewards: Tensor,
+    old_logp: Tensor,
+    sum_pi_squared: Tensor,
+    mask: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    offsets: Tensor | None = None,
+    allow_singleton: bool = False,
+) -> Estimate:
+    """`optimal_token_baseline` with places counted over valid tokens only, for responses with tool output in between.
+
+    The k-th token that one sample's policy wrote is compared with the k-th that another's wrote, however much text the
+    tools returned before. Arguments and source as there; without holes in the mask both are the same.
+    """
+    rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
+    returns, weight, place = _returns_and_weights(rows, mask, token_rewards, old_logp, sum_pi_squared)
+    return _subtract_baseline(rows, groups, mask, returns, weight, place.reshape(-1).long())
+
+
+def _returns_and_weights(
+    rows: Rows, mask: Tensor, token_rewards: Tensor, old_logp: Tensor, sum_pi_squared: Tensor
+) -> list[Tensor]:
+    """Rewards to go, summed gradient proxies, and place among the valid tokens, in the shape of `mask`."""
+
+    def dense(rewards: Tensor, logp: Tensor, squares: Tensor, prefix: Tensor) -> list[Tensor]:
+        # (1 - pi)^2 <= w: rounding must not make it negative.
+        proxy = (1 - 2 * logp.exp() + squares).clamp(min=0) * prefix
+        places = torch.arange(prefix.shape[1], device=prefix.device).to(rewards.dtype).expand_as(rewards)
+        return [suffix_sum(rewards, 1.0), proxy.cumsum(1), places * prefix]
+
+    return over_valid(dense, rows, mask, [token_rewards, old_logp, sum_pi_squared], 3)
+
+
+def _subtract_baseline(
+    rows: Rows, groups: Groups, mask: Tensor, returns: Tensor, weight: Tensor, place: Tensor
+) -> Estimate:
+    """Returns minus their weighted mean over the valid tokens of the same group and place."""
+    valid = mask.reshape(-1)
+    width = int(place.max()) + 1 if len(place) else 1
+    slot = (rows.expand(groups.index) * width + place)[valid]
+    g, w = returns.reshape(-1)[valid].double(), weight.reshape(-1)[valid].double()
+    size = (int(groups.index.max()) + 1 if len(groups.index) else 0) * width
+    sums = torch.zeros(2, size, dtype=torch.float64, device=mask.device)
+    sums[0].index_add_(0, slot, w * g)
+    sums[1].index_add_(0, slot, w)
+    # Where all proxies are zero no gradient flows, whatever the baseline.
+    baseline = sums[0] / sums[1].clamp(min=torch.finfo(torch.float64).tiny)
+    advantages = torch.zeros_like(returns)
+    advantages.view(-1)[valid] = (g - baseline[slot]).to(returns.dtype)
+    return Estimate(advantages, returns)

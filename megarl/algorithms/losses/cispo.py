@@ -1,0 +1,47 @@
+"""Clipped importance weights, and every token keeps its gradient (CISPO)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, Prologue
+from megarl.metrics import Metrics
+
+
+@POLICY_LOSSES.register("cispo")
+def cispo(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: ClipSettings,
+    *,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """-sg(clip(r, 1 - low, 1 + high)) A logp.
+
+    The clip bounds a weight and stops no token. `clip_low` of 1 or more means no lower bound.
+
+    Args:
+        logp: float [N] or [B, T], differentiable.
+        old_logp: same shape.
+        advantages: same shape.
+        mask: bool, same shape.
+        cfg: clip_low, clip_high.
+        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
+
+    Returns:
+        Token loss, zero where the mask hides, and metrics.
+
+    Source: MiniMax-M1 (arXiv 2506.13585).
+
+    >>> import torch
+    >>> from types import SimpleNamespace
+    >>> cfg, logp = SimpleNamespace(clip_low=0.2, clip_high=0.2), torch.tensor([0.5]).log()
+    >>> cispo(logp, torch.tensor([0.25]).log(), torch.ones(1), torch.ones(1, dtype=torch.bool), cfg)[0]  # 1.2 log 2
+    tensor([0.8318])
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    ratio = p.ratio.detach()
+    weight = ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
+    return -weight * p.advantages * p.logp, p.metrics(weight != ratio)

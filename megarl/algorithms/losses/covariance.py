@@ -1,0 +1,139 @@
+"""Holding entropy up by restraining the few tokens whose log-prob and advantage vary together (Clip-Cov, KL-Cov)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.kl import absolute
+from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue, prepared_by
+from megarl.algorithms.losses.ppo import clipped_surrogate
+from megarl.algorithms.select import descending, smallest
+from megarl.algorithms.stats import AllSum, one_rank
+from megarl.metrics import Metrics
+
+
+class FractionSettings(Protocol):
+    """Share of the mini-batch's tokens that are restrained."""
+
+    @property
+    def cov_fraction(self) -> float: ...  # noqa: D102
+
+
+class ClipCovSettings(FractionSettings, DualClipSettings, Protocol):
+    """Clip range, and the covariances that tokens are drawn between."""
+
+    @property
+    def cov_low(self) -> float: ...  # noqa: D102
+    @property
+    def cov_high(self) -> float: ...  # noqa: D102
+
+
+class KLCovSettings(FractionSettings, Protocol):
+    """Weight of the penalty on the chosen tokens."""
+
+    @property
+    def cov_kl_coef(self) -> float: ...  # noqa: D102
+
+
+def covariances(old_logp: Tensor, advantages: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> tuple[Tensor, int]:
+    """(logp - mean)(A - mean) per token over the valid tokens of all ranks, float64, 0 where the mask hides; and their
+    number."""
+    x, y = torch.where(mask, old_logp, 0).double(), torch.where(mask, advantages, 0).double()
+    count, x_sum, y_sum = all_sum(torch.stack([mask.sum(), x.sum(), y.sum()]).cpu()).tolist()
+    tokens = max(count, 1.0)
+    return torch.where(mask, (x - x_sum / tokens) * (y - y_sum / tokens), 0), int(count)
+
+
+def draw_between(
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: ClipCovSettings,
+    *,
+    keys: Tensor,
+    all_sum: AllSum = one_rank,
+) -> dict[str, Tensor]:
+    """`selected`: floor(cov_fraction * tokens), at least one, of the tokens with cov_low < covariance < cov_high."""
+    cov, tokens = covariances(old_logp, advantages, mask, all_sum)
+    candidates = mask & (cov > cfg.cov_low) & (cov < cfg.cov_high)
+    return {"selected": smallest(keys, candidates, max(1, int(cfg.cov_fraction * tokens)), all_sum)}
+
+
+def take_largest(
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: FractionSettings,
+    *,
+    keys: Tensor,
+    all_sum: AllSum = one_rank,
+) -> dict[str, Tensor]:
+    """`selected`: the floor(cov_fraction * tokens), at least one, tokens of largest covariance, if it is positive."""
+    cov, tokens = covariances(old_logp, advantages, mask, all_sum)
+    positive = mask & (cov > 0)
+    # In float32, so that values which only differ by the order of summation stay equal.
+    ranked = descending(cov.clamp(min=0).float())
+    return {"selected": smallest(ranked, positive, max(1, int(cfg.cov_fraction * tokens)), all_sum)}
+
+
+@POLICY_LOSSES.register("clip_cov")
+@prepared_by(draw_between)
+def clip_cov(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: ClipCovSettings,
+    *,
+    selected: Tensor,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """The loss of `ppo`, zero for the tokens that `draw_between` selected.
+
+    Covariances are those of the mini-batch before its update (old_logp), so the choice does not depend on how it is cut
+    into micro-batches; the paper takes them from the current policy.
+
+    Args:
+        logp: float [N] or [B, T], differentiable.
+        old_logp: same shape.
+        advantages: same shape.
+        mask: bool, same shape.
+        cfg: clip_low, clip_high, dual_clip; for the selection cov_fraction, cov_low, cov_high.
+        selected: bool, same shape.
+        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
+
+    Returns:
+        Token loss, zero where the mask hides, and metrics; pg_clipfrac counts selected tokens, too.
+
+    Source: The Entropy Mechanism of RL for Reasoning LLMs (arXiv 2505.22617), Clip-Cov.
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    loss, clipped, lower = clipped_surrogate(p.ratio, p.advantages, cfg)
+    return torch.where(selected, 0, loss), p.metrics(clipped | selected, lower)
+
+
+@POLICY_LOSSES.register("kl_cov")
+@prepared_by(take_largest)
+def kl_cov(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: KLCovSettings,
+    *,
+    selected: Tensor,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """-A r, plus cov_kl_coef |logp - old_logp| for the tokens that `take_largest` selected. No clip.
+
+    Arguments, and where covariances come from, as in `clip_cov`; cfg has cov_kl_coef, and cov_fraction for the
+    selection. pg_clipfrac is the share of selected tokens.
+
+    Source: The Entropy Mechanism of RL for Reasoning LLMs (arXiv 2505.22617), KL-Cov.
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    penalty = cfg.cov_kl_coef * absolute(p.log_ratio)
+    return torch.where(selected & mask, penalty, 0) - p.advantages * p.ratio, p.metrics(selected)

@@ -1,0 +1,94 @@
+"""Trust region in place of a ratio clip (DPPO), by total variation or KL."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.metrics import Metrics
+
+
+class TrustRegionSettings(Protocol):
+    """Largest divergence at which a token still moves away from the old policy."""
+
+    @property
+    def trust_region(self) -> float: ...  # noqa: D102
+
+
+@POLICY_LOSSES.register("dppo_tv")
+def dppo_tv(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: TrustRegionSettings,
+    *,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """-A r, without gradient where A pushes the token further away and |pi - old| > trust_region already.
+
+    |pi - old| of the sampled token against all others is the total variation of the two-outcome distribution. A ratio
+    clip stops rare tokens early and common ones late; this bounds the mass that moves.
+
+    Args:
+        logp: float [N] or [B, T], differentiable.
+        old_logp: same shape.
+        advantages: same shape.
+        mask: bool, same shape.
+        cfg: trust_region.
+        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
+
+    Returns:
+        Token loss, zero where the mask hides or the region ends, and metrics.
+
+    Source: Rethinking the Trust Region in LLM RL (arXiv 2602.04879), binary divergence.
+
+    >>> from types import SimpleNamespace
+    >>> cfg, ones = SimpleNamespace(trust_region=0.2), torch.ones(2)
+    >>> dppo_tv(torch.tensor([0.9, 0.2]).log(), torch.tensor([0.6, 0.1]).log(), ones, ones.bool(), cfg)[0]
+    tensor([-0., -2.])
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    new, old = _probabilities(p)
+    return _inside(p, (new - old).abs() > cfg.trust_region)
+
+
+@POLICY_LOSSES.register("dppo_kl")
+def dppo_kl(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: TrustRegionSettings,
+    *,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """`dppo_tv` with KL(old || pi) of the two-outcome distribution (sampled token, all others) as the divergence.
+
+    old log(old / pi) + (1 - old) log((1 - old) / (1 - pi)). Arguments and source as there.
+
+    >>> from types import SimpleNamespace
+    >>> cfg, ones = SimpleNamespace(trust_region=0.1), torch.ones(2)
+    >>> dppo_kl(torch.tensor([0.9, 0.2]).log(), torch.tensor([0.6, 0.1]).log(), ones, ones.bool(), cfg)[0]
+    tensor([-0., -2.])
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    new, old = _probabilities(p)
+    # A probability that rounds to 1 leaves 0 for the others: the divergence is infinite, or 0 when both do.
+    others = torch.special.xlogy(1 - old, 1 - old) - torch.special.xlogy(1 - old, 1 - new)
+    return _inside(p, -old * p.difference.detach() + others > cfg.trust_region)
+
+
+def _probabilities(p: Prologue) -> tuple[Tensor, Tensor]:
+    new = p.logp.detach()
+    return new.exp().clamp(max=1), (new - p.difference.detach()).exp().clamp(max=1)
+
+
+def _inside(p: Prologue, far: Tensor) -> tuple[Tensor, Metrics]:
+    """-A r for all tokens but those that are far and that A would push further."""
+    outward = torch.where(p.advantages > 0, p.log_ratio > 0, p.log_ratio < 0) & (p.advantages != 0)
+    stopped = far & outward
+    return -p.advantages * torch.where(stopped, 0, p.ratio), p.metrics(stopped)

@@ -1,0 +1,48 @@
+"""Quadratic penalty on the log-ratio (DRO)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.metrics import Metrics
+
+
+class QuadraticSettings(Protocol):
+    """Weight of the penalty."""
+
+    @property
+    def quadratic_coef(self) -> float: ...  # noqa: D102
+
+
+@POLICY_LOSSES.register("dro")
+def dro(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: QuadraticSettings,
+    *,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """-(A logp - quadratic_coef / 2 (logp - old_logp)^2).
+
+    An off-policy objective without ratios: its optimum moves the log-prob by A / quadratic_coef.
+
+    Args:
+        logp: float [N] or [B, T], differentiable.
+        old_logp: same shape.
+        advantages: same shape.
+        mask: bool, same shape.
+        cfg: quadratic_coef.
+        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
+
+    Returns:
+        Token loss, zero where the mask hides, and metrics.
+
+    Source: Offline Regularised RL for LLM Alignment (arXiv 2405.19107); per token as in Kimi k1.5 (arXiv 2501.12599).
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    return 0.5 * cfg.quadratic_coef * p.difference.square() - p.advantages * p.logp, p.metrics()

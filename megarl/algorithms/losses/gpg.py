@@ -1,0 +1,37 @@
+"""Plain policy gradient (REINFORCE, GPG)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.metrics import Metrics
+
+
+@POLICY_LOSSES.register("gpg")
+def gpg(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: object,
+    *,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """-A logp: no ratio, no clip; right only while the policy is the one that sampled.
+
+    Args:
+        logp: float [N] or [B, T], differentiable.
+        old_logp: same shape.
+        advantages: same shape.
+        mask: bool, same shape.
+        cfg: not read.
+        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
+
+    Returns:
+        Token loss, zero where the mask hides, and metrics.
+
+    Source: GPG (arXiv 2504.02546); Williams (1992).
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    return -p.advantages * p.logp, p.metrics()

@@ -1,0 +1,58 @@
+"""Soft gate instead of a clip (SAPO)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.metrics import Metrics
+
+
+class SapoSettings(Protocol):
+    """Temperatures of the gate."""
+
+    @property
+    def tau_pos(self) -> float: ...  # noqa: D102
+    @property
+    def tau_neg(self) -> float: ...  # noqa: D102
+
+
+@POLICY_LOSSES.register("sapo")
+def sapo(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: SapoSettings,
+    *,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """-A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos for A > 0 and tau_neg otherwise.
+
+    At r = 1 the gradient is that of the policy gradient; it fades on both sides, faster for larger tau.
+
+    Args:
+        logp: float [N] or [B, T], differentiable.
+        old_logp: same shape.
+        advantages: same shape.
+        mask: bool, same shape.
+        cfg: tau_pos, tau_neg.
+        offsets: int64 [B + 1] for the packed form; this loss needs no rows.
+
+    Returns:
+        Token loss, zero where the mask hides, and metrics.
+
+    Source: Soft Adaptive Policy Optimization (arXiv 2511.20347).
+
+    >>> from types import SimpleNamespace
+    >>> cfg, ones = SimpleNamespace(tau_pos=1.0, tau_neg=1.05), torch.ones(1)
+    >>> sapo(torch.zeros(1), torch.zeros(1), ones, ones.bool(), cfg)[0]  # -4 sigmoid(0)
+    tensor([-2.])
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    tau = torch.full_like(p.ratio, cfg.tau_neg).masked_fill(p.advantages > 0, cfg.tau_pos)
+    gate = torch.sigmoid(tau * (p.ratio - 1)) * (4 / tau)
+    return -p.advantages * gate, p.metrics()

@@ -1,0 +1,64 @@
+"""Choosing tokens out of the mini-batch of all ranks: the k smallest keys, and keys that are drawn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.rows import Rows
+from megarl.algorithms.stats import AllSum, one_rank
+
+_DIGIT = 8
+_LARGEST = 2**63 - 1
+
+
+def smallest(keys: Tensor, among: Tensor, count: int, all_sum: AllSum = one_rank) -> Tensor:
+    """bool, shape of `keys`: which of the candidates are among the `count` smallest of all ranks.
+
+    Equal keys are chosen together, so the answer does not depend on their order. Eight sums over ranks, whatever the
+    number of tokens.
+
+    Args:
+        keys: int64, not negative.
+        among: bool, same shape, the candidates.
+        count: how many to choose over all ranks, at least 1; fewer candidates than that are all chosen.
+        all_sum: adds over ranks; must be called by all of them.
+
+    >>> smallest(torch.tensor([5, 1, 9, 3]), torch.tensor([True, True, True, False]), 2)
+    tensor([ True,  True, False, False])
+    """
+    left, prefix, candidates = count, 0, keys[among]
+    for shift in range(56, -1, -_DIGIT):
+        digits = (candidates >> shift) & 255
+        histogram = all_sum(torch.bincount(digits, minlength=256).double().cpu())
+        below = histogram.cumsum(0)
+        if float(below[-1]) < left:
+            return among  # in the first round, on all ranks
+        digit = int((below < left).sum())
+        left -= int(below[digit] - histogram[digit])
+        prefix = prefix << _DIGIT | digit
+        candidates = candidates[digits == digit]
+    return among & (keys <= prefix)
+
+
+def descending(values: Tensor) -> Tensor:
+    """int64 keys in the reverse order of positive float values."""
+    # Positive floats are ordered like their bits.
+    return _LARGEST - values.double().view(torch.int64)
+
+
+def drawn(seeds: Tensor, rows: Rows) -> Tensor:
+    """int64 [N]: a random key for every token, from its sequence's seed and its place alone.
+
+    The same token of the same sample gets the same key however the mini-batch is cut or spread.
+
+    Args:
+        seeds: int64 [B].
+        rows: B sequences.
+    """
+    start = rows.expand(rows.offsets[:-1])
+    x = rows.expand(seeds) + (torch.arange(len(start), device=seeds.device) - start) * -0x61C8864680B583EB
+    # SplitMix64; multiplication wraps, and logical shifts are arithmetic ones without the copies of the sign.
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return (x ^ ((x >> 31) & 0x1FFFFFFFF)) & _LARGEST

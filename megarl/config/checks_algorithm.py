@@ -1,0 +1,145 @@
+"""Checks of what single estimators, losses and filters need of the rest of a recipe."""
+
+from __future__ import annotations
+
+from megarl.config.algorithm import SCORED_ESTIMATORS
+from megarl.config.checklist import Checklist
+from megarl.config.run import RunConfig
+
+_SEQUENCE_LOSSES = ("gspo", "gmpo")
+_RATIO_FREE_LOSSES = ("gpg",)
+
+
+def check_algorithm(config: RunConfig, checks: Checklist) -> None:
+    """What the chosen estimator, loss, filter and teacher cannot work without, or with."""
+    _check_pipeline(config, checks)
+    _check_parts(config, checks)
+    _check_teacher(config, checks)
+    _check_filter(config, checks)
+    _check_loss(config, checks)
+
+
+def _check_pipeline(config: RunConfig, checks: Checklist) -> None:
+    name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
+    fix = "set algorithm.pipeline=grpo, or another estimator"
+    if name == "remax" and pipeline in ("ppo", "dapo"):
+        what = f"remax needs a greedy rollout of every prompt, and the {pipeline} pipeline makes none"
+        checks.fail("estimator", "algorithm.pipeline", what, found=pipeline, allowed=["grpo", "pkg.mod:fn"], fix=fix)
+    if name in SCORED_ESTIMATORS and pipeline == "dapo":
+        what = f"{name} reads log-probs, and the dapo pipeline estimates advantages before it has them"
+        checks.fail("estimator", "algorithm.pipeline", what, found=pipeline, allowed=["grpo", "pkg.mod:fn"], fix=fix)
+
+
+def _check_parts(config: RunConfig, checks: Checklist) -> None:
+    algorithm = config.algorithm
+    if algorithm.advantage.name != "gdpo":
+        if algorithm.advantage.parts:
+            checks.warn(
+                "reward parts",
+                "algorithm.advantage.parts",
+                f"{algorithm.advantage.name} does not look at parts of the reward",
+                found=list(algorithm.advantage.parts),
+                fix="set algorithm.advantage.name=gdpo, or remove the parts",
+            )
+        return
+    if not algorithm.advantage.parts:
+        checks.fail(
+            "reward parts",
+            "algorithm.advantage.parts",
+            "gdpo normalises parts of the reward, and none is named",
+            found="{}",
+            allowed="a mapping from names that the reward function returns to weights",
+            fix="set algorithm.advantage.parts={accuracy: 1.0, format: 0.5}, with your reward function's names",
+        )
+    shaped = algorithm.kl.use == "reward" or algorithm.overlong.buffer_tokens is not None
+    if shaped:
+        checks.fail(
+            "reward parts",
+            "algorithm.kl.use" if algorithm.kl.use == "reward" else "algorithm.overlong.buffer_tokens",
+            "gdpo reads the parts of the reward, which a penalty on the whole reward does not reach",
+            found=algorithm.kl.use if algorithm.kl.use == "reward" else algorithm.overlong.buffer_tokens,
+            allowed="none or loss" if algorithm.kl.use == "reward" else "null",
+            fix="remove the penalty, or return it as a part from the reward function",
+        )
+
+
+def _check_teacher(config: RunConfig, checks: Checklist) -> None:
+    needed, path = config.algorithm.needs_teacher, config.teacher.path
+    if needed and path is None:
+        checks.fail(
+            "teacher",
+            "teacher.path",
+            "distillation needs a teacher",
+            found=None,
+            allowed="a Hugging Face folder or hub name",
+            fix="set teacher.path",
+        )
+    if path is not None and not needed:
+        checks.warn(
+            "teacher",
+            "teacher.path",
+            "a teacher is named, and nothing uses it",
+            found=path,
+            fix="set algorithm.advantage.name=reverse_kl or algorithm.distillation.coef, or remove teacher.path",
+        )
+    if needed and config.algorithm.pipeline == "dapo":
+        checks.fail(
+            "teacher",
+            "algorithm.pipeline",
+            "the dapo pipeline has no teacher",
+            found="dapo",
+            allowed=["grpo", "ppo", "pkg.mod:fn"],
+            fix="set algorithm.pipeline=grpo, and algorithm.distillation.coef=0 for dapo",
+        )
+
+
+def _check_filter(config: RunConfig, checks: Checklist) -> None:
+    chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline
+    if chosen.low is not None and chosen.high is not None and chosen.low > chosen.high:
+        checks.fail(
+            "filter",
+            "algorithm.filter.low",
+            f"no group has a mean score between {chosen.low} and {chosen.high}",
+            found=chosen.low,
+            allowed=f"number up to {chosen.high}",
+            fix="exchange low and high",
+        )
+    if chosen.active and pipeline == "ppo":
+        checks.fail(
+            "filter",
+            "algorithm.filter",
+            "the ppo pipeline has no filter",
+            found=chosen.model_dump(),
+            allowed="null bounds and truncated: false, or the grpo or dapo pipeline",
+            fix="remove algorithm.filter",
+        )
+
+
+def _check_loss(config: RunConfig, checks: Checklist) -> None:
+    loss, actor = config.algorithm.loss, config.actor
+    if loss.name in _SEQUENCE_LOSSES and loss.aggregation != "seq-mean-token-mean":
+        checks.warn(
+            "policy loss",
+            "algorithm.loss.aggregation",
+            f"{loss.name} is a loss per sequence; {loss.aggregation} weighs sequences by something else",
+            found=loss.aggregation,
+            fix="set algorithm.loss.aggregation=seq-mean-token-mean",
+        )
+    minis = config.data.batch_size // (actor.mini_batch_size or config.data.batch_size) * actor.ppo_epochs
+    if loss.name in _RATIO_FREE_LOSSES and minis > 1:
+        checks.warn(
+            "policy loss",
+            "algorithm.loss.name",
+            f"{loss.name} has no ratio to correct for the {minis} optimizer steps on one step's samples",
+            found=loss.name,
+            fix="set actor.mini_batch_size=null and actor.ppo_epochs=1, or another loss",
+        )
+    if loss.name == "clip_cov" and loss.cov_low >= loss.cov_high:
+        checks.fail(
+            "policy loss",
+            "algorithm.loss.cov_low",
+            "no covariance lies between cov_low and cov_high",
+            found=loss.cov_low,
+            allowed=f"number < {loss.cov_high}",
+            fix="exchange cov_low and cov_high",
+        )

@@ -1,0 +1,256 @@
+"""Every policy loss against its formula written as loops, its numerical gradient, and what must never change it."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megarl.algorithms.losses import POLICY_LOSSES, preparation_of
+from megarl.config.algorithm import PolicyLossConfig
+from tests.algorithms import oracle
+from tests.algorithms.cases import Case, cases, close, make_case, poisoned
+
+TOKEN_LOSSES = ["ppo", "cispo", "sapo", "cpgd", "gpg", "dro", "dppo_tv", "dppo_kl"]
+ROW_LOSSES = ["gspo", "gmpo"]
+COV_LOSSES = ["clip_cov", "kl_cov"]
+ALL = TOKEN_LOSSES + ROW_LOSSES + COV_LOSSES
+INPUTS = ("logp", "old_logp", "advantages")
+
+configs = st.builds(
+    PolicyLossConfig,
+    clip_low=st.sampled_from([0.0, 0.1, 0.4]),
+    clip_high=st.sampled_from([0.0, 0.2, 0.4]),
+    dual_clip=st.sampled_from([None, 3.0]),
+    tau_pos=st.sampled_from([0.5, 1.0]),
+    tau_neg=st.sampled_from([1.05, 3.0]),
+    drift_coef=st.sampled_from([0.0, 0.3]),
+    trust_region=st.sampled_from([0.01, 0.1]),
+    quadratic_coef=st.sampled_from([0.05, 1.0]),
+    cov_fraction=st.sampled_from([0.01, 0.3, 1.0]),
+    cov_low=st.just(0.0),
+    cov_high=st.sampled_from([0.5, 5.0]),
+)
+
+
+def probabilities(case: Case) -> Case:
+    """Log-probs that are those of probabilities below 1."""
+    for name in ("logp", "old_logp"):
+        setattr(case, name, -getattr(case, name).abs() - 1e-3)
+    return case
+
+
+def keys_of(case: Case) -> torch.Tensor:
+    """A key per token that belongs to its sample and place."""
+    rows, width = case.mask.shape
+    return torch.randperm(rows * width, generator=torch.Generator().manual_seed(1)).view(rows, width)
+
+
+def run(name: str, case: Case, cfg, *, packed=False, poison=False, logp=None, keys=None):
+    form = (lambda x: case.pack(x)) if packed else (lambda x: x)
+    mask = form(case.mask)
+    values = [form(poisoned(getattr(case, n), case.mask)) if poison else form(getattr(case, n)) for n in INPUTS]
+    values[0] = values[0] if logp is None else logp
+    fn = POLICY_LOSSES.get(name)
+    prepare = preparation_of(fn)
+    keys = form(keys_of(case) if keys is None else keys)
+    prepared = prepare(values[1], values[2], mask, cfg, keys=keys) if prepare else {}
+    return fn(*values, mask, cfg, offsets=case.offsets if packed else None, **prepared)
+
+
+def by_tokens(name, case, cfg):
+    columns = [case.lists(n) for n in (*INPUTS, "mask")]
+    return [
+        [oracle.loss_token(name, x, o, a, cfg) if m else 0.0 for x, o, a, m in zip(*row, strict=True)]
+        for row in zip(*columns, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+@given(case=cases, cfg=configs)
+@settings(max_examples=25, deadline=None)
+def test_token_losses_equal_their_formula(name, case, cfg):
+    close(run(name, probabilities(case), cfg, poison=True)[0], by_tokens(name, case, cfg))
+
+
+@pytest.mark.parametrize("name", ROW_LOSSES)
+@given(case=cases, cfg=configs)
+@settings(max_examples=25, deadline=None)
+def test_sequence_losses_equal_their_formula(name, case, cfg):
+    expected = []
+    for x, o, a, ms in zip(*(case.lists(n) for n in (*INPUTS, "mask")), strict=True):
+        valid = [t for t, m in enumerate(ms) if m]
+        row = [0.0] * len(ms)
+        if valid:
+            found = oracle.loss_row(name, *([values[t] for t in valid] for values in (x, o, a)), cfg)
+            for t, value in zip(valid, found, strict=True):
+                row[t] = value
+        expected.append(row)
+    close(run(name, case, cfg, poison=True)[0], expected)
+
+
+@given(case=cases, cfg=configs)
+@settings(max_examples=40, deadline=None)
+def test_clip_cov_silences_the_tokens_it_draws(case, cfg):
+    cov = oracle.covariances(case.lists("old_logp"), case.lists("advantages"), case.lists("mask"))
+    keys = keys_of(case)
+    candidates = sorted((key for key, c in cov.items() if cfg.cov_low < c < cfg.cov_high), key=lambda k: int(keys[k]))
+    drawn = candidates[: max(1, math.floor(cfg.cov_fraction * len(cov)))]
+    expected = by_tokens("ppo", case, cfg)
+    for i, t in drawn:
+        expected[i][t] = 0.0
+    close(run("clip_cov", case, cfg, poison=True)[0], expected)
+
+
+@given(case=cases, cfg=configs)
+@settings(max_examples=40, deadline=None)
+def test_kl_cov_penalises_the_largest_covariances(case, cfg):
+    logp, old, a, mask = (case.lists(n) for n in (*INPUTS, "mask"))
+    cov = oracle.covariances(old, a, mask)
+    ranked = sorted((key for key, c in cov.items() if c > 0), key=lambda key: -cov[key])
+    chosen = ranked[: max(1, math.floor(cfg.cov_fraction * len(cov)))]
+    if chosen:  # equal ones come along; nearly equal ones would be a matter of rounding
+        least = cov[chosen[-1]]
+        gaps = [abs(cov[key] / least - 1) for key in ranked[len(chosen) :]]
+        assume(all(gap < 1e-12 or gap > 1e-6 for gap in gaps))
+        chosen += [key for key, gap in zip(ranked[len(chosen) :], gaps, strict=True) if gap < 1e-12]
+    expected = [[0.0] * len(ms) for ms in mask]
+    for i, t in cov:
+        d = oracle.clamped(logp[i][t], old[i][t])
+        expected[i][t] = -a[i][t] * math.exp(d)
+    for i, t in chosen:
+        expected[i][t] += cfg.cov_kl_coef * abs(oracle.clamped(logp[i][t], old[i][t]))
+    close(run("kl_cov", case, cfg, poison=True)[0], expected)
+
+
+@pytest.mark.parametrize("name", ALL)
+@given(case=cases, cfg=configs, seed=st.integers(0, 99))
+@settings(max_examples=10, deadline=None)
+def test_packing_padding_and_order_change_nothing(name, case, cfg, seed):
+    plain, metrics = run(name, probabilities(case), cfg)
+    assert (plain[~case.mask] == 0).all()
+    logp = case.pack(poisoned(case.logp, case.mask)).requires_grad_()
+    packed, packed_metrics = run(name, case, cfg, packed=True, poison=True, logp=logp)
+    close(packed.detach(), case.pack(plain), 1e-12)
+    assert packed_metrics.result() == pytest.approx(metrics.result())
+    packed.sum().backward()
+    assert torch.isfinite(logp.grad).all()
+    assert (logp.grad[~case.pack(case.mask)] == 0).all()
+    order = torch.randperm(len(case.uid), generator=torch.Generator().manual_seed(seed)).tolist()
+    close(run(name, case.select(order), cfg, keys=keys_of(case)[order])[0], plain[order], 1e-12)
+
+
+def away_from_corners(case: Case, cfg) -> torch.Tensor:
+    """Log-probs that keep their distance from the corners of clipped losses, where no derivative exists."""
+    d = case.logp - case.old_logp
+    corners = (1 - cfg.clip_low, 1 + cfg.clip_high, cfg.dual_clip, math.exp(-cfg.clip_low), math.exp(cfg.clip_high), 1)
+    for corner in map(math.log, corners):
+        d = torch.where((d - corner).abs() < 1e-3, corner + 0.02, d)
+    return case.old_logp + d
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"cispo", "gspo"}))
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients_are_the_numerical_ones(name, seed):
+    case, cfg = probabilities(make_case(seed, width=4)), PolicyLossConfig(cov_fraction=0.2, cov_low=0.0)
+    logp = away_from_corners(case, cfg).requires_grad_()
+    weights = torch.rand(case.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    assert torch.autograd.gradcheck(lambda x: (weights * run(name, case, cfg, logp=x)[0]).sum(), (logp,))
+
+
+def test_cispo_gradient_is_that_of_its_weighted_log_probs():
+    case, cfg = make_case(2), PolicyLossConfig()
+    logp = case.logp.clone().requires_grad_()
+    run("cispo", case, cfg, logp=logp)[0].sum().backward()
+    weight = (case.logp - case.old_logp).exp().clamp(0.8, 1.2)
+    close(logp.grad, torch.where(case.mask, -weight * case.advantages, 0))
+
+
+def test_gspo_gradient_reaches_tokens_with_the_sequence_ratio():
+    """With one advantage per sequence it is the gradient of -A s, averaged over tokens."""
+    case, cfg = make_case(4), PolicyLossConfig(clip_low=9.0, clip_high=9.0)
+    advantages = case.advantages[:, :1].expand_as(case.advantages)
+    case = Case(**{**vars(case), "advantages": advantages})
+    logp = case.logp.clone().requires_grad_()
+    n = case.mask.sum(1, keepdim=True).clamp(min=1)
+    (run("gspo", case, cfg, logp=logp)[0] / n).sum().backward()
+
+    def by_sequence(x):
+        d = torch.where(case.mask, x - case.old_logp, 0).sum(1, keepdim=True) / n
+        return torch.where(case.mask.any(1, keepdim=True), -advantages[:, :1] * d.exp(), 0).sum()
+
+    (expected,) = torch.autograd.grad(by_sequence(logp), logp)
+    close(logp.grad, expected)
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("far", [1e4, -1e4])
+def test_extreme_log_ratios_stay_finite(name, far):
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    old = torch.full((2, 3), -1.0) if far < 0 else torch.full((2, 3), -1e4)
+    logp = (old + far).requires_grad_()
+    advantages = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]])
+    fn, cfg = POLICY_LOSSES.get(name), PolicyLossConfig()
+    chosen = {"selected": mask} if preparation_of(fn) else {}
+    loss, metrics = fn(logp, old, advantages, mask, cfg, **chosen)
+    loss.sum().backward()
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(logp.grad).all()
+    assert all(math.isfinite(value) for value in metrics.result().values())
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("shape", [(0,), (2, 3)])
+def test_nothing_valid_gives_zero_and_no_metrics(name, shape):
+    nan, mask = torch.full(shape, float("nan")), torch.zeros(shape, dtype=torch.bool)
+    logp = nan.clone().requires_grad_()
+    offsets = torch.zeros(1, dtype=torch.int64) if len(shape) == 1 else None
+    fn, cfg = POLICY_LOSSES.get(name), PolicyLossConfig()
+    prepare = preparation_of(fn)
+    prepared = prepare(nan, nan, mask, cfg, keys=torch.zeros(shape, dtype=torch.int64)) if prepare else {}
+    loss, metrics = fn(logp, nan, nan, mask, cfg, offsets=offsets, **prepared)
+    loss.sum().backward()
+    assert (loss == 0).all()
+    assert (logp.grad == 0).all()
+    assert not list(metrics)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_loss_reports_the_same_metrics(name):
+    metrics = run(name, make_case(0), PolicyLossConfig())[1]
+    names = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_min", "ratio_mean", "ratio_max")
+    assert set(metrics) == {f"actor/{name}" for name in names}
+
+
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"sapo", "clip_cov", "kl_cov"}))
+def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
+    """One advantage per sequence, clip ranges of any size: d loss / d logp = -A."""
+    case = make_case(1)
+    advantages = torch.where(case.mask, case.advantages[:, :1], 0)
+    logp = case.old_logp.clone().requires_grad_()
+    n = case.mask.sum(1, keepdim=True).clamp(min=1)
+    cfg = PolicyLossConfig(clip_low=0.0, clip_high=0.0) if name not in ("gmpo", "cpgd") else PolicyLossConfig()
+    loss, _ = POLICY_LOSSES.get(name)(logp, case.old_logp, advantages, case.mask, cfg)
+    (loss / n).sum().backward()
+    close(logp.grad, -advantages / n, 1e-9)
+
+
+def test_sapo_gate_has_slope_one_at_ratio_one():
+    logp = torch.zeros(2, requires_grad=True)
+    cfg = SimpleNamespace(tau_pos=0.7, tau_neg=3.0)
+    ones = torch.ones(2, dtype=torch.bool)
+    POLICY_LOSSES.get("sapo")(logp, torch.zeros(2), torch.tensor([1.0, -2.0]), ones, cfg)[0].sum().backward()
+    close(logp.grad, [-1.0, 2.0], 1e-6)
+
+
+def test_dppo_by_hand():
+    """0.6 -> 0.9 moves 0.3 of mass outward, 0.1 -> 0.2 moves 0.1 though its ratio is 2; back is always free."""
+    logp, old = torch.tensor([0.9, 0.2, 0.9]).log(), torch.tensor([0.6, 0.1, 0.6]).log()
+    advantages, mask = torch.tensor([1.0, 1.0, -1.0]), torch.ones(3, dtype=torch.bool)
+    loss, metrics = POLICY_LOSSES.get("dppo_tv")(logp, old, advantages, mask, SimpleNamespace(trust_region=0.2))
+    close(loss, [0.0, -2.0, 1.5], 1e-6)
+    assert metrics.result()["actor/pg_clipfrac"] == pytest.approx(1 / 3)

@@ -1,0 +1,79 @@
+"""What single estimators, losses and filters need of the rest of a recipe is said before anything starts."""
+
+import pytest
+
+GDPO = "algorithm.advantage.name=gdpo"
+PARTS = "algorithm.advantage.parts={right: 1.0}"
+DISTIL = "algorithm.advantage.name=reverse_kl"
+DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["algorithm.advantage.name=remax", *DAPO], "algorithm.pipeline", ["remax", "greedy rollout"]),
+        ([DISTIL, "teacher.path=.", *DAPO], "algorithm.pipeline", ["reverse_kl reads log-probs"]),
+        (["algorithm.advantage.name=optimal_token_baseline", *DAPO], "algorithm.pipeline", ["reads log-probs"]),
+        ([GDPO], "algorithm.advantage.parts", ["none is named"]),
+        ([GDPO, PARTS, "algorithm.kl.use=reward"], "algorithm.kl.use", ["penalty", "none or loss"]),
+        ([GDPO, PARTS, "algorithm.overlong.buffer_tokens=2"], "algorithm.overlong.buffer_tokens", ["penalty"]),
+        ([DISTIL], "teacher.path", ["needs a teacher"]),
+        (["algorithm.distillation.coef=0.1"], "teacher.path", ["needs a teacher"]),
+        (["algorithm.distillation.coef=0.1", "teacher.path=.", *DAPO], "algorithm.pipeline", ["has no teacher"]),
+        (["algorithm.distillation.estimator=klx"], "algorithm.distillation.estimator", ["did you mean"]),
+        (["algorithm.filter.low=0.9", "algorithm.filter.high=0.1"], "algorithm.filter.low", ["between 0.9 and 0.1"]),
+        (
+            ["algorithm.loss.name=clip_cov", "algorithm.loss.cov_low=5"],
+            "algorithm.loss.cov_low",
+            ["between cov_low and cov_high"],
+        ),
+        (["algorithm.advantage.name=opo", "rollout.sampling.n=1"], "rollout.sampling.n", ["opo compares"]),
+    ],
+)
+def test_what_cannot_work_is_refused(failures, overrides, key, words):
+    found = [check for check in failures(*overrides) if check.key == key]
+    assert found
+    text = str(found[0].problem())
+    assert all(word in text for word in words), text
+    assert found[0].fix
+
+
+def test_the_ppo_pipeline_has_no_filter(failures):
+    ppo = ("algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "algorithm.filter.truncated=true")
+    assert "algorithm.filter" in [check.key for check in failures(*ppo)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["algorithm.loss.name=gspo"], "algorithm.loss.aggregation"),
+        (["algorithm.loss.name=gpg", "actor.ppo_epochs=2"], "algorithm.loss.name"),
+        ([PARTS], "algorithm.advantage.parts"),
+        (["teacher.path=."], "teacher.path"),
+    ],
+)
+def test_what_is_doubtful_is_said(warned, overrides, key):
+    assert key in [check.key for check in warned(*overrides)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.advantage.name=remax", "rollout.sampling.n=1"],
+        [GDPO, PARTS],
+        ["algorithm.loss.name=gspo", "algorithm.loss.aggregation=seq-mean-token-mean"],
+        ["algorithm.filter.high=0.9", *DAPO],
+    ],
+)
+def test_what_works_passes(failures, warned, overrides):
+    assert not failures(*overrides)
+    assert not warned(*overrides)
+
+
+def test_the_graph_of_every_estimator_holds_what_it_reads(config_of):
+    from megarl.config.checks_settings import ESTIMATORS
+    from megarl.config.plan import build_task_graph
+
+    for name in set(ESTIMATORS) - {"gae"}:
+        graph = build_task_graph(config_of(f"algorithm.advantage.name={name}", PARTS, "algorithm.filter.high=0.9"))
+        assert graph.order()[-2:] == ["advantage", "actor_train"], name

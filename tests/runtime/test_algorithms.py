@@ -1,0 +1,118 @@
+"""Every estimator and every loss makes real training steps from a recipe that only names it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.algorithm import SCORED_ESTIMATORS
+from megarl.config.checks import check_config
+from megarl.config.checks_settings import ESTIMATORS, LOSSES
+from megarl.config.load import load_config
+from tests.runtime import harness
+
+REWARD = """
+def parts(samples):
+    return [
+        {"overall": digits + right, "digits": digits, "right": right}
+        for digits, right in ((sum(c.isdigit() for c in s["response"]) / 6, float(s["response"] == s["answer"]))
+                              for s in samples)
+    ]
+"""
+ONE_PROCESS = [
+    *("cluster.nproc=1", "sft.steps=0", "data.val_files=[]", "validation.every=0", "algorithm.kl.use=none"),
+    *("trainer.steps=2", "trainer.save_every=0", "trainer.best_metric=null", "trainer.export_hf=false"),
+    *("data.batch_size=4", "rollout.sampling.n=3", "rollout.sampling.max_new_tokens=4", "reward.workers=0"),
+    *("model.hf_config.num_hidden_layers=2", "tracking.peak_tflops=1.0"),
+]
+NEEDS: dict[str, list[str]] = {
+    "gdpo": ["algorithm.advantage.parts={digits: 1.0, right: 2.0}"],
+    "reverse_kl": ["teacher.path=TEACHER"],
+    "clip_cov": ["algorithm.loss.cov_fraction=0.2", "algorithm.loss.cov_low=0.0"],
+    "kl_cov": ["algorithm.loss.cov_fraction=0.2"],
+    "gspo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
+    "gmpo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
+}
+RECIPES = {
+    **{
+        f"advantage {name}": [f"algorithm.advantage.name={name}", *NEEDS.get(name, [])]
+        for name in ESTIMATORS
+        if name != "gae"
+    },
+    **{
+        f"loss {name}": [f"algorithm.loss.name={name}", "actor.mini_batch_size=2", *NEEDS.get(name, [])]
+        for name in LOSSES
+    },
+    "distillation": ["algorithm.distillation.coef=0.5", "teacher.path=TEACHER"],
+    "filters": ["rollout.sampling.max_new_tokens=12", "algorithm.filter.low=0.01", "algorithm.filter.truncated=true"],
+    "filters in dapo": ["algorithm.filter.high=0.9", "algorithm.pipeline=dapo", "algorithm.loss.clip_high=0.28"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    here = tmp_path_factory.mktemp("algorithms")
+    harness.write_recipe(here)
+    (here / "parts.py").write_text(REWARD)
+    return here
+
+
+def config_of(folder: Path, *overrides: str):
+    settings = [*ONE_PROCESS, f"reward.name={folder / 'parts.py'}:parts", *overrides]
+    return load_config(folder / "tiny.yaml", [text.replace("TEACHER", str(folder / "teacher")) for text in settings])
+
+
+def train(folder: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of a run inside this process."""
+    from megarl.recipes import entry
+
+    config = config_of(folder, *overrides)
+    assert not [check for check in check_config(config) if check.status == "fail"]
+    run_dir.mkdir()
+    entry.train(config, run_dir)
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def teacher(folder: Path, alone_for_module: None) -> Path:
+    train(folder, folder / "source", "trainer.export_hf=true", "trainer.steps=1", "model.init_seed=9")
+    (folder / "source" / "hf").rename(folder / "teacher")
+    return folder / "teacher"
+
+
+@pytest.fixture(scope="module")
+def alone_for_module() -> None:
+    """One process group of this process, which all runs of this module share."""
+    import torch.distributed as dist
+
+    from megarl.training import parallel
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if parallel._current is None:
+        parallel.leave_parallel()  # groups that an earlier test made without init_parallel
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> None:
+    lines = train(folder, tmp_path / "run", *RECIPES[name])
+    assert [line["step"] for line in lines] == [1, 2]
+    for line in lines:
+        for key in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm"):
+            assert math.isfinite(line[f"actor/{key}"]), key
+        for key in ("min", "mean", "max"):
+            assert line[f"actor/ratio_{key}"] > 0
+    if "filter" not in name:
+        assert max(line["actor/grad_norm"] for line in lines) > 0
+    if name.split()[-1] in SCORED_ESTIMATORS:
+        assert lines[0]["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
+    if name == "distillation":
+        assert lines[0]["actor/distillation_loss"] > 0
+    if name == "advantage remax":
+        assert 0 <= lines[0]["critic/greedy_score/mean"] <= 2
+    if name == "filters":
+        assert 0 <= lines[0]["filter/kept"] < 1

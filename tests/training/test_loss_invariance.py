@@ -1,0 +1,142 @@
+"""Gradients of one optimizer step do not depend on micro-batches or ranks, for every loss and aggregation.
+
+The step is the real one: `update.train_on` with its counts and preparations over ranks, through the engine's forward,
+backward and gradient reduction. Only the optimizer is left out, so that all cases start from the same weights.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config.algorithm import Aggregation
+from megarl.config.checks_settings import LOSSES
+from megarl.config.training import EngineConfig
+from megarl.data.batch import Batch
+from tests.dist import run_distributed
+from tests.training import cases
+
+MODES = get_args(Aggregation)
+BUDGETS = {1: 10_000, 2: 125, 4: 46, 8: 1}  # micro-batches of the whole batch in one process -> their token budget
+SAMPLES = 8
+SHARE = 5  # samples of the first of two ranks
+FEW = (BUDGETS[1], BUDGETS[4])
+MASKS = ("all", "holes")
+BUCKETS = 64
+
+
+def make_batch(masked: str) -> Batch:
+    """Samples with everything that losses read; `holes` also rejects tokens, and one sample altogether."""
+    batch = cases.make_batch(SAMPLES, longest=30).drop(["loss_weights"])
+    responses = batch["response_ids"]
+    g = torch.Generator().manual_seed(5)
+    n = len(responses.values)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(n, generator=g)
+
+    mask = torch.ones(n, dtype=torch.bool)
+    if masked == "holes":
+        mask = torch.rand(n, generator=g) < 0.7
+        mask[responses.offsets[2] : responses.offsets[3]] = False
+    batch.set("response_mask", responses.like(mask))
+    batch.set("advantages", responses.like(noise(1.0)))
+    batch.set("drift", responses.like(noise(0.4)))
+    return batch
+
+
+def controller(engine, loss: dict):
+    from megarl.config.run import RunConfig
+
+    algorithm = {"loss": {"sum_norm": 30.0, "entropy_coef": 0.05, "cov_low": 0.0, "cov_fraction": 0.1, "trust_region": 1e-4, **loss}}
+    algorithm["kl"] = {"use": "loss", "estimator": "low_var_kl+", "coef": 0.1}
+
+    def all_sum(values):
+        total = values.clone()
+        dist.all_reduce(total, group=engine.layout.dp_group)
+        return total
+
+    config = RunConfig(name="invariance", algorithm=algorithm)
+    return SimpleNamespace(config=config, actor=engine, all_sum=all_sum, temperature=1.0, step=1, layout=engine.layout)
+
+
+def step(engine, batch: Batch, loss: dict, budget: int) -> tuple[torch.Tensor, dict, int]:
+    """Signed sums of the gradient's entries, metrics, and micro-batches of this rank that hold samples."""
+    from megarl.runtime.stages.update import train_on
+
+    engine.config = engine.config.model_copy(update={"micro_batch_tokens": budget})
+    seen = []
+
+    def capture(batch, groups, losses):
+        flat = torch.cat([p.main_grad.flatten() for chunk in engine.chunks for p in chunk.parameters()]).double()
+        g = torch.Generator().manual_seed(0)
+        signs = torch.randint(0, 2, flat.shape, generator=g) * 2 - 1
+        bucket = torch.randint(0, BUCKETS, flat.shape, generator=g)
+        seen.extend([torch.zeros(BUCKETS).double().index_add_(0, bucket, signs * flat), sum(map(bool, groups))])
+        return 0.0, 0.0
+
+    engine._update = capture
+    metrics = train_on(controller(engine, loss), batch).result()
+    return seen[0], metrics, seen[1]
+
+
+def _engine():
+    from megarl.config.model import ParallelConfig
+    from megarl.training.parallel import init_parallel, leave_parallel
+
+    leave_parallel()
+    layout = init_parallel(ParallelConfig(), 120)
+    return cases.make_engine(layout=layout, engine=EngineConfig(distributed_optimizer=False))
+
+
+def _samples(engine, masked: str) -> Batch:
+    """The batch with old log-probs near those of the model, so that ratios fall on both sides of every clip."""
+    batch = make_batch(masked)
+    logp, _ = engine.logprobs(batch)
+    for name, factor in (("old_logp", 1.0), ("ref_logp", -0.5)):
+        batch.set(name, logp.like(logp.values - factor * batch["drift"].values))
+    return batch.drop(["drift"])
+
+
+def _all_steps() -> dict[str, dict]:
+    """Case and number of micro-batches -> what a step made of it, on this process group."""
+    engine, found = _engine(), {}
+    rank, size = engine.layout.dp_rank, engine.layout.dp_size
+    for masked in MASKS:
+        batch = _samples(engine, masked)
+        if size == 2:
+            batch = batch.split([SHARE, SAMPLES - SHARE])[rank]
+        for loss in LOSSES:
+            for mode in MODES if masked == "holes" else MODES[:1]:
+                for budget in BUDGETS.values() if masked == "all" else FEW:
+                    grads, metrics, count = step(engine, batch, {"name": loss, "aggregation": mode}, budget)
+                    key = f"{loss}, {mode}, mask {masked}"
+                    found.setdefault(key, []).append({"grads": grads, "metrics": metrics, "micro_batches": count})
+    return found
+
+
+@pytest.mark.procs
+def test_gradients_do_not_depend_on_the_split():
+    (one,) = run_distributed(_all_steps, 1, 300)
+    two = run_distributed(_all_steps, 2, 300)
+    assert len(one) == len(LOSSES) * (len(MODES) + 1)
+    for key, steps in one.items():
+        counts = list(BUDGETS) if key.endswith("all") else [1, 4]
+        assert [s["micro_batches"] for s in steps] == counts, key
+        want = steps[0]
+        scale = want["grads"].abs().max()
+        assert scale > 1e-4, key
+        for split in [*steps[1:], *two[0][key], *two[1][key]]:
+            assert (split["grads"] - want["grads"]).abs().max() < 1e-5 * scale, key
+            for name, value in want["metrics"].items():
+                assert split["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), (key, name)
+        if key.endswith("all"):
+            shares = [tuple(rank[key][number]["micro_batches"] for rank in two) for number in (0, -1)]
+            assert shares == [(1, 1), (SHARE, SAMPLES - SHARE)], key
+    # The comparison would say little if all losses had one gradient.
+    seen = {tuple(steps[0]["grads"].tolist()) for key, steps in one.items() if key.endswith("token-mean, mask all")}
+    assert len(seen) == len(LOSSES)
