@@ -81,7 +81,7 @@ def estimate_memory(config: RunConfig, facts: ModelFacts, dp: int) -> Memory:
         others += state["parameters"]
         parts.append(("reference parameters", state["parameters"]))
     if config.algorithm.pipeline == "ppo":
-        critic = state_bytes(facts, config.critic.parallel, config.critic.engine, config.model.dtype, dp)
+        critic = state_bytes(facts, actor.parallel, config.critic.engine, config.model.dtype, dp)
         others += sum(critic.values())
         parts += [(f"critic {name}", value) for name, value in critic.items()]
     activations = activation_bytes(config, facts, actor.parallel, actor.engine)

@@ -1,4 +1,4 @@
-"""What a run saves and how it comes back: actor, loader, KL controller, best value."""
+"""What a run saves and how it comes back: actor, critic, loader, KL controller, best value."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Checkpoints:
         assert self._source is not None, "find() comes first"
         c = self._c
         assert c.loader is not None, "only training runs resume"
-        c.step, state = load(self._source, {"actor": c.actor})
+        c.step, state = load(self._source, c.trained)
         c.rollout.weight_version = c.step
         c.loader.load_state_dict(state["loader"])
         c.kl_controller.load_state_dict(state["kl"])
@@ -81,7 +81,7 @@ class Checkpoints:
             save(
                 self._root,
                 step,
-                {"actor": c.actor},
+                c.trained,
                 extra,
                 config_hash=hashlib.sha256(c.config.model_dump_json().encode()).hexdigest(),
                 keep_last=settings.keep_last,

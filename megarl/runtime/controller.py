@@ -4,7 +4,7 @@
                         |
     loader --> [ rollout -> reward -> log-probs -> advantage -> actor_train ] --> metrics
                   |                       |                          |
-            embedded engine          reference                actor engine
+            embedded engine      reference, critic            actor engine
                   '------------ same parameters ---------------------'
 
 No controller sees another rank's samples; what crosses ranks are gradients, counts, statistics and metrics.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.run import RunConfig
 from megarl.metrics import Metrics
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.algorithms.kl import KLController
-    from megarl.data.batch import Batch, Jagged
+    from megarl.data.batch import Batch
     from megarl.data.loader import PromptLoader
     from megarl.data.prompts import PromptDataset
     from megarl.rewards.runner import RewardRunner
@@ -36,16 +36,6 @@ if TYPE_CHECKING:
     from megarl.training.parallel import Layout
 
 
-class Critic(Protocol):
-    """The value model of PPO."""
-
-    def values(self, samples: Batch) -> Jagged:
-        """Predicted return at every response token, float32 like the responses."""
-
-    def train(self, samples: Batch) -> Metrics:
-        """Update on `returns`; metrics merged over all ranks."""
-
-
 @dataclass
 class Controller:
     """Everything the stages of this rank work with.
@@ -53,6 +43,7 @@ class Controller:
     Attributes:
         reward: scores samples; only on the first rank of a replica.
         kl_controller: weight of the KL penalty in the reward.
+        reference, critic: present when a node of the graph has that role.
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
         pending_reward: handle of rewards that are being computed.
@@ -71,7 +62,7 @@ class Controller:
     val_data: PromptDataset | None
     kl_controller: KLController
     reference: MegatronEngine | None = None
-    critic: Critic | None = None
+    critic: MegatronEngine | None = None
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     pending_reward: Any = None
@@ -94,12 +85,17 @@ class Controller:
 
         return FlopCounter.from_hf(self.hf_config)
 
-    def count_pass(self, samples: Batch, *, train: bool = False) -> None:
-        """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward."""
+    @property
+    def trained(self) -> dict[str, MegatronEngine]:
+        """The models that learn, by name: what a checkpoint holds."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def count_pass(self, samples: Batch, *, train: bool = False, head: bool = True) -> None:
+        """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward, with the vocabulary."""
         responses = samples["response_ids"].lengths
         count = self.flops.train if train else self.flops.forward
         lengths = (samples["prompt_ids"].lengths + responses).tolist()
-        self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum())))
+        self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum()) if head else 0))
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Response texts without special tokens."""

@@ -16,9 +16,10 @@ from megarl.dag.executor import Executor
 from megarl.phase import phase, set_step
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import Checkpoints
+from megarl.runtime.critic import add_critic
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import add_reference
-from megarl.runtime.setup import build_controller, updates_per_step
+from megarl.runtime.setup import build_controller
 from megarl.runtime.validate import due, evaluate
 
 if TYPE_CHECKING:
@@ -34,8 +35,10 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         resumed_at = checkpoints.find()
         if resumed_at is None and config.sft.steps:
             sft.cold_start(c)
-        c.actor.reset_optimizer(config.actor.optim, config.trainer.steps * updates_per_step(config))
         add_reference(c, graph, fresh=resumed_at is None)
+        add_critic(c, graph)
+        resting = config.critic.warmup_steps if c.critic is not None else 0
+        c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
         with Recorder(c, "train", config.trainer.steps, resumed_at) as recorder:
             if resumed_at is None:
                 _before_first_step(c, recorder, checkpoints)
@@ -87,3 +90,6 @@ def _export(c: Controller) -> None:
     if c.config.trainer.export_hf:
         with phase("export"):
             export_weights(c.actor.chunks, c.run_dir / "hf", c.hf_config, c.tokenizer)
+            if c.critic is not None:
+                with c.critic.onloaded():
+                    export_weights(c.critic.chunks, c.run_dir / "hf_critic", c.hf_config, c.tokenizer)
