@@ -29,7 +29,8 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, all_sum
     >>> explained_variance(torch.tensor([0., 0., 1., 1.]), torch.tensor([0., 1., 2., 3.]), all_tokens)
     0.8
     """
-    kept = torch.stack([returns[mask], returns[mask] - values[mask]]).double()
+    seen = returns[mask].double()
+    kept = torch.stack([seen, seen - values[mask].double()])
     count, *sums = all_sum(torch.cat([kept.new_tensor([kept.shape[1]]), kept.sum(1)]).cpu()).tolist()
     if count == 0:
         return None
