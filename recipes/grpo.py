@@ -37,43 +37,38 @@ def add_scoring(p: Pipeline, config: RunConfig, source: str = "rollout") -> list
     Returns:
         The ids of the nodes whose outputs together hold everything.
     """
-    kl = config.algorithm.kl.use
     p.add_node("reward_submit", reward.reward_submit, deps=[source], role=Role.REWARD)
-    ends = ["reward"]
-    if needs_old_logp(config):
-        p.add_node(
-            "old_logp",
-            logprob.old_logp,
-            deps=[source],
-            type=NodeType.MODEL_INFERENCE,
-            role=Role.ACTOR,
-            only_forward=True,
-        )
-        ends.append("old_logp")
-    if kl != "none":
-        p.add_node(
-            "ref_logp",
-            logprob.ref_logp,
-            deps=[source],
-            type=NodeType.MODEL_INFERENCE,
-            role=Role.REFERENCE,
-            only_forward=True,
-        )
-        ends.append("ref_logp")
+    scored = add_logprobs(p, config, source)
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
-    ends[0] = add_shaping(p, config, "reward")
-    if kl == "reward":
+    return add_penalties(p, config, "reward", scored)
+
+
+def add_logprobs(p: Pipeline, config: RunConfig, source: str) -> list[str]:
+    """The log-probs of the samples of node `source` that the recipe needs, if any. Returns the ids of their nodes."""
+    nodes = []
+    if needs_old_logp(config):
+        nodes.append(("old_logp", logprob.old_logp, Role.ACTOR))
+    if config.algorithm.kl.use != "none":
+        nodes.append(("ref_logp", logprob.ref_logp, Role.REFERENCE))
+    for id, func, role in nodes:
+        p.add_node(id, func, deps=[source], type=NodeType.MODEL_INFERENCE, role=role, only_forward=True)
+    return [id for id, _, _ in nodes]
+
+
+def add_penalties(p: Pipeline, config: RunConfig, rewarded: str, logprobs: list[str]) -> list[str]:
+    """What the recipe subtracts from the rewards of node `rewarded`: for length, for distance to the reference.
+
+    Returns:
+        The ids of the nodes whose outputs together hold everything.
+    """
+    ends = [rewarded, *logprobs]
+    if config.algorithm.overlong.buffer_tokens is not None:
+        p.add_node("overlong", shaping.overlong, deps=[rewarded], role=Role.REWARD)
+        ends[0] = "overlong"
+    if config.algorithm.kl.use == "reward":
         p.add_node("kl_in_reward", advantage.kl_in_reward, deps=ends, role=Role.ADVANTAGE)
-        return ["kl_in_reward"]
+        ends = ["kl_in_reward"]
     return ends
-
-
-def add_shaping(p: Pipeline, config: RunConfig, source: str) -> str:
-    """The length penalty after node `source`, when the recipe has one. Returns the id of the last node."""
-    if config.algorithm.overlong.buffer_tokens is None:
-        return source
-    p.add_node("overlong", shaping.overlong, deps=[source], role=Role.REWARD)
-    return "overlong"
 
 
 def needs_old_logp(config: RunConfig) -> bool:

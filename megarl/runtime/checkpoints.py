@@ -1,4 +1,4 @@
-"""What a run saves and how it comes back: actor, critic, loader, KL controller, best value."""
+"""What a run saves and how it comes back: actor, critic, loader, left-over samples, KL controller, best value."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megarl.errors import ConfigError
 from megarl.phase import phase
 
 if TYPE_CHECKING:
+    from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
 
 FOLDER = "checkpoints"
@@ -61,6 +62,7 @@ class Checkpoints:
         c.rollout.weight_version = c.step
         c.loader.load_state_dict(state["loader"])
         c.kl_controller.load_state_dict(state["kl"])
+        c.surplus = read_surplus(c, self._source, state["surplus_parts"])
         self.best = -math.inf if state["best"] is None else state["best"]
 
     def save(self, step: int, numbers: dict[str, float]) -> None:
@@ -75,6 +77,7 @@ class Checkpoints:
         extra: dict[str, Any] = {
             "loader": c.loader.state_dict(),
             "kl": c.kl_controller.state_dict(),
+            "surplus_parts": 0 if c.surplus is None else c.layout.dp_size,
             "best": None if math.isinf(self.best) else self.best,
         }
         with phase("checkpoint"):
@@ -83,7 +86,46 @@ class Checkpoints:
                 step,
                 c.trained,
                 extra,
+                files=surplus_file(c),
                 config_hash=hashlib.sha256(c.config.model_dump_json().encode()).hexdigest(),
                 keep_last=settings.keep_last,
                 best=is_best,
             )
+
+
+def surplus_file(c: Controller) -> dict[str, bytes]:
+    """Name and content of this replica's share of the surplus; only its first rank writes it."""
+    if c.surplus is None or not c.layout.is_lead:
+        return {}
+    return {_surplus_name(c.layout.dp_rank): c.surplus.to_bytes()}
+
+
+def read_surplus(c: Controller, folder: Path, parts: int) -> Batch | None:
+    """This rank's share of a surplus that `parts` replicas wrote; group k belongs to replica k modulo their number.
+
+    Raises:
+        ConfigError: the groups have another size than this run's.
+    """
+    from megarl.data.batch import Batch
+
+    if not parts:
+        return None
+    shares = [Batch.from_bytes((folder / _surplus_name(part)).read_bytes()) for part in range(parts)]
+    n = c.config.rollout.sampling.n
+    first = shares[0]["uid"]
+    if first.count(first[0]) != n:
+        raise ConfigError(
+            "the checkpoint holds samples for the next step, in groups of another size",
+            where="rollout.sampling.n",
+            found=n,
+            allowed=str(first.count(first[0])),
+            fix="resume with that size, or start anew with trainer.resume: never",
+        )
+    starts = [sum(len(share) for share in shares[:part]) for part in range(parts)]
+    groups = sum(len(share) for share in shares) // n
+    mine = [starts[k % parts] + k // parts * n for k in range(c.layout.dp_rank, groups, c.layout.dp_size)]
+    return Batch.concat(shares).select([start + i for start in mine for i in range(n)])
+
+
+def _surplus_name(part: int) -> str:
+    return f"surplus_{part}.safetensors"

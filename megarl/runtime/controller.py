@@ -47,7 +47,7 @@ class Controller:
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
         pending_reward: handle of rewards that are being computed.
-        surplus: scored groups that dynamic sampling left over for the next step.
+        surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
     """
 
     config: RunConfig
@@ -66,7 +66,7 @@ class Controller:
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     pending_reward: Any = None
-    surplus: list[Batch] = field(default_factory=list)
+    surplus: Batch | None = None
 
     @property
     def temperature(self) -> float:
@@ -110,15 +110,6 @@ class Controller:
         total = values.clone()
         dist.all_reduce(total, group=self.layout.dp_group)
         return total
-
-    def all_max(self, value: int) -> int:
-        """Largest value over the data-parallel ranks."""
-        import torch
-        import torch.distributed as dist
-
-        largest = torch.tensor(value)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.layout.dp_group)
-        return int(largest)
 
     def close(self) -> None:
         """End the processes and threads this rank started."""
