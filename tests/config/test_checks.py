@@ -79,11 +79,6 @@ def test_a_good_recipe_passes_every_check(config_of):
         (["algorithm.loss.aggregation=seq-mean-token-sum-norm"], "algorithm.loss.sum_norm", ["=8"]),
         (["algorithm.overlong.buffer_tokens=8"], "algorithm.overlong.buffer_tokens", ["from 1 to 7"]),
         (["algorithm.kl.adaptive=true"], "algorithm.kl.adaptive", ["reward term"]),
-        (
-            ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae"],
-            "algorithm.pipeline",
-            ["cannot be trained yet", "grpo"],
-        ),
         # sampling
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", ["all the same"]),
         (["rollout.sampling.min_new_tokens=9"], "rollout.sampling.min_new_tokens", ["from 0 to 8"]),

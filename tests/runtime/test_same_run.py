@@ -62,7 +62,10 @@ def ppo(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dic
         ["cluster.nproc=1"],
         ["actor.parallel.tp=2", "actor.parallel.sp=true"],
         ["actor.parallel.pp=2"],
-        ["critic.engine={micro_batch_tokens: 20, offload: true}", "actor.engine={micro_batch_tokens: 30, offload: true}"],
+        [
+            "critic.engine={micro_batch_tokens: 20, offload: true}",
+            "actor.engine={micro_batch_tokens: 30, offload: true}",
+        ],
     ],
     ids=["single", "tp2-sp", "pp2", "micro-batches-offload"],
 )
