@@ -248,9 +248,7 @@ def table(results: list[dict[str, Any]]) -> Table:
         made.add_column(column, justify="right" if column in ("CPU-s", "extra MB") else "left")
     for r in results:
         name = r["case"] + ("" if r["quality"] is None else f" ({r['quality']:.3f})")
-        made.add_row(
-            name, f"{r['cpu_s']:.3f}", f"{r['extra_mb']:.0f}", r["target"], VERDICT[r["met"]], r["comparable"]
-        )
+        made.add_row(name, f"{r['cpu_s']:.3f}", f"{r['extra_mb']:.0f}", r["target"], VERDICT[r["met"]], r["comparable"])
     return made
 
 

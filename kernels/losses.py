@@ -47,9 +47,7 @@ class LossKernels:
         loss, slope = torch.empty_like(held[0]), torch.empty_like(held[0])
         stats = torch.zeros(-(-mask.numel() // _BLOCK_TOKENS), width, dtype=torch.float64)
         pointers = [x.data_ptr() for x in held]
-        function(
-            *pointers, mask.numel(), _BLOCK_TOKENS, loss.data_ptr(), slope.data_ptr(), stats.data_ptr(), *settings
-        )
+        function(*pointers, mask.numel(), _BLOCK_TOKENS, loss.data_ptr(), slope.data_ptr(), stats.data_ptr(), *settings)
         return loss, slope, stats
 
 

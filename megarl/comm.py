@@ -7,6 +7,7 @@ They move CPU tensors, so the group's backend must serve the CPU (`megarl.device
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +44,20 @@ def all_gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
 def all_gather_json(value: Any, group: Group = None) -> list[Any]:
     """The JSON `value` of every rank, in group rank order, on every rank. NaN and infinities survive."""
     return [_decode(data) for data in all_gather_bytes(_encode(value), group)]
+
+
+def all_to_all_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
+    """What every rank of `group` meant for this one, in group rank order; `parts` holds this rank's, one per rank."""
+    if len(parts) != group_size(group):
+        raise ValueError(f"{len(parts)} parts for {group_size(group)} ranks")
+    if len(parts) == 1:
+        return [bytes(parts[0])]
+    gives = [len(part) for part in parts]
+    gets = [sizes[dist.get_rank(group)] for sizes in all_gather_json(gives, group)]
+    arriving = torch.empty(sum(gets), dtype=torch.uint8)
+    joined = b"".join(parts)
+    dist.all_to_all_single(arriving, _block(joined, len(joined)), gets, gives, group=group)
+    return [part.numpy().tobytes() for part in arriving.split(gets)]
 
 
 def broadcast_bytes(data: bytes | None, src: int, group: Group = None) -> bytes:

@@ -1,7 +1,8 @@
 """DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
 
-rollout -> reward_submit -> reward -> dynamic_sampling -> [filter] -> [overlong] -> advantage -> actor_train
-   ^                                        |         \\-> [old_logp] -----------------/
+rollout -> reward_submit -> reward -> dynamic_sampling -> [filter] -> [overlong] -> [kl_in_reward] -> advantage -.
+   ^                                        |                \\-> [old_logp] ----------/--------------/    actor_train
+   |                                        |                \\-> [ref_logp] ---------/
    '------------- more prompts -------------'   (inside the node, until the batch is full)
 """
 
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_shaping, needs_old_logp
-from megarl.runtime.stages import advantage, logprob, reward, rollout, sampling, shaping, update
+from megarl.recipes.grpo import add_logprobs, add_penalties
+from megarl.runtime.stages import advantage, reward, rollout, sampling, shaping, update
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -26,22 +27,11 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add_node("reward_submit", reward.reward_submit, deps=["rollout"], role=Role.REWARD)
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
     p.add_node("dynamic_sampling", sampling.dynamic_sampling, deps=["reward"], role=Role.DYNAMIC_SAMPLING)
-    ends = ["advantage"]
     chosen = "dynamic_sampling"
     if config.algorithm.filter.active:
         p.add_node("filter", shaping.filter_samples, deps=[chosen], role=Role.ADVANTAGE)
         chosen = "filter"
-    shaped = add_shaping(p, config, chosen)
-    p.add_node("advantage", advantage.advantage, deps=[shaped], role=Role.ADVANTAGE)
-    if needs_old_logp(config):
-        p.add_node(
-            "old_logp",
-            logprob.old_logp,
-            deps=[chosen],
-            type=NodeType.MODEL_INFERENCE,
-            role=Role.ACTOR,
-            only_forward=True,
-        )
-        ends.append("old_logp")
-    p.add_node("actor_train", update.actor_train, deps=ends, type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
+    scored = add_penalties(p, config, chosen, add_logprobs(p, config, chosen))
+    p.add_node("advantage", advantage.advantage, deps=scored, role=Role.ADVANTAGE)
+    p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
     return p.build()

@@ -56,23 +56,40 @@ def add_scoring(p: Pipeline, config: RunConfig, source: str = "rollout") -> list
     Returns:
         The ids of the nodes whose outputs together hold everything.
     """
-    algorithm = config.algorithm
     p.add_node("reward_submit", reward.reward_submit, deps=[source], role=Role.REWARD)
-    ends = ["reward"]
-    if needs_old_logp(config):
-        ends.append(_add_pass(p, "old_logp", logprob.old_logp, source, Role.ACTOR))
-    if algorithm.advantage.name in GRADIENT_ESTIMATORS:
-        ends.append(_add_pass(p, "sum_pi_squared", logprob.sum_pi_squared, "old_logp", Role.ACTOR))
-    if algorithm.kl.use != "none":
-        ends.append(_add_pass(p, "ref_logp", logprob.ref_logp, source, Role.REFERENCE))
-    if algorithm.needs_teacher:
-        ends.append(_add_pass(p, "teacher_logp", logprob.teacher_logp, source, Role.TEACHER))
-    writes = [*contract_of(reward.reward).writes, *(["reward_parts"] if algorithm.advantage.parts else [])]
+    logprobs = add_logprobs(p, config, source)
+    writes = [*contract_of(reward.reward).writes, *(["reward_parts"] if config.algorithm.advantage.parts else [])]
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD, writes=writes)
-    ends[0] = add_shaping(p, config, "reward")
-    if algorithm.kl.use == "reward":
+    return add_penalties(p, config, "reward", logprobs)
+
+
+def add_logprobs(p: Pipeline, config: RunConfig, source: str) -> list[str]:
+    """What the recipe needs models to say about the samples of node `source`. Returns the ids of the nodes."""
+    algorithm, ids = config.algorithm, []
+    if needs_old_logp(config):
+        ids.append(_add_pass(p, "old_logp", logprob.old_logp, source, Role.ACTOR))
+    if algorithm.advantage.name in GRADIENT_ESTIMATORS:
+        ids.append(_add_pass(p, "sum_pi_squared", logprob.sum_pi_squared, "old_logp", Role.ACTOR))
+    if algorithm.kl.use != "none":
+        ids.append(_add_pass(p, "ref_logp", logprob.ref_logp, source, Role.REFERENCE))
+    if algorithm.needs_teacher:
+        ids.append(_add_pass(p, "teacher_logp", logprob.teacher_logp, source, Role.TEACHER))
+    return ids
+
+
+def add_penalties(p: Pipeline, config: RunConfig, rewarded: str, logprobs: list[str]) -> list[str]:
+    """What the recipe subtracts from the rewards of node `rewarded`: for length, for distance to the reference.
+
+    Returns:
+        The ids of the nodes whose outputs together hold everything.
+    """
+    ends = [rewarded, *logprobs]
+    if config.algorithm.overlong.buffer_tokens is not None:
+        p.add_node("overlong", shaping.overlong, deps=[rewarded], role=Role.REWARD)
+        ends[0] = "overlong"
+    if config.algorithm.kl.use == "reward":
         p.add_node("kl_in_reward", advantage.kl_in_reward, deps=ends, role=Role.ADVANTAGE)
-        return ["kl_in_reward"]
+        ends = ["kl_in_reward"]
     return ends
 
 
@@ -80,14 +97,6 @@ def _add_pass(p: Pipeline, name: str, func: Callable[..., object], source: str, 
     """A node that asks a model about the samples of node `source`. Returns its id."""
     p.add_node(name, func, deps=[source], type=NodeType.MODEL_INFERENCE, role=role, only_forward=True)
     return name
-
-
-def add_shaping(p: Pipeline, config: RunConfig, source: str) -> str:
-    """The length penalty after node `source`, when the recipe has one. Returns the id of the last node."""
-    if config.algorithm.overlong.buffer_tokens is None:
-        return source
-    p.add_node("overlong", shaping.overlong, deps=[source], role=Role.REWARD)
-    return "overlong"
 
 
 def needs_old_logp(config: RunConfig) -> bool:

@@ -65,7 +65,10 @@ class DynamicSamplingConfig(Section):
     """DAPO: drop groups that carry no signal and generate until the batch is full."""
 
     enabled: bool = Field(False, description="turn the filter on")
-    max_rounds: PositiveInt = Field(10, description="generation rounds before the run stops with an error")
+    max_rounds: PositiveInt = Field(10, description="generation rounds of a step before the run stops with an error")
+    surplus: Literal["keep", "drop"] = Field(
+        "keep", description="groups beyond a full batch: keep them for the next step, or drop them"
+    )
 
 
 class FilterConfig(Section):

@@ -33,17 +33,7 @@ def check_config(
     check_cluster(config, checks, launcher)
     check_deadlines(config, checks)
     check_parallel(config, "actor.parallel", config.actor.parallel, facts, checks)
-    if config.algorithm.pipeline == "ppo":
-        check_same_layout(config, checks)
-        if job == "train":
-            checks.fail(
-                "pipeline",
-                "algorithm.pipeline",
-                "the critic of the ppo pipeline cannot be trained yet; its graph can be built, checked and drawn",
-                found="ppo",
-                allowed=["grpo", "dapo", "pkg.mod:fn"],
-                fix="set algorithm.pipeline=grpo",
-            )
+    check_same_layout(config, checks)
     check_batches(config, checks)
     check_objective(config, checks)
     check_sampling(config, facts, checks)

@@ -223,16 +223,16 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
             allowed="auto, never, or RUN_DIR/checkpoints/step_N",
             fix=f"did you mean {inside[-1].parent}?" if inside else "name the folder of one step",
         )
-    reference = config.reference.path
-    if reference is not None and not Path(reference).expanduser().is_dir() and not is_hub_name(reference):
-        checks.fail(
-            "reference",
-            "reference.path",
-            "there is no such model folder",
-            found=reference,
-            allowed="a Hugging Face folder or hub name, or null for the actor's weights at the start of RL",
-            fix="check the path; it is relative to the current folder",
-        )
+    for role, model in (("reference", config.reference.path), ("critic", config.critic.path)):
+        if model is not None and not Path(model).expanduser().is_dir() and not is_hub_name(model):
+            checks.fail(
+                role,
+                f"{role}.path",
+                "there is no such model folder",
+                found=model,
+                allowed="a Hugging Face folder or hub name, or null for the actor's weights at the start of RL",
+                fix="check the path; it is relative to the current folder",
+            )
     if Path(config.tracking.dir).is_file():
         checks.fail(
             "run folder",

@@ -77,7 +77,7 @@ def check_parallel(
 def check_same_layout(config: RunConfig, checks: Checklist) -> None:
     """Actor and critic live in the same processes and share their process groups."""
     actor, critic = config.actor.parallel, config.critic.parallel
-    if critic != actor:
+    if critic is not None and critic != actor:
         different = [name for name in ParallelConfig.model_fields if getattr(actor, name) != getattr(critic, name)]
         checks.fail(
             "critic layout",
@@ -85,7 +85,7 @@ def check_same_layout(config: RunConfig, checks: Checklist) -> None:
             "all models of one process share one layout",
             found={name: getattr(critic, name) for name in different},
             allowed=", ".join(f"{name} {getattr(actor, name)}" for name in different),
-            fix="give critic.parallel the values of actor.parallel",
+            fix="leave critic.parallel out: the critic then takes actor.parallel",
         )
 
 

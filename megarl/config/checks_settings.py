@@ -34,21 +34,21 @@ KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 
 def check_batches(config: RunConfig, checks: Checklist) -> None:
     """Prompts per step, per mini-batch and per replica."""
-    data, mini = config.data, config.actor.mini_batch_size
-    if mini is not None and (mini > data.batch_size or data.batch_size % mini):
-        fit = divisors(data.batch_size)
-        checks.fail(
-            "mini-batches",
-            "actor.mini_batch_size",
-            f"a step of {data.batch_size} prompts cannot be split into mini-batches of {mini}",
-            found=mini,
-            allowed=fit,
-            fix=f"set actor.mini_batch_size to {min(fit, key=lambda size: abs(size - mini))}",
-        )
-    sizes = [
-        ("data.batch_size", data.batch_size),
-        ("actor.mini_batch_size", mini),
-    ]
+    data = config.data
+    minis = {f"{role}.mini_batch_size": getattr(config, role).mini_batch_size for role in ("actor", "critic")}
+    fit = divisors(data.batch_size)
+    for key, mini in minis.items():
+        if mini is not None and mini not in fit:
+            nearest = min((abs(size - mini), size) for size in fit)[1]
+            checks.fail(
+                "mini-batches",
+                key,
+                f"a step of {data.batch_size} prompts cannot be split into mini-batches of {mini}",
+                found=mini,
+                allowed=fit,
+                fix=f"set {key} to {nearest}",
+            )
+    sizes = [("data.batch_size", data.batch_size), *minis.items()]
     if config.sft.steps:
         sizes.append(("sft.batch_size", config.sft.batch_size))
     dp = data_parallel_size(config, config.actor.parallel)
@@ -271,11 +271,19 @@ def _check_lengths(
 
 def check_schedules(config: RunConfig, checks: Checklist) -> None:
     """Learning rates, supervised phase and evaluation."""
-    minis = config.data.batch_size // (config.actor.mini_batch_size or config.data.batch_size)
-    steps = config.trainer.steps * config.actor.ppo_epochs * max(1, minis)
-    _check_optim("actor.optim", config.actor.optim, steps, checks)
-    if config.algorithm.pipeline == "ppo":
-        _check_optim("critic.optim", config.critic.optim, steps, checks)
+    has_critic = config.algorithm.pipeline == "ppo"
+    rests = config.critic.warmup_steps if has_critic else 0
+    _check_optim("actor.optim", config.actor.optim, config.updates(config.actor, rests), checks)
+    if has_critic:
+        _check_optim("critic.optim", config.critic.optim, config.updates(config.critic), checks)
+    if rests >= config.trainer.steps:
+        checks.warn(
+            "critic warm-up",
+            "critic.warmup_steps",
+            f"the run ends after {config.trainer.steps} steps, before the actor starts to train",
+            found=rests,
+            fix=f"set critic.warmup_steps={config.trainer.steps // 10}, or more trainer.steps",
+        )
     sft, evaluated = config.sft, bool(config.data.val_files)
     if sft.steps:
         _check_optim("sft.optim", sft.optim, sft.steps, checks)

@@ -55,6 +55,7 @@ def _defaults() -> dict[str, Any]:
             value = values[key.path]
             flat[prefix + key.path] = value
             if key.section is not None:
+                value = key.section().model_dump() if value is None else value
                 walk(value, f"{prefix}{key.path}.", key.section)
 
     walk(RunConfig(name="").model_dump(), "", RunConfig)

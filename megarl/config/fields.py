@@ -44,9 +44,9 @@ def alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def section_of(info: FieldInfo) -> type[Section] | None:
-    """The section model of a field, None when the field holds a value."""
-    kind = info.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+    """The section model of a field (of one that may be null, too), None when the field holds a value."""
+    (kind, *others) = (member for member in alternatives(info.annotation) if member is not type(None))
+    return kind if not others and isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def is_free_form(info: FieldInfo) -> bool:

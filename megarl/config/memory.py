@@ -76,23 +76,24 @@ def estimate_memory(config: RunConfig, facts: ModelFacts, dp: int) -> Memory:
     actor = config.actor
     state = state_bytes(facts, actor.parallel, actor.engine, config.model.dtype, dp)
     parts = [(f"actor {name}", value) for name, value in state.items()]
-    others = 0.0
+    reference = critic = 0.0
     if config.algorithm.kl.use != "none":
-        others += state["parameters"]
-        parts.append(("reference parameters", state["parameters"]))
+        reference = state["parameters"]
+        parts.append(("reference parameters", reference))
     if config.algorithm.needs_teacher:
-        others += state["parameters"]
+        reference += state["parameters"]
         parts.append(("teacher parameters (if as large as the policy)", state["parameters"]))
     if config.algorithm.pipeline == "ppo":
-        critic = state_bytes(facts, config.critic.parallel, config.critic.engine, config.model.dtype, dp)
-        others += sum(critic.values())
-        parts += [(f"critic {name}", value) for name, value in critic.items()]
+        values = state_bytes(facts, actor.parallel, config.critic.engine, config.model.dtype, dp)
+        critic = sum(values.values())
+        parts += [(f"critic {name}", value) for name, value in values.items()]
     activations = activation_bytes(config, facts, actor.parallel, actor.engine)
     cache = cache_bytes(config, facts, dp)
     parts += [("activations and logits (training)", activations), ("key/value cache (generation)", cache)]
-    total = sum(state.values())
+    total, weights = sum(state.values()), state["parameters"]
+    stays = 0.0 if config.critic.engine.offload else critic
     if actor.engine.offload:
-        peak = max(total + activations, state["parameters"] + cache, others)
+        peak = max(stays + max(total + activations, weights + cache, reference), weights + critic + activations)
     else:
-        peak = total + others + max(activations, cache)
+        peak = total + reference + max(critic + activations, stays + cache)
     return Memory(parts, peak)

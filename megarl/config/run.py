@@ -80,3 +80,8 @@ class RunConfig(Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="loop")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")
+
+    def updates(self, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
+        """Optimizer steps of a role in the whole run, when it does not train in the first `resting` training steps."""
+        minis = self.data.batch_size // (role.mini_batch_size or self.data.batch_size)
+        return max(self.trainer.steps - resting, 1) * role.ppo_epochs * max(1, minis)

@@ -55,13 +55,26 @@ class ActorConfig(Section):
 
 
 class CriticConfig(Section):
-    """The value model of PPO."""
+    """The value model of PPO: the policy's architecture with one value per token in place of a vocabulary."""
 
-    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="layout")
+    path: str | None = Field(
+        None,
+        description="Hugging Face folder or hub name to start from, of a policy or of an earlier critic (hf_critic); "
+        "null: the actor's weights at the start of RL. A policy's value head starts at zero",
+    )
+    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's, and no other is possible")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
-    value_clip: PositiveFloat = Field(0.5, description="clip range of the value loss")
-    warmup_steps: NonNegativeInt = Field(0, description="training steps before the actor starts to move")
+    mini_batch_size: PositiveInt | None = Field(
+        None, description="prompts per optimizer step over all ranks; null: data.batch_size (one step)"
+    )
+    ppo_epochs: PositiveInt = Field(1, description="passes over the step's samples")
+    value_clip: PositiveFloat | None = Field(
+        0.5, description="how far a value may move from the old one before its loss stops to fall; null: no bound"
+    )
+    warmup_steps: NonNegativeInt = Field(
+        0, description="training steps in which the critic trains alone, before the actor starts to move"
+    )
 
 
 class ReferenceConfig(Section):

@@ -1,4 +1,4 @@
-"""What a run saves and how it comes back: actor, loader, KL controller, best value; and what it exports."""
+"""What a run saves and how it comes back, critic and left-over samples included; and what it exports."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ from megarl.phase import phase
 from megarl.runtime.validate import due
 
 if TYPE_CHECKING:
+    from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
 
 FOLDER = "checkpoints"
 
 
 def export(c: Controller) -> None:
-    """Write the actor as a Hugging Face model to RUN_DIR/hf, unless `trainer.export_hf` is off. Collective."""
+    """Write the actor to RUN_DIR/hf and a critic to hf_critic/ beside it, if `trainer.export_hf`. Collective."""
     from megarl.models.weights import export_weights
 
     if c.config.trainer.export_hf:
         with phase("export"):
             export_weights(c.actor.chunks, c.run_dir / "hf", c.hf_config, c.tokenizer)
+            if c.critic is not None:
+                with c.critic.onloaded():
+                    export_weights(c.critic.chunks, c.run_dir / "hf_critic", c.hf_config, c.tokenizer)
 
 
 class Checkpoints:
@@ -82,10 +86,11 @@ class Checkpoints:
         assert self.source is not None, "find() comes first"
         c = self._c
         assert c.loader is not None, "only training runs resume"
-        c.step, state = load(self.source, {"actor": c.actor})
+        c.step, state = load(self.source, c.trained)
         c.rollout.weight_version = c.step
         c.loader.load_state_dict(state["loader"])
         c.kl_controller.load_state_dict(state["kl"])
+        c.surplus = read_surplus(c, self.source, state["surplus_parts"])
         self.best = -math.inf if state["best"] is None else state["best"]
         self.accuracy = state.get("accuracy")
 
@@ -120,6 +125,7 @@ class Checkpoints:
         extra: dict[str, Any] = {
             "loader": c.loader.state_dict(),
             "kl": c.kl_controller.state_dict(),
+            "surplus_parts": 0 if c.surplus is None else c.layout.dp_size,
             "best": None if math.isinf(self.best) else self.best,
             "accuracy": accuracy,
         }
@@ -127,8 +133,9 @@ class Checkpoints:
             save(
                 self._root,
                 step,
-                {"actor": c.actor},
+                c.trained,
                 extra,
+                files=surplus_file(c),
                 config_hash=hashlib.sha256(c.config.model_dump_json().encode()).hexdigest(),
                 keep_last=settings.keep_last,
                 best=is_best,
@@ -151,3 +158,41 @@ def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
         allowed=sorted(numbers),
         fix=f"did you mean {near[0]}?" if near else "name one of these, or null to keep no best checkpoint",
     )
+
+
+def surplus_file(c: Controller) -> dict[str, bytes]:
+    """Name and content of this replica's share of the surplus; only its first rank writes it."""
+    if c.surplus is None or not c.layout.is_lead:
+        return {}
+    return {_surplus_name(c.layout.dp_rank): c.surplus.to_bytes()}
+
+
+def read_surplus(c: Controller, folder: Path, parts: int) -> Batch | None:
+    """This rank's share of a surplus that `parts` replicas wrote; group k belongs to replica k modulo their number.
+
+    Raises:
+        ConfigError: the groups have another size than this run's.
+    """
+    from megarl.data.batch import Batch
+
+    if not parts:
+        return None
+    shares = [Batch.from_bytes((folder / _surplus_name(part)).read_bytes()) for part in range(parts)]
+    n = c.config.rollout.sampling.n
+    first = shares[0]["uid"]
+    if first.count(first[0]) != n:
+        raise ConfigError(
+            "the checkpoint holds samples for the next step, in groups of another size",
+            where="rollout.sampling.n",
+            found=n,
+            allowed=str(first.count(first[0])),
+            fix="resume with that size, or start anew with trainer.resume: never",
+        )
+    starts = [sum(len(share) for share in shares[:part]) for part in range(parts)]
+    groups = sum(len(share) for share in shares) // n
+    mine = [starts[k % parts] + k // parts * n for k in range(c.layout.dp_rank, groups, c.layout.dp_size)]
+    return Batch.concat(shares).select([start + i for start in mine for i in range(n)])
+
+
+def _surplus_name(part: int) -> str:
+    return f"surplus_{part}.safetensors"

@@ -4,7 +4,7 @@
                         |
     loader --> [ rollout -> reward -> log-probs -> advantage -> actor_train ] --> metrics
                   |                       |                          |
-            embedded engine          reference                actor engine
+            embedded engine      reference, critic            actor engine
                   '------------ same parameters ---------------------'
 
 No controller sees another rank's samples; what crosses ranks are gradients, counts, statistics and metrics.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.run import RunConfig
 from megarl.metrics import Metrics
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.algorithms.kl import KLController
-    from megarl.data.batch import Batch, Jagged
+    from megarl.data.batch import Batch
     from megarl.data.loader import PromptLoader
     from megarl.data.prompts import PromptDataset
     from megarl.rewards.runner import RewardRunner
@@ -35,16 +35,6 @@ if TYPE_CHECKING:
     from megarl.tracking.flops import FlopCounter
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
-
-
-class Critic(Protocol):
-    """The value model of PPO."""
-
-    def values(self, samples: Batch) -> Jagged:
-        """Predicted return at every response token, float32 like the responses."""
-
-    def train(self, samples: Batch) -> Metrics:
-        """Update on `returns`; metrics merged over all ranks."""
 
 
 @contextlib.contextmanager
@@ -60,11 +50,12 @@ class Controller:
     Attributes:
         reward: scores samples; only on the first rank of a replica.
         kl_controller: weight of the KL penalty in the reward.
+        reference, critic: present when a node of the graph has that role.
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
         progress: shows long work on the console; only on the rank that has a tracker, while it has one.
         pending_reward: handle of rewards that are being computed.
-        surplus: scored groups that dynamic sampling left over for the next step.
+        surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
     """
 
     config: RunConfig
@@ -80,12 +71,12 @@ class Controller:
     kl_controller: KLController
     reference: MegatronEngine | None = None
     teacher: MegatronEngine | None = None
-    critic: Critic | None = None
+    critic: MegatronEngine | None = None
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     pending_reward: Any = None
-    surplus: list[Batch] = field(default_factory=list)
+    surplus: Batch | None = None
 
     @property
     def temperature(self) -> float:
@@ -104,12 +95,17 @@ class Controller:
 
         return FlopCounter.from_hf(self.hf_config)
 
-    def count_pass(self, samples: Batch, *, train: bool = False) -> None:
-        """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward."""
+    @property
+    def trained(self) -> dict[str, MegatronEngine]:
+        """The models that learn, by name: what a checkpoint holds."""
+        return {"actor": self.actor} | ({} if self.critic is None else {"critic": self.critic})
+
+    def count_pass(self, samples: Batch, *, train: bool = False, head: bool = True) -> None:
+        """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward, with the vocabulary."""
         responses = samples["response_ids"].lengths
         count = self.flops.train if train else self.flops.forward
         lengths = (samples["prompt_ids"].lengths + responses).tolist()
-        self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum())))
+        self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum()) if head else 0))
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Response texts without special tokens."""
@@ -124,15 +120,6 @@ class Controller:
         total = values.clone()
         dist.all_reduce(total, group=self.layout.dp_group)
         return total
-
-    def all_max(self, value: int) -> int:
-        """Largest value over the data-parallel ranks."""
-        import torch
-        import torch.distributed as dist
-
-        largest = torch.tensor(value)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.layout.dp_group)
-        return int(largest)
 
     def close(self) -> None:
         """End the processes and threads this rank started."""

@@ -60,7 +60,7 @@ def generate(config: RunConfig, run_dir: Path) -> None:
 
 
 def _restore(c: Controller) -> None:
-    """Take weights and step from `trainer.resume` when it names a checkpoint; else keep those of `model.path`, step 0."""
+    """Take weights and step from `trainer.resume` when it names a checkpoint; else keep `model.path`, step 0."""
     from megarl.training.checkpoint import load
 
     resume = c.config.trainer.resume

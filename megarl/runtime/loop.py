@@ -18,9 +18,10 @@ from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric, export
+from megarl.runtime.critic import add_critic
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import add_reference
-from megarl.runtime.setup import build_controller, updates_per_step
+from megarl.runtime.setup import build_controller
 from megarl.runtime.teacher import add_teacher
 from megarl.runtime.validate import due, evaluate
 
@@ -39,9 +40,11 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         resumed_at = checkpoints.find()
         if resumed_at is None and config.sft.steps:
             sft.cold_start(c)
-        c.actor.reset_optimizer(config.actor.optim, config.trainer.steps * updates_per_step(config))
         add_reference(c, graph, resumed_from=checkpoints.source)
         add_teacher(c, graph)
+        add_critic(c, graph)
+        resting = config.critic.warmup_steps if c.critic is not None else 0
+        c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
         with Recorder(c, "train", config.trainer.steps, resumed_at) as recorder:
             if resumed_at is None:
                 _before_first_step(c, recorder, checkpoints)

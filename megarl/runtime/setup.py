@@ -116,16 +116,11 @@ def build_engine(
         config.actor.optim if trainable else None,
         dtype=DTYPES[config.model.dtype],
         layout=layout,
-        total_steps=config.trainer.steps * updates_per_step(config),
+        total_steps=config.updates(config.actor),
         weights=weights,
         name=name,
         seed=config.trainer.seed,
     )
-
-
-def updates_per_step(config: RunConfig) -> int:
-    """Optimizer steps in one training step."""
-    return config.data.batch_size // (config.actor.mini_batch_size or config.data.batch_size) * config.actor.ppo_epochs
 
 
 def _train_loader(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> PromptLoader:

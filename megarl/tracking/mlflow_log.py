@@ -49,6 +49,7 @@ class MlflowLog:
         self._uri, self._artifacts, self._name, self._params = uri, artifacts, name, params
         self._id_file, self._resume = id_file, resume
         self._calls: queue.SimpleQueue[Callable[[Any, str], None] | None] = queue.SimpleQueue()
+        self._steps: dict[str, frozenset[int]] = {}
         self._start_error: Exception | None = None
         self.failures = 0
         self._thread = threading.Thread(target=self._serve, name="megarl-mlflow", daemon=True)
@@ -67,7 +68,8 @@ class MlflowLog:
             from mlflow.entities import Metric
 
             finite = {metric_name(key): float(value) for key, value in values.items() if math.isfinite(value)}
-            client.log_batch(run_id, metrics=[Metric(key, value, now, step) for key, value in finite.items()])
+            new = [key for key in finite if step not in self._earlier(client, run_id, key)]
+            client.log_batch(run_id, metrics=[Metric(key, finite[key], now, step) for key in new])
 
         self._calls.put(call)
 
@@ -97,6 +99,14 @@ class MlflowLog:
     def _keep(self, run_id: str, status: str) -> None:
         known = {"uri": self._uri, "experiment": EXPERIMENT, "run_id": run_id, "status": status}
         write_atomically(self._id_file, json.dumps(known))
+
+    def _earlier(self, client: Any, run_id: str, key: str) -> frozenset[int]:
+        """Steps of a metric that were there before this process: a resumed run repeats some, MLflow deletes none."""
+        if not self._resume:
+            return frozenset()
+        if key not in self._steps:
+            self._steps[key] = frozenset(point.step for point in client.get_metric_history(run_id, key))
+        return self._steps[key]
 
     def _check(self) -> None:
         if self._start_error is not None:

@@ -39,6 +39,11 @@ _POLICY: list[_Chart] = [
      [("actor/pg_clipfrac", "upper"), ("actor/pg_clipfrac_lower", "lower")], None),
     ("Gradient norm", "before clipping", [("actor/grad_norm", "")], None),
     ("Learning rate", "", [("actor/lr", "")], None),
+    ("Value loss", "the critic's", [("critic/vf_loss", "")], None),
+    ("Explained variance", "share of the returns' variance that the critic foresaw", [("critic/vf_explained_var", "")],
+     None),
+    ("Generation rounds", "of dynamic sampling, per step", [("sampling/rounds", "")], None),
+    ("Groups with a signal", "share whose scores differ", [("sampling/kept", "")], None),
 ]  # fmt: skip
 _LENGTHS: list[_Chart] = [
     ("Response length", "tokens, shaded: shortest to longest", [("response_length/mean", "")],

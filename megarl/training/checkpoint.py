@@ -1,6 +1,7 @@
 """Checkpoints that are either complete or not there, and how a run finds its way back.
 
     ROOT/step_120.tmp-4f2a/     every rank writes its tensors and RNG state
+                                and what it adds (samples that wait for the next step)
                  state.json     what the trainer adds (loader, controllers), plain JSON
                  meta.json      last, by rank 0: step, layout, version, configuration hash
     ROOT/step_120/              the same folder after fsync and rename
@@ -18,6 +19,7 @@ import os
 import random
 import shutil
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,7 @@ def save(
     engines: dict[str, MegatronEngine],
     extra: dict[str, Any],
     *,
+    files: Mapping[str, bytes] | None = None,
     config_hash: str = "",
     keep_last: int = 2,
     best: bool = False,
@@ -55,6 +58,7 @@ def save(
         step: training step that is complete.
         engines: by name; frozen ones are stored without optimizer.
         extra: JSON values of rank 0, returned by `load`.
+        files: contents by name of what this rank adds to the folder; no other rank gives the same name.
         config_hash: identifies the configuration, for information.
         keep_last: newest checkpoints to keep, besides the best.
         best: this one is the best so far.
@@ -69,6 +73,8 @@ def save(
     dist.barrier()
     save_engines(engines, folder)
     _save_rng(folder / f"rng_{rank}.safetensors")
+    for name, content in (files or {}).items():
+        (folder / name).write_bytes(content)
     dist.barrier()
     if rank == 0:
         layout = next(iter(engines.values())).layout.describe()

@@ -2,11 +2,11 @@
 
     batch -> plan: micro-batches by token budget, equally many on all data-parallel ranks
           -> Megatron's schedule (none, 1F1B, interleaved) -> hidden states on the last stage
-          -> rows that predict response tokens -> fused log-prob and entropy -> loss_fn -> backward
+          -> rows that predict response tokens -> head: log-prob and entropy, or value -> loss_fn -> backward
           -> gradients summed over dp x cp -> finite? -> clip -> AdamW -> new parameters
 
 The loss is a sum whose weights already hold the global normalisers, so nothing is ever divided here and the result
-does not depend on micro-batches or layout. Context-parallel ranks all see the whole micro-batch's log-probs and
+does not depend on micro-batches or layout. Context-parallel ranks all see the whole micro-batch's token outputs and
 compute the same loss, but each passes back only the gradient of the tokens it holds.
 """
 
@@ -33,22 +33,19 @@ from megarl.models.policy import PolicyModel
 from megarl.phase import beat, phase
 from megarl.training import microbatch, offload, optimizer
 from megarl.training.guard import check_finite
-from megarl.training.logprob import linear_logprob
+from megarl.training.heads import Head, LogProbs, Values
 from megarl.training.microbatch import MicroBatch
 from megarl.training.parallel import Layout
 
 from megatron.core.distributed import finalize_model_grads  # isort: skip  (megarl imports install the compat hook)
 from megatron.core.pipeline_parallel import get_forward_backward_func  # isort: skip
-from megatron.core.tensor_parallel.mappings import (  # isort: skip
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # isort: skip
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-LossFn = Callable[[Tensor, Tensor, Batch], tuple[Tensor, Metrics]]
+#: fn(*what the head gives [N], samples of the micro-batch) -> (scalar, Metrics)
+LossFn = Callable[..., tuple[Tensor, Metrics]]
 Weights = Callable[[list[PolicyModel]], None]
 
 
@@ -64,6 +61,7 @@ class MegatronEngine:
         weights: fills the freshly built chunks, e.g. `lambda chunks: load_weights(chunks, folder)`.
         name: role, the first part of the metric names.
         seed: of dropout and whatever else the model draws.
+        value_head: a critic: one value per token in place of a vocabulary.
     """
 
     def __init__(
@@ -79,6 +77,7 @@ class MegatronEngine:
         weights: Weights,
         name: str = "actor",
         seed: int = 0,
+        value_head: bool = False,
     ) -> None:
         self.hf_config, self.config, self.optim = hf_config, engine, optim
         self.dtype, self.layout, self.total_steps, self.name = dtype, layout, total_steps, name
@@ -87,7 +86,7 @@ class MegatronEngine:
         model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
         self.model_config = transformer_config(hf_config, parallel, dtype=dtype, engine=engine)
         self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
-        self.chunks = build_policy(hf_config, self.model_config)
+        self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
         weights(self.chunks)
         self._parked: offload.Parked | None = None
         self._parameters_parked = False
@@ -117,9 +116,8 @@ class MegatronEngine:
         self.optim, self.total_steps, self.step = optim, total_steps, 0
         self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype)
 
-    # -- log-probs -----------------------------------------------------------------------------------------------
+    # -- inference -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def logprobs(self, batch: Batch, temperature: float = 1.0, entropy: bool = True) -> tuple[Jagged, Jagged]:
         """Log-prob and entropy of every response token of this data-parallel rank's `batch`, which may be empty.
 
@@ -127,67 +125,55 @@ class MegatronEngine:
             Two Jagged float32 over response tokens, on the device of the batch, on every rank of the replica. The
             entropy is zeros when it was not asked for.
         """
+        logp, *more = self._evaluate(batch, self._log_probs(temperature, entropy))
+        return logp, more[0] if more else logp.like(torch.zeros_like(logp.values))
+
+    def values(self, batch: Batch) -> Jagged:
+        """Value at every response token, from the state before it: like `logprobs`, of an engine with a value head."""
+        return self._evaluate(batch, Values())[0]
+
+    @torch.no_grad()
+    def _evaluate(self, batch: Batch, head: Head) -> list[Jagged]:
         self._require_parameters()
         groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
         micros, length = microbatch.build_all(batch, groups, self.layout, self.device)
         self._train_mode(False)
-        last = functools.partial(self._outputs, temperature, entropy)
+        last = functools.partial(self._collect, head)
         outputs = self._schedule(micros, length, last, forward_only=True)
         self._train_mode(True)
         total = sum(micro.tokens for micro in micros if micro.samples)
-        both = torch.zeros(2, total, device=self.device)
+        rows = torch.zeros(head.outputs, total, device=self.device)
         if self.layout.is_last_stage and total:
-            torch.cat([pair for pair, micro in zip(outputs, micros, strict=True) if micro.samples], 1, out=both)
+            torch.cat([part for part, micro in zip(outputs, micros, strict=True) if micro.samples], 1, out=rows)
         if self.layout.pp_size > 1:
-            dist.broadcast(both, self.layout.last_stage_rank, group=self.layout.pp_group)
-        return self._in_batch_order(both, batch, groups)
+            dist.broadcast(rows, self.layout.last_stage_rank, group=self.layout.pp_group)
+        return self._in_batch_order(rows, batch, groups)
 
-    def _outputs(self, temperature: float, entropy: bool, micro: MicroBatch, chunk: Any) -> Any:
+    def _collect(self, head: Head, micro: MicroBatch, chunk: Any) -> Any:
         def collect(hidden: Tensor, non_loss_data: bool = True) -> Tensor:
-            logp, ent = self._token_logp(hidden, chunk, micro, temperature, entropy)
-            return torch.stack([logp, ent if entropy else torch.zeros_like(logp)])
+            return torch.stack(self._outputs(head, hidden, chunk, micro))
 
         return collect
 
     @staticmethod
-    def _in_batch_order(both: Tensor, batch: Batch, groups: list[list[int]]) -> tuple[Jagged, Jagged]:
+    def _in_batch_order(rows: Tensor, batch: Batch, groups: list[list[int]]) -> list[Jagged]:
         """Undo the grouping into micro-batches."""
         responses = batch["response_ids"]
         ordered = [sample for group in groups for sample in group]
         back = torch.empty(len(ordered), dtype=torch.int64)
         back[torch.tensor(ordered, dtype=torch.int64)] = torch.arange(len(ordered))
-        lengths = responses.lengths.cpu()[ordered]
-        logp, entropy = (
-            Jagged.from_lengths(row.to(responses.device), lengths.to(responses.device)).select(back)
-            for row in both.unbind()
-        )
-        return logp, entropy
+        lengths = responses.lengths.cpu()[ordered].to(responses.device)
+        return [Jagged.from_lengths(row.to(responses.device), lengths).select(back) for row in rows.unbind()]
 
-    def _token_logp(
-        self, hidden: Tensor, chunk: Any, micro: MicroBatch, temperature: float, entropy: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Float32 log-probs and entropies [N] of the micro-batch's response tokens, on every rank of the last stage."""
-        policy = _unwrap(chunk)
-        hidden = hidden[:, 0]
-        if self.model_config.sequence_parallel:
-            rows = gather_from_sequence_parallel_region(hidden)[micro.rows]
-        else:
-            rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
-        logp, ent = linear_logprob(
-            rows,
-            policy.lm_head_weight,
-            micro.targets,
-            temperature=temperature,
-            vocab_start=policy.vocab_range[0],
-            chunk_tokens=self.config.logits_chunk_tokens,
-            entropy=entropy,
-            group=self.layout.tp_group,
-        )
-        if self.layout.cp_size > 1:
-            place = (micro.order, micro.tokens, self.layout.cp_group)
-            logp = _AllTokens.apply(logp, *place)
-            ent = _AllTokens.apply(ent, *place) if entropy else ent
-        return logp, ent
+    def _log_probs(self, temperature: float, entropy: bool = True) -> LogProbs:
+        return LogProbs(temperature, self.config.logits_chunk_tokens, self.layout.tp_group, entropy)
+
+    def _outputs(self, head: Head, hidden: Tensor, chunk: Any, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """The head's numbers for the N response tokens of the micro-batch, on every rank of the last stage."""
+        outputs = head(hidden[:, 0], _unwrap(chunk), micro)
+        if self.layout.cp_size == 1:
+            return outputs
+        return tuple(_AllTokens.apply(row, micro.order, micro.tokens, self.layout.cp_group) for row in outputs)
 
     # -- training ------------------------------------------------------------------------------------------------
 
@@ -203,22 +189,11 @@ class MegatronEngine:
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; no parameter has moved.
         """
-        if self.optimizer is None:
-            raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
-        self._require_onloaded()
-        for chunk in self.wrapped:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        with phase("forward_backward"):
-            groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
-            micros, length = microbatch.build_all(batch, groups, self.layout, self.device)
-            results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, temperature))
-        with phase("optimizer"):
-            norm, rate = self._update(batch, groups, [loss for loss, _ in results])
-        metrics = self._merge(Metrics(), results)
-        metrics.mean(f"{self.name}/grad_norm", norm, 1)
-        metrics.mean(f"{self.name}/lr", rate, 1)
-        return metrics
+        return self._step(batch, loss_fn, self._log_probs(temperature))
+
+    def value_step(self, batch: Batch, loss_fn: LossFn) -> Metrics:
+        """`train_step` of an engine with a value head, with `loss_fn(values [N], micro)`."""
+        return self._step(batch, loss_fn, Values())
 
     def sft_step(self, batch: Batch) -> Metrics:
         """One optimizer step on -sum(weights * logp), with the field `loss_weights` (Jagged over response tokens)."""
@@ -232,13 +207,31 @@ class MegatronEngine:
 
         return self.train_step(batch, loss)
 
-    def _loss(self, batch: Batch, loss_fn: LossFn, temperature: float, micro: MicroBatch, chunk: Any) -> Any:
+    def _step(self, batch: Batch, loss_fn: LossFn, head: Head) -> Metrics:
+        if self.optimizer is None:
+            raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
+        self._require_onloaded()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        with phase("forward_backward"):
+            groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
+            micros, length = microbatch.build_all(batch, groups, self.layout, self.device)
+            results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
+        with phase("optimizer"):
+            norm, rate = self._update(batch, groups, [loss for loss, _ in results])
+        metrics = self._merge(Metrics(), results)
+        metrics.mean(f"{self.name}/grad_norm", norm, 1)
+        metrics.mean(f"{self.name}/lr", rate, 1)
+        return metrics
+
+    def _loss(self, batch: Batch, loss_fn: LossFn, head: Head, micro: MicroBatch, chunk: Any) -> Any:
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Metrics]]:
-            logp, entropy = self._token_logp(hidden, chunk, micro, temperature)
+            outputs = self._outputs(head, hidden, chunk, micro)
             if micro.samples:
-                value, metrics = loss_fn(logp, entropy, batch.select(list(micro.samples)))
+                value, metrics = loss_fn(*outputs, batch.select(list(micro.samples)))
             else:  # zero, but through every parameter: other ranks wait for this one's communication and gradients
-                value, metrics = logp.sum() * 0.0, Metrics()
+                value, metrics = outputs[0].sum() * 0.0, Metrics()
             return value, value.new_zeros((), dtype=torch.int), (value.detach(), metrics)
 
         return loss

@@ -81,11 +81,6 @@ def test_a_good_recipe_passes_every_check(config_of):
         (["algorithm.loss.aggregation=seq-mean-token-sum-norm"], "algorithm.loss.sum_norm", ["=8"]),
         (["algorithm.overlong.buffer_tokens=8"], "algorithm.overlong.buffer_tokens", ["from 1 to 7"]),
         (["algorithm.kl.adaptive=true"], "algorithm.kl.adaptive", ["reward term"]),
-        (
-            ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae"],
-            "algorithm.pipeline",
-            ["cannot be trained yet", "grpo"],
-        ),
         # sampling
         (["rollout.sampling.temperature=0"], "rollout.sampling.temperature", ["all the same"]),
         (["rollout.sampling.min_new_tokens=9"], "rollout.sampling.min_new_tokens", ["from 0 to 8"]),
@@ -160,10 +155,30 @@ def test_doubtful_setting_warns_and_passes(warned, failures, config_of, override
         validate(config_of(*overrides))
 
 
-def test_ppo_is_checked_although_it_cannot_be_trained_yet(failures, warned):
-    layout = ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "cluster.nproc=2", "critic.parallel.tp=2"]
-    assert {check.key for check in failures(*layout)} == {"algorithm.pipeline", "critic.parallel"}
+PPO = ("algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "cluster.nproc=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["critic.parallel.tp=2"], "critic.parallel"),
+        (["critic.path=/nowhere"], "critic.path"),
+        (["critic.mini_batch_size=5"], "critic.mini_batch_size"),
+        (["critic.optim.min_lr=1"], "critic.optim.min_lr"),
+    ],
+)
+def test_critic_settings_that_cannot_be(failures, overrides, key):
+    assert {check.key for check in failures(*PPO, *overrides)} == {key}
+
+
+def test_the_critic_takes_the_layout_of_the_actor(failures):
+    assert failures(*PPO, "actor.parallel.tp=2") == []
+    assert failures(*PPO, "actor.parallel.tp=2", "critic.parallel.tp=2") == []
+
+
+def test_doubtful_ppo_warns(warned):
     assert only(warned("algorithm.pipeline=ppo")).key == "algorithm.advantage.name"
+    assert only(warned(*PPO, "critic.warmup_steps=100")).key == "critic.warmup_steps"
 
 
 def test_several_failures_come_as_one_numbered_list(config_of):

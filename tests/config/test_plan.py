@@ -130,7 +130,15 @@ def test_optimizer_state_is_shared_by_the_replicas():
 
 
 @pytest.mark.parametrize(
-    "name", ["grpo_quickstart", "grpo_gsm8k_calc", "grpo_qwen3_8b_8gpu", "grpo_qwen3_30b_a3b_32gpu"]
+    "name",
+    [
+        "grpo_quickstart",
+        "ppo_quickstart",
+        "dapo_quickstart",
+        "grpo_gsm8k_calc",
+        "grpo_qwen3_8b_8gpu",
+        "grpo_qwen3_30b_a3b_32gpu",
+    ],
 )
 def test_shipped_recipe_passes_its_dry_run(name):
     plan = make_plan(load_config(name), "torchrun")

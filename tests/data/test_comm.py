@@ -5,13 +5,21 @@ import math
 import pytest
 import torch.distributed as dist
 
-from megarl.comm import all_gather_bytes, all_gather_json, broadcast_bytes, broadcast_json, reduce_metrics
+from megarl.comm import (
+    all_gather_bytes,
+    all_gather_json,
+    all_to_all_bytes,
+    broadcast_bytes,
+    broadcast_json,
+    reduce_metrics,
+)
 from megarl.metrics import Metrics
 from tests.dist import run_distributed
 
 
 def test_one_process_gets_back_what_it_gave():
     assert all_gather_bytes(b"x") == [b"x"]
+    assert all_to_all_bytes([b"x"]) == [b"x"]
     assert all_gather_json({"a": [1, None]}) == [{"a": [1, None]}]
     assert broadcast_json("é\ud83d", src=0) == "é\ud83d"
     assert broadcast_bytes(b"", src=0) == b""
@@ -37,6 +45,7 @@ def exchange() -> dict:
     return {
         "bytes": [len(data) for data in gathered],
         "content": all(data == bytes([r]) * r * 1000 for r, data in enumerate(gathered)),
+        "mine": [data.decode() for data in all_to_all_bytes([f"{rank}>{r}".encode() * r for r in range(3)])],
         "none": [data.decode() for data in all_gather_bytes(b"")],
         "json": all_gather_json({"rank": rank, "text": "é" * rank}),
         "infinity": all_gather_json(math.inf)[0] == math.inf,
@@ -53,6 +62,7 @@ def test_three_processes():
     for rank, result in enumerate(results):
         assert result["bytes"] == [0, 1000, 2000]
         assert result["content"]
+        assert result["mine"] == [f"{r}>{rank}" * rank for r in range(3)]
         assert result["none"] == ["", "", ""]
         assert result["json"] == [{"rank": r, "text": "é" * r} for r in range(3)]
         assert result["infinity"]

@@ -43,7 +43,28 @@ def closeness(samples):
     return [
         {"overall": sum(c.isdigit() for c in s["response"]) / 6 + float(s["response"] == s["answer"])} for s in samples
     ]
+def first_is_digit(samples):
+    """A score of 0 or 1 that many groups agree on."""
+    return [{"overall": float(s["response"][:1].isdigit())} for s in samples]
 '''
+PPO = (
+    "algorithm.pipeline=ppo",
+    "algorithm.advantage={name: gae, lam: 0.9}",
+    "algorithm.kl={use: reward, coef: 0.05, adaptive: true, horizon: 100}",
+    "critic={optim: {lr: 1.0e-3}, mini_batch_size: 2, value_clip: 0.05, warmup_steps: 1}",
+    "sft.steps=0",
+)
+DAPO = (
+    "algorithm.pipeline=dapo",
+    "algorithm.dynamic_sampling.enabled=true",
+    "algorithm.overlong.buffer_tokens=2",
+    "algorithm.loss.clip_high=0.28",
+    "algorithm.kl.use=none",
+    "reward.name=reward.py:first_is_digit",
+    "rollout.sampling.n=2",
+    "actor.mini_batch_size=2",
+    "sft.steps=0",
+)
 
 
 def write_recipe(folder: Path) -> Path:

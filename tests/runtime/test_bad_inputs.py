@@ -35,6 +35,8 @@ def raises(samples):
     return [1 / len(s["response"][:0]) for s in samples]
 def not_a_number(samples):
     return [math.nan if i == 2 else 0.0 for i, s in enumerate(samples)]
+def constant(samples):
+    return [1.0 for s in samples]
 """,
     "no_import.py": "import a_package_that_is_nowhere\ndef score(samples):\n    return [0.0 for s in samples]\n",
     "syntax.py": "def score(samples:\n",
@@ -239,6 +241,20 @@ CASES = {
         1,
         ("rank 0 failed in phase step/actor_train", "can't allocate memory", "use less memory: smaller actor.engine"),
         traceback=True,
+    ),
+    "dynamic sampling where all samples score the same": Case(
+        (
+            "algorithm.pipeline=dapo",
+            "algorithm.dynamic_sampling={enabled: true, max_rounds: 3}",
+            "reward.name=rewards.py:constant",
+        ),
+        1,
+        (
+            "in phase step/dynamic_sampling at step 1",
+            "after 3 rounds of generation 0 of 4 groups have scores that differ",
+            "groups drawn in this step by mean score: {'0': 0, '0..1': 0, '1': 12}",
+            "algorithm.dynamic_sampling.max_rounds",
+        ),
     ),
     "a node that returns None": Case(
         ("algorithm.pipeline=graphs:forgetful",),

@@ -27,6 +27,15 @@ def at_step(run_dir: Path, step: int) -> bool:
     return path.exists() and f'{{"step": {step}, "stage": "train"' in path.read_text()
 
 
+def test_a_killed_rank_leaves_critic_and_kl_controller_in_its_checkpoint(recipe, tmp_path):
+    whole = harness.run(recipe, tmp_path / "whole", *harness.PPO)
+    process = harness.start(recipe, tmp_path / "killed", *harness.PPO)
+    harness.wait_for(lambda: at_step(tmp_path / "killed", 2), process)
+    harness.kill(harness.workers(tmp_path / "killed")[0])
+    harness.finish(process, timeout=30)
+    assert harness.run(recipe, tmp_path / "killed", *harness.PPO) == whole
+
+
 def test_a_killed_rank_is_named_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
     process = harness.start(recipe, tmp_path)
     harness.wait_for(lambda: at_step(tmp_path, 2), process)

@@ -75,9 +75,11 @@ def test_a_fresh_start_moves_old_lines_away(tmp_path, screen):
 def test_mlflow_gets_params_metrics_artifacts_and_continues_the_same_run(tmp_path, screen):
     first = tracker(tmp_path, screen, mlflow=True)
     first.log(1, {"val/best@8": 0.5, "bad": float("nan")})
+    first.log(2, {"val/best@8": 0.75})
     first.finish("failed")
     second = tracker(tmp_path, screen, mlflow=True, resume_step=1)
-    second.log(2, {"val/best@8": 0.75})
+    for step, value in ((2, 0.75), (3, 1.0)):
+        second.log(step, {"val/best@8": value, "late": value})
     second.finish()
     from mlflow.tracking import MlflowClient
 
@@ -89,7 +91,9 @@ def test_mlflow_gets_params_metrics_artifacts_and_continues_the_same_run(tmp_pat
     assert [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "val/best_at_8")] == [
         (1, 0.5),
         (2, 0.75),
+        (3, 1.0),
     ]
+    assert [m.step for m in client.get_metric_history(run.info.run_id, "late")] == [2, 3]
     assert "bad" not in run.data.metrics
     assert {f.path for f in client.list_artifacts(run.info.run_id)} >= {"report.html", "metrics.jsonl", "run.json"}
 

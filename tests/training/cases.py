@@ -33,7 +33,14 @@ _EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-MODELS = {"dense": _DENSE, "tied": {**_DENSE, "tie_word_embeddings": True}, "moe": {**_DENSE, **_EXPERTS}}
+_TIED = {**_DENSE, "tie_word_embeddings": True}
+MODELS = {
+    "dense": _DENSE,
+    "tied": _TIED,
+    "moe": {**_DENSE, **_EXPERTS},
+    "critic": _TIED,  # with a value head
+    "moe critic": {**_DENSE, **_EXPERTS},
+}
 
 
 def hf_config(name: str):
@@ -62,6 +69,7 @@ def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **
         layout=layout,
         total_steps=kwargs.pop("total_steps", 10),
         weights=lambda chunks: _random(chunks, hf, seed),
+        value_head="critic" in model,
         **kwargs,
     )
 
@@ -76,6 +84,8 @@ def _random(chunks, hf, seed) -> None:
             for parameter in chunk.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(4.0)
+            if chunk.has_value_head and chunk.post_process:  # whole on every rank, and zero until here
+                chunk.value_weight.normal_(generator=torch.Generator().manual_seed(seed)).mul_(0.1)
 
 
 def make_batch(count: int = 9, seed: int = 0, longest: int = 40) -> Batch:
@@ -101,6 +111,31 @@ def split_over(batch: Batch, dp_rank: int, dp_size: int) -> Batch:
     if dp_size > 2:
         few[-1] = 0
     return batch.split([len(batch) - sum(few), *few])[dp_rank]
+
+
+def outputs(engine, batch: Batch, temperature: float = 1.0) -> dict[str, Jagged]:
+    """What the engine's head says of every response token."""
+    if engine.chunks[0].has_value_head:
+        return {"value": engine.values(batch)}
+    return dict(zip(("logp", "entropy"), engine.logprobs(batch, temperature), strict=True))
+
+
+def train(engine, batch: Batch, temperature: float = 1.0) -> Metrics:
+    """One optimizer step on `loss_fn`, or on `value_loss_fn` for a critic."""
+    if engine.chunks[0].has_value_head:
+        return engine.value_step(batch, value_loss_fn)
+    return engine.train_step(batch, loss_fn, temperature)
+
+
+def value_loss_fn(values, micro: Batch):
+    """The larger the values, the better."""
+    weights = micro["loss_weights"].values.to(values.device)
+    loss = (weights.abs() * torch.nn.functional.softplus(-values)).sum()
+    metrics = Metrics()
+    metrics.sum("loss", loss.item())
+    metrics.mean("value", values.sum().item(), len(values))
+    metrics.sum("samples", len(micro))
+    return loss, metrics
 
 
 def loss_fn(logp, entropy, micro: Batch):

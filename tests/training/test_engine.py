@@ -16,17 +16,24 @@ def _hashes(engine) -> list[str]:
     return [cases.digest(p) for chunk in engine.chunks for p in chunk.parameters()]
 
 
-def _logits_oracle(engine, batch, temperature):
-    """Log-probs and entropies of one sample after the other, from full float64 logits."""
+def _hidden(engine, batch):
+    """Float64 hidden states [P + R, H] of one sample after the other, each with its prompt and response."""
     from megarl.models.packing import pack_stream
 
-    chunk, logp, entropy = engine.chunks[0], [], []
+    chunk = engine.chunks[0]
     for prompt, response in zip(batch["prompt_ids"].unbind(), batch["response_ids"].unbind(), strict=True):
         tokens = torch.cat([prompt, response])
         stream = pack_stream([len(tokens)])
         with torch.no_grad():
             hidden = chunk(stream.input_ids(tokens), stream.position_ids, None, packed_seq_params=stream.params)[:, 0]
-        logits = (hidden.double() @ chunk.lm_head_weight.double().t()) / temperature
+        yield hidden.double(), prompt, response
+
+
+def _logits_oracle(engine, batch, temperature):
+    """Log-probs and entropies of one sample after the other, from full float64 logits."""
+    chunk, logp, entropy = engine.chunks[0], [], []
+    for hidden, prompt, response in _hidden(engine, batch):
+        logits = (hidden @ chunk.lm_head_weight.double().t()) / temperature
         rows = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
         logp.append(rows.gather(1, response[:, None])[:, 0])
         entropy.append(-(rows.exp() * rows).sum(-1))
@@ -45,6 +52,26 @@ def test_logprobs_are_those_of_full_logits_one_by_one(alone, model, budget):
     torch.testing.assert_close(logp.values.double(), want[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(entropy.values.double(), want[1], rtol=1e-5, atol=1e-5)
     assert engine.logprobs(batch, 0.7, entropy=False)[1].values.abs().max() == 0
+
+
+@pytest.mark.parametrize("model", ["critic", "moe critic"])
+@pytest.mark.parametrize("budget", [1, 70])
+def test_a_value_is_the_head_on_the_state_before_its_token(alone, model, budget):
+    engine = cases.make_engine(model, frozen=True, engine=EngineConfig(micro_batch_tokens=budget))
+    batch = cases.make_batch()
+    values = engine.values(batch)
+    head = engine.chunks[0].value_weight.double()
+    want = torch.cat([(hidden[len(prompt) - 1 : -1] @ head.t())[:, 0] for hidden, prompt, _ in _hidden(engine, batch)])
+    assert want.std() > 0.1
+    assert values.offsets.tolist() == batch["response_ids"].offsets.tolist()
+    torch.testing.assert_close(values.values.double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_values_of_a_bf16_critic_are_float32(alone):
+    engine = cases.make_engine("critic", frozen=True, dtype=torch.bfloat16)
+    values = engine.values(cases.make_batch()).values
+    assert values.dtype == torch.float32
+    assert not torch.equal(values, values.bfloat16().float())
 
 
 def test_no_samples_give_no_logprobs(alone):

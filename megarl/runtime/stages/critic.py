@@ -7,23 +7,76 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import stage
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.data.batch import Batch
+    from megarl.metrics import Metrics
     from megarl.runtime.controller import Controller
 
 
 @stage(reads=["prompt_ids", "response_ids"], writes=["values"])
 def value(c: Controller, samples: Batch) -> Batch:
-    """Predict the return at every response token."""
-    assert c.critic is not None, "checks refuse a graph with a critic where there is none"
+    """Predict the return at every response token, from the tokens before it."""
+    assert c.critic is not None, "the loop adds a critic when a node has the role"
+    c.critic.onload()
     samples.set("values", c.critic.values(samples))
+    if c.config.critic.engine.offload:
+        c.critic.offload()
+    c.count_pass(samples, head=False)
     return samples
 
 
 @stage(reads=["prompt_ids", "response_ids", "response_mask", "values", "returns"], writes=[])
 def critic_train(c: Controller, samples: Batch) -> Batch:
-    """One pass of value updates over the samples."""
-    assert c.critic is not None, "checks refuse a graph with a critic where there is none"
-    metrics = c.critic.train(samples)
-    if c.layout.rank == 0:  # already merged over all ranks
-        c.metrics.merge(metrics)
+    """`critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch."""
+    from megarl.runtime.stages.update import mini_batches
+
+    assert c.critic is not None, "the loop adds a critic when a node has the role"
+    settings = c.config.critic
+    if c.config.actor.engine.offload:
+        c.actor.offload(parameters=False)  # one model's gradients and optimizer at a time
+    c.critic.onload()
+    _record(c, samples)
+    for _ in range(settings.ppo_epochs):
+        for mini in mini_batches(c, samples, settings.mini_batch_size):
+            metrics = train_on(c, mini)
+            c.count_pass(mini, train=True, head=False)
+            if c.layout.rank == 0:  # already merged over all ranks
+                c.metrics.merge(metrics)
+    if settings.engine.offload:
+        c.critic.offload()
     return samples
+
+
+def train_on(c: Controller, mini: Batch) -> Metrics:
+    """One optimizer step on the mean value loss over the valid tokens of the mini-batch, over all ranks."""
+    from megarl.algorithms.aggregation import aggregation_weights, local_counts
+    from megarl.algorithms.losses import value_loss
+
+    assert c.critic is not None, "the loop adds a critic when a node has the role"
+    mask = mini["response_mask"]
+    counts = c.all_sum(local_counts(mask.values, mask.offsets))
+    mini.set("value_weights", mask.like(aggregation_weights("token-mean", mask.values, counts, offsets=mask.offsets)))
+
+    def loss(values: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
+        old, returns, valid, weights = (
+            micro[name].values.to(values.device) for name in ("values", "returns", "response_mask", "value_weights")
+        )
+        token_loss, metrics = value_loss(values, old, returns, valid, clip=c.config.critic.value_clip)
+        total = (weights * token_loss).sum()
+        # The shares of all parts add up to 1 per mini-batch, so several mini-batches average.
+        metrics.mean("critic/vf_loss", total.item(), float(valid.sum()) / max(float(counts[0]), 1.0))
+        return total, metrics
+
+    return c.critic.value_step(mini, loss)
+
+
+def _record(c: Controller, samples: Batch) -> None:
+    """What the values of before the update were worth."""
+    from megarl.algorithms.explained_variance import explained_variance
+
+    values, returns, mask = (samples[name].values for name in ("values", "returns", "response_mask"))
+    share = explained_variance(values, returns, mask, all_sum=c.all_sum)
+    if share is not None:
+        c.metrics.mean("critic/vf_explained_var", share, 1)  # the same on all ranks
+    c.metrics.mean("critic/returns/mean", float(returns[mask].double().sum()), float(mask.sum()))

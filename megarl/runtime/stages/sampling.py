@@ -18,53 +18,64 @@ class NoSignalError(MegarlError):
 
 @stage(reads=["score", "uid"], writes=[])
 def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
-    """Samples of this rank's share of `data.batch_size` groups, all of which vary in their score.
+    """This rank's share of `data.batch_size` groups that vary in their score, the same groups on any number of ranks.
 
-    Each rank fills its own share, but all ranks draw another round while any of them needs one, so that generation
-    stays in step. What is left over is kept for the next step.
+    Groups beyond that wait for the next step (`algorithm.dynamic_sampling.surplus`).
+
+    Raises:
+        NoSignalError: the batch is not full after `max_rounds` rounds of generation.
     """
-    from megarl.data.batch import Batch as Samples
+    from megarl.phase import phase
+    from megarl.runtime.pool import Pool
     from megarl.runtime.stages import reward, rollout
 
-    if not c.config.algorithm.dynamic_sampling.enabled:
+    settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
+    if not settings.enabled:
         return samples
     assert c.loader is not None, "checks refuse a training run without data"
-    wanted = share(c)
-    kept = Samples.concat([*c.surplus, keep_signal(c, samples)])
-    rounds, limit = 1, c.config.algorithm.dynamic_sampling.max_rounds
-    while c.all_max(wanted - len(kept)) > 0:
-        if rounds == limit:
-            raise NoSignalError(_no_signal(c, samples, rounds, len(kept), wanted))
-        samples = reward.reward(c, reward.reward_submit(c, rollout.rollout(c, next(c.loader))))
-        kept = Samples.concat([kept, keep_signal(c, samples)])
-        rounds += 1
-    c.metrics.max("sampling/rounds", rounds)
-    batch, rest = kept.split([wanted, len(kept) - wanted])
-    c.surplus = [rest] if len(rest) else []
+    n, layout = c.config.rollout.sampling.n, c.layout
+    pool = Pool(n, layout.dp_group, layout.dp_rank, layout.dp_size)
+    if c.surplus is not None:
+        pool.add(c.surplus, [True] * (len(c.surplus) // n))
+    seen: dict[str, int] = {}
+    for round_ in range(1, settings.max_rounds + 1):
+        if round_ > 1:
+            with phase("refill"):
+                samples = reward.reward(c, reward.reward_submit(c, rollout.rollout(c, next(c.loader))))
+        pool.add(samples, _signal(c, samples, seen))
+        if len(pool) >= wanted:
+            break
+    else:
+        raise NoSignalError(_no_signal(c, seen, len(pool)))
+    batch, rest = pool.deal(wanted)
+    left = len(pool) - wanted
+    c.surplus = rest if left and settings.surplus == "keep" else None
+    c.metrics.max("sampling/rounds", round_)
+    c.metrics.max("sampling/surplus", left)
     return batch
 
 
-def share(c: Controller) -> int:
-    """Samples of a training step that are this rank's."""
-    return len(range(c.layout.dp_rank, c.config.data.batch_size, c.layout.dp_size)) * c.config.rollout.sampling.n
+def _signal(c: Controller, samples: Batch, seen: dict[str, int]) -> list[bool]:
+    """Which groups vary in their score; adds this rank's groups to the histogram `seen`."""
+    from megarl.algorithms.group_filter import group_filter, success_histogram
+
+    n = c.config.rollout.sampling.n
+    keep = group_filter(samples["score"], samples["uid"])[::n].tolist()
+    c.metrics.mean("sampling/kept", sum(keep), len(keep))
+    for bin_, count in success_histogram(samples["score"], samples["uid"]).items():
+        seen[bin_] = seen.get(bin_, 0) + count
+    return keep
 
 
-def keep_signal(c: Controller, samples: Batch) -> Batch:
-    """The samples of groups whose scores differ."""
-    from megarl.algorithms.group_filter import group_filter
+def _no_signal(c: Controller, seen: dict[str, int], have: int) -> str:
+    from megarl.comm import all_gather_json
 
-    keep = group_filter(samples["score"], samples["uid"])
-    c.metrics.mean("sampling/kept", float(keep.sum()), len(samples))
-    return samples.select(keep)
-
-
-def _no_signal(c: Controller, samples: Batch, rounds: int, have: int, wanted: int) -> str:
-    from megarl.algorithms.group_filter import success_histogram
-
-    counts = success_histogram(samples["score"], samples["uid"])
+    settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
+    shares = all_gather_json(seen, c.layout.dp_group)
+    counts = {bin_: sum(share[bin_] for share in shares) for bin_ in seen}
     return (
-        f"after {rounds} rounds of generation rank {c.layout.rank} has {have} of {wanted} samples whose group carries "
-        f"a signal\n  groups of the last round by mean score: {counts}\n"
+        f"step {c.step}: after {settings.max_rounds} rounds of generation {have} of {wanted} groups have scores that "
+        f"differ\n  groups drawn in this step by mean score: {counts}\n"
         "  fix:     choose easier or harder prompts, raise rollout.sampling.n or the temperature, or raise "
         "algorithm.dynamic_sampling.max_rounds"
     )

@@ -19,11 +19,14 @@ if TYPE_CHECKING:
 def actor_train(c: Controller, samples: Batch) -> Batch:
     """`ppo_epochs` passes over the samples, one optimizer step per mini-batch.
 
-    Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1.
+    Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1. While a critic warms up
+    the policy rests.
     """
+    if c.critic is not None and c.step <= c.config.critic.warmup_steps:
+        return samples
     c.actor.onload()
     for _ in range(c.config.actor.ppo_epochs):
-        for mini in mini_batches(c, samples):
+        for mini in mini_batches(c, samples, c.config.actor.mini_batch_size):
             metrics = train_on(c, mini)
             c.count_pass(mini, train=True)
             if c.layout.rank == 0:  # already merged over all ranks
@@ -31,9 +34,11 @@ def actor_train(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-def mini_batches(c: Controller, samples: Batch) -> Iterator[Batch]:
-    """This rank's part of each mini-batch, in order; equally many on every rank, the last ones may be empty."""
-    size = c.config.actor.mini_batch_size
+def mini_batches(c: Controller, samples: Batch, size: int | None) -> Iterator[Batch]:
+    """This rank's part of each mini-batch of `size` prompts (null: of all), in order.
+
+    They are equally many on every rank, and the last ones may be empty.
+    """
     if size is None or size >= c.config.data.batch_size:
         yield samples
         return

@@ -1,0 +1,58 @@
+"""The value model of PPO: the policy's architecture and layout, a value head, and an optimizer of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.dag.node import Role
+from megarl.phase import phase
+
+if TYPE_CHECKING:
+    from megarl.dag.graph import TaskGraph
+    from megarl.models.policy import PolicyModel
+    from megarl.runtime.controller import Controller
+
+
+def add_critic(c: Controller, graph: TaskGraph) -> None:
+    """Give the controller a critic when a node of the graph works for one.
+
+    It starts from `critic.path`, else from the actor as it is now; a resumed run then reads it from its checkpoint.
+    """
+    from megarl.device import DTYPES
+    from megarl.models.weights import load_weights
+    from megarl.training.engine import MegatronEngine
+
+    if all(node.role is not Role.CRITIC for node in graph):
+        return
+    config, source = c.config.critic, c.config.critic.path
+    with phase("load_critic"):
+        c.critic = MegatronEngine(
+            c.hf_config,
+            c.config.actor.parallel,
+            config.engine,
+            config.optim,
+            dtype=DTYPES[c.config.model.dtype],
+            layout=c.layout,
+            total_steps=c.config.updates(config),
+            weights=lambda chunks: load_weights(chunks, source) if source else copy_trunk(c.actor.chunks, chunks),
+            name="critic",
+            seed=c.config.trainer.seed,
+            value_head=True,
+        )
+        if config.engine.offload:
+            c.critic.offload()
+
+
+@torch.no_grad()
+def copy_trunk(policy: Sequence[PolicyModel], critic: Sequence[PolicyModel]) -> None:
+    """Everything but the head from a policy to a critic of the same layout; the value head becomes zero."""
+    for source, target in zip(policy, critic, strict=True):
+        weights = dict(source.named_parameters())
+        for name, parameter in target.named_parameters():
+            if name == "output_layer.weight":
+                parameter.zero_()
+            else:
+                parameter.copy_(weights[name])

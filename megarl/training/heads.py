@@ -1,0 +1,94 @@
+"""What the last pipeline stage makes of hidden states: numbers for every response token of a micro-batch.
+
+A head gets the hidden states of this rank's tokens and returns float32 tensors [n], one number per row of the
+micro-batch, equal on all tensor-parallel ranks. Every tensor-parallel rank then computes the same loss, and each head
+sees to it that the gradient comes back once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.compat import megatron as compat
+from megarl.models.policy import PolicyModel
+from megarl.training.logprob import linear_logprob
+from megarl.training.microbatch import MicroBatch
+
+compat.install()
+
+from megatron.core.tensor_parallel.mappings import (  # noqa: E402  (after install)
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+
+class Head(Protocol):
+    """`head(hidden [t, h], model, micro)` -> `outputs` tensors, float32 [n]."""
+
+    @property
+    def outputs(self) -> int:
+        """How many numbers there are per token."""
+
+    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """Under sequence parallelism `hidden` holds this rank's t / tp tokens."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-prob of each row's target and, if asked, the entropy: fused, over a vocabulary split by tensor parallelism.
+
+    Attributes:
+        temperature: divides the logits.
+        chunk_tokens: rows whose logits exist at the same time.
+        group: tensor-parallel ranks.
+        entropy: also return the entropy.
+    """
+
+    temperature: float
+    chunk_tokens: int
+    group: dist.ProcessGroup
+    entropy: bool = True
+
+    @property
+    def outputs(self) -> int:
+        """Log-prob, and the entropy."""
+        return 2 if self.entropy else 1
+
+    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """(log-probs [n],) or (log-probs [n], entropies [n])."""
+        if model.config.sequence_parallel:
+            rows = gather_from_sequence_parallel_region(hidden)[micro.rows]
+        else:
+            rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
+        both = linear_logprob(
+            rows,
+            model.lm_head_weight,
+            micro.targets,
+            temperature=self.temperature,
+            vocab_start=model.vocab_range[0],
+            chunk_tokens=self.chunk_tokens,
+            entropy=self.entropy,
+            group=self.group,
+        )
+        return both if self.entropy else both[:1]
+
+
+@dataclass(frozen=True)
+class Values:
+    """Predicted return at each row, from the value head; computed in float32 whatever the model's dtype."""
+
+    outputs: ClassVar[int] = 1
+
+    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """(values [n],)."""
+        if not model.config.sequence_parallel:
+            # The head is whole on every rank, so is its gradient: nothing to add up.
+            return ((hidden[micro.rows].float() @ model.value_weight.float().t())[:, 0],)
+        # Each rank has some of the tokens, so its gradient of the weight is a part (the weight is marked for the sum);
+        # the loss behind the gather is the same on all ranks, so each takes back only the gradient of its own tokens.
+        mine = hidden.float() @ model.value_weight.float().t()
+        return (gather_from_sequence_parallel_region(mine, tensor_parallel_output_grad=False)[micro.rows, 0],)

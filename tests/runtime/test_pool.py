@@ -1,0 +1,63 @@
+"""Which groups a step gets, and who gets them, does not depend on how many replicas collected them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.data.batch import Batch, Jagged
+from megarl.runtime.pool import Pool
+from tests.dist import run_distributed
+
+N = 2
+ROUNDS = (7, 6, 5)  # prompts per round, divided by no number of replicas
+WANTED = 4
+
+
+def groups(names: list[str]) -> Batch:
+    """N samples of each prompt."""
+    ids = [f"{name}#{i}" for name in names for i in range(N)]
+    tokens = Jagged.from_list([[len(id), *map(ord, id)] for id in ids], dtype=torch.int64)
+    return Batch({"tokens": tokens}, {"id": ids})
+
+
+def kept() -> list[list[tuple[str, bool]]]:
+    """(prompt, kept) of every round, in the order of the data."""
+    draw = random.Random(3)
+    return [[(f"{round_}.{k}", draw.random() < 0.6) for k in range(count)] for round_, count in enumerate(ROUNDS)]
+
+
+def deal(group, rank: int, size: int) -> list[list]:
+    """What this replica is dealt, as [ids, do the tokens belong to them]."""
+    pool = Pool(N, group, rank, size)
+    for row in kept():
+        mine = row[rank::size]
+        pool.add(groups([name for name, _ in mine]), [keep for _, keep in mine])
+    parts = pool.deal(WANTED)
+    return [[part["id"], part.equals(groups([id[:-2] for id in part["id"][::N]]))] for part in parts] + [len(pool)]
+
+
+def on_all_ranks() -> dict:
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 1])
+    return {"3": deal(None, rank, 3), "2": deal(pair, rank, 2) if rank < 2 else None}
+
+
+def expected(rank: int, size: int) -> list[list]:
+    names = [name for row in kept() for name, keep in row if keep]
+    parts = [names[:WANTED][rank::size], names[WANTED:][rank::size]]
+    return [[[f"{name}#{i}" for name in part for i in range(N)], True] for part in parts] + [len(names)]
+
+
+def test_one_replica_keeps_the_first_in_order():
+    assert deal(None, 0, 1) == expected(0, 1)
+
+
+@pytest.mark.procs
+def test_two_and_three_replicas_share_the_same_groups():
+    for rank, found in enumerate(run_distributed(on_all_ranks, 3, 120)):
+        assert found["3"] == expected(rank, 3)
+        assert found["2"] == (expected(rank, 2) if rank < 2 else None)
