@@ -37,9 +37,14 @@ def test_the_error_is_on_disk_before_the_run_is_closed_and_is_not_replaced(make,
         raise OSError("disk full")
 
     c, record = make(finish)
-    with pytest.raises(ValueError, match="the first") as caught, record:
-        assert c.progress is not no_progress
-        raise ValueError("the first")
+
+    def run():
+        with record:
+            assert c.progress is not no_progress
+            raise ValueError("the first")
+
+    with pytest.raises(ValueError, match="the first") as caught:
+        run()
     assert seen == [("failed", "the first")]
     assert c.progress is no_progress
     assert health.report(tmp_path, caught.value, 0).time == health.read_errors(tmp_path)[0].time
