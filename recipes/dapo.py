@@ -1,7 +1,7 @@
 """DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
 
-rollout -> reward_submit -> reward -> dynamic_sampling -> [filter] -> [overlong] -> advantage -> actor_train
-   ^                                        |         \\-> [old_logp] -----------------/
+rollout -> ... -> dynamic_sampling -> [filter] -> [overlong] -> [old_logp] -> advantage -> actor_train
+   ^                                        |
    '------------- more prompts -------------'   (inside the node, until the batch is full)
 """
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_shaping, needs_old_logp
-from megarl.runtime.stages import advantage, logprob, reward, rollout, sampling, shaping, update
+from megarl.recipes.grpo import add_old_logp, add_shaping
+from megarl.runtime.stages import advantage, reward, rollout, sampling, shaping, update
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -26,22 +26,12 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add_node("reward_submit", reward.reward_submit, deps=["rollout"], role=Role.REWARD)
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
     p.add_node("dynamic_sampling", sampling.dynamic_sampling, deps=["reward"], role=Role.DYNAMIC_SAMPLING)
-    ends = ["advantage"]
     chosen = "dynamic_sampling"
     if config.algorithm.filter.active:
         p.add_node("filter", shaping.filter_samples, deps=[chosen], role=Role.ADVANTAGE)
         chosen = "filter"
     shaped = add_shaping(p, config, chosen)
-    p.add_node("advantage", advantage.advantage, deps=[shaped], role=Role.ADVANTAGE)
-    if needs_old_logp(config):
-        p.add_node(
-            "old_logp",
-            logprob.old_logp,
-            deps=[chosen],
-            type=NodeType.MODEL_INFERENCE,
-            role=Role.ACTOR,
-            only_forward=True,
-        )
-        ends.append("old_logp")
-    p.add_node("actor_train", update.actor_train, deps=ends, type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
+    ends = [shaped, *add_old_logp(p, config, shaped)]
+    p.add_node("advantage", advantage.advantage, deps=ends, role=Role.ADVANTAGE)
+    p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
     return p.build()
