@@ -56,6 +56,10 @@ class Metrics:
         else:
             self._items[name] = (kind, _MERGE[kind](old, value), 0.0)
 
+    def pop(self, name: str) -> tuple[Reduction, float, float]:
+        """Take a metric out of the bag: its reduction, its value (of a mean: the total), and the count of a mean."""
+        return self._items.pop(name)
+
     def merge(self, other: Metrics) -> Metrics:
         """Fold `other` into this bag and return this bag."""
         for name, (kind, value, count) in other._items.items():

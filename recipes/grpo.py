@@ -1,11 +1,12 @@
 """GRPO: n samples per prompt, advantage = score against the group, clipped policy gradient.
 
     rollout -> reward_submit -> reward -> [overlong] -> [kl_in_reward] -> [filter] -> advantage -> actor_train
-           \\-> [old_logp] -> [sum_pi_squared] --------/
+           \\-> [old_logp -> rollout_correction] -> [sum_pi_squared] --/
            \\-> [ref_logp], [teacher_logp], [greedy_rollout] --------------/
 
 Rewards are computed by other processes while the log-prob nodes run. `old_logp` exists only when it is needed: with
-one optimizer step per batch the policy that samples are scored with is the one that is being trained.
+one optimizer step per batch the policy that samples are scored with is the one that is being trained. In bypass
+`rollout_as_old` stands in its place and computes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megarl.config.algorithm import GRADIENT_ESTIMATORS
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import contract_of
-from megarl.runtime.stages import advantage, logprob, reward, rollout, shaping, update
+from megarl.runtime.stages import advantage, correction, logprob, reward, rollout, shaping, update
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,11 +66,9 @@ def add_scoring(p: Pipeline, config: RunConfig, source: str = "rollout") -> list
 
 def add_logprobs(p: Pipeline, config: RunConfig, source: str) -> list[str]:
     """What the recipe needs models to say about the samples of node `source`. Returns the ids of the nodes."""
-    algorithm, ids = config.algorithm, []
-    if needs_old_logp(config):
-        ids.append(_add_pass(p, "old_logp", logprob.old_logp, source, Role.ACTOR))
+    algorithm, ids = config.algorithm, add_old_logp(p, config, source)
     if algorithm.advantage.name in GRADIENT_ESTIMATORS:
-        ids.append(_add_pass(p, "sum_pi_squared", logprob.sum_pi_squared, "old_logp", Role.ACTOR))
+        ids.append(_add_pass(p, "sum_pi_squared", logprob.sum_pi_squared, ids[-1], Role.ACTOR))
     if algorithm.kl.use != "none":
         ids.append(_add_pass(p, "ref_logp", logprob.ref_logp, source, Role.REFERENCE))
     if algorithm.needs_teacher:
@@ -93,6 +92,26 @@ def add_penalties(p: Pipeline, config: RunConfig, rewarded: str, logprobs: list[
     return ends
 
 
+def add_old_logp(p: Pipeline, config: RunConfig, source: str) -> list[str]:
+    """Old log-probs of the samples of node `source`, and rollout correction, as far as the recipe needs them.
+
+    Bypass takes the rollout's log-probs for the old ones: there is no forward pass.
+
+    Returns:
+        The id of the last node; nothing when there is none.
+    """
+    knobs = config.rollout_correction.resolved()
+    if knobs.bypass:
+        p.add_node("rollout_as_old", correction.rollout_as_old, deps=[source], role=Role.ACTOR)
+        return ["rollout_as_old"]
+    if not needs_old_logp(config):
+        return []
+    _add_pass(p, "old_logp", logprob.old_logp, source, Role.ACTOR)
+    stage = correction.rollout_correction if knobs.active else correction.rollout_gap
+    p.add_node(stage.__name__, stage, deps=["old_logp"], role=Role.ACTOR)
+    return [stage.__name__]
+
+
 def _add_pass(p: Pipeline, name: str, func: Callable[..., object], source: str, role: Role) -> str:
     """A node that asks a model about the samples of node `source`. Returns its id."""
     p.add_node(name, func, deps=[source], type=NodeType.MODEL_INFERENCE, role=role, only_forward=True)
@@ -102,8 +121,11 @@ def _add_pass(p: Pipeline, name: str, func: Callable[..., object], source: str, 
 def needs_old_logp(config: RunConfig) -> bool:
     """False when one optimizer step uses every sample once: then the ratio is 1 and old log-probs are the new ones.
 
-    True whatever the steps when the estimator, or the loss before the batch is cut, reads them.
+    True whatever the steps when the estimator, or the loss before the batch is cut, reads them, and when weights and
+    rejection are made of them. In bypass nobody needs them.
     """
-    algorithm = config.algorithm
+    algorithm, knobs = config.algorithm, config.rollout_correction.resolved()
+    if knobs.active:
+        return not knobs.bypass
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
     return steps or config.actor.ppo_epochs > 1 or algorithm.kl.use == "reward" or algorithm.needs_old_logp

@@ -6,6 +6,7 @@ import warnings
 
 from megarl.config.base import raise_problems
 from megarl.config.checklist import Check, Checklist
+from megarl.config.checks_correction import check_correction
 from megarl.config.checks_files import check_data, check_model, check_places, check_reward
 from megarl.config.checks_layout import check_cluster, check_deadlines, check_parallel, check_same_layout
 from megarl.config.checks_packages import check_packages
@@ -36,6 +37,7 @@ def check_config(
     check_same_layout(config, checks)
     check_batches(config, checks)
     check_objective(config, checks)
+    check_correction(config, checks)
     check_sampling(config, facts, checks)
     check_schedules(config, checks)
     check_job(config, job, checks)

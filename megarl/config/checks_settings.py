@@ -26,7 +26,7 @@ GROUP_ESTIMATORS = (
 ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_pp", "remax", "reverse_kl")
 LOSSES = (
     *("cispo", "clip_cov", "cpgd", "dppo_kl", "dppo_tv", "dro"),
-    *("gmpo", "gpg", "gspo", "kl_cov", "ppo", "sapo"),
+    *("gmpo", "gpg", "gspo", "kl_cov", "pg_is", "ppo", "sapo"),
 )
 _KL = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
@@ -219,14 +219,6 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
             "greedy samples of a prompt are all the same",
             found=held_out.n,
             fix="set validation.sampling.n=1, or a temperature above 0",
-        )
-    if config.rollout.dtype == "bf16" and config.model.dtype == "fp32":
-        checks.warn(
-            "sampling",
-            "rollout.dtype",
-            "generation in bf16 and training in fp32 give different log-probabilities, which is slightly off-policy",
-            found="bf16",
-            fix="set rollout.dtype=model",
         )
 
 

@@ -15,6 +15,7 @@ from megarl.config.checks import check_config
 from megarl.config.checks_files import check_model
 from megarl.config.checks_layout import data_parallel_size
 from megarl.config.checks_settings import PIPELINES
+from megarl.config.correction import describe_correction
 from megarl.config.facts import ModelFacts
 from megarl.config.load import dump_config
 from megarl.config.memory import estimate_memory
@@ -51,6 +52,7 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train") -> Plan:
     sections = {
         "Configuration": dump_config(config),
         "Task graph": graph,
+        "Rollout correction": "\n".join(describe_correction(config)),
         f"Ranks ({launcher} launcher)": _ranks_text(config),
         "Memory per rank (estimate)": _memory_text(config),
         "Checks": "\n".join(_check_lines(check) for check in checks),
@@ -109,7 +111,21 @@ def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> 
     # `build()` has done this already; a graph may also have been put together without it.
     graph = graph_class(graph.id, graph.description, [node.resolved() for node in graph])
     graph.check()
+    _check_correction_node(graph, config)
     return graph
+
+
+def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:
+    """A pipeline that lacks the node would leave out what the recipe asks for, and nobody would notice."""
+    knobs = config.rollout_correction.resolved()
+    if knobs.active and not knobs.bypass and not any("loss_mask" in (node.writes or ()) for node in graph):
+        raise ConfigError(
+            "the recipe corrects its rollouts, and no node of this pipeline does it",
+            where="algorithm.pipeline",
+            found=f"{config.algorithm.pipeline}, nodes {', '.join(graph.order())}",
+            allowed="a pipeline with megarl.runtime.stages.correction:rollout_correction behind the old log-probs",
+            fix="add the nodes with megarl.recipes.grpo.add_scoring, or set rollout_correction.preset=disabled",
+        )
 
 
 def coordinates(rank: int, nproc: int, parallel: ParallelConfig) -> dict[str, int]:

@@ -30,6 +30,7 @@ class RolloutConfig(Section):
     max_running: PositiveInt = Field(256, description="sequences decoded at the same time per replica")
     max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens per prefill pass")
     dtype: Literal["model", "fp32", "bf16"] = Field("model", description="dtype of decoding; model: the trainer's")
+    stale_steps: NonNegativeInt = Field(0, description="training steps that the generating weights lag behind")
     cuda_graphs: bool = Field(True, description="capture decode steps on GPUs")
 
 

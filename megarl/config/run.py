@@ -8,6 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.base import Section
+from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.model import ModelConfig
 from megarl.config.rollout import RolloutConfig, ValidationConfig
@@ -71,6 +72,9 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig, description="prompts")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
+    rollout_correction: RolloutCorrectionConfig = Field(
+        default_factory=RolloutCorrectionConfig, description="gap between generation and training"
+    )
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description="held-out evaluation")
     actor: ActorConfig = Field(default_factory=ActorConfig, description="policy training")
     critic: CriticConfig = Field(default_factory=CriticConfig, description="value training (ppo)")

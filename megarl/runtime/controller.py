@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
     from megarl.data.prompts import PromptDataset
     from megarl.rewards.runner import RewardRunner
+    from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
     from megarl.tracking.flops import FlopCounter
     from megarl.training.engine import MegatronEngine
@@ -51,6 +52,7 @@ class Controller:
         reward: scores samples; only on the first rank of a replica.
         kl_controller: weight of the KL penalty in the reward.
         reference, critic: present when a node of the graph has that role.
+        stale: generates training samples with older weights (`rollout.stale_steps`).
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
         progress: shows long work on the console; only on the rank that has a tracker, while it has one.
@@ -72,6 +74,7 @@ class Controller:
     reference: MegatronEngine | None = None
     teacher: MegatronEngine | None = None
     critic: MegatronEngine | None = None
+    stale: StaleWeights | None = None
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress

@@ -11,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.correction import describe_correction
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
 from megarl.dag.executor import Executor
@@ -35,6 +36,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     c = build_controller(config, run_dir)
     if c.layout.rank == 0:
         write_atomically(run_dir / "graph.svg", as_svg(graph))  # shown in the report
+        print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     try:
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find()

@@ -22,6 +22,7 @@ from megarl.models.weights import init_random, load_weights
 from megarl.phase import keep_beating, phase
 from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
+from megarl.rollout.embedded.stale import StaleWeights
 from megarl.runtime.controller import Controller
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
@@ -59,6 +60,7 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
     with phase("load_model"):
         actor = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
         rollout = EmbeddedEngine(actor.chunks, config.rollout)
+    lag = config.rollout.stale_steps
     kl = config.algorithm.kl
     return Controller(
         config,
@@ -72,6 +74,7 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
         loader,
         val_data,
         KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
+        stale=StaleWeights(actor.chunks, rollout, lag) if lag else None,
     )
 
 

@@ -45,6 +45,17 @@ _POLICY: list[_Chart] = [
     ("Generation rounds", "of dynamic sampling, per step", [("sampling/rounds", "")], None),
     ("Groups with a signal", "share whose scores differ", [("sampling/kept", "")], None),
 ]  # fmt: skip
+_GAP: list[_Chart] = [
+    ("KL of generation and training", "per token, k3 is never negative",
+     [("rollout_corr/k3_kl", "k3"), ("rollout_corr/kl", "direct")], None),
+    ("Ratio", "trainer to rollout, shaded: smallest to largest", [("rollout_corr/ratio_mean", "")],
+     ("rollout_corr/ratio_min", "rollout_corr/ratio_max")),
+    ("Effective sample size", "share of the tokens, or of the weighted samples",
+     [("rollout_corr/ess", "tokens"), ("rollout_corr/is_ess", "weights")], None),
+    ("Rejected tokens", "share, all rules and each alone",
+     [("rollout_corr/rejected", "all"), ("rollout_corr/rejected/*", "")], None),
+    ("Age of the weights", "steps, per token", [("rollout_corr/staleness_mean", "")], None),
+]  # fmt: skip
 _LENGTHS: list[_Chart] = [
     ("Response length", "tokens, shaded: shortest to longest", [("response_length/mean", "")],
      ("response_length/min", "response_length/max")),
@@ -141,7 +152,12 @@ def _groups(runs: list[Run]) -> list[dict[str, Any]]:
     for stage in sorted(stages, key=lambda s: (s != "train", s)):
         used: set[str] = set()
         tag = "" if stage == "train" else stage
-        plan = [("Learning", _LEARNING + _votes(runs, stage)), ("Policy", _POLICY), ("Lengths", _LENGTHS)]
+        plan = [
+            ("Learning", _LEARNING + _votes(runs, stage)),
+            ("Policy", _POLICY),
+            ("Generation and training", _GAP),
+            ("Lengths", _LENGTHS),
+        ]
         plan = plan if stage == "train" else [("Supervised fine-tuning" if stage == "sft" else stage, _SFT)]
         for title, table in plan:
             charts = [chart for row in table if (chart := _line_chart(runs, stage, row, used))]

@@ -177,11 +177,15 @@ class MegatronEngine:
 
     # -- training ------------------------------------------------------------------------------------------------
 
-    def train_step(self, batch: Batch, loss_fn: LossFn, temperature: float = 1.0) -> Metrics:
+    def train_step(
+        self, batch: Batch, loss_fn: LossFn, temperature: float = 1.0, divisor: str | None = None
+    ) -> Metrics:
         """One optimizer step on this data-parallel rank's part of one mini-batch; a rank's part may be empty.
 
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of one micro-batch in order and the samples
-        they belong to, and returns a scalar that is already a sum with global weights, and metrics.
+        they belong to, and returns a scalar that is already a sum with global weights, and metrics. Where a count is
+        known only behind the last forward pass, `divisor` names the sum among the metrics that holds it: the gradient
+        of all micro-batches and ranks is divided by it.
 
         Returns:
             The metrics of all ranks merged, and `<name>/grad_norm` (before clipping) and `<name>/lr`; equal everywhere.
@@ -189,7 +193,7 @@ class MegatronEngine:
         Raises:
             NonFiniteError: the loss or the gradient norm is not finite; no parameter has moved.
         """
-        return self._step(batch, loss_fn, self._log_probs(temperature))
+        return self._step(batch, loss_fn, self._log_probs(temperature), divisor)
 
     def value_step(self, batch: Batch, loss_fn: LossFn) -> Metrics:
         """`train_step` of an engine with a value head, with `loss_fn(values [N], micro)`."""
@@ -207,7 +211,7 @@ class MegatronEngine:
 
         return self.train_step(batch, loss)
 
-    def _step(self, batch: Batch, loss_fn: LossFn, head: Head) -> Metrics:
+    def _step(self, batch: Batch, loss_fn: LossFn, head: Head, divisor: str | None = None) -> Metrics:
         if self.optimizer is None:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
         self._require_onloaded()
@@ -218,9 +222,12 @@ class MegatronEngine:
             groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
             micros, length = microbatch.build_all(batch, groups, self.layout, self.device)
             results = self._schedule(micros, length, functools.partial(self._loss, batch, loss_fn, head))
+        metrics = self._merge(Metrics(), results)
+        if divisor is not None and divisor in metrics:
+            for chunk in self.wrapped:
+                chunk.scale_gradients(1.0 / max(metrics.result()[divisor], 1.0))
         with phase("optimizer"):
             norm, rate = self._update(batch, groups, [loss for loss, _ in results])
-        metrics = self._merge(Metrics(), results)
         metrics.mean(f"{self.name}/grad_norm", norm, 1)
         metrics.mean(f"{self.name}/lr", rate, 1)
         return metrics

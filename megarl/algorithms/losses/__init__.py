@@ -10,6 +10,7 @@ from megarl.algorithms.losses.dro import dro
 from megarl.algorithms.losses.gmpo import gmpo
 from megarl.algorithms.losses.gpg import gpg
 from megarl.algorithms.losses.gspo import gspo
+from megarl.algorithms.losses.pg_is import pg_is
 from megarl.algorithms.losses.ppo import ppo
 from megarl.algorithms.losses.sapo import sapo
 from megarl.algorithms.losses.value import value_loss
@@ -27,6 +28,7 @@ __all__ = [
     "gpg",
     "gspo",
     "kl_cov",
+    "pg_is",
     "ppo",
     "preparation_of",
     "prepared_by",

@@ -47,8 +47,9 @@ def actor_loss(
     teacher_logp: Tensor | None = None,
     distillation: KLSettings | None = None,
     prepared: Mapping[str, Tensor] | None = None,
+    is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """sum(w loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w KL to the teacher).
+    """sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w KL to the teacher).
 
     This part's share of the mini-batch's loss.
 
@@ -67,12 +68,15 @@ def actor_loss(
         teacher_logp: same shape; needed when `distillation` is given.
         distillation: estimator and coefficient of the KL to the teacher; None: none.
         prepared: this part of what `preparation_of(loss)` made of the mini-batch, for losses that have one.
+        is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
 
     Returns:
         Scalar loss, and metrics. An empty or fully masked part gives zero, with zero gradients.
     """
     loss_fn = POLICY_LOSSES.get(cfg.name)
     token_loss, metrics = loss_fn(logp, old_logp, advantages, mask, cfg, offsets=offsets, **(prepared or {}))
+    if is_weights is not None:
+        token_loss = is_weights.detach() * token_loss
     policy = (weights * token_loss).sum()
     loss = policy
     sums = {"count": mask.sum(), "policy": policy.detach()}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import stage
 
 if TYPE_CHECKING:
-    from megarl.data.batch import Batch
+    from megarl.data.batch import Batch, Jagged
     from megarl.runtime.controller import Controller
 
 
@@ -17,7 +17,7 @@ def advantage(c: Controller, samples: Batch) -> Batch:
     from megarl.algorithms.advantages import estimate
 
     settings = c.config.algorithm.advantage
-    mask = samples["response_mask"]
+    mask = _mask(samples)
     fields = {name: samples[name].values for name in _TOKEN_FIELDS if name in samples}
     fields |= {name: samples[name] for name in ("uid", "greedy_score", "reward_parts") if name in samples}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
@@ -32,6 +32,19 @@ def advantage(c: Controller, samples: Batch) -> Batch:
 
 
 _TOKEN_FIELDS = ("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared")
+
+
+def _mask(samples: Batch) -> Jagged:
+    """`response_mask`, empty for samples that rollout correction takes out of their group: they are in no statistic.
+
+    With a critic there are no groups, and its returns are those of all samples.
+    """
+    import torch
+
+    mask = samples["response_mask"]
+    if "keep" not in samples or "values" in samples:
+        return mask
+    return mask.like(mask.values & torch.repeat_interleave(samples["keep"], mask.lengths))
 
 
 @stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import stage
@@ -29,7 +30,8 @@ def rollout(c: Controller, prompts: Batch) -> Batch:
     """Draw `rollout.sampling.n` responses for every prompt of this rank."""
     if c.config.actor.engine.offload:
         c.actor.offload(parameters=False)  # generation reads the parameters, and wants the rest of the memory
-    samples = generate(c, prompts, c.config.rollout.sampling, draw=c.step)
+    with nullcontext() if c.stale is None else c.stale.installed():
+        samples = generate(c, prompts, c.config.rollout.sampling, draw=c.step)
     _record_lengths(c, samples)
     return samples
 

@@ -10,9 +10,13 @@ from megarl.dag.stage import stage
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megarl.data.batch import Batch
+    from megarl.config.correction import Knobs
+    from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
     from megarl.runtime.controller import Controller
+
+#: Raw metric that holds this part's tokens or sequences, by which the gradient is divided when all are counted.
+DIVISOR = "_update/divisor"
 
 
 @stage(reads=["prompt_ids", "response_ids", "response_mask", "advantages"], writes=[])
@@ -50,41 +54,121 @@ def mini_batches(c: Controller, samples: Batch, size: int | None) -> Iterator[Ba
 
 
 def train_on(c: Controller, mini: Batch) -> Metrics:
-    """One optimizer step. The loss weights hold the global counts, so no split of the samples changes the result."""
+    """One optimizer step. The loss weights hold the global counts, so no split of the samples changes the result.
+
+    In bypass with rejection these counts are known only when the last micro-batch has been scored. Weights are then
+    made without them, and the summed gradient is divided by them: the loss is linear in this one number.
+    """
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
-    from megarl.algorithms.losses import actor_loss
+    from megarl.algorithms.correction import finish
+    from megarl.runtime.stages.correction import ages
 
-    algorithm = c.config.algorithm
-    mask = mini["response_mask"]
+    algorithm, knobs = c.config.algorithm, c.config.rollout_correction.resolved()
+    late = knobs.bypass and knobs.rejects and "rollout_logp" in mini
+    mask = trained_mask(mini)
+    mini.set("loss_mask", mask)
     counts = c.all_sum(local_counts(mask.values, mask.offsets))
-    weights = aggregation_weights(
-        algorithm.loss.aggregation, mask.values, counts, offsets=mask.offsets, sum_norm=algorithm.loss.sum_norm
-    )
-    mini.set("loss_weights", mask.like(weights))
-    kl = algorithm.kl if algorithm.kl.use == "loss" else None
-    distillation = algorithm.distillation if algorithm.distillation.coef else None
-    prepared = _prepare(c, mini)
+    if not late:
+        weights = aggregation_weights(
+            algorithm.loss.aggregation, mask.values, counts, offsets=mask.offsets, sum_norm=algorithm.loss.sum_norm
+        )
+        mini.set("loss_weights", mask.like(weights))
+    measured = "rollout_logp" in mini and (knobs.bypass or "old_logp" not in mini)
+    loss = _Objective(c, knobs, float(counts[0]), _prepare(c, mini), measured=measured, late=late)
+    divided = late and algorithm.loss.aggregation != "token-sum"
+    metrics = c.actor.train_step(mini, loss, c.temperature, divisor=DIVISOR if divided else None)
+    if late:
+        divisor = metrics.pop(DIVISOR)[1] if DIVISOR in metrics else 0.0
+        if "actor/pg_loss" in metrics:
+            metrics.mean("actor/pg_loss", metrics.pop("actor/pg_loss")[1] / (divisor if divided else 1.0), 1)
+    if measured:
+        _add_ages(c, metrics, ages(c, mini))
+        finish(metrics)
+    return metrics
 
-    def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
+
+def _add_ages(c: Controller, metrics: Metrics, mine: Metrics) -> None:
+    from megarl.comm import reduce_metrics
+
+    metrics.merge(reduce_metrics(mine, c.layout.dp_group))
+
+
+def trained_mask(samples: Batch) -> Jagged:
+    """Tokens that are trained on: the response mask, without what rollout correction rejected."""
+    mask = samples["response_mask"]
+    return mask.like(mask.values & samples["loss_mask"].values) if "loss_mask" in samples else mask
+
+
+class _Objective:
+    """The loss of one micro-batch of a mini-batch with `tokens` valid tokens over all ranks.
+
+    Attributes:
+        measured: rollout -> theta is measured here.
+        late: weights lack the global count, see `train_on`.
+    """
+
+    def __init__(
+        self, c: Controller, knobs: Knobs, tokens: float, prepared: list[str], *, measured: bool, late: bool
+    ) -> None:
+        self._c, self._knobs, self._tokens, self._measured, self._late = c, knobs, tokens, measured, late
+        self._prepared = prepared
+        algorithm = c.config.algorithm
+        self._kl = algorithm.kl if algorithm.kl.use == "loss" else None
+        self._distillation = algorithm.distillation if algorithm.distillation.coef else None
+        self._settings = algorithm.loss
+        if knobs.loss == "pg":  # pg_is is gpg with weights, and those come from the correction of the micro-batch
+            self._settings = algorithm.loss.model_copy(update={"name": "gpg"})
+
+    def __call__(self, logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
+        from megarl.algorithms.losses import actor_loss
+        from megarl.runtime.stages.correction import in_update
+
         tokens = {name: micro[name].values.to(logp.device) for name in micro.names() if name in _TOKEN_FIELDS}
-        return actor_loss(
+        offsets = micro["response_mask"].offsets.to(logp.device)
+        mask, is_weights = tokens["loss_mask"], tokens.get("is_weights")
+        old_logp = tokens.get("old_logp", logp.detach())
+        correction = in_update(self._c, self._knobs, logp, tokens, offsets) if self._measured else None
+        if correction is not None and self._knobs.bypass:
+            mask, is_weights, old_logp = correction.mask, correction.weights, tokens["rollout_logp"]
+        loss, metrics = actor_loss(
             logp,
-            tokens.get("old_logp", logp.detach()),
+            old_logp,
             tokens["advantages"],
-            tokens["response_mask"],
-            tokens["loss_weights"],
-            algorithm.loss,
-            tokens=float(counts[0]),
-            offsets=micro["response_mask"].offsets.to(logp.device),
+            mask,
+            self._late_weights(mask, offsets) if self._late else tokens["loss_weights"],
+            self._settings,
+            tokens=1.0 if self._late else self._tokens,
+            offsets=offsets,
             entropy=entropy,
             ref_logp=tokens.get("ref_logp"),
-            kl=kl,
+            kl=self._kl,
             teacher_logp=tokens.get("teacher_logp"),
-            distillation=distillation,
-            prepared={name: micro[f"prepared_{name}"].values.to(logp.device) for name in prepared},
+            distillation=self._distillation,
+            prepared={name: micro[f"prepared_{name}"].values.to(logp.device) for name in self._prepared},
+            is_weights=is_weights,
         )
+        if correction is not None:
+            metrics.merge(correction.moments)
+        if self._late:
+            self._count(metrics, mask, offsets)
+        return loss, metrics
 
-    return c.actor.train_step(mini, loss, c.temperature)
+    def _late_weights(self, mask: Tensor, offsets: Tensor) -> Tensor:
+        """Weights with a global count of 1."""
+        import torch
+
+        from megarl.algorithms.aggregation import aggregation_weights
+
+        settings = self._c.config.algorithm.loss
+        one = torch.ones(2, dtype=torch.float64)
+        return aggregation_weights(settings.aggregation, mask, one, offsets=offsets, sum_norm=settings.sum_norm)
+
+    def _count(self, metrics: Metrics, mask: Tensor, offsets: Tensor) -> None:
+        """What the weights lack: tokens for token-mean, else sequences."""
+        from megarl.algorithms.aggregation import local_counts
+
+        tokens, sequences = local_counts(mask, offsets).tolist()
+        metrics.sum(DIVISOR, tokens if self._c.config.algorithm.loss.aggregation == "token-mean" else sequences)
 
 
 def _prepare(c: Controller, mini: Batch) -> list[str]:
@@ -97,18 +181,30 @@ def _prepare(c: Controller, mini: Batch) -> list[str]:
     from megarl.algorithms.select import drawn
     from megarl.rollout.seeds import sample_seed
 
-    settings, mask = c.config.algorithm.loss, mini["response_mask"]
+    settings, mask = c.config.algorithm.loss, mini["loss_mask"]
     prepare = preparation_of(POLICY_LOSSES.get(settings.name))
     if prepare is None:
         return []
     # What is drawn for a token depends on its sample's name and the optimizer step, not on rank or place in the batch.
     seeds = [sample_seed(c.config.trainer.seed, c.actor.step, sample, 0) for sample in mini["sample_id"]]
     keys = drawn(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
-    inputs = (mini[name].values for name in ("old_logp", "advantages", "response_mask"))
+    inputs = (mini[name].values for name in ("old_logp", "advantages", "loss_mask"))
     made = prepare(*inputs, settings, keys=keys, all_sum=c.all_sum)
     for name, values in made.items():
         mini.set(f"prepared_{name}", mask.like(values))
     return list(made)
 
 
-_TOKEN_FIELDS = frozenset({"old_logp", "ref_logp", "teacher_logp", "advantages", "response_mask", "loss_weights"})
+_TOKEN_FIELDS = frozenset(
+    {
+        "old_logp",
+        "ref_logp",
+        "teacher_logp",
+        "rollout_logp",
+        "advantages",
+        "response_mask",
+        "loss_mask",
+        "loss_weights",
+        "is_weights",
+    }
+)

@@ -1,0 +1,30 @@
+"""Rollout correction: importance weights and rejection for samples that another policy drew.
+
+pi_rollout drew the samples (the generation engine: other kernels, precision, older weights), pi_old is the trainer's
+policy at the start of the update, pi_theta the one being trained. rho = pi_old / pi_rollout per token corrects the
+first drift; the second, pi_theta / pi_old, is what policy losses clip. With pi_old := pi_rollout (bypass) both are one,
+and rho = pi_theta / pi_rollout is known in the update only.
+
+    weights, mask, keep, moments = correct(logp, rollout_logp, mask, is_level="token", is_threshold=2.0)
+    finish(moments)                          # after merging over micro-batches and ranks
+"""
+
+from megarl.algorithms.correction.correct import Correction, correct
+from megarl.algorithms.correction.metrics import finish, staleness
+from megarl.algorithms.correction.ratios import Ratios
+from megarl.algorithms.correction.rejection import Rule, reject, rejected_by, rule_value, vetoed
+from megarl.algorithms.correction.weights import importance_weights
+
+__all__ = [
+    "Correction",
+    "Ratios",
+    "Rule",
+    "correct",
+    "finish",
+    "importance_weights",
+    "reject",
+    "rejected_by",
+    "rule_value",
+    "staleness",
+    "vetoed",
+]

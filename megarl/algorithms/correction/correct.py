@@ -1,0 +1,119 @@
+"""All of rollout correction in one pass over the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.correction.moments import Moments, add_gap, add_weights
+from megarl.algorithms.correction.ratios import LIMIT, Ratios
+from megarl.algorithms.correction.rejection import Rule, reject
+from megarl.algorithms.correction.weights import Threshold, importance_weights, is_truncated
+from megarl.algorithms.rows import Rows
+from megarl.algorithms.stats import AllSum, one_rank
+from megarl.metrics import Metrics
+
+
+class Correction(NamedTuple):
+    """What a batch is trained with.
+
+    Attributes:
+        weights: float in the shape of the mask: factor of each token's policy loss, zero where `mask` hides.
+        mask: bool, same shape: the mask given, without what was rejected. Losses and their normalisers use this one.
+        keep: bool [B]: False for samples that lost every token they had.
+        moments: raw sums of the metrics; see `finish`.
+    """
+
+    weights: Tensor
+    mask: Tensor
+    keep: Tensor
+    moments: Metrics
+
+
+@torch.no_grad()
+def correct(
+    logp: Tensor,
+    rollout_logp: Tensor,
+    mask: Tensor,
+    *,
+    offsets: Tensor | None = None,
+    is_level: str = "none",
+    is_threshold: Threshold = 2.0,
+    is_batch_normalize: bool = False,
+    rules: Sequence[Rule] = (),
+    veto: float = 0.0,
+    all_sum: AllSum = one_rank,
+) -> Correction:
+    """Importance weights, rejection and metrics for rho = exp(clamp(logp - rollout_logp, -20, 20)), without gradient.
+
+    Args:
+        logp: float [N] or [B, T], log-probs of the trainer's policy.
+        rollout_logp: same shape, log-probs of the policy that drew the tokens.
+        mask: bool, same shape.
+        offsets: int64 [B + 1] for the packed form.
+        is_level: none, token or sequence; none gives weights of 1.
+        is_threshold: C of min(ratio, C), or [low, high]: see `importance_weights`.
+        is_batch_normalize: divide by the mean weight of what is trained on, over tokens (token) or sequences (sequence)
+            of all ranks.
+        rules: a token is trained on if all of them accept it.
+        veto: reject sequences with a ratio, not clamped, below this; 0: none.
+        all_sum: adds over ranks; called once, by every rank, when weights are normalised.
+
+    Source: "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch" (Liu et al.
+    2025) for sequence and geometric rejection; decoupled PPO (arXiv 2110.00641) for the three policies.
+    """
+    rows = Rows.of(mask, offsets)
+    flat = [x.detach().reshape(-1) for x in (logp, rollout_logp)]
+    flat_mask = mask.reshape(-1)
+    weights = torch.ones_like(flat[0], dtype=torch.promote_types(logp.dtype, torch.float32))
+    accepted, keep = torch.empty_like(flat_mask), flat_mask.new_ones(len(rows))
+    moments, normaliser = Moments(), torch.zeros(2, dtype=torch.float64, device=mask.device)
+    for first, last, tokens in rows.blocks():
+        block = Rows(rows.offsets[first : last + 1] - tokens.start, rows.width)
+        new, old = (x[tokens].to(weights.dtype) for x in flat)
+        ratios = Ratios(block, flat_mask[tokens], (new - old).masked_fill_(~flat_mask[tokens], 0))
+        add_gap(moments, ratios, new, old)
+        trained, keep[first:last] = _rejection(moments, ratios, rules, veto)
+        accepted[tokens] = trained
+        if is_level != "none":
+            items, where, truncated = _weighing(ratios, trained, is_level, is_threshold)
+            add_weights(moments, items, where, truncated)
+            normaliser += torch.stack([(items * where).sum().double(), where.sum().double()])
+            weights[tokens] = items if is_level == "token" else block.expand(items)
+    bag = moments.bag()
+    if is_level != "none" and is_batch_normalize:
+        weights.div_(_factor(bag, normaliser, all_sum))
+    return Correction(weights.mul_(accepted).view(mask.shape), accepted.view(mask.shape), keep, bag)
+
+
+def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, Tensor]:
+    """Tokens [N] that are trained on, and rows [B] that did not lose all they had."""
+    if not rules and veto <= 0:
+        return ratios.mask, ratios.live.new_ones(len(ratios.rows))
+    trained, counts = reject(ratios, rules, veto)
+    lost = ratios.live & (ratios.rows.counts(trained) == 0)
+    moments.sum("rejected", ratios.count.sum() - trained.sum())
+    moments.sum("rejected_rows", lost.sum())
+    for name, count in counts.items():
+        moments.sum(f"rejected/{name}", count)
+    return trained, ~lost
+
+
+def _weighing(ratios: Ratios, trained: Tensor, level: str, threshold: Threshold) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of the items of this level, which of them are trained on, and which the threshold changed."""
+    weights = importance_weights(ratios, level, threshold)
+    if level == "token":
+        return weights, trained, is_truncated(ratios.rho, threshold)
+    ratio = ratios.total.clamp(-LIMIT, LIMIT).exp()
+    return weights, ratios.rows.counts(trained) > 0, is_truncated(ratio, threshold)
+
+
+def _factor(bag: Metrics, normaliser: Tensor, all_sum: AllSum) -> float:
+    """Mean weight over all ranks, which is also a metric; 1 when no weight is left to normalise."""
+    total, count = all_sum(normaliser.cpu()).tolist()
+    factor = total / count if total > 0 else 1.0
+    bag.mean("rollout_corr/is_batch_norm", factor, 1)
+    return factor

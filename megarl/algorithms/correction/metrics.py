@@ -1,0 +1,131 @@
+"""The named numbers of rollout correction, out of merged sums."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from megarl.algorithms.correction.moments import RAW
+from megarl.metrics import Metrics
+
+NAME = "rollout_corr/"
+
+
+def finish(metrics: Metrics) -> Metrics:
+    """Take the raw sums out of `metrics` (merged over micro-batches and ranks) and add what they mean.
+
+    | metric | formula, over valid tokens unless said otherwise |
+    |---|---|
+    | kl | E[log pi_rollout - log pi] |
+    | k3_kl | E[rho - 1 - log rho] |
+    | chi2_token, chi2_seq | E[rho^2] - 1; over sequences with their whole ratio |
+    | ppl, rollout_ppl | mean over sequences of exp(-mean log-prob) |
+    | ppl_ratio, log_ppl_diff | mean over sequences of exp(d) and d, d = mean(log pi_rollout - log pi) |
+    | ratio_min, ratio_mean, ratio_max, ratio_std | of rho |
+    | ess | (sum rho)^2 / (n sum rho^2), 1 is best |
+    | logp_diff_max | max of abs(log pi - log pi_rollout), not clamped |
+    | prob_corr | Pearson correlation of pi and pi_rollout |
+    | is_weight_min, _mean, _max, _std, is_ess, is_truncated | weights of what is trained on, before normalisation |
+    | is_batch_norm | the factor that weights were divided by |
+    | rejected, rejected_seqs | share of tokens; of sequences that lost every token |
+    | rejected/NAME | share of tokens that this rule alone rejects |
+
+    Returns:
+        The same bag. Without a valid token there is nothing to add.
+    """
+    raw: dict[str, dict[str, float]] = {"sum": {}, "min": {}, "max": {}}
+    for name in [name for name in metrics if name.startswith(RAW)]:
+        kind, value, _ = metrics.pop(name)
+        raw[kind][name.removeprefix(f"{RAW}{kind}/")] = value
+    total, low, high = raw["sum"], raw["min"], raw["max"]
+    if total.get("tokens"):
+        _gap(metrics, total, low, high)
+        _rejection(metrics, total)
+    if total.get("items"):
+        _weights(metrics, total, low, high)
+    return metrics
+
+
+def _gap(metrics: Metrics, total: dict[str, float], low: dict[str, float], high: dict[str, float]) -> None:
+    n, rows = total["tokens"], total["rows"]
+    mean, square = total["excess"] / n, total["excess2"] / n
+    second = 1 + 2 * mean + square
+    numbers = {
+        "kl": -total["log"] / n,
+        "k3_kl": total["k3"] / n,
+        "chi2_token": 2 * mean + square,
+        "chi2_seq": total["row_excess"] / rows,
+        "ppl": total["ppl"] / rows,
+        "rollout_ppl": total["rollout_ppl"] / rows,
+        "ppl_ratio": total["row_ratio"] / rows,
+        "log_ppl_diff": -total["row_log"] / rows,
+        "ratio_mean": 1 + mean,
+        "ratio_std": math.sqrt(max(square - mean * mean, 0.0)),
+        "ess": (1 + mean) ** 2 / second if second else 0.0,
+        "prob_corr": _correlation(total, n),
+    }
+    for name, value in numbers.items():
+        metrics.mean(NAME + name, value, 1)
+    metrics.min(NAME + "ratio_min", 1 + low["excess"])
+    metrics.max(NAME + "ratio_max", 1 + high["excess"])
+    metrics.max(NAME + "logp_diff_max", high["difference"])
+
+
+def _correlation(total: dict[str, float], n: float) -> float:
+    """Pearson correlation from E[p^2], E[q^2], E[(p - q)^2]; 1 where both are constant.
+
+    cov(p, q) = (var p + var q - var(p - q)) / 2: rounding in the variances enters in second order only, so that
+    1 - 1e-6 can be told from 1.
+    """
+    p, q = total["p"] / n, total["q"] / n
+    var_p, var_q = max(total["p2"] / n - p * p, 0.0), max(total["q2"] / n - q * q, 0.0)
+    var_diff = max(total["pq2"] / n - (p - q) ** 2, 0.0)
+    if min(var_p, var_q) <= 1e-12:
+        return 1.0 if var_diff <= 1e-12 else 0.0
+    return min(1.0, (var_p + var_q - var_diff) / (2 * math.sqrt(var_p * var_q)))
+
+
+def _weights(metrics: Metrics, total: dict[str, float], low: dict[str, float], high: dict[str, float]) -> None:
+    n = total["items"]
+    excess, square = total["weight"] / n, total["weight2"] / n
+    mean, second = 1 + excess, 1 + 2 * excess + square
+    metrics.mean(NAME + "is_weight_mean", mean, 1)
+    metrics.mean(NAME + "is_weight_std", math.sqrt(max(square - excess * excess, 0.0)), 1)
+    metrics.mean(NAME + "is_ess", mean * mean / second if second > 0 else 0.0, 1)
+    metrics.mean(NAME + "is_truncated", total["truncated"] / n, 1)
+    metrics.min(NAME + "is_weight_min", low["weight"])
+    metrics.max(NAME + "is_weight_max", high["weight"])
+
+
+def _rejection(metrics: Metrics, total: dict[str, float]) -> None:
+    if "rejected" not in total:
+        return
+    metrics.mean(NAME + "rejected", total["rejected"] / total["tokens"], 1)
+    metrics.mean(NAME + "rejected_seqs", total["rejected_rows"] / total["rows"], 1)
+    for name, value in total.items():
+        if name.startswith("rejected/"):
+            metrics.mean(NAME + name, value / total["tokens"], 1)
+
+
+def staleness(version: Tensor, tokens: Tensor, now: int, buckets: int) -> Metrics:
+    """Histogram of trainer version - token version: `staleness/0`, ... are shares of tokens, and the mean and maximum.
+
+    Args:
+        version: int64 [B], version of the weights that drew each sample.
+        tokens: int64 [B], tokens of each sample.
+        now: version of the weights that are about to be trained.
+        buckets: ages that are told apart; the last one also holds everything older.
+    """
+    metrics = Metrics()
+    if len(version) == 0:
+        return metrics
+    age, count = (now - version).clamp(min=0), tokens.double()
+    everything = float(count.sum())
+    for bucket in range(buckets):
+        last = bucket == buckets - 1
+        share = float(count[(age >= bucket) if last else (age == bucket)].sum())
+        metrics.mean(f"{NAME}staleness/{bucket}{'_or_more' if last else ''}", share, everything)
+    metrics.mean(NAME + "staleness_mean", float((age * count).sum()), everything)
+    metrics.max(NAME + "staleness_max", float(age.max()))
+    return metrics

@@ -1,0 +1,86 @@
+"""The ratio of two policies on the same tokens: what every part of rollout correction is computed from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.rows import Rows
+
+LIMIT = 20.0
+
+
+@dataclass(frozen=True)
+class Ratios:
+    """log rho of N tokens in B rows, rho = pi / pi_rollout. Nothing here has a gradient.
+
+    Attributes:
+        rows: where rows begin and end.
+        mask: bool [N].
+        raw: float [N], log pi - log pi_rollout, not clamped; zero where the mask hides.
+    """
+
+    rows: Rows
+    mask: Tensor
+    raw: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, logp: Tensor, rollout_logp: Tensor, mask: Tensor, offsets: Tensor | None = None) -> Ratios:
+        """From log-probs [N] with offsets int64 [B + 1], or [B, T]. What the mask (bool, same shape) hides is not read.
+
+        >>> mask = torch.tensor([[True, True, False]])
+        >>> r = Ratios.of(torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-1.5, -1.0, float("nan")]]), mask)
+        >>> r.raw.tolist(), r.total.tolist(), r.count.tolist()
+        ([0.5, -1.0, 0.0], [-0.5], [2.0])
+        """
+        rows, flat = Rows.of(mask, offsets), mask.reshape(-1)
+        difference = (logp - rollout_logp).reshape(-1)
+        return cls(rows, flat, difference.masked_fill_(~flat, 0))
+
+    @cached_property
+    def log(self) -> Tensor:
+        """log rho [N], clamped to +-20."""
+        return self.raw.clamp(-LIMIT, LIMIT)
+
+    @cached_property
+    def excess(self) -> Tensor:
+        """rho - 1 [N]: exact where rho is near 1, which is where it is used."""
+        return self.log.expm1()
+
+    @cached_property
+    def rho(self) -> Tensor:
+        """rho [N]; 1 where the mask hides."""
+        return self.excess + 1
+
+    @cached_property
+    def count(self) -> Tensor:
+        """Valid tokens of each row, in the dtype of `raw`, [B]."""
+        return self.rows.counts(self.mask).to(self.raw.dtype)
+
+    @cached_property
+    def live(self) -> Tensor:
+        """Rows with a valid token, bool [B]."""
+        return self.count > 0
+
+    @cached_property
+    def total(self) -> Tensor:
+        """Sum of log rho of each row, not clamped, [B]."""
+        return self.rows.sum(self.raw)
+
+    def mean_of(self, values: Tensor) -> Tensor:
+        """Mean of each row's valid tokens, [B], zero for rows without; `values` [N] is zero where the mask hides."""
+        return self.rows.sum(values) / self.count.clamp(min=1)
+
+    def max_of(self, values: Tensor) -> Tensor:
+        """Largest valid value of each row, [B]; -inf for rows without."""
+        values = values.masked_fill(~self.mask, -torch.inf)
+        if self.rows.width is not None:
+            values = torch.nn.functional.pad(values.view(len(self.rows), self.rows.width), (0, 1), value=-torch.inf)
+            return values.amax(1)
+        if len(values) == 0:
+            return values.new_full((len(self.rows),), -torch.inf)
+        return torch.segment_reduce(values, "max", offsets=self.rows.offsets, initial=-torch.inf)

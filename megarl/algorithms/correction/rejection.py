@@ -1,0 +1,115 @@
+"""Which tokens and sequences are too far from the policy that drew them: rules on the ratio, and the veto."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megarl.algorithms.correction.ratios import LIMIT, Ratios
+
+LEVELS = ("token", "sequence", "geometric", "seq_max")
+STATS = ("k1", "k2", "k3")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Accept where lower <= value <= upper.
+
+    | stat | token | sequence | geometric | seq_max |
+    |---|---|---|---|---|
+    | k1 | rho | exp(sum log rho) | exp(mean log rho) | max rho |
+    | k2 | 0.5 log^2 rho | sum | mean | max |
+    | k3 | rho - 1 - log rho | sum | mean | max |
+
+    `token` rejects single tokens, the other levels whole sequences.
+
+    Attributes:
+        level: one of LEVELS.
+        stat: one of STATS.
+        lower: None: 1 / upper for k1 of token, sequence and geometric, else no lower bound.
+        upper: None: no upper bound.
+
+    Source: k1, k2, k3 are the estimators of Schulman's "Approximating KL divergence" (2020).
+    """
+
+    level: str
+    stat: str = "k1"
+    lower: float | None = None
+    upper: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS or self.stat not in STATS:
+            raise ValueError(
+                f"level must be one of {LEVELS} and stat one of {STATS}, got {self.level!r}, {self.stat!r}"
+            )
+
+    @property
+    def name(self) -> str:
+        """Level and stat, for metrics."""
+        return f"{self.level}_{self.stat}"
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest accepted value."""
+        lower = self.lower
+        if lower is None and self.stat == "k1" and self.level != "seq_max" and self.upper is not None:
+            lower = 1 / self.upper
+        return -math.inf if lower is None else lower, math.inf if self.upper is None else self.upper
+
+
+def rule_value(rule: Rule, ratios: Ratios) -> Tensor:
+    """The value a rule bounds: [N] for level token, else [B]. Meaningless where masks hide.
+
+    >>> import torch
+    >>> r = Ratios.of(torch.log(torch.tensor([[0.5, 8.0]])), torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool))
+    >>> [round(float(rule_value(Rule(level), r)), 4) for level in ("sequence", "geometric", "seq_max")]
+    [4.0, 2.0, 8.0]
+    """
+    if rule.stat == "k1":
+        if rule.level == "token":
+            return ratios.rho
+        if rule.level == "seq_max":
+            return ratios.max_of(ratios.rho)
+        log = ratios.total if rule.level == "sequence" else ratios.total / ratios.count.clamp(min=1)
+        return log.clamp(-LIMIT, LIMIT).exp()
+    distance = 0.5 * ratios.log.square() if rule.stat == "k2" else ratios.excess - ratios.log
+    if rule.level == "token":
+        return distance
+    if rule.level == "seq_max":
+        return ratios.max_of(distance)
+    return ratios.rows.sum(distance) if rule.level == "sequence" else ratios.mean_of(distance)
+
+
+def rejected_by(rule: Rule, ratios: Ratios) -> Tensor:
+    """bool: valid tokens [N] that a token rule rejects, or rows [B] with a valid token that another rule rejects."""
+    value, (lower, upper) = rule_value(rule, ratios), rule.bounds
+    outside = (value < lower) | (value > upper)
+    return outside.logical_and_(ratios.mask if rule.level == "token" else ratios.live)
+
+
+def vetoed(ratios: Ratios, threshold: float) -> Tensor:
+    """bool [B]: rows with a token whose ratio, not clamped, is below `threshold` (0: no veto)."""
+    if threshold <= 0:
+        return ratios.live.new_zeros(len(ratios.rows))
+    return ratios.max_of(-ratios.raw) > -math.log(threshold)
+
+
+def reject(ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """What all rules and the veto accept, bool [N], and the number of valid tokens that each of them rejects."""
+    accepted, counts = ratios.mask, {}
+    for rule in rules:
+        outside = rejected_by(rule, ratios)
+        if rule.level == "token":
+            counts[rule.name] = outside.sum()
+            accepted = accepted & ~outside
+        else:
+            counts[rule.name] = (outside * ratios.count).sum()
+            accepted = accepted & ~ratios.rows.expand(outside)
+    if veto > 0:
+        outside = vetoed(ratios, veto)
+        counts["veto"] = (outside * ratios.count).sum()
+        accepted = accepted & ~ratios.rows.expand(outside)
+    return accepted, counts

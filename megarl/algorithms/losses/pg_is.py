@@ -1,0 +1,68 @@
+"""Policy gradient with importance weights against the policy that drew the samples (rollout correction, bypass)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megarl.algorithms.correction.ratios import Ratios
+from megarl.algorithms.correction.weights import Threshold, importance_weights
+from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.metrics import Metrics
+
+
+class PolicyGradientSettings(Protocol):
+    """What this loss reads from its settings."""
+
+    @property
+    def is_level(self) -> str: ...  # noqa: D102
+    @property
+    def is_threshold(self) -> Threshold: ...  # noqa: D102
+
+
+@POLICY_LOSSES.register("pg_is")
+def pg_is(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    cfg: PolicyGradientSettings,
+    *,
+    offsets: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """-sg(w) logp A, with w of pi_theta / pi_rollout: sequence weights min(prod rho, C), or token weights, or none.
+
+    Nothing is clipped but the weight, so a token's gradient never vanishes.
+
+    Args:
+        logp: float [N] or [B, T], differentiable.
+        old_logp: same shape, log-probs of the policy that drew the tokens.
+        advantages: same shape.
+        mask: bool, same shape.
+        cfg: is_level (sequence, token, or none: whoever calls multiplies by weights) and is_threshold, as in
+            `importance_weights`.
+        offsets: int64 [B + 1] for the packed form.
+
+    Returns:
+        Token loss, zero where the mask hides, and metrics.
+
+    Source: off-policy REINFORCE with truncated weights, e.g. IMPALA (arXiv 1802.01561), and the mismatch analysis of
+    Liu et al. 2025 ("When Speed Kills Stability").
+
+    >>> from types import SimpleNamespace
+    >>> cfg = SimpleNamespace(is_level="sequence", is_threshold=2.0)
+    >>> logp, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -3.0]])
+    >>> pg_is(logp, old, torch.tensor([[1.0, 0.5]]), torch.ones(1, 2, dtype=torch.bool), cfg)[0]
+    tensor([[2., 1.]])
+    """
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    loss = -p.advantages * torch.where(mask, logp, 0)
+    if cfg.is_level != "none":
+        ratios = Ratios.of(logp.detach(), old_logp.detach(), mask, offsets)
+        weights = importance_weights(ratios, cfg.is_level, cfg.is_threshold)
+        if cfg.is_level == "sequence":
+            weights = ratios.rows.expand(weights)
+        loss = weights.view(mask.shape) * loss
+    return loss, p.metrics()

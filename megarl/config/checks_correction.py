@@ -1,0 +1,218 @@
+"""Checks of `rollout_correction`: knobs that contradict each other are said before anything starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config.algorithm import GRADIENT_ESTIMATORS
+from megarl.config.checklist import Checklist
+from megarl.config.correction import Knobs
+from megarl.config.run import RunConfig
+
+_NAME = "rollout correction"
+_KEY = "rollout_correction"
+
+
+def check_correction(config: RunConfig, checks: Checklist) -> None:
+    """Mode and loss, weights, rejection, and what generation they meet."""
+    knobs = config.rollout_correction.resolved()
+    _check_mode(config, knobs, checks)
+    _check_weights(knobs, checks)
+    _check_rejection(config, knobs, checks)
+    _check_generation(config, checks)
+
+
+def _check_mode(config: RunConfig, knobs: Knobs, checks: Checklist) -> None:
+    name = config.algorithm.loss.name
+    if knobs.bypass and knobs.loss == "ppo" and knobs.is_level != "none":
+        checks.fail(
+            _NAME,
+            f"{_KEY}.is_level",
+            "with mode bypass the ratio of the ppo loss is pi_theta / pi_rollout already: weights would count it twice",
+            found=knobs.is_level,
+            allowed="none, or loss: pg, or mode: decoupled",
+            fix=f"set {_KEY}.is_level=none, {_KEY}.loss=pg, or {_KEY}.mode=decoupled",
+        )
+    if knobs.loss == "pg" and not knobs.bypass:
+        checks.fail(
+            _NAME,
+            f"{_KEY}.loss",
+            "the pg loss weighs by pi_theta / pi_rollout, which is the ratio of mode bypass",
+            found=f"pg with mode {knobs.mode}",
+            allowed="ppo, or pg with mode: bypass",
+            fix=f"set {_KEY}.mode=bypass, or {_KEY}.loss=ppo",
+        )
+    if knobs.loss == "pg" and name not in ("ppo", "pg_is"):
+        checks.fail(
+            _NAME,
+            "algorithm.loss.name",
+            f"{_KEY}.loss: pg replaces the policy loss, and another one is named",
+            found=name,
+            allowed=["pg_is", "ppo (the default)"],
+            fix=f"remove algorithm.loss.name, or set {_KEY}.loss=ppo",
+        )
+    estimator = config.algorithm.advantage.name
+    if knobs.bypass and estimator in GRADIENT_ESTIMATORS:
+        checks.fail(
+            _NAME,
+            f"{_KEY}.mode",
+            f"{estimator} weighs tokens by the probabilities of the trainer, which mode bypass does not compute",
+            found="bypass",
+            allowed="decoupled, or another estimator",
+            fix=f"set {_KEY}.mode=decoupled, or algorithm.advantage.name=grpo",
+        )
+    if name == "pg_is" and knobs.loss != "pg":
+        checks.fail(
+            _NAME,
+            "algorithm.loss.name",
+            f"pg_is takes its weights from {_KEY}, which does not ask for it",
+            found=f"pg_is with {_KEY}.loss: {knobs.loss}",
+            allowed=f"{_KEY}.loss: pg",
+            fix=f"set {_KEY}.preset=pg_is and remove algorithm.loss.name",
+        )
+
+
+def _check_weights(knobs: Knobs, checks: Checklist) -> None:
+    threshold = knobs.is_threshold
+    if isinstance(threshold, tuple) and not (len(threshold) == 2 and threshold[0] < threshold[1]):
+        checks.fail(
+            _NAME,
+            f"{_KEY}.is_threshold",
+            "two-sided weights need a lower and a larger upper bound",
+            found=list(threshold),
+            allowed="number > 0, or [low, high] with low < high",
+            fix=f"set {_KEY}.is_threshold=[0.5,5]",
+        )
+    elif knobs.is_level != "none" and not isinstance(threshold, tuple) and threshold < 1:
+        checks.warn(
+            _NAME,
+            f"{_KEY}.is_threshold",
+            "weights are cut below 1, so even samples without any gap lose weight",
+            found=threshold,
+            fix="token level 1.5 to 5 and sequence level 2 to 10 are usual",
+        )
+    if not knobs.is_batch_normalize:
+        return
+    if knobs.is_level == "none":
+        checks.warn(
+            _NAME,
+            f"{_KEY}.is_batch_normalize",
+            "there are no weights to normalise",
+            found=True,
+            fix=f"set {_KEY}.is_level=token or sequence",
+        )
+    elif knobs.bypass:
+        checks.fail(
+            _NAME,
+            f"{_KEY}.is_batch_normalize",
+            "with mode bypass the weights are known micro-batch by micro-batch, and their mean only after the update",
+            found=True,
+            allowed=False,
+            fix=f"set {_KEY}.is_batch_normalize=false, or {_KEY}.mode=decoupled with loss: ppo",
+        )
+
+
+def _check_rejection(config: RunConfig, knobs: Knobs, checks: Checklist) -> None:
+    if knobs.rs_level != "none" and knobs.rs_threshold is None:
+        checks.fail(
+            _NAME,
+            f"{_KEY}.rs_threshold",
+            f"rejection at level {knobs.rs_level} has no bound",
+            found="null",
+            allowed="number > 0",
+            fix=f"set {_KEY}.rs_threshold={'1.001' if knobs.rs_level == 'geometric' else '2'}",
+        )
+    elif knobs.rs_level == "none" and (knobs.rs_threshold is not None or knobs.rs_threshold_lower is not None):
+        checks.warn(
+            _NAME,
+            f"{_KEY}.rs_level",
+            "a rejection threshold is given, and no level to apply it to",
+            found="none",
+            fix=f"set {_KEY}.rs_level=token, sequence or geometric, or remove the threshold",
+        )
+    seen = set()
+    for number, rule in enumerate(knobs.rules):
+        short = knobs.rs_level != "none" and number == 0
+        key = f"{_KEY}.rs_threshold" if short else f"{_KEY}.rs"
+        _check_rule(rule, key, checks)
+        if (rule["level"], rule["stat"]) in seen:
+            checks.fail(
+                _NAME,
+                key,
+                f"two rules bound {rule['level']} {rule['stat']}",
+                found=rule,
+                allowed="one rule per level and stat",
+                fix="keep the tighter bounds",
+            )
+        seen.add((rule["level"], rule["stat"]))
+    if knobs.veto_threshold >= 1:
+        checks.fail(
+            _NAME,
+            f"{_KEY}.veto_threshold",
+            "every sequence has a token ratio below this, so all would be rejected",
+            found=knobs.veto_threshold,
+            allowed="number from 0 to below 1",
+            fix=f"set {_KEY}.veto_threshold=1e-4",
+        )
+    if knobs.bypass and knobs.rejects and config.rollout_correction.rs_affects_baseline:
+        checks.fail(
+            _NAME,
+            f"{_KEY}.rs_affects_baseline",
+            "with mode bypass samples are rejected in the update, after the baseline was made",
+            found=True,
+            allowed="false, null, or true with mode: decoupled",
+            fix=f"remove the key, or set {_KEY}.mode=decoupled",
+        )
+
+
+def _check_rule(rule: dict[str, Any], key: str, checks: Checklist) -> None:
+    lower, upper = rule["lower"], rule["upper"]
+    if lower is None and upper is None and not key.endswith("rs_threshold"):
+        checks.fail(
+            _NAME,
+            key,
+            "a rule without bounds rejects nothing",
+            found=rule,
+            allowed="lower, upper, or both",
+            fix="set one",
+        )
+    if lower is not None and upper is not None and lower > upper:
+        checks.fail(
+            _NAME,
+            key,
+            "the lower bound is above the upper one, so everything would be rejected",
+            found=f"lower {lower}, upper {upper}",
+            allowed="lower <= upper",
+            fix="exchange the two",
+        )
+    elif lower is None and upper is not None and upper < 1 and rule["stat"] == "k1" and rule["level"] != "seq_max":
+        checks.fail(
+            _NAME,
+            key,
+            f"the upper bound {upper} is below the lower one, 1 / {upper}: everything would be rejected",
+            found=upper,
+            allowed="an upper bound above 1, or a lower bound of its own",
+            fix="set the lower bound" if key.endswith("rs") else f"set {_KEY}.rs_threshold_lower",
+        )
+
+
+def _check_generation(config: RunConfig, checks: Checklist) -> None:
+    rollout, knobs = config.rollout, config.rollout_correction.resolved()
+    precision = rollout.dtype == "bf16" and config.model.dtype == "fp32"
+    if precision and not knobs.active:
+        checks.warn(
+            "sampling",
+            "rollout.dtype",
+            "generation in bf16 and training in fp32 give different log-probabilities, which is slightly off-policy",
+            found="bf16",
+            fix=f"set rollout.dtype=model, or a preset of {_KEY}",
+        )
+    if rollout.stale_steps:
+        checks.warn(
+            "sampling",
+            "rollout.stale_steps",
+            f"generation with weights {rollout.stale_steps} steps old is for experiments with {_KEY}; checkpoints "
+            "do not hold the old weights, so such a run cannot be resumed",
+            found=rollout.stale_steps,
+            fix="set rollout.stale_steps=0 for anything else",
+        )

@@ -1,0 +1,201 @@
+"""Rollout correction: the knobs, the presets that set them, and what a recipe's choice comes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from megarl.config.base import Section
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+
+Preset = Literal[
+    "disabled",
+    "decoupled_token_is",
+    "decoupled_seq_is",
+    "decoupled_seq_is_rs",
+    "decoupled_geo_rs",
+    "decoupled_token_icepop",
+    "decoupled_geo_rs_token_tis",
+    "decoupled_geo_rs_seq_tis",
+    "decoupled_k3_rs",
+    "decoupled_k3_rs_token_tis",
+    "decoupled_k3_rs_seq_tis",
+    "ppo_is_bypass",
+    "bypass_ppo_clip_geo_rs",
+    "bypass_ppo_clip_k3_rs",
+    "pg_is",
+    "pg_rs",
+    "bypass_pg_token_icepop",
+    "bypass_pg_geo_rs",
+    "bypass_pg_geo_rs_token_tis",
+    "bypass_pg_geo_rs_seq_tis",
+]
+
+_ICEPOP: dict[str, Any] = {"is_level": "token", "is_threshold": (0.5, 5.0)}
+_TOKEN: dict[str, Any] = {"is_level": "token", "is_threshold": 2.0}
+_SEQUENCE: dict[str, Any] = {"is_level": "sequence", "is_threshold": 2.0}
+_GEOMETRIC: dict[str, Any] = {"rs_level": "geometric", "rs_threshold": 1.001}
+_K3: dict[str, Any] = {"rs": ({"level": "geometric", "stat": "k3", "lower": None, "upper": 0.01},)}
+_VETO: dict[str, Any] = {"veto_threshold": 1e-4}
+_CLIP: dict[str, Any] = {"mode": "bypass"}
+_PG: dict[str, Any] = {"mode": "bypass", "loss": "pg"}
+
+#: The knobs that each preset sets; all others are as in `Knobs`.
+PRESETS: dict[str, dict[str, Any]] = {
+    "disabled": {},
+    "decoupled_token_is": _TOKEN,
+    "decoupled_seq_is": _SEQUENCE,
+    "decoupled_seq_is_rs": {**_SEQUENCE, "rs_level": "sequence", "rs_threshold": 2.0},
+    "decoupled_geo_rs": {**_GEOMETRIC, **_VETO},
+    "decoupled_token_icepop": _ICEPOP,
+    "decoupled_geo_rs_token_tis": {**_GEOMETRIC, **_TOKEN},
+    "decoupled_geo_rs_seq_tis": {**_GEOMETRIC, **_SEQUENCE},
+    "decoupled_k3_rs": _K3,
+    "decoupled_k3_rs_token_tis": {**_K3, **_TOKEN},
+    "decoupled_k3_rs_seq_tis": {**_K3, **_SEQUENCE},
+    "ppo_is_bypass": _CLIP,
+    "bypass_ppo_clip_geo_rs": {**_CLIP, **_GEOMETRIC},
+    "bypass_ppo_clip_k3_rs": {**_CLIP, **_K3},
+    "pg_is": {**_PG, **_SEQUENCE},
+    "pg_rs": {**_PG, **_GEOMETRIC, **_VETO},
+    "bypass_pg_token_icepop": {**_PG, **_ICEPOP},
+    "bypass_pg_geo_rs": {**_PG, **_GEOMETRIC},
+    "bypass_pg_geo_rs_token_tis": {**_PG, **_GEOMETRIC, **_TOKEN},
+    "bypass_pg_geo_rs_seq_tis": {**_PG, **_GEOMETRIC, **_SEQUENCE},
+}
+
+
+class RejectionRule(Section):
+    """One rule; a token is trained on if all rules accept it."""
+
+    level: Literal["token", "sequence", "geometric", "seq_max"] = Field(description="what is accepted or rejected")
+    stat: Literal["k1", "k2", "k3"] = Field("k1", description="the ratio, 0.5 log^2 ratio, or ratio - 1 - log ratio")
+    lower: NonNegativeFloat | None = Field(None, description="smallest accepted value; null: 1 / upper for k1")
+    upper: PositiveFloat | None = Field(None, description="largest accepted value; null: no bound")
+
+
+class RolloutCorrectionConfig(Section):
+    """Corrects the gap between the policy that drew the samples and the one that is trained; null: as the preset."""
+
+    preset: Preset = Field("disabled", description="named set of the knobs below; disabled only measures")
+    mode: Literal["decoupled", "bypass"] | None = Field(
+        None, description="decoupled: old log-probs from the trainer; bypass: those of the rollout, no extra forward"
+    )
+    loss: Literal["ppo", "pg"] | None = Field(
+        None, description="ppo: the loss of algorithm.loss; pg: unclipped policy gradient (needs bypass)"
+    )
+    is_level: Literal["none", "token", "sequence"] | None = Field(None, description="importance weights")
+    is_threshold: PositiveFloat | list[NonNegativeFloat] | None = Field(
+        None, description="C of min(ratio, C), or [low, high]: weight 0 outside (IcePop)"
+    )
+    is_batch_normalize: bool | None = Field(None, description="divide the weights by their mean over the batch")
+    rs_level: Literal["none", "token", "sequence", "geometric"] | None = Field(
+        None, description="rejection by the ratio, short form of one rule"
+    )
+    rs_threshold: PositiveFloat | None = Field(None, description="largest accepted ratio of the short form")
+    rs_threshold_lower: NonNegativeFloat | None = Field(None, description="smallest accepted ratio; null: 1 / upper")
+    rs: list[RejectionRule] | None = Field(
+        None, description="list of rules {level, stat, lower, upper}; all must accept"
+    )
+    veto_threshold: NonNegativeFloat | None = Field(
+        None, description="reject a sequence with a token ratio below this; 0: no veto"
+    )
+    rs_affects_baseline: bool | None = Field(
+        None, description="leave fully rejected samples out of their group's baseline; null: true unless bypass"
+    )
+
+    def resolved(self) -> Knobs:
+        """The preset with this section's keys laid over it."""
+        values = dict(PRESETS[self.preset])
+        given = self.model_dump(exclude={"preset"}, exclude_none=True)
+        if "rs" in given:
+            given["rs"] = tuple({"lower": None, "upper": None, **rule} for rule in given["rs"])
+        if isinstance(given.get("is_threshold"), list):
+            given["is_threshold"] = tuple(given["is_threshold"])
+        values |= given
+        values.setdefault("rs_affects_baseline", values.get("mode") != "bypass")
+        return Knobs(**values)
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """Rollout correction without anything left open; see `RolloutCorrectionConfig`."""
+
+    mode: str = "decoupled"
+    loss: str = "ppo"
+    is_level: str = "none"
+    is_threshold: float | tuple[float, ...] = 2.0
+    is_batch_normalize: bool = False
+    rs_level: str = "none"
+    rs_threshold: float | None = None
+    rs_threshold_lower: float | None = None
+    rs: tuple[dict[str, Any], ...] = ()
+    veto_threshold: float = 0.0
+    rs_affects_baseline: bool = True
+
+    @property
+    def rules(self) -> list[dict[str, Any]]:
+        """All rejection rules, the short form first: level, stat, lower, upper."""
+        short = {"stat": "k1", "lower": self.rs_threshold_lower, "upper": self.rs_threshold}
+        return [*([] if self.rs_level == "none" else [{"level": self.rs_level, **short}]), *self.rs]
+
+    @property
+    def bypass(self) -> bool:
+        """Old log-probs are those of the rollout."""
+        return self.mode == "bypass"
+
+    @property
+    def rejects(self) -> bool:
+        """Tokens may leave the loss."""
+        return bool(self.rules) or self.veto_threshold > 0
+
+    @property
+    def active(self) -> bool:
+        """Something is corrected, not only measured."""
+        return self.bypass or self.is_level != "none" or self.rejects
+
+
+def describe_correction(config: RunConfig) -> list[str]:
+    """What the recipe corrects, and between which two engines: lines for the plan and the log."""
+    knobs, section = config.rollout_correction.resolved(), config.rollout_correction
+    lines = [f"gap       {gap_source(config)}", f"preset    {section.preset}"]
+    if not knobs.active:
+        return [*lines, "effect    none: the gap is measured, not corrected"]
+    where = "in the update, pi_theta / pi_rollout" if knobs.bypass else "before the update, pi_old / pi_rollout"
+    lines.append(f"mode      {knobs.mode}, loss {knobs.loss}; ratios are taken {where}")
+    weights = "none"
+    if knobs.is_level != "none":
+        low_high = isinstance(knobs.is_threshold, tuple)
+        bound = f"inside {list(knobs.is_threshold)}" if low_high else f"at most {knobs.is_threshold}"  # type: ignore[arg-type]
+        weights = f"{knobs.is_level}, {bound}{', divided by their mean' if knobs.is_batch_normalize else ''}"
+    lines.append(f"weights   {weights}")
+    for rule in knobs.rules:
+        lower, upper = rule["lower"], rule["upper"]
+        if lower is None and rule["stat"] == "k1" and rule["level"] != "seq_max":
+            lower = f"1/{upper}"
+        bounds = " or ".join(
+            f"{side} {bound}" for side, bound in (("below", lower), ("above", upper)) if bound is not None
+        )
+        lines.append(f"reject    {rule['level']} {rule['stat']} {bounds}")
+    if knobs.veto_threshold:
+        lines.append(f"veto      sequences with a token ratio below {knobs.veto_threshold}")
+    if knobs.rejects:
+        lines.append(f"baseline  rejected samples {'leave' if knobs.rs_affects_baseline else 'stay in'} their group")
+    return lines
+
+
+def gap_source(config: RunConfig) -> str:
+    """The two policies that the gap lies between: engine, precision and age of the weights."""
+    rollout = config.rollout
+    dtype = config.model.dtype if rollout.dtype == "model" else rollout.dtype
+    age = f", weights {rollout.stale_steps} steps old" if rollout.stale_steps else ""
+    return f"{rollout.engine} engine {dtype}{age} -> trainer {config.model.dtype}"
+
+
+def knob_names() -> list[str]:
+    """Names of the knobs, for tests and documentation."""
+    return [field.name for field in fields(Knobs)]

@@ -1,0 +1,67 @@
+"""Generation with the weights of some steps ago, which is what asynchronous training has to live with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.models.policy import PolicyModel
+    from megarl.rollout.embedded.engine import EmbeddedEngine
+
+
+class StaleWeights:
+    """Lets an embedded engine decode on the parameters of `lag` versions ago.
+
+    Copies of the parameters are kept in host memory, one for each of the last `lag` versions; the first versions of a
+    run are generated with the oldest there is. Copies are taken when generation begins, so every version that trains
+    must generate.
+
+    >>> # with stale.installed(): engine.generate(...)     # completions carry the old version
+    """
+
+    def __init__(self, chunks: Sequence[PolicyModel], engine: EmbeddedEngine, lag: int) -> None:
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._engine = engine
+        self._kept: deque[tuple[int, list[Tensor]]] = deque(maxlen=lag + 1)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        """Inside the block the engine's parameters and its version are the old ones; behind it, the current ones again.
+
+        Raises:
+            ConfigError: the run was resumed: what older versions were is not in a checkpoint.
+        """
+        current = self._engine.weight_version
+        if not self._kept and current > 0:
+            raise ConfigError(
+                "a run that generates with old weights cannot be resumed: checkpoints hold the newest weights only",
+                where="rollout.stale_steps",
+                found=f"resumed after step {current}",
+                allowed="0 in a resumed run",
+                fix="start in another run folder (or with trainer.resume=never), or set rollout.stale_steps=0",
+            )
+        if not self._kept or self._kept[-1][0] != current:
+            self._kept.append((current, [p.detach().to("cpu", copy=True) for p in self._parameters]))
+        version, old = self._kept[0]
+        if version == current:
+            yield
+            return
+        self._install(version, old)
+        try:
+            yield
+        finally:
+            self._install(current, self._kept[-1][1])
+
+    @torch.no_grad()
+    def _install(self, version: int, values: list[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)
+        self._engine.weight_version = version

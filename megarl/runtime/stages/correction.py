@@ -1,0 +1,111 @@
+"""Rollout correction: measure and correct the gap between the policy that drew the samples and the one that is trained.
+
+Decoupled, a node does it between the old log-probs and the advantage. In bypass, and when a single update needs no old
+log-probs, the ratio is known in the update only, and `in_update` does it there, micro-batch by micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import stage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from megarl.algorithms.correction import Correction, Rule
+    from megarl.config.correction import Knobs
+    from megarl.data.batch import Batch
+    from megarl.metrics import Metrics
+    from megarl.runtime.controller import Controller
+
+
+@stage(
+    reads=["old_logp", "rollout_logp", "response_mask", "weight_version"], writes=["loss_mask", "keep", "is_weights"]
+)
+def rollout_correction(c: Controller, samples: Batch) -> Batch:
+    """Importance weights and rejection from pi_old / pi_rollout; the samples themselves stay as they are.
+
+    `loss_mask` is what losses and their normalisers use, `keep` is false for samples that leave their group's baseline.
+    """
+    knobs = c.config.rollout_correction.resolved()
+    mask, result = samples["response_mask"], _measure(c, samples, knobs)
+    samples.set("loss_mask", mask.like(result.mask))
+    samples.set("is_weights", mask.like(result.weights))
+    keep = result.keep if knobs.rs_affects_baseline else result.keep.new_ones(len(samples))
+    samples.set("keep", keep)
+    return samples
+
+
+@stage(reads=["old_logp", "rollout_logp", "response_mask", "weight_version"], writes=[])
+def rollout_gap(c: Controller, samples: Batch) -> Batch:
+    """Measure pi_old / pi_rollout and change nothing."""
+    _measure(c, samples, c.config.rollout_correction.resolved())
+    return samples
+
+
+@stage(reads=["rollout_logp"], writes=["old_logp"])
+def rollout_as_old(c: Controller, samples: Batch) -> Batch:
+    """Bypass: the policy that drew the samples is the one that the update starts from; nothing is computed."""
+    samples.set("old_logp", samples["rollout_logp"])
+    return samples
+
+
+def _measure(c: Controller, samples: Batch, knobs: Knobs) -> Correction:
+    from megarl.algorithms.correction import correct, finish
+    from megarl.comm import reduce_metrics
+
+    mask = samples["response_mask"]
+    result = correct(
+        samples["old_logp"].values,
+        samples["rollout_logp"].values,
+        mask.values,
+        offsets=mask.offsets,
+        is_level=knobs.is_level,
+        is_threshold=knobs.is_threshold,
+        is_batch_normalize=knobs.is_batch_normalize,
+        rules=rules_of(knobs),
+        veto=knobs.veto_threshold,
+        all_sum=c.all_sum,
+    )
+    moments = result.moments.merge(ages(c, samples))
+    merged = finish(reduce_metrics(moments, c.layout.dp_group))
+    if c.layout.rank == 0:  # merged over all ranks
+        c.metrics.merge(merged)
+    return result
+
+
+def in_update(c: Controller, knobs: Knobs, logp: Tensor, tokens: Mapping[str, Tensor], offsets: Tensor) -> Correction:
+    """The same from pi_theta / pi_rollout of one micro-batch; without bypass it only measures.
+
+    Weights are not normalised over the batch here (the configuration refuses it): the rest of it is not known yet.
+    """
+    from megarl.algorithms.correction import correct
+
+    return correct(
+        logp.detach(),
+        tokens["rollout_logp"],
+        tokens["response_mask"],
+        offsets=offsets,
+        is_level=knobs.is_level if knobs.bypass else "none",
+        is_threshold=knobs.is_threshold,
+        rules=rules_of(knobs) if knobs.bypass else [],
+        veto=knobs.veto_threshold if knobs.bypass else 0.0,
+    )
+
+
+def rules_of(knobs: Knobs) -> list[Rule]:
+    """The rejection rules of the recipe."""
+    from megarl.algorithms.correction import Rule
+
+    return [Rule(**rule) for rule in knobs.rules]
+
+
+def ages(c: Controller, samples: Batch) -> Metrics:
+    """How old the weights were that drew this rank's samples."""
+    from megarl.algorithms.correction import staleness
+
+    buckets = c.config.rollout.stale_steps + 2
+    return staleness(samples["weight_version"], samples["response_ids"].lengths, c.step - 1, buckets)
