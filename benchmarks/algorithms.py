@@ -6,9 +6,10 @@
 
 Batches have 4096 responses of 4096 tokens, float32, padded form. Seconds are CPU-seconds, the least of several calls in
 a process of its own with the environment of a worker; memory is how far the first call raised the process's peak
-resident set (on Linux), what it returns included. The losses are held against one copy of all their inputs in the same
-process: reading and writing them once. CPU-seconds bear a busy machine better than wall seconds, but caches are shared:
-numbers mean something only while nothing else runs.
+resident set (on Linux), what it returns included. Losses go forward and backward over micro-batches of 16 responses, as
+in training, and are held against one copy of all their inputs in the same process: reading and writing them once.
+CPU-seconds bear a busy machine better than wall seconds, but caches are shared: numbers mean something only while nothing
+else runs.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS, LENGTH, GROUP = 4096, 4096, 8
+MICRO_ROWS = 16  # responses that a loss sees at a time, as in training
 REPEATS = 7
 
 VERDICT = {True: "yes", False: "no", None: ""}
@@ -104,37 +106,30 @@ def _reinforce_pp() -> Made:
 def _value_loss() -> Made:
     from megarl.algorithms.losses import value_loss
 
-    values, old, returns = _tokens(3)
-    mask, weights = _mask(), _weights()
-    values.requires_grad_()
-    return lambda: _backward(values, value_loss(values, old, returns, mask, clip=0.2)[0], weights), None
+    inputs, mask = _tokens(3), _mask()
+    return lambda: _train(lambda *args: value_loss(*args, clip=0.2)[0], [*inputs, mask], MICRO_ROWS), None
 
 
-def _policy_loss(name: str) -> Callable[[], Made]:
+def _policy_loss(name: str, rows: int) -> Callable[[], Made]:
     def make() -> Made:
         from megarl.algorithms.losses import POLICY_LOSSES
         from megarl.config.algorithm import PolicyLossConfig
 
         logp, old, advantages = _tokens(3)
         old.mul_(0.1).add_(logp)
-        mask, weights, cfg = _mask(), _weights(), PolicyLossConfig(name=name)
-        logp.requires_grad_()
+        mask, cfg = _mask(), PolicyLossConfig(name=name)
         loss = POLICY_LOSSES.get(name)
-        return lambda: _backward(logp, loss(logp, old, advantages, mask, cfg)[0], weights), None
+        return lambda: _train(lambda *args: loss(*args, cfg)[0], [logp, old, advantages, mask], rows), None
 
     return make
 
 
-def _weights() -> Tensor:
-    """The gradient that reaches token losses."""
-    import torch
-
-    return torch.full((ROWS, LENGTH), 1.0 / (ROWS * LENGTH))
-
-
-def _backward(x: Tensor, token_loss: Tensor, weights: Tensor) -> None:
-    x.grad = None
-    token_loss.backward(weights)
+def _train(loss_of: Callable[..., Tensor], inputs: list[Tensor], rows: int) -> None:
+    """Forward and backward over micro-batches of `rows` responses."""
+    for parts in zip(*(x.split(rows) for x in inputs), strict=True):
+        leaf = parts[0].detach().requires_grad_()
+        loss = loss_of(leaf, *parts[1:])
+        loss.backward(loss.new_full((), 1.0 / inputs[0].numel()).expand_as(loss))
 
 
 def _partition() -> Made:
@@ -157,9 +152,10 @@ CASES = [
     Case("gae", _gae, seconds=0.2, megabytes=150, comparable="2.13 s, 548 MB"),
     Case("reinforce_pp", _reinforce_pp, seconds=0.15, comparable="1.57 s"),
     Case("value_loss", _value_loss, copies=2),
-    Case("ppo", _policy_loss("ppo"), copies=2),
-    Case("gspo", _policy_loss("gspo")),
-    Case("cispo", _policy_loss("cispo")),
+    Case("ppo", _policy_loss("ppo", MICRO_ROWS), copies=2),
+    Case("ppo_at_once", _policy_loss("ppo", ROWS)),
+    Case("gspo", _policy_loss("gspo", MICRO_ROWS)),
+    Case("cispo", _policy_loss("cispo", MICRO_ROWS)),
     Case(
         "partition",
         _partition,

@@ -27,11 +27,11 @@ def rollout_correction() -> dict[str, Any]:
     mask = torch.arange(WIDTH) < lengths[:, None]
     offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     knobs: dict[str, Any] = {"is_level": "token", "is_threshold": 2.0, "rules": [Rule("sequence", upper=2.0)]}
+    packed = (new[mask], old[mask], mask[mask])
     forms = {
         "padded": lambda: correct(new, old, mask, **knobs),
         "packed": lambda: correct(*packed, offsets=offsets, **knobs),
     }
-    packed = (new[mask], old[mask], mask[mask])
     seconds = {}
     for name, call in forms.items():
         call()

@@ -99,8 +99,8 @@ def curves(arms: dict[str, dict[str, Any]], width: int = 720, height: int = 320)
         colour = _COLOURS[number % len(_COLOURS)]
         path = " L".join(place(*point) for point in line)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        y = top + 18 * number + 10
-        parts.append(f'<text x="{width - right + 12}" y="{y}" fill="{colour}">{name}</text>')
+        down = top + 18 * number + 10
+        parts.append(f'<text x="{width - right + 12}" y="{down}" fill="{colour}">{name}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 

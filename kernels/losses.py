@@ -1,4 +1,4 @@
-"""CPU kernels of token losses: loss, derivative and statistics in one pass, beside the torch forms in algorithms/losses.
+"""CPU kernels of token losses: loss, derivative and statistics in one pass. The torch forms are in algorithms/losses.
 
 Sixteen passes over tensors as long as the batch become one. losses.cpp is compiled like cpu.cpp; without a compiler, or
 for other dtypes than float32, callers use torch operations instead.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ class LossKernels:
 
     @staticmethod
     def _call(
-        function: ctypes._CFuncPtr, inputs: list[Tensor], mask: Tensor, width: int, *settings: float
+        function: Callable[..., None], inputs: list[Tensor], mask: Tensor, width: int, *settings: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         held = [x.detach().contiguous() for x in (*inputs, mask)]
         loss, slope = torch.empty_like(held[0]), torch.empty_like(held[0])

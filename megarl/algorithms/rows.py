@@ -70,11 +70,16 @@ class Rows:
         flat_values, flat_mask = values.detach().reshape(-1), mask.reshape(-1)
         for first, last, tokens in self.blocks():
             part = Rows(self.offsets[first : last + 1] - tokens.start, self.width)
-            weight, x = flat_mask[tokens].to(values.dtype), flat_values[tokens]
+            here, x = flat_mask[tokens], flat_values[tokens]
+            if bool(here.all()):
+                total[first:last] = part.sum(x)
+                live[first:last] = part.offsets.diff() > 0
+                continue
+            weight = here.to(values.dtype)
             sums = part.sum(x * weight)
             if not bool(sums.isfinite().all()):
                 # NaN or infinity under the mask: 0 * NaN is NaN. Rare, so the fast product comes first.
-                sums = part.sum(torch.where(flat_mask[tokens], x, 0))
+                sums = part.sum(torch.where(here, x, 0))
             total[first:last] = sums
             live[first:last] = part.sum(weight) > 0
         return total, live
@@ -95,6 +100,8 @@ class Rows:
 
     def spread(self, per_row: Tensor, mask: Tensor) -> Tensor:
         """Each row's value at its valid tokens, zero elsewhere, in the shape of `mask`."""
+        if self.width is not None and not mask.is_cuda and bool(mask.all()):
+            return per_row[:, None].expand(-1, self.width).contiguous()
         if self.width is not None:
             return mask.reshape(len(self), self.width).to(per_row.dtype).mul_(per_row[:, None]).view(mask.shape)
         return mask.to(per_row.dtype).mul_(self.expand(per_row))

@@ -63,14 +63,17 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
     for first, last, tokens in rows.blocks():
         here, xs = flat_mask[tokens], [x[tokens] for x in flat_inputs]
         targets = [out.view(-1)[tokens] for out in outputs]
-        if rows.width and _is_prefix(here.view(-1, rows.width)):
+        whole = bool(here.all())
+        if rows.width and (whole or _is_prefix(here.view(-1, rows.width))):
             prefix = here.view(-1, rows.width)
-            dense = [torch.where(prefix, x.view(prefix.shape), 0).to(dtype) for x in xs]
+            if whole:  # copies: `fn` may work in place
+                dense = [x.view(prefix.shape).to(dtype, copy=True) for x in xs]
+            else:
+                dense = [torch.where(prefix, x.view(prefix.shape), 0).to(dtype) for x in xs]
             for target, result in zip(targets, fn(*dense, prefix), strict=True):
                 target.copy_(result.reshape(-1))
         elif len(here):
             block = Rows(rows.offsets[first : last + 1] - tokens.start, rows.width)
-            whole = bool(here.all())
             counts = block.offsets.diff() if whole else block.counts(here)
             prefix = torch.arange(int(counts.max()), device=mask.device) < counts[:, None]
             slot = _slots(counts, prefix.shape[1])

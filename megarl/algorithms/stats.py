@@ -116,14 +116,18 @@ def whiten_(values: Tensor, mask: Tensor, rows: Rows, all_sum: AllSum = one_rank
     """
     flat, valid = values.view(-1), mask.reshape(-1)
     blocks = [tokens for *_, tokens in rows.blocks()]
-    moments = torch.zeros(2, dtype=torch.float64)
+    moments, counts = torch.zeros(2, dtype=torch.float64), []
     for tokens in blocks:
-        moments += torch.stack([valid[tokens].sum().double(), flat[tokens].sum().double()]).cpu()
+        both = torch.stack([valid[tokens].sum().double(), flat[tokens].sum().double()]).cpu()
+        moments += both
+        counts.append(float(both[0]))
     count, total = (float(x) for x in all_sum(moments))
     mean = total / max(count, 1)
     squares = torch.zeros(1, dtype=torch.float64)
-    for tokens in blocks:
-        flat[tokens].sub_(mean).mul_(valid[tokens])
+    for tokens, here in zip(blocks, counts, strict=True):
+        flat[tokens].sub_(mean)
+        if here < tokens.stop - tokens.start:
+            flat[tokens].mul_(valid[tokens])
         squares += torch.dot(flat[tokens], flat[tokens]).double().cpu()
     variance = float(all_sum(squares)) / max(count - 1, 1)
     return values.mul_(0.0 if count < 2 else (variance + eps) ** -0.5)

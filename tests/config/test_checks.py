@@ -77,7 +77,6 @@ def test_a_good_recipe_passes_every_check(config_of):
         (["rollout.sampling.n=1"], "rollout.sampling.n", ["compares the samples", ">= 2"]),
         (["rollout.sampling.n=1", "algorithm.advantage.name=rloo"], "rollout.sampling.n", ["rloo"]),
         (["algorithm.advantage.name=gae"], "algorithm.advantage.name", ["values of a critic", "pipeline=ppo"]),
-        (["algorithm.advantage.name=remax"], "algorithm.advantage.name", ["greedy rollout", "greedy_score"]),
         (["algorithm.loss.aggregation=seq-mean-token-sum-norm"], "algorithm.loss.sum_norm", ["=8"]),
         (["algorithm.overlong.buffer_tokens=8"], "algorithm.overlong.buffer_tokens", ["from 1 to 7"]),
         (["algorithm.kl.adaptive=true"], "algorithm.kl.adaptive", ["reward term"]),

@@ -242,6 +242,7 @@ plain = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
     max_leaves=6,
 )
+no_home = lambda text: not text.startswith("~")  # noqa: E731  (paths that start so are expanded when they are read)
 awkward = texts | st.sampled_from(
     ["null", "~", "1e-6", "010", "0x1f", "yes", "on", "1:30", "2024-01-01", ".inf", "<<", "=", ""]
 )
@@ -249,7 +250,10 @@ awkward = texts | st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=awkward, files=st.lists(awkward, max_size=3), kwargs=st.dictionaries(awkward, plain), lr=st.floats(1e-30, 1e30)
+    name=awkward,
+    files=st.lists(awkward.filter(no_home), max_size=3),
+    kwargs=st.dictionaries(awkward, plain),
+    lr=st.floats(1e-30, 1e30),
 )
 def test_dump_loads_back_equal(tmp_path_factory, name, files, kwargs, lr):
     config = RunConfig(
@@ -266,11 +270,11 @@ def test_dump_loads_back_equal(tmp_path_factory, name, files, kwargs, lr):
 
 
 def test_home_is_expanded_in_paths_and_nowhere_else(write, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/elsewhere/me")
     text = "model: {path: ~/m}\ndata: {train_files: [~/t.jsonl@train, 'text:~/x']}\nreward: {name: '~/r.py:fn'}\n"
     config = load_config(write(text), ["trainer.resume=~/run/checkpoints/step_1", "name=~x"])
-    assert config.model.path == "/home/me/m"
-    assert config.data.train_files == ["/home/me/t.jsonl@train", "text:~/x"]
-    assert config.reward.name == "/home/me/r.py:fn"
-    assert config.trainer.resume == "/home/me/run/checkpoints/step_1"
+    assert config.model.path == "/elsewhere/me/m"
+    assert config.data.train_files == ["/elsewhere/me/t.jsonl@train", "text:~/x"]
+    assert config.reward.name == "/elsewhere/me/r.py:fn"
+    assert config.trainer.resume == "/elsewhere/me/run/checkpoints/step_1"
     assert config.name == "~x"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ com
 def both(loss_of, x: torch.Tensor, *others: torch.Tensor):
     """(loss, gradient for uneven weights, metrics) in float32 with the kernel, and in float64 without it."""
     for dtype in (torch.float32, torch.float64):
-        leaf = x.to(dtype).requires_grad_()
+        leaf = x.detach().to(dtype, copy=True).requires_grad_()
         inputs = [leaf, *(other.to(dtype) for other in others)]
         assert (loss_kernels(*inputs) is not None) == (dtype == torch.float32)
         loss, metrics = loss_of(*inputs)

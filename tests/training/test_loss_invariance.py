@@ -52,16 +52,8 @@ def make_batch(masked: str) -> Batch:
 def controller(engine, loss: dict):
     from megarl.config.run import RunConfig
 
-    algorithm = {
-        "loss": {
-            "sum_norm": 30.0,
-            "entropy_coef": 0.05,
-            "cov_low": 0.0,
-            "cov_fraction": 0.1,
-            "trust_region": 1e-4,
-            **loss,
-        }
-    }
+    everywhere = {"sum_norm": 30.0, "entropy_coef": 0.05, "cov_low": 0.0, "cov_fraction": 0.1, "trust_region": 1e-4}
+    algorithm = {"loss": everywhere | loss}
     algorithm["kl"] = {"use": "loss", "estimator": "low_var_kl+", "coef": 0.1}
 
     def all_sum(values):

@@ -9,14 +9,21 @@ from torch import Tensor
 
 
 class WithSlope(torch.autograd.Function):
-    """`WithSlope.apply(x, loss, slope)`: token losses that were computed from x already, with d loss / d x."""
+    """`WithSlope.apply(x, loss, slope)`: token losses that were computed from x already, with d loss / d x.
+
+    The backward pass turns `slope` into the gradient in place, so it can run once.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor, slope: Tensor) -> Tensor:
-        ctx.save_for_backward(slope)
+        """The loss as it is."""
+        ctx.slope = slope
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slope,) = ctx.saved_tensors
-        return grad * slope, None, None
+        """Gradient of x."""
+        slope, ctx.slope = ctx.slope, None
+        if slope is None:
+            raise RuntimeError("a second backward pass through this loss: its derivative was used up by the first")
+        return slope.mul_(grad), None, None
