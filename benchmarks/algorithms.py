@@ -8,8 +8,8 @@ Batches have 4096 responses of 4096 tokens, float32, padded form. Seconds are CP
 a process of its own with the environment of a worker; memory is how far the first call raised the process's peak
 resident set (on Linux), what it returns included. Losses go forward and backward over micro-batches of 16 responses, as
 in training, and are held against one copy of all their inputs in the same process: reading and writing them once.
-CPU-seconds bear a busy machine better than wall seconds, but caches are shared: numbers mean something only while nothing
-else runs.
+CPU-seconds bear a busy machine better than wall seconds, but caches are shared: numbers mean something only while
+nothing else runs.
 """
 
 from __future__ import annotations
