@@ -93,7 +93,9 @@ def estimate_memory(config: RunConfig, facts: ModelFacts, dp: int) -> Memory:
     total, weights = sum(state.values()), state["parameters"]
     stays = 0.0 if config.critic.engine.offload else critic
     if actor.engine.offload:
-        peak = max(stays + max(total + activations, weights + cache, reference), weights + critic + activations)
+        peak = max(
+            stays + max(total + activations, weights + cache, weights + reference), weights + critic + activations
+        )
     else:
         peak = total + reference + max(critic + activations, stays + cache)
     return Memory(parts, peak)

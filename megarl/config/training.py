@@ -38,7 +38,9 @@ class EngineConfig(Section):
     distributed_optimizer: bool = Field(True, description="shard optimizer state over data-parallel ranks")
     overlap_grad_reduce: bool = Field(False, description="reduce gradients while the backward pass runs")
     offload: bool = Field(
-        False, description="move parameters, gradients and optimizer state to host memory while another role works"
+        False,
+        description="move gradients and optimizer state to host memory while another role works; the parameters, too, "
+        "except the actor's, which generation reads",
     )
 
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megarl.compat import torch_nested
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
-from megarl.errors import DataError
 
 __all__ = ["Batch", "Jagged"]
 
@@ -119,23 +118,6 @@ class Batch:
     def columns(self) -> dict[str, list]:
         """Plain columns by name; the lists are this batch's own."""
         return dict(self._columns)
-
-    def require(self, names: Iterable[str], by: str) -> None:
-        """Check that a stage finds what it reads.
-
-        Raises:
-            DataError: names missing from the batch; the message says which stage wants them and what there is.
-        """
-        missing = [name for name in names if name not in self]
-        if missing:
-            raise DataError(
-                f"the batch lacks {', '.join(map(repr, missing))}",
-                where=f"stage {by}",
-                allowed=f"the batch has {', '.join(self.names()) or 'nothing'}",
-                fix="put a stage before this one that writes it, or rename what this stage reads",
-            )
-
-    # -- rearranging ---------------------------------------------------------------------------------------------
 
     def _map(
         self, fn: Callable[[Tensor | Jagged], Tensor | Jagged], column: Callable[[list], list], size: int

@@ -48,6 +48,8 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None)
         )
         if c.config.reference.path is None and Path(source).resolve() != own.resolve():
             export_weights(c.reference.chunks, own, c.hf_config, c.tokenizer)  # for later resumes of this run
+        if c.config.actor.engine.offload:
+            c.reference.offload()
 
 
 def kept_reference(checkpoint: Path) -> Path:

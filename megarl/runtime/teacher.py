@@ -40,3 +40,5 @@ def add_teacher(c: Controller, graph: TaskGraph) -> None:
         c.teacher = build_engine(
             c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
         )
+        if c.config.actor.engine.offload:
+            c.teacher.offload()

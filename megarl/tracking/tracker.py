@@ -18,12 +18,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.phase import PhaseEvent
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
 from megarl.tracking.machine import machine_info
 from megarl.tracking.mlflow_log import STATUS, MlflowLog
-from megarl.tracking.trace import TraceWriter, merge_trace
+from megarl.tracking.trace import merge_trace
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,7 +67,6 @@ class Tracker:
             self._prepare(self.run_dir / file, resume_step)
         self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl")
         self._samples = JsonlWriter(self.run_dir / "samples.jsonl", durable=False)
-        self._traces: dict[int, TraceWriter] = {}
         self._run = {"name": name, "stage": stage, "status": "running", "started": time.time()}
         self._run |= {"machine": machine_info(), "config": resolved}
         self._write_run()
@@ -91,12 +89,6 @@ class Tracker:
         for row in rows:
             self._samples.write({"step": step, "stage": self._stage, **row})
 
-    def trace(self, events: Iterable[PhaseEvent], rank: int = 0) -> None:
-        """Keep closed phases of a rank (other processes may use `TraceWriter` themselves)."""
-        if rank not in self._traces:
-            self._traces[rank] = TraceWriter(self.run_dir, rank)
-        self._traces[rank].write(events)
-
     def progress(self, description: str, total: int | None = None) -> AbstractContextManager[Callable[[float], None]]:
         """Show long work: `with tracker.progress("validate", 64) as advance: ... advance(1)`."""
         return self.view.progress(description, total)
@@ -105,8 +97,6 @@ class Tracker:
         """Close everything: status, trace.json, report.html, MLflow artifacts, the final table."""
         self._metrics.close()
         self._samples.close()
-        for writer in self._traces.values():
-            writer.close()
         self._run |= {"status": status, "ended": time.time()}
         self._write_run()
         merge_trace(self.run_dir)

@@ -103,12 +103,6 @@ class MegatronEngine:
             no_sync = [chunk.no_sync for chunk in self.wrapped]
             self.model_config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
 
-    def set_weights(self, weights: Weights) -> None:
-        """Replace all parameters (and their float32 masters); optimizer moments stay."""
-        weights(self.chunks)
-        if self.optimizer is not None:
-            self.optimizer.reload_model_params()
-
     def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
         """Start a new phase of training from the current parameters: fresh moments, schedule, and step count."""
         if self.optimizer is None:

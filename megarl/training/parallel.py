@@ -65,11 +65,6 @@ class Layout:
         return self.parallel.cp
 
     @property
-    def ep_size(self) -> int:
-        """Expert-parallel size."""
-        return self.parallel.ep
-
-    @property
     def is_lead(self) -> bool:
         """True on the first rank of a replica, which speaks for it."""
         return self.rank == self.lead_rank

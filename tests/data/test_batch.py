@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 
 from megarl.data.batch import Batch, Jagged
-from megarl.errors import DataError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool]
 json_values = st.recursive(
@@ -152,12 +151,6 @@ def test_drop_keeps_the_size_of_a_batch_with_nothing_left():
 def test_an_absent_name_is_told_with_what_is_there():
     with pytest.raises(KeyError, match=r"no 'prompt_id'; it has prompt_ids, uid; did you mean 'prompt_ids'"):
         Batch({"prompt_ids": torch.zeros(1)}, {"uid": ["a"]})["prompt_id"]
-
-
-def test_require_names_stage_and_missing_fields():
-    with pytest.raises(DataError, match=r"stage advantage: the batch lacks 'score'") as error:
-        Batch({"x": torch.zeros(1)}).require(["x", "score"], by="advantage")
-    assert error.value.exit_code == 2
 
 
 @pytest.mark.parametrize(

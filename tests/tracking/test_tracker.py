@@ -14,6 +14,7 @@ from megarl.tracking.console import ConsoleView, summary
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.mlflow_log import metric_name
 from megarl.tracking.names import number
+from megarl.tracking.trace import TraceWriter
 from megarl.tracking.tracker import Tracker
 
 
@@ -33,12 +34,13 @@ def steps(tmp_path, file="metrics.jsonl", stage="train"):
 
 
 def test_a_run_leaves_all_its_files(tmp_path, screen):
-    t = tracker(tmp_path, screen)
+    t, trace = tracker(tmp_path, screen), TraceWriter(tmp_path / "run", 0)
     t.log(0, {"val/acc": 0.25})
     for step in (1, 2, 3):
         t.log(step, {"critic/score/mean": step / 4, "actor/lr": 1e-4, "timing_s/step": 1.5})
         t.samples(step, [{"prompt": "1+1=", "response": "2", "score": 1.0}])
-        t.trace([PhaseEvent("step", 0, 10, step)])
+        trace.write([PhaseEvent("step", 0, 10, step)])
+    trace.close()
     t.finish()
     for file in ("metrics.jsonl", "samples.jsonl", "run.json", "trace.json", "report.html"):
         assert (tmp_path / "run" / file).stat().st_size > 0

@@ -213,17 +213,6 @@ def test_bf16_is_near_fp32(alone):
         assert found[torch.bfloat16][key] == pytest.approx(found[torch.float32][key], rel=0.05)
 
 
-def test_set_weights_also_sets_master_weights(alone):
-    from megarl.models.weights import init_random
-
-    engine = cases.make_engine(dtype=torch.bfloat16, optim=OptimConfig(lr=1e-6, weight_decay=0.0))
-    engine.set_weights(lambda chunks: init_random(chunks, engine.hf_config, 99))
-    fresh = [p.detach().clone() for p in engine.chunks[0].parameters()]
-    engine.train_step(cases.make_batch(), cases.loss_fn)
-    for a, b in zip(fresh, engine.chunks[0].parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
-
-
 def test_sft_step_is_minus_weighted_logp(alone):
     engine = cases.make_engine()
     batch = cases.make_batch()
