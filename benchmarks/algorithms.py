@@ -8,8 +8,8 @@ Batches have 4096 responses of 4096 tokens, float32, padded form. Seconds are CP
 a process of its own with the environment of a worker; memory is how far the first call raised the process's peak
 resident set (on Linux), what it returns included. Losses go forward and backward over micro-batches of 16 responses, as
 in training, and are held against one copy of all their inputs in the same process: reading and writing them once.
-CPU-seconds bear a busy machine better than wall seconds, but caches are shared: numbers mean something only while
-nothing else runs.
+rollout_correction has 1024 responses. CPU-seconds bear a busy machine better than wall seconds, but caches are shared:
+numbers mean something only while nothing else runs.
 """
 
 from __future__ import annotations
@@ -132,6 +132,20 @@ def _train(loss_of: Callable[..., Tensor], inputs: list[Tensor], rows: int) -> N
         loss.backward(loss.new_full((), 1.0 / inputs[0].numel()).expand_as(loss))
 
 
+def _rollout_correction() -> Made:
+    """Token weights, sequence rejection and all metrics, of 1024 responses between half and full length."""
+    import torch
+
+    from megarl.algorithms.correction import Rule, correct
+
+    rows, g = 1024, torch.Generator().manual_seed(0)
+    old = -torch.rand(rows, LENGTH, generator=g)
+    new = torch.empty(rows, LENGTH).normal_(generator=g).mul_(0.01).add_(old)
+    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (rows, 1), generator=g)
+    mask, rules = torch.arange(LENGTH) < lengths, [Rule("sequence", upper=2.0)]
+    return lambda: correct(new, old, mask, is_level="token", is_threshold=2.0, rules=rules), None
+
+
 def _partition() -> Made:
     import torch
 
@@ -156,6 +170,7 @@ CASES = [
     Case("ppo_at_once", _policy_loss("ppo", ROWS)),
     Case("gspo", _policy_loss("gspo", MICRO_ROWS)),
     Case("cispo", _policy_loss("cispo", MICRO_ROWS)),
+    Case("rollout_correction", _rollout_correction, seconds=0.15, comparable="0.506 s"),
     Case(
         "partition",
         _partition,

@@ -89,11 +89,11 @@ def curves(arms: dict[str, dict[str, Any]], width: int = 720, height: int = 320)
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
              f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>']  # fmt: skip
     for tick in range(round(low * 10), 11):
-        x, y = place(0, tick / 10).split(",")
+        x, y = map(float, place(0, tick / 10).split(","))
         parts.append(f'<path d="M{place(0, tick / 10)} L{place(last, tick / 10)}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{float(x) - 6}" y="{float(y) + 4}" text-anchor="end">{tick * 10}%</text>')
+        parts.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick * 10}%</text>')
     for step in range(0, last + 1, max(1, last // 6)):
-        x = place(step, low).split(",")[0]
+        x = float(place(step, low).split(",")[0])
         parts.append(f'<text x="{x}" y="{height - 14}" text-anchor="middle">{step}</text>')
     for number, (name, line) in enumerate(points.items()):
         colour = _COLOURS[number % len(_COLOURS)]
