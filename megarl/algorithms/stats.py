@@ -102,7 +102,15 @@ def _by_group(values: Tensor, index: Tensor, n: int) -> Tensor:
     return torch.zeros(n, dtype=values.dtype, device=values.device).index_add_(0, index, values)
 
 
-def whiten_(values: Tensor, mask: Tensor, rows: Rows, all_sum: AllSum = one_rank, eps: float = 1e-8) -> Tensor:
+def whiten_(
+    values: Tensor,
+    mask: Tensor,
+    rows: Rows,
+    all_sum: AllSum = one_rank,
+    eps: float = 1e-8,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) over the valid tokens of all ranks, in place; zero elsewhere.
 
     The variance is unbiased. Fewer than two valid tokens give zeros.
@@ -113,21 +121,27 @@ def whiten_(values: Tensor, mask: Tensor, rows: Rows, all_sum: AllSum = one_rank
         rows: rows of `mask`.
         all_sum: adds over ranks; must be called by all of them.
         eps: added to the variance.
+        out: where the answer goes, contiguous; None: in place.
     """
-    flat, valid = values.view(-1), mask.reshape(-1)
+    flat, valid, target = values.view(-1), mask.reshape(-1), (values if out is None else out).view(-1)
     blocks = [tokens for *_, tokens in rows.blocks()]
-    moments, counts = torch.zeros(2, dtype=torch.float64), []
+    moments, hidden = torch.zeros(2, dtype=torch.float64), []
     for tokens in blocks:
         both = torch.stack([valid[tokens].sum().double(), flat[tokens].sum().double()]).cpu()
         moments += both
-        counts.append(float(both[0]))
+        hidden.append(float(both[0]) < tokens.stop - tokens.start)
     count, total = (float(x) for x in all_sum(moments))
     mean = total / max(count, 1)
     squares = torch.zeros(1, dtype=torch.float64)
-    for tokens, here in zip(blocks, counts, strict=True):
-        flat[tokens].sub_(mean)
-        if here < tokens.stop - tokens.start:
-            flat[tokens].mul_(valid[tokens])
-        squares += torch.dot(flat[tokens], flat[tokens]).double().cpu()
+    for tokens, some in zip(blocks, hidden, strict=True):
+        centred = flat[tokens] - mean
+        if some:
+            centred.mul_(valid[tokens])
+        squares += torch.dot(centred, centred).double().cpu()
     variance = float(all_sum(squares)) / max(count - 1, 1)
-    return values.mul_(0.0 if count < 2 else (variance + eps) ** -0.5)
+    scale = 0.0 if count < 2 else (variance + eps) ** -0.5
+    for tokens, some in zip(blocks, hidden, strict=True):
+        part = torch.sub(flat[tokens], mean, out=target[tokens]).mul_(scale)
+        if some:
+            part.mul_(valid[tokens])
+    return values if out is None else out

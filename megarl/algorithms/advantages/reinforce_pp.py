@@ -36,7 +36,7 @@ def reinforce_pp(
     """
     rows = Rows.of(mask, offsets)
     (returns,) = over_valid(lambda rewards, _: [suffix_sum(rewards, gamma)], rows, mask, [token_rewards], 1)
-    return Estimate(whiten_(returns.clone(), mask, rows, all_sum), returns)
+    return Estimate(whiten_(returns, mask, rows, all_sum, out=torch.empty_like(returns)), returns)
 
 
 @ADVANTAGES.register("reinforce_pp_baseline")
