@@ -1,8 +1,7 @@
 """DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
 
 rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] -> [kl_in_reward] -> advantage -> actor_train
-   ^                                        |         \\-> [old_logp] -------/--------------/
-   |                                        |         \\-> [ref_logp] ------/
+   ^                                        |                  \\-> [old_logp], [ref_logp] -/
    '------------- more prompts -------------'   (inside the node, until the batch is full)
 """
 
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_logprobs, add_penalties
+from megarl.recipes.grpo import add_kl, add_logprobs, add_overlong
 from megarl.runtime.stages import advantage, reward, rollout, sampling, update
 
 if TYPE_CHECKING:
@@ -27,8 +26,8 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add_node("reward_submit", reward.reward_submit, deps=["rollout"], role=Role.REWARD)
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
     p.add_node("dynamic_sampling", sampling.dynamic_sampling, deps=["reward"], role=Role.DYNAMIC_SAMPLING)
-    logprobs = add_logprobs(p, config, "dynamic_sampling")
-    scored = add_penalties(p, config, "dynamic_sampling", logprobs)
-    p.add_node("advantage", advantage.advantage, deps=scored, role=Role.ADVANTAGE)
+    shaped = add_overlong(p, config, "dynamic_sampling")
+    ends = add_kl(p, config, [shaped, *add_logprobs(p, config, shaped)])
+    p.add_node("advantage", advantage.advantage, deps=ends, role=Role.ADVANTAGE)
     p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
     return p.build()

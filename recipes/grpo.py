@@ -38,9 +38,9 @@ def add_scoring(p: Pipeline, config: RunConfig, source: str = "rollout") -> list
         The ids of the nodes whose outputs together hold everything.
     """
     p.add_node("reward_submit", reward.reward_submit, deps=[source], role=Role.REWARD)
-    scored = add_logprobs(p, config, source)
+    logprobs = add_logprobs(p, config, source)
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
-    return add_penalties(p, config, "reward", scored)
+    return add_kl(p, config, [add_overlong(p, config, "reward"), *logprobs])
 
 
 def add_logprobs(p: Pipeline, config: RunConfig, source: str) -> list[str]:
@@ -55,20 +55,20 @@ def add_logprobs(p: Pipeline, config: RunConfig, source: str) -> list[str]:
     return [id for id, _, _ in nodes]
 
 
-def add_penalties(p: Pipeline, config: RunConfig, rewarded: str, logprobs: list[str]) -> list[str]:
-    """What the recipe subtracts from the rewards of node `rewarded`: for length, for distance to the reference.
+def add_overlong(p: Pipeline, config: RunConfig, source: str) -> str:
+    """The length penalty after node `source`, when the recipe has one. Returns the id of the last node."""
+    if config.algorithm.overlong.buffer_tokens is None:
+        return source
+    p.add_node("overlong", shaping.overlong, deps=[source], role=Role.REWARD)
+    return "overlong"
 
-    Returns:
-        The ids of the nodes whose outputs together hold everything.
-    """
-    ends = [rewarded, *logprobs]
-    if config.algorithm.overlong.buffer_tokens is not None:
-        p.add_node("overlong", shaping.overlong, deps=[rewarded], role=Role.REWARD)
-        ends[0] = "overlong"
-    if config.algorithm.kl.use == "reward":
-        p.add_node("kl_in_reward", advantage.kl_in_reward, deps=ends, role=Role.ADVANTAGE)
-        ends = ["kl_in_reward"]
-    return ends
+
+def add_kl(p: Pipeline, config: RunConfig, ends: list[str]) -> list[str]:
+    """KL in the reward after the nodes `ends`, when the recipe has it. Returns the ids of the last nodes."""
+    if config.algorithm.kl.use != "reward":
+        return ends
+    p.add_node("kl_in_reward", advantage.kl_in_reward, deps=ends, role=Role.ADVANTAGE)
+    return ["kl_in_reward"]
 
 
 def needs_old_logp(config: RunConfig) -> bool:
