@@ -15,6 +15,7 @@ from megarl.runtime.health import Failure, Watch, read_beat, read_errors, where_
 
 POLL_S = 0.1
 SETTLE_S = 1.0  # after the first bad end: time for the others to show that they only lost a peer
+LINGER_S = 15.0  # a rank that has reported its error ends within this time, or is ended
 STACKS_S = 0.5  # time for hung ranks to write their stacks into the log
 
 OUT_OF_MEMORY_FIX = (
@@ -37,6 +38,11 @@ def supervise(workers: Workers, job: Job) -> int:
             return failure.exit_code
         if len(ended) == len(ranks):
             return 0
+        errors = read_errors(job.run_dir).values()
+        if errors and time.time() - min(error.time for error in errors) > LINGER_S:
+            failure = first_failure(workers, job, ended, oom_killed=False)
+            _report(failure, workers, job, ended)
+            return failure.exit_code
         trouble = watch.check(rank for rank in ranks if rank not in ended)
         if trouble is not None:
             _report_hang(trouble, workers, job, ended)

@@ -1,8 +1,7 @@
 """DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
 
 rollout -> reward_submit -> reward -> dynamic_sampling -> [filter] -> [overlong] -> [kl_in_reward] -> advantage -.
-   ^                                        |                \\-> [old_logp] ----------/--------------/    actor_train
-   |                                        |                \\-> [ref_logp] ---------/
+   ^                                        |                  \\-> [old_logp], [ref_logp] -/              actor_train
    '------------- more prompts -------------'   (inside the node, until the batch is full)
 """
 
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_logprobs, add_penalties
+from megarl.recipes.grpo import add_kl, add_logprobs, add_overlong
 from megarl.runtime.stages import advantage, reward, rollout, sampling, shaping, update
 
 if TYPE_CHECKING:
@@ -31,7 +30,8 @@ def build_graph(config: RunConfig) -> TaskGraph:
     if config.algorithm.filter.active:
         p.add_node("filter", shaping.filter_samples, deps=[chosen], role=Role.ADVANTAGE)
         chosen = "filter"
-    scored = add_penalties(p, config, chosen, add_logprobs(p, config, chosen))
-    p.add_node("advantage", advantage.advantage, deps=scored, role=Role.ADVANTAGE)
+    shaped = add_overlong(p, config, chosen)  # before the log-probs: they hand on the rewards of what they score
+    ends = add_kl(p, config, [shaped, *add_logprobs(p, config, shaped)])
+    p.add_node("advantage", advantage.advantage, deps=ends, role=Role.ADVANTAGE)
     p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
     return p.build()

@@ -61,7 +61,7 @@ def add_scoring(p: Pipeline, config: RunConfig, source: str = "rollout") -> list
     logprobs = add_logprobs(p, config, source)
     writes = [*contract_of(reward.reward).writes, *(["reward_parts"] if config.algorithm.advantage.parts else [])]
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD, writes=writes)
-    return add_penalties(p, config, "reward", logprobs)
+    return add_kl(p, config, [add_overlong(p, config, "reward"), *logprobs])
 
 
 def add_logprobs(p: Pipeline, config: RunConfig, source: str) -> list[str]:
@@ -76,20 +76,20 @@ def add_logprobs(p: Pipeline, config: RunConfig, source: str) -> list[str]:
     return ids
 
 
-def add_penalties(p: Pipeline, config: RunConfig, rewarded: str, logprobs: list[str]) -> list[str]:
-    """What the recipe subtracts from the rewards of node `rewarded`: for length, for distance to the reference.
+def add_overlong(p: Pipeline, config: RunConfig, source: str) -> str:
+    """The length penalty after node `source`, when the recipe has one. Returns the id of the last node."""
+    if config.algorithm.overlong.buffer_tokens is None:
+        return source
+    p.add_node("overlong", shaping.overlong, deps=[source], role=Role.REWARD)
+    return "overlong"
 
-    Returns:
-        The ids of the nodes whose outputs together hold everything.
-    """
-    ends = [rewarded, *logprobs]
-    if config.algorithm.overlong.buffer_tokens is not None:
-        p.add_node("overlong", shaping.overlong, deps=[rewarded], role=Role.REWARD)
-        ends[0] = "overlong"
-    if config.algorithm.kl.use == "reward":
-        p.add_node("kl_in_reward", advantage.kl_in_reward, deps=ends, role=Role.ADVANTAGE)
-        ends = ["kl_in_reward"]
-    return ends
+
+def add_kl(p: Pipeline, config: RunConfig, ends: list[str]) -> list[str]:
+    """The KL penalty after the nodes `ends`, when it is a part of the reward. Returns the ids of the last nodes."""
+    if config.algorithm.kl.use != "reward":
+        return ends
+    p.add_node("kl_in_reward", advantage.kl_in_reward, deps=ends, role=Role.ADVANTAGE)
+    return ["kl_in_reward"]
 
 
 def add_old_logp(p: Pipeline, config: RunConfig, source: str) -> list[str]:

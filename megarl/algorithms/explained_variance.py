@@ -27,7 +27,7 @@ def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, all_sum
 
     >>> all_tokens = torch.ones(4, dtype=torch.bool)
     >>> explained_variance(torch.tensor([0., 0., 1., 1.]), torch.tensor([0., 1., 2., 3.]), all_tokens)
-    0.8
+    0.6
     """
     seen = returns[mask].double()
     kept = torch.stack([seen, seen - values[mask].double()])

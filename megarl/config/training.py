@@ -101,5 +101,5 @@ class SFTConfig(Section):
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-3), description="optimizer")
     eval_every: NonNegativeInt = Field(0, description="steps between held-out evaluations; 0: only at the end")
     stop_at_accuracy: float | None = Field(
-        None, gt=0, le=1, description="end the phase when held-out greedy accuracy reaches this; needs eval_every"
+        None, ge=0, le=1, description="end the phase when held-out greedy accuracy reaches this; needs eval_every"
     )

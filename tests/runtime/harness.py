@@ -63,6 +63,7 @@ DAPO = (
     "reward.name=reward.py:first_is_digit",
     "rollout.sampling.n=2",
     "actor.mini_batch_size=2",
+    "validation.every=1",
     "sft.steps=0",
 )
 

@@ -88,7 +88,7 @@ def response_loss(model: Any, tokenizer: Any, prompt: str, answer: str) -> float
 def test_sft_goes_on_from_its_checkpoint(tuned: Path, folder: Path) -> None:
     settings = ["sft.steps=8", "sft.optim.lr=3e-2", "trainer.export_hf=false", "data.val_files=[]"]
     again = shutil.copytree(tuned, folder / "again")  # the other tests want the run as it is
-    goal = ["sft.stop_at_accuracy=1e-6", "sft.eval_every=3"]  # met at step 6 already
+    goal = ["sft.stop_at_accuracy=0", "sft.eval_every=3"]  # met at step 6 already, whatever it learnt
     megarl(folder, "sft", "tiny.yaml", *settings[:3], *goal, "--run-dir", again)
     assert [row["step"] for row in lines(again / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     megarl(folder, "sft", "tiny.yaml", *settings, "--run-dir", again)

@@ -117,14 +117,13 @@ def test_the_critic_learns_before_the_actor_moves(ppo):
     assert {"actor/pg_loss", "critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean"} <= ppo[2].keys()
     assert ppo[2]["critic/vpred_mean"] > ppo[1]["critic/vpred_mean"]  # returns are positive, the value head starts at 0
     assert 0 < ppo[4]["critic/vf_loss"] < ppo[1]["critic/vf_loss"]
-    assert ppo[4]["critic/vf_explained_var"] > ppo[1]["critic/vf_explained_var"]
     assert ppo[4]["actor/reward_kl_coef"] != ppo[2]["actor/reward_kl_coef"]
 
 
 def test_dynamic_sampling_goes_on_from_a_checkpoint_of_another_layout(recipe, tmp_path):
     whole = harness.run(recipe, tmp_path / "whole", *harness.DAPO)
-    assert max(step["sampling/rounds"] for step in whole.values() if "sampling/rounds" in step) > 1
-    assert whole[2]["sampling/surplus"] > 0, "the checkpoint would hold no samples"
-    harness.run(recipe, tmp_path / "parts", *harness.DAPO, "trainer.steps=2", "cluster.nproc=1")
-    assert list(tmp_path.glob("parts/checkpoints/step_2/surplus_*"))
+    assert whole[3]["sampling/rounds"] > 1
+    assert whole[3]["sampling/surplus"] > 1, "the checkpoint would hold too few samples"
+    harness.run(recipe, tmp_path / "parts", *harness.DAPO, "trainer.steps=3", "cluster.nproc=1")
+    assert list(tmp_path.glob("parts/checkpoints/step_3/surplus_0*"))
     assert_same(harness.run(recipe, tmp_path / "parts", *harness.DAPO), whole)

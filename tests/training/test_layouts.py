@@ -142,7 +142,9 @@ def test_layout_equals_the_single_process(processes, layouts, reference):
         worst = {key: max(rank[number][key] for rank in ranks) for key in ranks[0][number]}
         print(case, {key: f"{value:.1e}" for key, value in worst.items()})
         assert max(worst.get(key, 0.0) for key in ("logp", "entropy", "value")) < 5e-6, (case, worst)
-        assert max(value for key, value in worst.items() if key.startswith("step")) < 2e-6, (case, worst)
+        # A critic's loss is far from 0, and so are its gradients: their norm has a few units more in the last place.
+        steps = 5e-6 if "critic" in case[0] else 2e-6
+        assert max(value for key, value in worst.items() if key.startswith("step")) < steps, (case, worst)
         assert worst["weights"] < 2e-6, (case, worst)
 
 
