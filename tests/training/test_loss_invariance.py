@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.config.algorithm import Aggregation
 from megarl.config import checks_settings
+from megarl.config.algorithm import Aggregation
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
 from tests.dist import run_distributed
