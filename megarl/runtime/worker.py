@@ -81,6 +81,5 @@ if __name__ == "__main__":
     exit_code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    if exit_code:
-        os._exit(exit_code)  # at once: communication threads may wait for ranks that are gone
-    sys.exit(0)
+    # At once: threads of communication libraries may wait for ranks that are gone, or abort when the interpreter goes.
+    os._exit(exit_code)
