@@ -88,6 +88,7 @@ def write_atomically(path: Path, text: str) -> None:
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
+            os.fchmod(handle, 0o644)  # mkstemp's files are for their owner only; runs are read by teams
             file.write(text)
         os.replace(name, path)
     except BaseException:
