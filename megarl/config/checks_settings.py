@@ -128,6 +128,15 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
             found=False,
             fix="set algorithm.dynamic_sampling.enabled=true",
         )
+    if algorithm.dynamic_sampling.enabled and algorithm.pipeline in ("grpo", "ppo"):
+        checks.fail(
+            "dynamic sampling",
+            "algorithm.dynamic_sampling.enabled",
+            f"the {algorithm.pipeline} pipeline has no such node, so the setting would do nothing",
+            found=True,
+            allowed="false, or true with algorithm.pipeline=dapo",
+            fix="set algorithm.pipeline=dapo",
+        )
     if algorithm.dynamic_sampling.enabled and sampling.n < 2:
         checks.fail(
             "dynamic sampling",
