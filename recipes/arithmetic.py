@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+_SOURCES = {"+": "sums", "-": "differences", "*": "products"}
 
 
 def make_rows(
@@ -16,6 +17,7 @@ def make_rows(
     high: int = 99,
     held_out: int = 512,
     seed: int = 0,
+    shares: Mapping[str, float] | None = None,
 ) -> list[dict[str, str]]:
     """All expressions `a<op>b=` with low <= a, b <= high, split so that held-out ones are never trained on.
 
@@ -25,23 +27,33 @@ def make_rows(
         low: smallest operand.
         high: largest operand.
         held_out: size of the `val` split.
-        seed: decides which expressions are held out.
+        seed: decides which expressions are held out, and which are left out by `shares`.
+        shares: the part of an operator's expressions that is kept, drawn at random; an operator that is not named
+            keeps all.
 
     Returns:
-        Rows with `prompt` ("47+85="), `answer` ("132") and `data_source`.
+        Rows with `prompt` ("47+85="), `answer` ("132") and `data_source`, which tells operators apart if there are
+        several (sums, differences, products).
     """
     if split not in ("train", "val"):
         raise ValueError(f"split must be 'train' or 'val', not {split!r}")
     unknown = [op for op in ops if op not in OPERATORS]
     if unknown:
         raise ValueError(f"ops may hold {list(OPERATORS)}, not {unknown}")
+    shares = shares or {}
+    strange = {op: share for op, share in shares.items() if op not in ops or not 0 < share <= 1}
+    if strange:
+        raise ValueError(f"shares may give a number in (0, 1] to each of {list(ops)}, not {strange}")
     numbers = range(low, high + 1)
-    rows = [
-        {"prompt": f"{a}{op}{b}=", "answer": str(OPERATORS[op](a, b)), "data_source": "arithmetic"}
-        for op in ops
-        for a in numbers
-        for b in numbers
-    ]
+    rows = []
+    for op in ops:
+        pairs = [(a, b) for a in numbers for b in numbers]
+        if op in shares:
+            pairs = random.Random(f"{seed}{op}").sample(pairs, round(shares[op] * len(pairs)))
+        source = _SOURCES[op] if len(ops) > 1 else "arithmetic"
+        rows += [
+            {"prompt": f"{a}{op}{b}=", "answer": str(OPERATORS[op](a, b)), "data_source": source} for a, b in pairs
+        ]
     if not 0 < held_out < len(rows):
         raise ValueError(f"held_out must lie between 1 and {len(rows) - 1}, not {held_out}")
     random.Random(seed).shuffle(rows)

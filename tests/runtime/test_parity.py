@@ -1,0 +1,52 @@
+"""Where two implementations of a model part ways: nowhere when they hold the same weights, else at the changed place."""
+
+import math
+
+import pytest
+import torch
+
+from megarl.runtime.parity import compare
+from tests.dist import single_process
+from tests.models.tiny import build_tiny, save_tiny
+
+SEQUENCES = [torch.arange(3, 20), torch.arange(40, 47)]
+
+
+@pytest.fixture(autouse=True)
+def _parallel():
+    single_process()
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "qwen3_moe"])
+def test_equal_models_differ_nowhere(name, tmp_path):
+    reference = save_tiny(tmp_path, name)
+    (policy,) = build_tiny(tmp_path)
+    found = compare(reference, policy, SEQUENCES)
+    assert found.first is None
+    assert [place.name for place in found.places[:4]] == ["embedding", "layer 0 attention", "layer 0 mlp", "layer 0"]
+    assert max(place.relative for place in (*found.places, *found.logprobs)) < 1e-5  # measured: about 1e-6
+
+
+def test_first_place_is_the_changed_one(tmp_path):
+    reference = save_tiny(tmp_path, "qwen3")
+    (policy,) = build_tiny(tmp_path)
+    with torch.no_grad():
+        policy.decoder.layers[2].mlp.linear_fc2.weight[0, 0] += 0.5
+    found = compare(reference, policy, SEQUENCES)
+    assert found.first.name == "layer 2 mlp"
+    assert found.first.relative > found.tolerance
+
+
+def test_not_a_number_counts_as_a_difference(tmp_path):
+    reference = save_tiny(tmp_path, "qwen3")
+    (policy,) = build_tiny(tmp_path)
+    with torch.no_grad():
+        policy.decoder.layers[1].self_attention.linear_proj.weight[0, 0] = math.nan
+    assert compare(reference, policy, SEQUENCES).first.name == "layer 1 attention"
+
+
+def test_other_logprobs_are_compared_last(tmp_path):
+    reference = save_tiny(tmp_path, "qwen3")
+    (policy,) = build_tiny(tmp_path)
+    wrong = [torch.zeros(len(ids) - 1) for ids in SEQUENCES]
+    assert compare(reference, policy, SEQUENCES, {"server": wrong}).first.name == "log-probs, server"
