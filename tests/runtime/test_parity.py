@@ -1,4 +1,4 @@
-"""Where two implementations of a model part ways: nowhere when they hold the same weights, else at the changed place."""
+"""Where two implementations of a model part ways: nowhere with the same weights, else at the changed place."""
 
 import math
 
