@@ -1,0 +1,74 @@
+"""The command around `megarl.runtime.parity`: load a model twice, draw tokens, compare, show."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.training import EngineConfig
+from megarl.device import DTYPES, device, dist_backend
+from megarl.runtime.parity import Parity, compare
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from transformers import PreTrainedModel
+
+    from megarl.models.policy import PolicyModel
+
+LENGTHS = (64, 17, 40, 5)
+
+
+def parity(source: Path, dtype: str = "fp32") -> Parity:
+    """Compare the implementations on random tokens.
+
+    Args:
+        source: a Hugging Face folder, or a checkpoint of a run (RUN_DIR/checkpoints/step_N).
+        dtype: `fp32` or `bf16`, of parameters and computation.
+    """
+    with ExitStack() as stack:
+        if (source / "meta.json").is_file():
+            from megarl.runtime.convert import convert
+
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"
+            convert(source, folder)
+        else:
+            folder = source
+        reference, policy = _load_both(folder, DTYPES[dtype])
+        g = torch.Generator().manual_seed(0)
+        sequences = [torch.randint(policy.hf_config.vocab_size, (n,), generator=g) for n in LENGTHS]
+        return compare(reference, policy, sequences)
+
+
+def _load_both(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PolicyModel]:
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    from megarl.models.build import build_policy
+    from megarl.models.config import load_hf_config, transformer_config
+    from megarl.models.weights import load_weights
+    from megarl.training.parallel import init_parallel
+
+    hf = load_hf_config(ModelConfig(path=str(folder)))
+    if not dist.is_initialized():
+        dist.init_process_group(dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
+    init_parallel(ParallelConfig())
+    (policy,) = build_policy(hf, transformer_config(hf, ParallelConfig(), dtype=dtype, engine=EngineConfig()))
+    load_weights([policy], folder)
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return reference.eval().to(device()), policy.eval()
+
+
+def as_table(found: Parity) -> Table:
+    """Every place, the first beyond the tolerance marked."""
+    from rich.table import Table
+
+    table = Table("place", "largest difference", "relative", "", title="against transformers")
+    for place in (*found.places, *found.logprobs):
+        mark = "<- first beyond rounding" if place is found.first else ""
+        table.add_row(place.name, f"{place.largest:.3g}", f"{place.relative:.3g}", mark)
+    return table
