@@ -92,7 +92,7 @@ def test_a_good_recipe_passes_every_check(config_of):
         # schedules
         (["actor.optim.min_lr=1"], "actor.optim.min_lr", ["would rise"]),
         (
-            ["actor.optim.schedule=linear", "trainer.steps=10", "actor.optim.warmup_steps=10"],
+            ["actor.optim.schedule=linear", "actor.optim.decay_steps=10", "actor.optim.warmup_steps=10"],
             "actor.optim.warmup_steps",
             ["10 optimizer steps", "from 0 to 9"],
         ),
@@ -145,6 +145,7 @@ def test_one_mistake_gives_one_failure(failures, config_of, overrides, key, word
         (["algorithm.loss.sum_norm=4"], "algorithm.loss.sum_norm"),
         (["validation.every=5"], "data.val_files"),
         (["actor.optim.warmup_steps=100"], "actor.optim.warmup_steps"),
+        (["actor.optim={schedule: linear, warmup_steps: 10}", "trainer.steps=3"], "actor.optim.warmup_steps"),
         (["model.hf_config.num_hidden_layer=2"], "model.hf_config.num_hidden_layer"),
     ],
 )
