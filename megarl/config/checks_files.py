@@ -10,12 +10,18 @@ from typing import Any
 from megarl.config.checklist import Checklist
 from megarl.config.facts import KNOWN_KEYS, ModelFacts, hub_cache_folder, is_hub_name, model_facts
 from megarl.config.model import ModelConfig
-from megarl.config.references import check_reference, is_file_reference, is_module_reference
+from megarl.config.references import (
+    REWARDS,
+    check_reference,
+    check_reward_kwargs,
+    is_file_reference,
+    is_module_reference,
+    strings,
+)
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-REWARDS = ("exact_match", "format", "gsm8k", "math", "numeric")
 CHARACTERS = "chars:"
 TEXT = "text:"  # a prompt that stands in the recipe itself
 # A character tokenizer has these tokens besides its alphabet: padding, start, end, unknown.
@@ -182,12 +188,20 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
 
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:
-    """The reward's name, or the function it refers to."""
+    """The reward's name, or the function it refers to; its arguments; and its parts, as far as its source tells."""
     name = config.reward.name
-    if name in REWARDS:
-        checks.ok("reward", name)
-    elif is_file_reference(name) or is_module_reference(name):
-        _check_function("reward", name, "reward.name", checks)
+    if name in REWARDS or is_file_reference(name) or is_module_reference(name):
+        reference = REWARDS.get(name, name)
+        try:
+            tree = check_reference(reference, "reward.name")
+            if tree is not None:
+                check_reward_kwargs(tree, reference, name, config.reward.kwargs)
+        except ConfigError as error:
+            checks.from_error("reward", error)
+        else:
+            checks.ok("reward", name if name in REWARDS else f"reward.name: {name}")
+            if config.algorithm.advantage.name == "gdpo":
+                _check_parts(config, strings(tree) if tree is not None else None, checks)
     else:
         close = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
         missing_function = name.endswith(".py")
@@ -198,6 +212,30 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
             found=name,
             allowed=[*REWARDS, "file.py:function", "pkg.mod:fn"],
             fix=f"write {name}:function" if missing_function else _did_you_mean(close),
+        )
+
+
+def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -> None:
+    """Parts that gdpo weighs; `names` are those that the source of the reward could give, None when it is not known."""
+    reward, key = config.reward.name, "algorithm.advantage.parts"
+    parts = [name for name in config.algorithm.advantage.parts if name != "overall"]
+    if reward in REWARDS and parts:
+        checks.fail(
+            "reward parts",
+            key,
+            f"the reward {reward} returns one number, overall, and no parts",
+            found=parts,
+            allowed="parts that the reward function returns",
+            fix="write a reward function that returns them, and name it: reward.name=file.py:function",
+        )
+    missing = [name for name in parts if names is not None and name not in names]
+    if reward not in REWARDS and missing:
+        checks.warn(
+            "reward parts",
+            key,
+            f"the source of {reward} does not hold {'this name' if len(missing) == 1 else 'these names'}",
+            found=missing,
+            fix="name parts that the reward function returns for every sample",
         )
 
 
