@@ -239,8 +239,42 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
         )
 
 
+def check_other_models(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Reference, critic and teacher, as far as they are on this machine. `facts` are the policy's."""
+    algorithm = config.algorithm
+    critic = config.critic.path if algorithm.pipeline not in ("grpo", "dapo") else None
+    for role, path, used in (
+        ("reference", config.reference.path, algorithm.kl.use != "none"),
+        ("critic", critic, True),
+        ("teacher", config.teacher.path, algorithm.needs_teacher),
+    ):
+        if path is None or not used:
+            continue
+        try:
+            found = model_facts(ModelConfig(path=path))
+        except ConfigError as error:
+            where = error.where if error.where != "model.path" else f"{role}.path"
+            checks.from_error(
+                role, ConfigError(error.what, where=where, found=error.found, allowed=error.allowed, fix=error.fix)
+            )
+            continue
+        if found is None:
+            checks.skip(role, f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
+        elif role == "teacher" and facts is not None and found.vocab != facts.vocab:
+            checks.fail(
+                role,
+                "teacher.path",
+                "teacher and policy have different vocabularies, and distillation compares token by token",
+                found=f"{found.vocab} tokens",
+                allowed=f"{facts.vocab} tokens",
+                fix="choose a teacher with the policy's tokenizer",
+            )
+        else:
+            checks.ok(role, f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
+
+
 def check_places(config: RunConfig, checks: Checklist) -> None:
-    """Folders of a checkpoint, the reference model and the run."""
+    """Folders of a checkpoint and of the run."""
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         checks.fail(
@@ -261,16 +295,6 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
             allowed="auto, never, or RUN_DIR/checkpoints/step_N",
             fix=f"did you mean {inside[-1].parent}?" if inside else "name the folder of one step",
         )
-    for role, model in (("reference", config.reference.path), ("critic", config.critic.path)):
-        if model is not None and not Path(model).expanduser().is_dir() and not is_hub_name(model):
-            checks.fail(
-                role,
-                f"{role}.path",
-                "there is no such model folder",
-                found=model,
-                allowed="a Hugging Face folder or hub name, or null for the actor's weights at the start of RL",
-                fix="check the path; it is relative to the current folder",
-            )
     if Path(config.tracking.dir).is_file():
         checks.fail(
             "run folder",
