@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import math
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,16 @@ def export(c: Controller) -> None:
                     export_weights(c.critic.chunks, c.run_dir / "hf_critic", c.hf_config, c.tokenizer)
 
 
+def show_export(c: Controller) -> None:
+    """Say where the exported model is, and the command that tries it."""
+    if c.config.trainer.export_hf and c.layout.rank == 0:
+        model = c.run_dir / "hf"
+        command = ["megarl", "generate", str(c.run_dir / "config.yaml"), f"model.path={model}", "model.hf_config=null"]
+        if c.config.trainer.resume not in ("auto", "never"):
+            command.append("trainer.resume=auto")  # else its weights would take the place of the exported ones
+        print(f"model:  {model}\n  to try it: {shlex.join(command)} --prompt TEXT", flush=True)
+
+
 class Checkpoints:
     """Saves and restores a controller. All methods are collective.
 
@@ -47,17 +58,19 @@ class Checkpoints:
         self.source: Path | None = None
         self.accuracy: float | None = None
 
-    def find(self) -> int | None:
+    def find(self, key: str, steps: int) -> int | None:
         """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
 
         Checkpoints of this run folder that the run is not to continue, because it starts anew or before them, are set
-        aside.
+        aside. `steps` are those of the run, and `key` is where the recipe says so; what is left of them is printed.
         """
         import torch.distributed as dist
 
         # One rank looks for all: on a shared file system two ranks may see different folders.
         source, step = broadcast_json(self._decide() if dist.get_rank() == 0 else None, 0)
         self.source = None if source is None else Path(source)
+        if step is not None and dist.get_rank() == 0:
+            print(_outlook(step, steps, key, source), flush=True)
         return step
 
     def _decide(self) -> tuple[str | None, int | None]:
@@ -140,6 +153,16 @@ class Checkpoints:
                 keep_last=settings.keep_last,
                 best=is_best,
             )
+
+
+def _outlook(step: int, steps: int, key: str, source: str) -> str:
+    """What a run that resumes from `source` has before it."""
+    if step < steps:
+        return f"resuming after step {step} of {steps}, from {source}"
+    return (
+        f"this run is finished: step {step} of {steps} is done ({source}), there is nothing left to train\n"
+        f"  to go on: raise {key}"
+    )
 
 
 def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
