@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
 import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.comm import broadcast_json
 from megarl.errors import ConfigError
 from megarl.phase import phase
+from megarl.runtime.reference import put_aside
 from megarl.runtime.validate import due
 
 if TYPE_CHECKING:
@@ -85,11 +86,17 @@ class Checkpoints:
                 found=resume,
                 allowed="auto, never, or RUN_DIR/checkpoints/step_N",
             )
-        step = None if source is None else read_meta(source)["step"]
+        meta = None if source is None else read_meta(source)
+        step = None if meta is None else meta["step"]
         own = source is not None and source.resolve().parent == self._root.resolve()
         aside = set_aside(self._root, step if own else None)
         if aside is not None:
             print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
+            if not own:
+                put_aside(self._c.run_dir, aside)
+        if meta is not None:
+            for line in changed_keys(meta["config"], self._c.config.model_dump(mode="json")):
+                print(f"changed since the checkpoint: {line}", flush=True)
         return None if source is None else str(source), step
 
     def load(self) -> None:
@@ -149,10 +156,24 @@ class Checkpoints:
                 c.trained,
                 extra,
                 files=surplus_file(c),
-                config_hash=hashlib.sha256(c.config.model_dump_json().encode()).hexdigest(),
+                config=c.config.model_dump(mode="json"),
                 keep_last=settings.keep_last,
                 best=is_best,
             )
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """`key: old -> new` of every setting that both configurations have and that differs.
+
+    >>> list(changed_keys({"trainer": {"steps": 3, "seed": 0}}, {"trainer": {"steps": 5, "seed": 0}}))
+    ['trainer.steps: 3 -> 5']
+    """
+    for name in (name for name in before if name in now):
+        key, old, new = f"{path}{name}", before[name], now[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from changed_keys(old, new, f"{key}.")
+        elif old != new and key != "trainer.resume":
+            yield f"{key}: {old} -> {new}"
 
 
 def _outlook(step: int, steps: int, key: str, source: str) -> str:
