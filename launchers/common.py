@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -240,6 +240,17 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
     if config.cluster.threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
+
+
+def warn_of_few_cores(job: Job, environment: Mapping[str, str], workers_here: int) -> None:
+    """Say it when the workers of a machine without GPUs have more threads than it has cores."""
+    outer = environment["OMP_NUM_THREADS"].partition(",")[0]  # a list is for nested regions; the user may have set any
+    threads, cores = int(outer) if outer.isdecimal() else 1, available_cores()
+    if threads * workers_here > cores and not has_nvidia_device():
+        job.log.say(
+            f"megarl: warning: cluster.nproc: {workers_here} processes of {threads} threads share {cores} cores, "
+            "which is many times slower than one thread per core"
+        )
 
 
 def available_cores() -> int:

@@ -11,7 +11,7 @@ import threading
 import time
 
 from megarl.errors import ConfigError
-from megarl.launchers.common import Job, process_environment
+from megarl.launchers.common import Job, process_environment, warn_of_few_cores
 from megarl.launchers.output import pump
 from megarl.processes import free_port
 
@@ -31,6 +31,7 @@ def start(job: Job) -> LocalWorkers:
         )
     workers = LocalWorkers()
     shared = os.environ | process_environment(job.config, cluster.nproc)
+    warn_of_few_cores(job, shared, cluster.nproc)
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(cluster.nproc)}
     shared["LOCAL_WORLD_SIZE"] = shared["WORLD_SIZE"]
     command = [sys.executable, "-m", "megarl.runtime.worker", "--entry", job.entry, "--config", str(job.config_path)]

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from megarl.errors import ConfigError
-from megarl.launchers.common import Job, node_rank, process_environment
+from megarl.launchers.common import Job, node_rank, process_environment, warn_of_few_cores
 from megarl.launchers.output import Follower
 from megarl.processes import free_port, kill_with_parent, watch_parent, write_atomically
 
@@ -42,7 +42,9 @@ def start(job: Job) -> TorchrunWorkers:
     arguments += ["-m", "megarl.runtime.worker", "--entry", job.entry]
     arguments += ["--config", str(job.config_path), "--log-dir", str(job.log_dir)]
     ranks = list(range(node_rank() * here, (node_rank() + 1) * here))
-    return TorchrunWorkers(job, ranks, arguments, os.environ | process_environment(job.config, here))
+    environment = os.environ | process_environment(job.config, here)
+    warn_of_few_cores(job, environment, here)
+    return TorchrunWorkers(job, ranks, arguments, environment)
 
 
 def _rendezvous(nnodes: int) -> tuple[str, int]:

@@ -147,9 +147,10 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from megarl.runtime.convert import convert
+    from megarl.runtime.convert import convert, describe
 
     convert(arguments.source, arguments.target, dtype=arguments.dtype, max_shard_gb=arguments.max_shard_gb)
+    print(describe(arguments.target))
     return 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Sequence
 
 import torch
 
@@ -17,7 +19,7 @@ def has_cuda() -> bool:
 
 
 def device() -> torch.device:
-    """The device of this process: `cuda:LOCAL_RANK` or `cpu`. One visible GPU is this process's own (Ray shows one).
+    """The device of this process: `cuda:LOCAL_RANK` or `cpu`. The only visible GPU is this process's own, as with Ray.
 
     Raises:
         ConfigError: more processes than GPUs on this machine.
@@ -36,6 +38,29 @@ def device() -> torch.device:
             fix="lower cluster.nproc, or show more GPUs in CUDA_VISIBLE_DEVICES",
         )
     return torch.device("cuda", local)
+
+
+def gpu_id() -> str:
+    """The physical GPU of this process: `machine/uuid`."""
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(device()).uuid}"
+
+
+def refuse_shared_gpu(ids: Sequence[str]) -> None:
+    """Refuse processes that would compute on the same GPU; `ids` are those of all ranks, in their order.
+
+    Raises:
+        ConfigError: two ranks have one GPU, and collectives between them would hang or fail.
+    """
+    for rank, name in enumerate(ids):
+        first = ids.index(name)
+        if first != rank:
+            raise ConfigError(
+                f"ranks {first} and {rank} have the same GPU, {name}",
+                where="cluster.nproc",
+                found=len(ids),
+                allowed="one process per GPU",
+                fix=f"set cluster.nproc={len(set(ids))}, or show more GPUs in CUDA_VISIBLE_DEVICES",
+            )
 
 
 def dist_backend() -> str:

@@ -244,6 +244,7 @@ _QUIET = (
     (r"Apex is not installed\. Falling back to Torch Norm", r"megatron\.core\b"),
     (r"The following imports from `dynamic_context\.py` will be removed", r"megatron\.core\b"),
     (r"`torch\.distributed\.\w+_tensor` is deprecated", r"torch\.distributed\b"),
+    (r"`load_state_dict` is deprecated", r"megatron\.core\.dist_checkpointing\b"),
     (r"The \.grad attribute of a Tensor that is not a leaf Tensor", r"megatron\.core\.optimizer\b"),
 )
 _QUIET_ON_CPU = ((r"When using async grad allreduce it is recommended to set .* CUDA_DEVICE", r"megatron\.core\b"),)

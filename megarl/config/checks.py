@@ -7,7 +7,7 @@ import warnings
 from megarl.config.base import raise_problems
 from megarl.config.checklist import Check, Checklist
 from megarl.config.checks_correction import check_correction
-from megarl.config.checks_files import check_data, check_model, check_places, check_reward
+from megarl.config.checks_files import check_data, check_model, check_other_models, check_places, check_reward
 from megarl.config.checks_layout import check_cluster, check_deadlines, check_parallel, check_same_layout
 from megarl.config.checks_packages import check_packages
 from megarl.config.checks_settings import check_batches, check_job, check_objective, check_sampling, check_schedules
@@ -43,6 +43,8 @@ def check_config(
     check_job(config, job, checks)
     check_data(config, job, checks)
     check_reward(config, checks)
+    if job == "train":
+        check_other_models(config, facts, checks)
     check_places(config, checks)
     check_packages(config, checks, launcher, job)
     return checks.items

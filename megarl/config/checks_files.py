@@ -10,12 +10,18 @@ from typing import Any
 from megarl.config.checklist import Checklist
 from megarl.config.facts import KNOWN_KEYS, ModelFacts, hub_cache_folder, is_hub_name, model_facts
 from megarl.config.model import ModelConfig
-from megarl.config.references import check_reference, is_file_reference, is_module_reference
+from megarl.config.references import (
+    REWARDS,
+    check_reference,
+    check_reward_kwargs,
+    is_file_reference,
+    is_module_reference,
+    strings,
+)
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-REWARDS = ("exact_match", "format", "gsm8k", "math", "numeric")
 CHARACTERS = "chars:"
 TEXT = "text:"  # a prompt that stands in the recipe itself
 # A character tokenizer has these tokens besides its alphabet: padding, start, end, unknown.
@@ -182,12 +188,20 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
 
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:
-    """The reward's name, or the function it refers to."""
+    """The reward's name, or the function it refers to; its arguments; and its parts, as far as its source tells."""
     name = config.reward.name
-    if name in REWARDS:
-        checks.ok("reward", name)
-    elif is_file_reference(name) or is_module_reference(name):
-        _check_function("reward", name, "reward.name", checks)
+    if name in REWARDS or is_file_reference(name) or is_module_reference(name):
+        reference = REWARDS.get(name, name)
+        try:
+            tree = check_reference(reference, "reward.name")
+            if tree is not None:
+                check_reward_kwargs(tree, reference, name, config.reward.kwargs)
+        except ConfigError as error:
+            checks.from_error("reward", error)
+        else:
+            checks.ok("reward", name if name in REWARDS else f"reward.name: {name}")
+            if config.algorithm.advantage.name == "gdpo":
+                _check_parts(config, strings(tree) if tree is not None else None, checks)
     else:
         close = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
         missing_function = name.endswith(".py")
@@ -201,8 +215,66 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
         )
 
 
+def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -> None:
+    """Parts that gdpo weighs; `names` are those that the source of the reward could give, None when it is not known."""
+    reward, key = config.reward.name, "algorithm.advantage.parts"
+    parts = [name for name in config.algorithm.advantage.parts if name != "overall"]
+    if reward in REWARDS and parts:
+        checks.fail(
+            "reward parts",
+            key,
+            f"the reward {reward} returns one number, overall, and no parts",
+            found=parts,
+            allowed="parts that the reward function returns",
+            fix="write a reward function that returns them, and name it: reward.name=file.py:function",
+        )
+    missing = [name for name in parts if names is not None and name not in names]
+    if reward not in REWARDS and missing:
+        checks.warn(
+            "reward parts",
+            key,
+            f"the source of {reward} does not hold {'this name' if len(missing) == 1 else 'these names'}",
+            found=missing,
+            fix="name parts that the reward function returns for every sample",
+        )
+
+
+def check_other_models(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Reference, critic and teacher, as far as they are on this machine. `facts` are the policy's."""
+    algorithm = config.algorithm
+    critic = config.critic.path if algorithm.pipeline not in ("grpo", "dapo") else None
+    for role, path, used in (
+        ("reference", config.reference.path, algorithm.kl.use != "none"),
+        ("critic", critic, True),
+        ("teacher", config.teacher.path, algorithm.needs_teacher),
+    ):
+        if path is None or not used:
+            continue
+        try:
+            found = model_facts(ModelConfig(path=path))
+        except ConfigError as error:
+            where = error.where if error.where != "model.path" else f"{role}.path"
+            checks.from_error(
+                role, ConfigError(error.what, where=where, found=error.found, allowed=error.allowed, fix=error.fix)
+            )
+            continue
+        if found is None:
+            checks.skip(role, f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
+        elif role == "teacher" and facts is not None and found.vocab != facts.vocab:
+            checks.fail(
+                role,
+                "teacher.path",
+                "teacher and policy have different vocabularies, and distillation compares token by token",
+                found=f"{found.vocab} tokens",
+                allowed=f"{facts.vocab} tokens",
+                fix="choose a teacher with the policy's tokenizer",
+            )
+        else:
+            checks.ok(role, f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
+
+
 def check_places(config: RunConfig, checks: Checklist) -> None:
-    """Folders of a checkpoint, the reference model and the run."""
+    """Folders of a checkpoint and of the run."""
     resume = config.trainer.resume
     if resume not in ("auto", "never") and not Path(resume).expanduser().is_dir():
         checks.fail(
@@ -223,16 +295,6 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
             allowed="auto, never, or RUN_DIR/checkpoints/step_N",
             fix=f"did you mean {inside[-1].parent}?" if inside else "name the folder of one step",
         )
-    for role, model in (("reference", config.reference.path), ("critic", config.critic.path)):
-        if model is not None and not Path(model).expanduser().is_dir() and not is_hub_name(model):
-            checks.fail(
-                role,
-                f"{role}.path",
-                "there is no such model folder",
-                found=model,
-                allowed="a Hugging Face folder or hub name, or null for the actor's weights at the start of RL",
-                fix="check the path; it is relative to the current folder",
-            )
     if Path(config.tracking.dir).is_file():
         checks.fail(
             "run folder",

@@ -340,21 +340,22 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) ->
             allowed=f"number from 0 to {optim.lr}",
             fix=f"set {key}.min_lr=0",
         )
-    end = optim.decay_steps or steps
-    if optim.schedule != "constant" and optim.warmup_steps >= end:
+    warmup, end = optim.warmup_steps, optim.decay_steps or steps
+    if optim.schedule != "constant" and optim.decay_steps is not None and warmup >= end:
         checks.fail(
             "schedule",
             f"{key}.warmup_steps",
             f"the warm-up is as long as the whole schedule of {end} optimizer steps",
-            found=optim.warmup_steps,
+            found=warmup,
             allowed=f"whole number from 0 to {end - 1}",
             fix=f"set {key}.warmup_steps={end // 10}",
         )
-    elif optim.warmup_steps >= steps:
+    elif warmup >= steps:
+        cut = f"; it is cut to {steps - 1}" if optim.schedule != "constant" and optim.decay_steps is None else ""
         checks.warn(
             "schedule",
             f"{key}.warmup_steps",
-            f"the run ends after {steps} optimizer steps, before the warm-up does",
-            found=optim.warmup_steps,
+            f"the run ends after {steps} optimizer steps, before the warm-up does{cut}",
+            found=warmup,
             fix=f"set {key}.warmup_steps={steps // 10}",
         )

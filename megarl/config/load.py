@@ -27,7 +27,7 @@ from megarl.config.fields import (
     section_of,
 )
 from megarl.config.run import RunConfig
-from megarl.config.yamlio import Document, parse_texts, parse_value, read_yaml, to_yaml
+from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
 from megarl.errors import ConfigError
 
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -182,8 +182,12 @@ def _apply_override(document: Document, text: str) -> None:
             allowed=describe_allowed(key.info),
             fix=f"write {key.path}=...",
         )
+    replaced: set[tuple[str, ...]] = set()
     try:
-        value = parse_value(raw) if free or key.section else _parse_for(key, raw)
+        if free or key.section or is_free_form(key.info):
+            value, replaced = parse_tagged(raw, path, where)
+        else:
+            value = _parse_for(key, raw)
     except yaml.YAMLError as error:
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(
@@ -195,7 +199,7 @@ def _apply_override(document: Document, text: str) -> None:
     for part in reversed(path):
         value = {part: value}
     # Replacing a key that held something malformed is what an override is for, so only mappings are merged.
-    _merge(document, Document(value, {path: where}))
+    _merge(document, Document(value, {path: where}, replaced))
 
 
 def _parse_for(key: Key, raw: str) -> Any:
@@ -212,8 +216,6 @@ def _parse_for(key: Key, raw: str) -> Any:
             if not text.startswith("["):
                 return [raw] if str in get_args(kind) else parse_value(f"[{text}]")
             return parse_texts(text) if str in get_args(kind) else parse_value(text)
-        if origin is dict:
-            return parse_value(text)
         if kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
         if kind is int and _INT.fullmatch(text):

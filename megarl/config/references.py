@@ -5,13 +5,23 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
+import inspect
 import re
 import sys
 from pathlib import Path
 
 from megarl.errors import ConfigError
 
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+#: The included rewards: the function behind each name.
+REWARDS = {
+    "exact_match": "megarl.rewards.exact_match:exact_match",
+    "format": "megarl.rewards.format:format_reward",
+    "gsm8k": "megarl.rewards.gsm8k:gsm8k",
+    "math": "megarl.rewards.math:math",
+    "numeric": "megarl.rewards.numeric:numeric",
+}
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*")
 
 
@@ -25,12 +35,19 @@ def is_file_reference(text: str) -> bool:
     return text.rpartition(":")[0].endswith(".py")
 
 
-def check_reference(text: str, key: str) -> None:
-    """Find the function `text` refers to; ConfigError at `key` when its file, module or name is missing or broken."""
+def check_reference(text: str, key: str) -> ast.Module | None:
+    """Find the function `text` refers to.
+
+    Returns:
+        The source that it stands in; None when there is none in Python.
+
+    Raises:
+        ConfigError: at `key`: its file, module or name is missing or broken.
+    """
     module, _, function = text.rpartition(":")
     file = _file_of(module, text, key) if is_file_reference(text) else _source_of(module, text, key)
     if file is None:
-        return
+        return None
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     except SyntaxError as error:
@@ -49,6 +66,66 @@ def check_reference(text: str, key: str) -> None:
             allowed=public or "the file defines no function",
             fix=f"did you mean {module}:{close[0]}?" if close else f"define {top} in {file.name}",
         )
+    return tree
+
+
+def check_reward_kwargs(tree: ast.Module, reference: str, name: str, kwargs: dict[str, object]) -> None:
+    """Refuse keyword arguments that a reward function does not take, as far as its source tells.
+
+    Args:
+        tree: the source that holds the function.
+        reference: `file.py:fn` or `pkg.mod:fn`.
+        name: the reward's name in the recipe.
+        kwargs: `reward.kwargs`.
+    """
+    function = reference.rpartition(":")[2]
+    found = [node for node in _statements(tree.body) if isinstance(node, _FUNCTIONS) and node.name == function]
+    if len(found) != 1 or found[0].decorator_list:  # a decorator may change what the function takes
+        return
+    try:
+        _signature(found[0].args).bind(None, **kwargs)
+    except TypeError as error:
+        raise kwargs_error(name, kwargs, f"{function}({ast.unparse(found[0].args)})", error) from error
+
+
+def kwargs_error(name: str, kwargs: dict[str, object], signature: str, error: TypeError) -> ConfigError:
+    """The error for a reward that does not take its keyword arguments."""
+    return ConfigError(
+        f"{name} does not take these arguments: {error}",
+        where="reward.kwargs",
+        found=kwargs,
+        allowed=f"{signature}, whose first argument is the sample or the list of samples",
+        fix=f"remove them; on the command line, reward='!replace {{name: {name}}}' drops those of the recipe",
+    )
+
+
+def strings(tree: ast.Module) -> set[str]:
+    """Every text constant and every keyword of a call in a source: the names that it may give to what it returns."""
+    return {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)} | {
+        node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword) and node.arg is not None
+    }
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    """What may be passed; the values of defaults are not known."""
+    kind = inspect.Parameter
+    plain = [*arguments.posonlyargs, *arguments.args]
+    required = len(plain) - len(arguments.defaults)
+    made = [
+        kind(
+            argument.arg,
+            kind.POSITIONAL_ONLY if number < len(arguments.posonlyargs) else kind.POSITIONAL_OR_KEYWORD,
+            default=kind.empty if number < required else None,
+        )
+        for number, argument in enumerate(plain)
+    ]
+    if arguments.vararg:
+        made.append(kind(arguments.vararg.arg, kind.VAR_POSITIONAL))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        made.append(kind(argument.arg, kind.KEYWORD_ONLY, default=kind.empty if default is None else None))
+    if arguments.kwarg:
+        made.append(kind(arguments.kwarg.arg, kind.VAR_KEYWORD))
+    return inspect.Signature(made)
 
 
 def _file_of(path: str, text: str, key: str) -> Path:

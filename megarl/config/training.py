@@ -16,7 +16,9 @@ class OptimConfig(Section):
     lr: PositiveFloat = Field(1e-6, description="peak learning rate")
     min_lr: NonNegativeFloat = Field(0.0, description="learning rate at the end of the decay")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="shape after warm-up")
-    warmup_steps: NonNegativeInt = Field(0, description="optimizer steps of linear warm-up")
+    warmup_steps: NonNegativeInt = Field(
+        0, description="optimizer steps of linear warm-up; linear and cosine cut it to the run"
+    )
     decay_steps: PositiveInt | None = Field(None, description="optimizer steps until min_lr; null: the whole run")
     weight_decay: NonNegativeFloat = Field(0.01, description="decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="first-moment decay")

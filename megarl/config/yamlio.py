@@ -132,6 +132,32 @@ def parse_value(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
+def parse_tagged(text: str, path: tuple[str, ...], where: str) -> tuple[Any, set[tuple[str, ...]]]:
+    """Read one YAML value that may hold mappings tagged `!replace`.
+
+    Args:
+        path: the key that the value is for.
+        where: its origin, for errors.
+
+    Returns:
+        The value, and the paths of these mappings.
+
+    Raises:
+        yaml.YAMLError: it is malformed.
+        ConfigError: a mapping repeats a key.
+    """
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        document = Document({})
+        if node is None:
+            return None, set()
+        _walk(node, path, where, document, ())
+        return loader.construct_document(node), document.replaced
+    finally:
+        loader.dispose()
+
+
 def parse_texts(text: str) -> Any:
     """Read one YAML value in which every scalar stays text."""
     return yaml.load(text, Loader=yaml.BaseLoader)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import torch
+
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
-from megarl.models.hf import check_supported
+from megarl.models.hf import check_supported, read_hf_config
 from megarl.models.weights.export import write_metadata
 from megarl.models.weights.files import CheckpointReader, FolderWriter
 from megarl.models.weights.plan import hf_tensors
@@ -38,17 +40,23 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
     Raises:
         ConfigError: no such model, an unsupported one, tensors that are missing, or a target that is taken.
     """
-    from transformers import AutoConfig, GenerationConfig
+    from transformers import GenerationConfig
 
     target = Path(target)
     check_target(target)
     reader = CheckpointReader(source)
-    if not (reader.folder / "config.json").is_file():
-        raise ConfigError("no config.json here", where="megarl convert", found=str(reader.folder))
-    hf = AutoConfig.from_pretrained(reader.folder)
+    hf = read_hf_config(str(reader.folder), "megarl convert")
     check_supported(hf, str(reader.folder / "config.json"))
     shapes = hf_tensors(hf)
     to = DTYPES[dtype] if dtype else reader.read(next(iter(shapes)), ((0, 1), (0, 1))).dtype
+    if to not in DTYPES.values() and to is not torch.float16:
+        raise ConfigError(
+            "tensors of this dtype cannot be written as they are",
+            where=str(reader.folder),
+            found=str(to).removeprefix("torch."),
+            allowed="float32, bfloat16, float16, float64",
+            fix="name one: --dtype bf16",
+        )
     with FolderWriter(target, shapes, to, int(max_shard_gb * 1e9)) as writer:
         for name in shapes:
             writer.add(name, reader.read(name))

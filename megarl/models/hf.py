@@ -15,19 +15,23 @@ from megarl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_ALLOWED = "a folder with config.json and *.safetensors, or a hub name such as Qwen/Qwen3-0.6B"
 
-def load_hf_config(model: ModelConfig) -> PretrainedConfig:
+
+def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedConfig:
     """Hugging Face configuration of `model.path`, or the one spelt out in `model.hf_config`.
+
+    Args:
+        key: where the recipe names `model.path`, for errors.
 
     Raises:
         ConfigError: nothing to load, no such folder, or an architecture or variant that is not supported.
     """
     from transformers import AutoConfig
 
-    where = "model.path" if model.path is not None else "model.hf_config"
+    where = key if model.path is not None else "model.hf_config"
     if model.path is not None:
-        _check_folder(model.path)
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        config = read_hf_config(model.path, key, trust_remote_code=model.trust_remote_code)
     elif model.hf_config is not None:
         fields = dict(model.hf_config)
         _check_architecture(fields.pop("model_type", None), "model.hf_config.model_type")
@@ -38,6 +42,28 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
         )
     check_supported(config, where)
     return config
+
+
+def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The configuration in a folder, or of a hub name.
+
+    Raises:
+        ConfigError: at `where`: there is none, or it cannot be read.
+    """
+    from transformers import AutoConfig
+
+    _check_folder(path, where)
+    try:
+        return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:  # what transformers raises for files, hub and types
+        reason = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigError(
+            f"the model's configuration cannot be loaded: {reason}",
+            where=where,
+            found=path,
+            allowed=_ALLOWED,
+            fix="check the name; a hub name needs the network, or a download made before",
+        ) from error
 
 
 def check_supported(hf: PretrainedConfig, where: str) -> None:
@@ -54,15 +80,15 @@ def check_supported(hf: PretrainedConfig, where: str) -> None:
         )
 
 
-def _check_folder(path: str) -> None:
+def _check_folder(path: str, where: str) -> None:
     folder = Path(path).expanduser()
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if (folder.exists() or looks_local) and not (folder / "config.json").is_file():
         raise ConfigError(
             "no config.json here",
-            where="model.path",
+            where=where,
             found=path,
-            allowed="a folder with config.json and *.safetensors, or a hub name such as Qwen/Qwen3-0.6B",
+            allowed=_ALLOWED,
             fix="check the path",
         )
 

@@ -14,27 +14,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
+from megarl.config.references import REWARDS, kwargs_error
 from megarl.errors import ConfigError
 
 Mode = Literal["batch", "sequential"]
 
 
-@dataclass(frozen=True)
-class _Included:
-    """`time_limit_s`: default of the scorer's `timeout_s` per sample. It is kept by an alarm, so such a scorer runs in
-    the main thread of a process of its own."""
-
-    path: str
-    time_limit_s: float | None = None
-
-
-_INCLUDED = {
-    "gsm8k": _Included("megarl.rewards.gsm8k:gsm8k"),
-    "math": _Included("megarl.rewards.math:math", time_limit_s=5.0),
-    "exact_match": _Included("megarl.rewards.exact_match:exact_match"),
-    "numeric": _Included("megarl.rewards.numeric:numeric"),
-    "format": _Included("megarl.rewards.format:format_reward"),
-}
+#: Default of the scorer's `timeout_s` per sample. It is kept by an alarm, so such a scorer runs in the main thread of a
+#: process of its own.
+_TIME_LIMIT_S = {"math": 5.0}
 
 
 @dataclass(frozen=True)
@@ -57,7 +45,7 @@ class Scorer:
 
 def scorer_names() -> list[str]:
     """Names of the included scorers."""
-    return sorted(_INCLUDED)
+    return sorted(REWARDS)
 
 
 def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
@@ -66,7 +54,7 @@ def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
     Raises:
         ConfigError: `timeout_s` in `kwargs` is not a positive number.
     """
-    default = _INCLUDED[name].time_limit_s if name in _INCLUDED else None
+    default = _TIME_LIMIT_S.get(name)
     if default is None:
         return None
     limit = kwargs.get("timeout_s", default)
@@ -88,10 +76,9 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
     Raises:
         ConfigError: unknown name, missing file or function, an error while importing, or arguments it does not take.
     """
-    included = _INCLUDED.get(name)
-    path = included.path if included else name
+    path = REWARDS.get(name, name)
     if ":" not in path:
-        near = difflib.get_close_matches(name, _INCLUDED, n=1)
+        near = difflib.get_close_matches(name, REWARDS, n=1)
         raise ConfigError(
             "unknown reward",
             where="reward.name",
@@ -107,7 +94,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
         raise ConfigError(
             f"{module_name} has no function {function_name!r}", where="reward.name", found=name, allowed=local or None
         )
-    scorer = Scorer(name, function, "sequential" if included else mode, str(module.__file__), kwargs)
+    scorer = Scorer(name, function, "sequential" if name in REWARDS else mode, str(module.__file__), kwargs)
     _check_kwargs(scorer)
     return scorer
 
@@ -164,9 +151,4 @@ def _check_kwargs(scorer: Scorer) -> None:
     try:
         signature.bind(None, **scorer.kwargs)
     except TypeError as error:
-        raise ConfigError(
-            f"{scorer.name} does not take these arguments: {error}",
-            where="reward.kwargs",
-            found=scorer.kwargs,
-            allowed=f"{scorer.name}{signature}, whose first argument is the sample or the list of samples",
-        ) from error
+        raise kwargs_error(scorer.name, scorer.kwargs, f"{scorer.name}{signature}", error) from error

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 import math
+import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.comm import broadcast_json
 from megarl.errors import ConfigError
 from megarl.phase import phase
+from megarl.runtime.reference import put_aside
 from megarl.runtime.validate import due
 
 if TYPE_CHECKING:
@@ -32,6 +34,16 @@ def export(c: Controller) -> None:
                     export_weights(c.critic.chunks, c.run_dir / "hf_critic", c.hf_config, c.tokenizer)
 
 
+def show_export(c: Controller) -> None:
+    """Say where the exported model is, and the command that tries it."""
+    if c.config.trainer.export_hf and c.layout.rank == 0:
+        model = c.run_dir / "hf"
+        command = ["megarl", "generate", str(c.run_dir / "config.yaml"), f"model.path={model}", "model.hf_config=null"]
+        if c.config.trainer.resume not in ("auto", "never"):
+            command.append("trainer.resume=auto")  # else its weights would take the place of the exported ones
+        print(f"model:  {model}\n  to try it: {shlex.join(command)} --prompt TEXT", flush=True)
+
+
 class Checkpoints:
     """Saves and restores a controller. All methods are collective.
 
@@ -47,17 +59,19 @@ class Checkpoints:
         self.source: Path | None = None
         self.accuracy: float | None = None
 
-    def find(self) -> int | None:
+    def find(self, key: str, steps: int) -> int | None:
         """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
 
         Checkpoints of this run folder that the run is not to continue, because it starts anew or before them, are set
-        aside.
+        aside. `steps` are those of the run, and `key` is where the recipe says so; what is left of them is printed.
         """
         import torch.distributed as dist
 
         # One rank looks for all: on a shared file system two ranks may see different folders.
         source, step = broadcast_json(self._decide() if dist.get_rank() == 0 else None, 0)
         self.source = None if source is None else Path(source)
+        if step is not None and dist.get_rank() == 0:
+            print(_outlook(step, steps, key, source), flush=True)
         return step
 
     def _decide(self) -> tuple[str | None, int | None]:
@@ -72,11 +86,17 @@ class Checkpoints:
                 found=resume,
                 allowed="auto, never, or RUN_DIR/checkpoints/step_N",
             )
-        step = None if source is None else read_meta(source)["step"]
+        meta = None if source is None else read_meta(source)
+        step = None if meta is None else meta["step"]
         own = source is not None and source.resolve().parent == self._root.resolve()
         aside = set_aside(self._root, step if own else None)
         if aside is not None:
             print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
+            if not own:
+                put_aside(self._c.run_dir, aside)
+        if meta is not None:
+            for line in changed_keys(meta["config"], self._c.config.model_dump(mode="json")):
+                print(f"changed since the checkpoint: {line}", flush=True)
         return None if source is None else str(source), step
 
     def load(self) -> None:
@@ -136,10 +156,34 @@ class Checkpoints:
                 c.trained,
                 extra,
                 files=surplus_file(c),
-                config_hash=hashlib.sha256(c.config.model_dump_json().encode()).hexdigest(),
+                config=c.config.model_dump(mode="json"),
                 keep_last=settings.keep_last,
                 best=is_best,
             )
+
+
+def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    """`key: old -> new` of every setting that both configurations have and that differs.
+
+    >>> list(changed_keys({"trainer": {"steps": 3, "seed": 0}}, {"trainer": {"steps": 5, "seed": 0}}))
+    ['trainer.steps: 3 -> 5']
+    """
+    for name in (name for name in before if name in now):
+        key, old, new = f"{path}{name}", before[name], now[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from changed_keys(old, new, f"{key}.")
+        elif old != new and key != "trainer.resume":
+            yield f"{key}: {old} -> {new}"
+
+
+def _outlook(step: int, steps: int, key: str, source: str) -> str:
+    """What a run that resumes from `source` has before it."""
+    if step < steps:
+        return f"resuming after step {step} of {steps}, from {source}"
+    return (
+        f"this run is finished: step {step} of {steps} is done ({source}), there is nothing left to train\n"
+        f"  to go on: raise {key}"
+    )
 
 
 def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:

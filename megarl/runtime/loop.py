@@ -18,7 +18,7 @@ from megarl.dag.executor import Executor
 from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
-from megarl.runtime.checkpoints import Checkpoints, check_best_metric, export
+from megarl.runtime.checkpoints import Checkpoints, check_best_metric, export, show_export
 from megarl.runtime.critic import add_critic
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import add_reference
@@ -29,6 +29,7 @@ from megarl.runtime.validate import due, evaluate
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
+    from megarl.tracking.tracker import Part
 
 
 def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
@@ -39,7 +40,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     try:
         checkpoints = Checkpoints(c)
-        resumed_at = checkpoints.find()
+        resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
         if resumed_at is None and config.sft.steps:
             sft.cold_start(c)
         add_reference(c, graph, resumed_from=checkpoints.source)
@@ -47,7 +48,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         add_critic(c, graph)
         resting = config.critic.warmup_steps if c.critic is not None else 0
         c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
-        with Recorder(c, "train", config.trainer.steps, resumed_at) as recorder:
+        part: Part = "second" if config.sft.steps else "whole"
+        with Recorder(c, "train", config.trainer.steps, resumed_at, part) as recorder:
             if resumed_at is None:
                 _before_first_step(c, recorder, checkpoints)
             else:
@@ -55,6 +57,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
                     checkpoints.load()
             _steps(c, Executor(graph, rank=c.layout.rank), recorder, checkpoints)
             export(c)
+        show_export(c)
     finally:
         c.close()
 

@@ -18,7 +18,7 @@ from megarl.tracking.trace import TraceWriter
 
 if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
-    from megarl.tracking.tracker import Status, Tracker
+    from megarl.tracking.tracker import Part, Status, Tracker
 
 log = logging.getLogger(__name__)
 _AFTER_FAILURE_S = 5.0  # the other ranks hang until this one ends; its launcher completes what is missing then
@@ -32,9 +32,12 @@ class Recorder:
         stage: `train` or `sft`, see `megarl.tracking.tracker.Tracker`.
         total_steps: steps of the stage.
         resume_step: the step that a resumed run continues after.
+        part: of the run, see there.
     """
 
-    def __init__(self, c: Controller, stage: str, total_steps: int, resume_step: int | None = None) -> None:
+    def __init__(
+        self, c: Controller, stage: str, total_steps: int, resume_step: int | None = None, part: Part = "whole"
+    ) -> None:
         self._c = c
         self._tracker: Tracker | None = None
         if c.layout.rank == 0:
@@ -48,6 +51,7 @@ class Recorder:
                 stage=stage,
                 total_steps=total_steps,
                 resume_step=resume_step,
+                part=part,
             )
         self._trace = TraceWriter(c.run_dir, c.layout.rank)
         self._peak: float | None = None

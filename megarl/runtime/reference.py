@@ -58,8 +58,10 @@ def kept_reference(checkpoint: Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    folder = checkpoint.resolve().parents[1] / FOLDER
-    if not (folder / "config.json").is_file():
+    checkpoints = checkpoint.resolve().parent
+    places = [*_set_aside_since(checkpoints), checkpoints.parent]
+    folder = next((f for place in places if _is_model(f := place / FOLDER)), checkpoints.parent / FOLDER)
+    if not _is_model(folder):
         raise ConfigError(
             "the run of this checkpoint has kept no reference model, and a KL term needs one",
             where="trainer.resume",
@@ -68,3 +70,23 @@ def kept_reference(checkpoint: Path) -> Path:
             fix="set reference.path to the Hugging Face folder of the model that RL started from",
         )
     return folder
+
+
+def put_aside(run_dir: Path, aside: Path) -> None:
+    """Move the reference of a run that starts anew to the checkpoints that were moved to `aside`: they belong to it."""
+    if _is_model(run_dir / FOLDER):
+        (run_dir / FOLDER).rename(aside / FOLDER)
+
+
+def _set_aside_since(checkpoints: Path) -> list[Path]:
+    """`checkpoints` and, when it is a folder NAME.old-K, those that the run set aside after it, in order.
+
+    A run that only goes back to an earlier step keeps its reference, and moves it with the checkpoints it leaves later.
+    """
+    name, _, number = checkpoints.name.rpartition(".old-")
+    later = range(int(number) + 1, len(list(checkpoints.parent.glob(f"{name}.old-*"))) + 1) if name else ()
+    return [checkpoints, *(checkpoints.with_name(f"{name}.old-{k}") for k in later)]
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from megarl.algorithms.kl import KLController
+from megarl.comm import all_gather_json
 from megarl.config.run import RunConfig
 from megarl.data.loader import PromptLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
 from megarl.data.tokenizer import load_tokenizer
-from megarl.device import DTYPES, device, dist_backend, has_cuda
+from megarl.device import DTYPES, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.weights import init_random, load_weights
@@ -39,6 +40,8 @@ def init_processes(config: RunConfig) -> Layout:
         if not dist.is_initialized():
             timeout = datetime.timedelta(seconds=config.cluster.timeout_s)
             dist.init_process_group(dist_backend(), timeout=timeout)
+        if has_cuda():
+            refuse_shared_gpu(all_gather_json(gpu_id()))
         return init_parallel(config.actor.parallel, config.cluster.timeout_s)
 
 

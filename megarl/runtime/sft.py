@@ -21,22 +21,25 @@ if TYPE_CHECKING:
 
 def cold_start(c: Controller) -> None:
     """Train on the rows' answers before RL. An interrupted cold start begins again; `megarl sft` has checkpoints."""
-    with Recorder(c, "sft", c.config.sft.steps) as recorder:
+    if c.layout.rank == 0:
+        print("first phase: supervised fine-tuning; reinforcement learning follows", flush=True)
+    with Recorder(c, "sft", c.config.sft.steps, part="first") as recorder:
         _steps(c, recorder, _loader(c), checkpoints=None)
 
 
 def train(config: RunConfig, run_dir: Path) -> None:
     """A run of its own, with checkpoints and an export at the end."""
-    from megarl.runtime.checkpoints import Checkpoints, export
+    from megarl.runtime.checkpoints import Checkpoints, export, show_export
 
     c = build_controller(config, run_dir)
     try:
         c.loader = _loader(c)
         checkpoints = Checkpoints(c)
-        resumed_at = checkpoints.find()
+        resumed_at = checkpoints.find("sft.steps", config.sft.steps)
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
             _steps(c, recorder, c.loader, checkpoints)
             export(c)
+        show_export(c)
     finally:
         c.close()
 
@@ -66,6 +69,8 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
         with phase("resume"):
             checkpoints.load()
         if goal is not None and checkpoints.accuracy is not None and checkpoints.accuracy >= goal:
+            if c.layout.rank == 0:
+                print(f"sft.stop_at_accuracy was met at step {c.step}: there is nothing left to train", flush=True)
             return
     for step in range(c.step + 1, settings.steps + 1):
         set_step(step)

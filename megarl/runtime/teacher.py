@@ -28,7 +28,7 @@ def add_teacher(c: Controller, graph: TaskGraph) -> None:
     path = c.config.teacher.path
     assert path is not None, "config.checks asks for it"
     with phase("load_teacher"):
-        hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}))
+        hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
         if hf_config.vocab_size != c.hf_config.vocab_size:
             raise ConfigError(
                 "teacher and policy have different vocabularies, and distillation compares token by token",

@@ -16,6 +16,7 @@ from rich.text import Text
 from megarl.tracking.names import FINAL_TABLE, STEP_LINE, Shown, number
 
 _BAR = "training"
+_COLUMNS = ["first", "best", "last"]
 _LOG_EVERY_S = 15.0  # progress lines where no bar can be drawn
 
 
@@ -95,19 +96,25 @@ class ConsoleView:
         self.console.print(Text(message))
 
     def final(self, title: str, records: list[dict[str, Any]]) -> None:
-        """First, best and last value of the key metrics over all records; a record is a line of metrics.jsonl."""
+        """First, best and last value of the key metrics over all records; a record is a line of metrics.jsonl.
+
+        A validation before training (step 0) has a column of its own.
+        """
         self.close()
         rows = summary(records)
         if not rows:
             return
         table = Table(title=title, title_justify="left", title_style="bold")
         table.add_column("metric")
-        for column in ("first", "best", "last"):
+        columns = ["before", *_COLUMNS] if any("before" in row for _, row in rows) else _COLUMNS
+        for column in columns:
             table.add_column(column, justify="right")
         for shown, row in rows:
-            best = f"{number(row['best'])} (step {row['best_step']})" if "best" in row else ""
+            cells = {name: number(value) for name, value in row.items() if name != "best_step"}
+            if "best" in row:
+                cells["best"] += f" (step {row['best_step']})"
             unit = f" [{shown.unit}]" if shown.unit else ""
-            table.add_row(Text(shown.short + unit), number(row["first"]), best, number(row["last"]))
+            table.add_row(Text(shown.short + unit), *(cells.get(column, "") for column in columns))
         self.console.print(table)
 
     def close(self) -> None:
@@ -118,14 +125,23 @@ class ConsoleView:
 
 
 def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]:
-    """(metric, {first, last, best, best_step}) of the key metrics that occur; `best` only where better is known."""
+    """(metric, {before, first, last, best, best_step}) of the key metrics that occur.
+
+    `before` is the value of step 0 where other steps follow, which is left out of the rest; `best` only where better is
+    known.
+    """
     rows = []
+    trained = any(record["step"] > 0 for record in records)
     for shown in FINAL_TABLE:
         points = [(r["step"], r[shown.name]) for r in records if isinstance(r.get(shown.name), (int, float))]
-        if not points:
+        row: dict[str, Any] = {}
+        if trained and points and points[0][0] == 0:
+            row["before"] = points.pop(0)[1]
+        if points:
+            row |= {"first": points[0][1], "last": points[-1][1]}
+        if not row:
             continue
-        row: dict[str, Any] = {"first": points[0][1], "last": points[-1][1]}
-        if shown.better is not None:
+        if points and shown.better is not None:
             pick = max if shown.better == "up" else min
             row["best_step"], row["best"] = pick(points, key=lambda point: point[1])
         rows.append((shown, row))

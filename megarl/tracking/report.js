@@ -46,6 +46,15 @@ function ticks(lo, hi, count) {
   for (let t = Math.ceil(lo / step - 1e-9) * step; t <= hi + step * 1e-9; t += step) out.push(Math.abs(t) < step * 1e-9 ? 0 : t);
   return out;
 }
+// Texts of the marks of an axis: as many digits as it takes to tell neighbours apart.
+function tickTexts(values) {
+  const top = Math.max(...values.map(Math.abs)), step = values.length > 1 ? Math.abs(values[1] - values[0]) : top;
+  const [scale, unit] = top >= 1e9 ? [1e9, "G"] : top >= 1e6 ? [1e6, "M"] : top >= 1e4 ? [1e3, "k"] : [1, ""];
+  const write = (v, digits) => (top > 0 && top < 1e-3 ? v.toExponential(digits) : (v / scale).toFixed(digits));
+  let digits = 0;
+  while (digits < 12 && values.some((v) => Math.abs(Number(write(v, digits)) * scale - v) > step * 1e-3)) digits++;
+  return values.map((v) => (v === 0 ? "0" : write(v, digits) + unit));
+}
 function ema(y, weight) {
   // Debiased, so that the first points are not pulled to zero; gaps stay gaps.
   let total = 0, norm = 0;
@@ -112,12 +121,14 @@ function markAll() {
 function redrawAll() { state.plots.forEach((p) => p.redraw()); }
 
 function axes(root, width, height, xs, ys, box) {
+  const marks = ticks(ys[0], ys[1], 4), texts = tickTexts(marks);
+  box.l = Math.max(44, 14 + 6.4 * Math.max(...texts.map((text) => text.length)));
   const sx = (v) => box.l + ((v - xs[0]) / (xs[1] - xs[0] || 1)) * (width - box.l - box.r);
   const sy = (v) => height - box.b - ((v - ys[0]) / (ys[1] - ys[0] || 1)) * (height - box.t - box.b);
-  for (const t of ticks(ys[0], ys[1], 4)) {
+  marks.forEach((t, i) => {
     root.append(svg("line", { class: "gridline", x1: box.l, x2: width - box.r, y1: sy(t), y2: sy(t) }));
-    root.append(svg("text", { x: box.l - 7, y: sy(t) + 3.5, "text-anchor": "end" }, fmt(t)));
-  }
+    root.append(svg("text", { x: box.l - 7, y: sy(t) + 3.5, "text-anchor": "end" }, texts[i]));
+  });
   for (const t of ticks(xs[0], xs[1], Math.max(2, Math.floor(width / 70)))) {
     if (!Number.isInteger(t)) continue;
     root.append(svg("text", { x: sx(t), y: height - 5, "text-anchor": "middle" }, String(t)));
@@ -244,6 +255,8 @@ function header() {
   const facts = el("p", { class: "facts" });
   for (const [name, value] of DATA.facts) facts.append(el("span", {}, `${name} `, el("b", { text: value })));
   const tiles = el("div", { class: "tiles" }, ...DATA.tiles.map((t) => {
+    const name = el("div", { class: "name", text: t.label + (compare && t.unit ? ` [${t.unit}]` : "") });
+    if (compare) return el("div", { class: "tile" }, name, ...[t.last, ...t.others].map((v, i) => el("div", {}, key("", color(i), fmt(v)))));
     const from = el("div", { class: "from" });
     if (t.first !== t.last) {
       const better = t.better && (t.last > t.first) === (t.better === "up");
@@ -251,7 +264,7 @@ function header() {
       from.append(`from ${short(t.first)} `);
       if (t.better) from.append(el("span", { class: better ? "up" : "down", text: (t.last > t.first ? "▲ " : "▼ ") + short(Math.abs(t.last - t.first)) }));
     }
-    return el("div", { class: "tile" }, el("div", { class: "name", text: t.label }),
+    return el("div", { class: "tile" }, name,
       el("div", { class: "value" }, fmt(t.last), t.unit ? el("small", { text: t.unit }) : null), from, sparkline(t));
   }));
   const top = document.getElementById("top");

@@ -88,11 +88,15 @@ Points = tuple[list[int], list[float | None]]
 
 @dataclass
 class Run:
-    """One run folder: run.json, and for each stage and metric its points in order of steps."""
+    """One run folder: run.json, and for each stage and metric its points in order of steps.
+
+    `label` tells it from the other runs of a page; empty before there is one.
+    """
 
     folder: Path
     info: dict[str, Any]
     series: dict[str, dict[str, Points]]
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -129,13 +133,15 @@ def load_run(folder: Path) -> Run:
 
 def report_data(runs: list[Run]) -> dict[str, Any]:
     """The page's data; the first run is the subject, the others are drawn with it for comparison."""
+    for run, label in zip(runs, _labels(runs), strict=True):
+        run.label = label
     run = runs[0]
     stage = run.main_stage()
     samples, note = _samples(run.folder, stage)
     return {
-        "runs": [{"name": r.name, "status": r.info.get("status", "unknown")} for r in runs],
+        "runs": [{"name": r.label, "status": r.info.get("status", "unknown")} for r in runs],
         "facts": _facts(run, stage),
-        "tiles": _tiles(run, stage),
+        "tiles": _tiles(runs, stage),
         "groups": _groups(runs),
         "samples": samples,
         "samplesNote": note,
@@ -144,6 +150,18 @@ def report_data(runs: list[Run]) -> dict[str, Any]:
         "config": _config(run),
         "machine": _machine(run),
     }
+
+
+def _labels(runs: list[Run]) -> list[str]:
+    """The names of the runs; with as much of their folders as it takes where names are equal."""
+    names = [run.name for run in runs]
+    folders = [run.folder.absolute().parts for run in runs]
+    for depth in range(max(len(parts) for parts in folders) + 1):
+        tails = ["/".join(parts[len(parts) - depth :]) for parts in folders]
+        labels = [f"{n} ({t})" if t and names.count(n) > 1 else n for n, t in zip(names, tails, strict=True)]
+        if len(set(labels)) == len(runs):
+            return labels
+    return [f"{number}. {name}" for number, name in enumerate(names, 1)]  # one folder, named twice
 
 
 def _groups(runs: list[Run]) -> list[dict[str, Any]]:
@@ -200,7 +218,7 @@ def _line_chart(runs: list[Run], stage: str, row: _Chart, used: set[str]) -> dic
             x, y = have[name]
             text = label or name.rsplit("/", 1)[-1]
             if len(runs) > 1:
-                text = f"{run.name} {label}".strip()
+                text = f"{run.label} {label}".strip()
             dash = ("", "5 3", "2 3")[m % 3] if len(runs) > 1 else ""
             lines.append({"label": text, "x": x, "y": y, "tint": r if len(runs) > 1 else m, "dash": dash})
     if not lines:
@@ -267,7 +285,7 @@ def _phase_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str,
         if len(parts) > 7:
             rest = [sum(columns[name].get(step) or 0.0 for name in parts[7:]) for step in x]
             stack.append({"label": "other", "tint": 7, "y": rest})
-        title = "Seconds per phase" + (f": {run.name}" if len(runs) > 1 else "")
+        title = "Seconds per phase" + (f": {run.label}" if len(runs) > 1 else "")
         charts.append({"kind": "stack", "stage": stage, "title": title, "hint": "wall seconds of each step by phase",
                        "wide": True, "height": 230, "x": x, "parts": stack})  # fmt: skip
     return charts
@@ -285,16 +303,22 @@ def _thin(points: list[tuple[int, float | None]]) -> Points:
     return x, y
 
 
-def _tiles(run: Run, stage: str) -> list[dict[str, Any]]:
+def _tiles(runs: list[Run], stage: str) -> list[dict[str, Any]]:
+    """Key numbers of the first run, and what the others ended with."""
     tiles = []
-    have = run.series.get(stage, {})
+    have = runs[0].series.get(stage, {})
     for name, label, unit, better in _TILES:
         if name in have:
             values = [value for value in have[name][1] if value is not None]
-            tiles.append(
-                {"label": label, "unit": unit, "better": better, "first": values[0], "last": values[-1], "y": values}
-            )
+            tile = {"label": label, "unit": unit, "better": better, "first": values[0], "last": values[-1], "y": values}
+            tiles.append(tile | {"others": [_last(run, stage, name) for run in runs[1:]]})
     return tiles
+
+
+def _last(run: Run, stage: str, name: str) -> float | None:
+    """The last value of a metric; None when the run has none."""
+    values = [value for value in run.series.get(stage, {}).get(name, ([], []))[1] if value is not None]
+    return values[-1] if values else None
 
 
 def _facts(run: Run, stage: str) -> list[tuple[str, str]]:

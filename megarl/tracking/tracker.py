@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megarl.config.run import TrackingConfig
 
 Status = Literal["finished", "failed", "stopped"]
+Part = Literal["whole", "first", "second"]
 _ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
 
 
@@ -45,6 +46,8 @@ class Tracker:
         total_steps: steps of this stage; None: not known.
         resume_step: continue after this step: later lines of this stage are cut. None: a fresh start, which moves
             lines of an earlier try of this stage to `metrics.old-N.jsonl`.
+        part: this stage is the whole run, its first phase (another follows, so the end of this one does not end the
+            run), or its second.
         console: where console lines go; None: standard output.
     """
 
@@ -58,16 +61,18 @@ class Tracker:
         stage: str = "train",
         total_steps: int | None = None,
         resume_step: int | None = None,
+        part: Part = "whole",
         console: Console | None = None,
     ) -> None:
         self.run_dir = Path(run_dir).absolute()
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._cfg, self._name, self._stage = cfg, name, stage
+        self._cfg, self._name, self._stage, self._part = cfg, name, stage, part
         for file in ("metrics.jsonl", "samples.jsonl"):
             self._prepare(self.run_dir / file, resume_step)
         self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl")
         self._samples = JsonlWriter(self.run_dir / "samples.jsonl", durable=False)
-        self._run = {"name": name, "stage": stage, "status": "running", "started": time.time()}
+        started = self._started() if part == "second" or resume_step is not None else time.time()
+        self._run = {"name": name, "stage": stage, "status": "running", "started": started}
         self._run |= {"machine": machine_info(), "config": resolved}
         self._write_run()
         self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage)
@@ -97,19 +102,32 @@ class Tracker:
         """Close everything: status, trace.json, report.html, MLflow artifacts, the final table."""
         self._metrics.close()
         self._samples.close()
-        self._run |= {"status": status, "ended": time.time()}
-        self._write_run()
+        lines = [line for line in read_jsonl(self.run_dir / "metrics.jsonl") if line["stage"] == self._stage]
+        if self._part == "first" and status == "finished":
+            self.view.final(f"{self._name}: first phase ({self._stage}) is done", lines)
+            self.view.note("the run goes on with its second phase, reinforcement learning")
+        else:
+            self._run |= {"status": status, "ended": time.time()}
+            self._write_run()
+            self._close_files(f"{self._name} {status}", lines)
+        if self._mlflow is not None:
+            self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
+
+    def _close_files(self, title: str, lines: list[dict[str, Any]]) -> None:
+        """Write trace.json and report.html; show the final table."""
         merge_trace(self.run_dir)
         if self._cfg.report:
             from megarl.tracking.report import write_report
 
             report = write_report(self.run_dir)
-        lines = [line for line in read_jsonl(self.run_dir / "metrics.jsonl") if line["stage"] == self._stage]
-        self.view.final(f"{self._name} {status}", lines)
+        self.view.final(title, lines)
         if self._cfg.report:
             self.view.note(f"report: {report}")
-        if self._mlflow is not None:
-            self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
+
+    def _started(self) -> float:
+        """When the run that this one continues began; now, when this folder holds no record of it."""
+        record = self.run_dir / "run.json"
+        return json.loads(record.read_text())["started"] if record.is_file() else time.time()
 
     def _prepare(self, path: Path, resume_step: int | None) -> None:
         """Cut the lines after the step that is resumed at; before a fresh start move the old lines away."""

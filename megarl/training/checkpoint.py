@@ -3,7 +3,7 @@
     ROOT/step_120.tmp-4f2a/     every rank writes its tensors and RNG state
                                 and what it adds (samples that wait for the next step)
                  state.json     what the trainer adds (loader, controllers), plain JSON
-                 meta.json      last, by rank 0: step, layout, version, configuration hash
+                 meta.json      last, by rank 0: step, layout, version, configuration
     ROOT/step_120/              the same folder after fsync and rename
     ROOT/best.json              which step is kept for being best
     ROOT.old-K/                 checkpoints of steps that a run went back behind, see `set_aside`
@@ -47,7 +47,7 @@ def save(
     extra: dict[str, Any],
     *,
     files: Mapping[str, bytes] | None = None,
-    config_hash: str = "",
+    config: Mapping[str, Any] | None = None,
     keep_last: int = 2,
     best: bool = False,
 ) -> Path:
@@ -59,7 +59,7 @@ def save(
         engines: by name; frozen ones are stored without optimizer.
         extra: JSON values of rank 0, returned by `load`.
         files: contents by name of what this rank adds to the folder; no other rank gives the same name.
-        config_hash: identifies the configuration, for information.
+        config: resolved configuration as plain data, to tell what a resumed run changes.
         keep_last: newest checkpoints to keep, besides the best.
         best: this one is the best so far.
     """
@@ -87,7 +87,7 @@ def save(
             "optimizer_steps": steps,
         }
         (folder / _STATE).write_text(json.dumps(extra))
-        (folder / _META).write_text(json.dumps({**meta, "config_hash": config_hash}, indent=1))
+        (folder / _META).write_text(json.dumps({**meta, "config": config or {}}, indent=1))
         _publish(folder, final, tag)
         if best:
             _replace(root / _BEST, {"step": step})
@@ -225,7 +225,7 @@ def _sync(path: Path) -> None:
 def _save_rng(path: Path) -> None:
     """States of this rank's generators: Python, numpy, torch, CUDA, and Megatron's tracker."""
     import numpy
-    from safetensors.torch import save_file
+    from safetensors.torch import save as to_bytes
 
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     assert not isinstance(keys, str)
@@ -234,7 +234,8 @@ def _save_rng(path: Path) -> None:
         tensors["cuda"] = torch.cuda.get_rng_state()
     tensors |= {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
     plain = {"python": random.getstate(), "numpy": [kind, position, has_gauss, gauss]}
-    save_file(tensors, path, metadata={"plain": json.dumps(plain)})
+    # Not `save_file`, whose files only their owner may read; checkpoints are read by teams.
+    path.write_bytes(to_bytes(tensors, metadata={"plain": json.dumps(plain)}))
 
 
 def _load_rng(path: Path) -> None:

@@ -29,15 +29,16 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (0 is the first): linear warm-up, then constant, linear or cosine.
 
     The peak is reached on step `warmup_steps` and `min_lr` on step `decay_steps`, which is one past the last step of
-    a run when it is left at its default `total_steps`.
+    a run when it is left at its default `total_steps`. A schedule that decays has its peak at the last step at the
+    latest: the warm-up of a run that was shortened is cut.
     """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / (config.warmup_steps + 1)
+    end = config.decay_steps or total_steps
+    warmup = config.warmup_steps if config.schedule == "constant" else min(config.warmup_steps, end - 1)
+    if step < warmup:
+        return config.lr * (step + 1) / (warmup + 1)
     if config.schedule == "constant":
         return config.lr
-    end = config.decay_steps or total_steps
-    span = max(end - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / span, 1.0)
+    progress = min((step - warmup) / (end - warmup), 1.0)
     left = 1.0 - progress if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr + (config.lr - config.min_lr) * left
 

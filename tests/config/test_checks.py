@@ -1,12 +1,15 @@
 import json
+import shlex
 
 import pytest
 
 from megarl.config.base import ConfigErrors
 from megarl.config.checks import ConfigWarning, check_config, validate
 from megarl.config.facts import ModelFacts
+from megarl.config.load import load_config
 from megarl.data.preflight import check_rows
 from megarl.errors import ConfigError, DataError
+from tests.config.conftest import RECIPE
 
 MOE = ModelFacts("test", "qwen3_moe", 8, 64, 8, 4, 16, 96, 1000, 512, False, experts=12, experts_per_token=2)
 DENSE = ModelFacts("test", "qwen3", 12, 64, 12, 4, 16, 96, 1000, 512, False)
@@ -92,7 +95,7 @@ def test_a_good_recipe_passes_every_check(config_of):
         # schedules
         (["actor.optim.min_lr=1"], "actor.optim.min_lr", ["would rise"]),
         (
-            ["actor.optim.schedule=linear", "trainer.steps=10", "actor.optim.warmup_steps=10"],
+            ["actor.optim.schedule=linear", "actor.optim.decay_steps=10", "actor.optim.warmup_steps=10"],
             "actor.optim.warmup_steps",
             ["10 optimizer steps", "from 0 to 9"],
         ),
@@ -145,6 +148,7 @@ def test_one_mistake_gives_one_failure(failures, config_of, overrides, key, word
         (["algorithm.loss.sum_norm=4"], "algorithm.loss.sum_norm"),
         (["validation.every=5"], "data.val_files"),
         (["actor.optim.warmup_steps=100"], "actor.optim.warmup_steps"),
+        (["actor.optim={schedule: linear, warmup_steps: 10}", "trainer.steps=3"], "actor.optim.warmup_steps"),
         (["model.hf_config.num_hidden_layer=2"], "model.hf_config.num_hidden_layer"),
     ],
 )
@@ -252,6 +256,39 @@ def test_reward_file_is_read_and_not_run(write, config_of):
     assert [c for c in check_config(good) if c.status == "fail"] == []
     bad = check_config(config_of("reward.name=rewards.py:scores"))
     assert [c.fix for c in bad if c.status == "fail"] == ["did you mean rewards.py:score?"]
+
+
+@pytest.mark.parametrize(
+    ("takes", "kwargs", "fits"),
+    [
+        ("samples", "{}", True),
+        ("samples", "{a: 1}", False),
+        ("samples, a", "{a: 1}", True),
+        ("samples, a", "{}", False),
+        ("samples, /, a=1, *, b", "{b: 1}", True),
+        ("samples, /, a=1, *, b", "{samples: 1, b: 1}", False),
+        ("samples, *rest, a=1, **more", "{c: 1}", True),
+        ("*, samples", "{}", False),
+    ],
+)
+def test_arguments_of_a_reward_are_those_that_python_would_take(write, failures, takes, kwargs, fits):
+    write(f"def score({takes}): ...", "rewards.py")
+    found = failures("reward.name=rewards.py:score", f"reward.kwargs={kwargs}")
+    assert [check.key for check in found] == ([] if fits else ["reward.kwargs"])
+
+
+def test_a_decorated_reward_may_take_anything(write, failures):
+    write("import functools\n@functools.cache\ndef score(samples): ...", "rewards.py")
+    assert failures("reward.name=rewards.py:score", "reward.kwargs={a: 1}") == []
+
+
+def test_arguments_of_another_reward_are_refused_and_the_way_out_works(write):
+    file = write(RECIPE + "reward: {name: numeric, kwargs: {evaluated: true}}")
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'evaluated'") as caught:
+        validate(load_config(file, ["reward.name=gsm8k"]))
+    way_out = "reward='!replace {name: gsm8k}'"
+    assert way_out in str(caught.value)
+    validate(load_config(file, shlex.split(way_out)))
 
 
 def test_reward_file_with_a_syntax_error_names_the_line(write, failures):

@@ -15,9 +15,13 @@ DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
         ([DISTIL, "teacher.path=.", *DAPO], "algorithm.pipeline", ["reverse_kl reads log-probs"]),
         (["algorithm.advantage.name=optimal_token_baseline", *DAPO], "algorithm.pipeline", ["reads log-probs"]),
         ([GDPO], "algorithm.advantage.parts", ["none is named"]),
+        ([GDPO, PARTS], "algorithm.advantage.parts", ["exact_match returns one number", "'right'"]),
         ([GDPO, PARTS, "algorithm.kl.use=reward"], "algorithm.kl.use", ["penalty", "none or loss"]),
         ([GDPO, PARTS, "algorithm.overlong.buffer_tokens=2"], "algorithm.overlong.buffer_tokens", ["penalty"]),
         ([DISTIL], "teacher.path", ["needs a teacher"]),
+        ([DISTIL, "teacher.path=no/such/model"], "teacher.path", ["no such model folder"]),
+        ([DISTIL, "teacher.path=."], "teacher.path", ["no config.json"]),
+        ([DISTIL, "teacher.path=Qwen/Qwen3-8B"], "teacher.path", ["different vocabularies", "'151936", "32 tokens"]),
         (["algorithm.distillation.coef=0.1"], "teacher.path", ["needs a teacher"]),
         (["algorithm.distillation.coef=0.1", "teacher.path=.", *DAPO], "algorithm.pipeline", ["has no teacher"]),
         (["algorithm.distillation.estimator=klx"], "algorithm.distillation.estimator", ["did you mean"]),
@@ -60,7 +64,7 @@ def test_what_is_doubtful_is_said(warned, overrides, key):
     "overrides",
     [
         ["algorithm.advantage.name=remax", "rollout.sampling.n=1"],
-        [GDPO, PARTS],
+        [GDPO, "algorithm.advantage.parts={overall: 1.0}"],
         ["algorithm.loss.name=gspo", "algorithm.loss.aggregation=seq-mean-token-mean"],
         ["algorithm.filter.high=0.9", *DAPO],
     ],
@@ -77,3 +81,13 @@ def test_the_graph_of_every_estimator_holds_what_it_reads(config_of):
     for name in set(ESTIMATORS) - {"gae"}:
         graph = build_task_graph(config_of(f"algorithm.advantage.name={name}", PARTS, "algorithm.filter.high=0.9"))
         assert graph.order()[-2:] == ["advantage", "actor_train"], name
+
+
+def test_parts_are_looked_for_in_the_source_of_the_reward(write, failures, warned):
+    source = "def score(samples):\n    return [dict(overall=1.0, right=1.0) | {'short': 0.0} for s in samples]"
+    write(source, "rewards.py")
+    mine = [GDPO, "reward.name=rewards.py:score"]
+    assert not warned(*mine, "algorithm.advantage.parts={right: 1.0, short: 1.0, overall: 1.0}")
+    (doubtful,) = warned(*mine, "algorithm.advantage.parts={right: 1.0, shrt: 1.0}")
+    assert (doubtful.key, doubtful.found) == ("algorithm.advantage.parts", ["shrt"])
+    assert not failures(*mine, "algorithm.advantage.parts={right: 1.0, shrt: 1.0}")

@@ -81,6 +81,25 @@ def test_replace_takes_the_place_of_an_inherited_mapping(write):
     assert load_config(child, ["reward.kwargs.d=4"]).reward.kwargs == {"c": 3, "d": 4}
 
 
+@pytest.mark.parametrize(
+    ("override", "kwargs"),
+    [
+        ("reward=!replace {name: gsm8k}", {}),
+        ("reward={name: gsm8k, kwargs: !replace {d: 4}}", {"d": 4}),
+        ("reward.kwargs=!replace {}", {}),
+        ("reward={name: gsm8k}", {"a": 1}),
+    ],
+)
+def test_replace_in_an_override(write, override, kwargs):
+    file = write("reward: {name: numeric, kwargs: {a: 1}}")
+    assert load_config(file, [override]).reward.kwargs == kwargs
+
+
+def test_replace_is_for_mappings(write):
+    assert "the value of reward.kwargs cannot be read" in message(write("{}"), "reward.kwargs=!replace 3")
+    assert "the key reward.name is given twice" in message(write("{}"), "reward={name: a, name: b}")
+
+
 def test_cycle_is_named(write):
     write("extends: b.yaml", "a.yaml")
     write("extends: c.yaml", "b.yaml")

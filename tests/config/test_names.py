@@ -1,6 +1,5 @@
 """The names that recipes are checked against are those that the registries hold."""
 
-from megarl.config.checks_files import REWARDS
 from megarl.config.checks_settings import ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATORS, LOSSES
 
 
@@ -29,9 +28,3 @@ def test_kl_estimators():
     from megarl.algorithms.kl import KL
 
     assert sorted(KL.names()) == sorted(KL_ESTIMATORS)
-
-
-def test_rewards():
-    from megarl.rewards import scorer_names
-
-    assert sorted(scorer_names()) == sorted(REWARDS)

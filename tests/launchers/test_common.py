@@ -40,6 +40,20 @@ def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_environment(config(), workers_here=16)["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("threads", "workers", "gpu", "warns"),
+    [("2", 4, False, False), ("2", 5, False, True), ("3,2", 3, False, True), ("", 9, False, True), ("2", 5, True, 0)],
+)
+def test_more_threads_than_cores_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: str, workers: int, gpu: bool, warns: bool
+) -> None:
+    monkeypatch.setattr(common, "available_cores", lambda: 8)
+    monkeypatch.setattr(common, "has_nvidia_device", lambda: gpu)
+    log = OutputLog(tmp_path / "log.txt")
+    common.warn_of_few_cores(Job("m:f", config(), tmp_path, log), {"OMP_NUM_THREADS": threads}, workers)
+    assert ("share 8 cores" in (tmp_path / "log.txt").read_text()) == warns
+
+
 def test_the_recipe_wins_over_the_users_environment_and_that_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.setenv("MALLOC_TOP_PAD_", "1")

@@ -1,6 +1,7 @@
 """`megarl convert`: the same tensors in another dtype and other files, and the way from a checkpoint of a run."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from megarl.config.load import dump_config
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
-from megarl.runtime.convert import convert
+from megarl.runtime.convert import convert, describe
 from tests.models.tiny import save_tiny, tiny_dict
 
 
@@ -71,8 +72,41 @@ def test_taken_target_is_refused(tmp_path):
 
 
 def test_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="safetensors"):
+    with pytest.raises(ConfigError, match="neither a model nor a checkpoint"):
         convert(tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigError, match="no such folder"):
+        convert(tmp_path / "no" / "such", tmp_path / "out")
+
+
+def test_a_run_folder_is_answered_with_its_newest_checkpoint_or_its_model(tmp_path):
+    for step in ("step_2", "step_10", "step_11.tmp-1"):
+        (tmp_path / "checkpoints" / step).mkdir(parents=True)
+        (tmp_path / "checkpoints" / step / "meta.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "checkpoints"):
+        with pytest.raises(ConfigError, match=r"did you mean .*checkpoints/step_10\?"):
+            convert(source, tmp_path / "out")
+    save_tiny(tmp_path / "hf", "llama")
+    with pytest.raises(ConfigError, match=r"did you mean .*/hf\?"):
+        convert(tmp_path, tmp_path / "out")
+
+
+def test_damaged_files_and_places_that_cannot_be_written_are_named(tmp_path):
+    save_tiny(tmp_path / "in", "llama")
+    with pytest.raises(ConfigError, match=r"cannot be read or written \(File exists\)"):
+        convert(tmp_path / "in", tmp_path / "in" / "config.json" / "out")
+    with pytest.raises(ConfigError, match="--max-shard-gb"):
+        convert(tmp_path / "in", tmp_path / "out", max_shard_gb=0)
+    file = tmp_path / "in" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    with pytest.raises(ConfigError, match=r"model\.safetensors: this is not a whole safetensors file"):
+        convert(tmp_path / "in", tmp_path / "out")
+
+
+def test_what_was_written_is_described(tmp_path):
+    save_tiny(tmp_path / "in", "llama")
+    convert(tmp_path / "in", tmp_path / "out", dtype="bf16")
+    count = len(tensors(tmp_path / "out"))
+    assert re.fullmatch(rf".*/out: {count} tensors, BF16, \S+ GB in 1 file", describe(tmp_path / "out"))
 
 
 def test_missing_tensor_is_named_and_nothing_is_left(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megarl.config.model import ModelConfig
+from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config, num_experts
 from megarl.models.weights.plan import Coordinate, hf_tensors, slices_for
 from tests.models.tiny import ARCHITECTURES, save_tiny, tiny_dict
@@ -82,3 +83,10 @@ def test_mbridge_makes_the_same_parameters(name):
             ours[tuple(place)] = tensors[piece.source][tuple(box)]
         theirs = bridge._weight_to_mcore_format(param, [tensors[source] for source in sources])
         assert torch.equal(ours, theirs), param
+
+
+@pytest.mark.parametrize("text", ["{", '{"model_type": "no_such_type"}'])
+def test_a_broken_config_is_an_error_at_its_key(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"teacher\.path: the model's configuration cannot be loaded"):
+        load_hf_config(ModelConfig(path=str(tmp_path)), "teacher.path")

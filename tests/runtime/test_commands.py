@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -93,6 +94,15 @@ def test_sft_goes_on_from_its_checkpoint(tuned: Path, folder: Path) -> None:
     assert [row["step"] for row in lines(again / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     megarl(folder, "sft", "tiny.yaml", *settings, "--run-dir", again)
     assert [row["step"] for row in lines(again / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_the_command_that_a_run_ends_with_works(tuned: Path, folder: Path) -> None:
+    log = (tuned / "log.txt").read_text()
+    assert f"model:  {tuned / 'hf'}" in log
+    (command,) = [line.partition("to try it: ")[2] for line in log.splitlines() if "to try it: " in line]
+    assert shlex.split(command)[:2] == ["megarl", "generate"]
+    output = megarl(folder, *shlex.split(command)[1:-1], "2+2=", "tracking.dir=elsewhere")
+    assert "> 2+2=" in output
 
 
 def test_eval_scores_the_held_out_prompts(tuned: Path, folder: Path) -> None:

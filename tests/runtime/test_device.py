@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.device import device
+from megarl.device import device, refuse_shared_gpu
 from megarl.errors import ConfigError
 
 
@@ -28,3 +28,10 @@ def test_every_process_has_a_gpu_of_its_own(gpus):
 def test_the_only_visible_gpu_is_the_process_s_own(gpus):
     gpus(1, 3)
     assert device() == torch.device("cuda", 0)
+
+
+def test_two_ranks_on_one_gpu_are_refused():
+    refuse_shared_gpu(["a/GPU-1", "a/GPU-2", "b/GPU-1"])
+    with pytest.raises(ConfigError, match=r"ranks 1 and 3 have the same GPU, a/GPU-2") as caught:
+        refuse_shared_gpu(["a/GPU-1", "a/GPU-2", "b/GPU-1", "a/GPU-2"])
+    assert caught.value.fix.startswith("set cluster.nproc=3")

@@ -76,7 +76,13 @@ def test_a_kill_while_a_checkpoint_is_written_loses_only_that_checkpoint(recipe,
 
 def test_a_finished_run_has_nothing_left_to_do(recipe, tmp_path):
     first = harness.run(recipe, tmp_path, "trainer.steps=1", "sft.steps=0")
-    assert harness.run(recipe, tmp_path, "trainer.steps=1", "sft.steps=0") == first
+    process = harness.start(recipe, tmp_path, "trainer.steps=1", "sft.steps=0", "trainer.keep_last=3")
+    output = harness.finish(process)
+    assert harness.metrics(tmp_path) == first
+    assert "this run is finished: step 1 of 1 is done" in output
+    assert "changed since the checkpoint: trainer.keep_last: 2 -> 3" in output
+    assert f"model:  {tmp_path / 'hf'}" in output
+    assert "FutureWarning" not in output
 
 
 def test_a_run_that_starts_anew_or_from_another_run_leaves_old_checkpoints_behind(recipe, tmp_path):
@@ -84,6 +90,7 @@ def test_a_run_that_starts_anew_or_from_another_run_leaves_old_checkpoints_behin
     first = harness.run(recipe, tmp_path / "one", *short)
     assert harness.run(recipe, tmp_path / "one", *short, "trainer.resume=never") == first
     assert (tmp_path / "one" / "checkpoints.old-1" / "step_1" / "meta.json").is_file()
+    assert (tmp_path / "one" / "checkpoints.old-1" / "reference" / "config.json").is_file()
     source = tmp_path / "one" / "checkpoints" / "step_1"
     more = harness.run(recipe, tmp_path / "two", "trainer.steps=2", "sft.steps=0", f"trainer.resume={source}")
     assert list(more) == [2]

@@ -1,5 +1,8 @@
 import json
 import re
+import shutil
+import subprocess
+from importlib.resources import files
 
 import pytest
 
@@ -104,6 +107,42 @@ def test_runs_side_by_side(tmp_path):
     score = page_data(path.read_text())["groups"][0]["charts"][0]
     assert [(line["label"], len(line["x"])) for line in score["lines"]] == [("a", 4), ("b", 6)]
     assert score["range"] == [1, 6]
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    runs = [tmp_path / "x" / "1", tmp_path / "y" / "1", tmp_path / "y" / "2"]
+    for number, folder in enumerate(runs):
+        folder.mkdir(parents=True)
+        make_run(folder, name="same" if number < 2 else "other", steps=number + 1)
+    data = page_data(write_report(runs[0], runs[1:]).read_text())
+    assert [run["name"] for run in data["runs"]] == ["same (x/1)", "same (y/1)", "other"]
+    assert [line["label"] for line in data["groups"][0]["charts"][0]["lines"]] == ["same (x/1)", "same (y/1)", "other"]
+    assert [(tile["last"], tile["others"]) for tile in data["tiles"] if tile["label"] == "Step"] == [(3.5, [3.5, 3.5])]
+    assert len({run["name"] for run in page_data(write_report(runs[0], [runs[0]]).read_text())["runs"]}) == 2
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs a JavaScript engine")
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ([0, 0.25, 0.5], ["0", "0.25", "0.50"]),
+        ([1000.2, 1000.4, 1000.6], ["1000.2", "1000.4", "1000.6"]),
+        ([0.0001002, 0.0001004], ["1.002e-4", "1.004e-4"]),
+        ([12300, 12350, 12400], ["12.30k", "12.35k", "12.40k"]),
+        ([-2, 0, 2], ["-2", "0", "2"]),
+    ],
+)
+def test_marks_of_an_axis_differ(values, texts):
+    script = (files("megarl.tracking") / "report.js").read_text()
+    function = re.search(r"^function tickTexts.*?^}", script, re.S | re.M)[0]
+    done = subprocess.run(
+        ["node", "-e", f"{function}\nconsole.log(JSON.stringify(tickTexts({values})))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert json.loads(done.stdout) == texts
 
 
 def test_a_folder_without_metrics_is_refused(tmp_path):

@@ -187,7 +187,43 @@ def test_progress_on_a_terminal_is_taken_down():
 
 
 def test_summary_takes_first_best_and_last():
-    lines = [{"step": s, "val/acc": v} for s, v in [(0, 0.4), (5, 0.9), (9, 0.8)]] + [{"step": 9, "val/acc": None}]
+    lines = [{"step": s, "val/acc": v} for s, v in [(2, 0.4), (5, 0.9), (9, 0.8)]] + [{"step": 9, "val/acc": None}]
     ((shown, row),) = summary(lines)
     assert shown.name == "val/acc"
     assert row == {"first": 0.4, "last": 0.8, "best": 0.9, "best_step": 5}
+
+
+def test_what_was_measured_before_training_stands_apart():
+    before = {"step": 0, "val/acc": 0.95, "timing_s/step": 60.0}
+    lines = [before, {"step": 1, "timing_s/step": 2.0}, {"step": 2, "val/acc": 0.5, "timing_s/step": 1.0}]
+    found = {shown.name: row for shown, row in summary(lines)}
+    assert found["val/acc"] == {"before": 0.95, "first": 0.5, "last": 0.5, "best": 0.5, "best_step": 2}
+    assert found["timing_s/step"] == {"before": 60.0, "first": 2.0, "last": 1.0}
+    assert summary([before])[0][1] == {"first": 0.95, "last": 0.95, "best": 0.95, "best_step": 0}  # an evaluation
+
+
+def test_the_end_of_a_first_phase_is_not_the_end_of_the_run(tmp_path, screen):
+    first = tracker(tmp_path, screen, stage="sft", part="first")
+    first.log(1, {"sft/loss": 1.0})
+    first.finish()
+    text = screen.file.getvalue()
+    assert "my run: first phase (sft) is done" in text
+    assert "the run goes on" in text
+    assert "finished" not in text
+    assert "report:" not in text
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["status"] == "running"
+    second = tracker(tmp_path, screen, part="second")
+    second.log(1, {"critic/score/mean": 1.0})
+    second.finish()
+    ended = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (ended["status"], ended["started"]) == ("finished", record["started"])
+    assert "my run finished" in screen.file.getvalue()
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(1, True), (None, False)])
+def test_a_resumed_run_began_when_it_first_began(tmp_path, screen, resume_step, kept):
+    tracker(tmp_path, screen).finish("failed")
+    started = json.loads((tmp_path / "run" / "run.json").read_text())["started"]
+    tracker(tmp_path, screen, resume_step=resume_step)
+    assert (json.loads((tmp_path / "run" / "run.json").read_text())["started"] == started) == kept

@@ -104,7 +104,7 @@ def test_resume_is_bit_for_bit(alone, tmp_path, dtype):
     frozen = cases.make_engine("dense", frozen=True, dtype=dtype, name="reference")
     _steps(engine, 0)
     extra = {"loader": {"epoch": 1, "position": 7}, "kl": 0.125}
-    folder = checkpoint.save(tmp_path, 2, {"actor": engine, "reference": frozen}, extra, config_hash="abc")
+    folder = checkpoint.save(tmp_path, 2, {"actor": engine, "reference": frozen}, extra, config={"name": "x"})
     draw = torch.rand(3)
     metrics = _steps(engine, 2)
     again = _engine("moe", {}, dtype=dtype, seed=8)
@@ -114,7 +114,8 @@ def test_resume_is_bit_for_bit(alone, tmp_path, dtype):
     assert _steps(again, 2) == metrics
     assert _hashes(again) == _hashes(engine)
     assert _hashes(fresh) == _hashes(frozen)
-    assert checkpoint.read_meta(folder)["config_hash"] == "abc"
+    assert checkpoint.read_meta(folder)["config"] == {"name": "x"}
+    assert len({path.stat().st_mode for path in folder.iterdir() if path.is_file()}) == 1  # readable by the same people
 
 
 def test_offloaded_engines_are_saved_and_stay_offloaded(alone, tmp_path):

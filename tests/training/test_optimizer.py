@@ -27,6 +27,11 @@ def test_cosine_from_warm_up_to_decay_steps():
     assert found == pytest.approx([1 / 3, 1.0, 0.6, 0.2, 0.2])
 
 
+def test_a_shortened_run_cuts_its_warm_up():
+    assert _rates(range(4), total=3, schedule="cosine", warmup_steps=10) == pytest.approx([1 / 3, 2 / 3, 1.0, 0.0])
+    assert _rates([0, 1], total=1, schedule="linear", warmup_steps=10) == pytest.approx([1.0, 0.0])
+
+
 @pytest.mark.parametrize("distributed", [True, False])
 def test_step_is_clipped_adamw_with_undecayed_vectors(alone, distributed):
     optim = OptimConfig(lr=1e-2, weight_decay=0.5, eps=1e-3, clip_grad=0.1, schedule="linear")

@@ -50,8 +50,6 @@ class CheckpointReader:
         index = self.folder / INDEX
         if index.is_file():
             return json.loads(index.read_text())["weight_map"]
-        from safetensors import safe_open
-
         files = sorted(self.folder.glob("*.safetensors"))
         if not files:
             raise ConfigError(
@@ -62,8 +60,7 @@ class CheckpointReader:
             )
         names: dict[str, str] = {}
         for file in files:
-            with safe_open(file, framework="pt") as handle:
-                names |= dict.fromkeys(handle.keys(), file.name)
+            names |= dict.fromkeys(_open_file(file).keys(), file.name)
         return names
 
     def __contains__(self, name: str) -> bool:
@@ -83,22 +80,35 @@ class CheckpointReader:
             )
         file = self._file_of[name]
         if file not in self._open:
-            from safetensors import safe_open
-
             path = self.folder / file
             if not path.is_file():
                 raise ConfigError("this file is named by the index and is missing", where=str(path))
-            self._open[file] = safe_open(path, framework="pt")
+            self._open[file] = _open_file(path)
         return self._open[file].get_slice(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of tensor `name`."""
         return tuple(self._slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """Dtype of tensor `name` as its file spells it, such as BF16."""
+        return str(self._slice(name).get_dtype())
+
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
         """Tensor `name` or the part of it inside `box`, in the file's dtype."""
         found = self._slice(name)
         return found[tuple(slice(*span) for span in box)] if box is not None else found[...]
+
+
+def _open_file(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ConfigError(
+            f"this is not a whole safetensors file ({error})", where=str(path), fix="copy or download it again"
+        ) from error
 
 
 class SafetensorsWriter:
