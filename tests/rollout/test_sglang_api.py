@@ -88,7 +88,7 @@ def test_without_the_key_the_status_is_told_and_the_key_is_not(url: str) -> None
 
 @pytest.mark.parametrize("path", ["/hang", "/drip"])
 def test_the_deadline_is_that_of_the_whole_answer(url: str, path: str) -> None:
-    with pytest.raises(ServerError, match="no answer within 0.5 s"):
+    with pytest.raises(ServerError, match=r"no answer within 0\.5 s"):
         ServerApi(url, KEY).call(path, {}, deadline_s=0.5, phase="test")
 
 
