@@ -1,5 +1,7 @@
 """Buckets filled by real processes hold the tensors of the checkpoint, bit for bit after the cast."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -50,7 +52,7 @@ def collect_all(cases: list) -> list:
 
 
 def assert_equal(folder: str, ranks: list, dtype: torch.dtype, case: str) -> None:
-    expected = load_folder(folder)
+    expected = load_folder(Path(folder))
     for server in range(2):
         parts = [rank[server] for rank in ranks]
         assert sum(len(part) for part in parts) == len(expected), case
