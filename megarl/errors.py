@@ -59,3 +59,19 @@ class RewardError(MegarlError):
 
 class WorkerError(MegarlError):
     """A worker process failed; the message names rank and phase."""
+
+
+class ServerError(MegarlError):
+    """A generation server could not be reached, was too slow, or refused a call.
+
+    Args:
+        server: its name.
+        url: where it was called; empty when it has no address yet.
+        phase: what was being done.
+        reason: what went wrong, in one clause.
+        status: the HTTP status when there was an answer.
+    """
+
+    def __init__(self, server: str, url: str, phase: str, reason: str, *, status: int | None = None) -> None:
+        self.server, self.url, self.phase, self.reason, self.status = server, url, phase, reason, status
+        super().__init__(f"{server}{f' at {url}' if url else ''}: {phase}: {reason}")

@@ -1,0 +1,118 @@
+"""One blocking JSON call to one server: every control message of servers and weight updates goes through here."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from megarl.errors import ServerError
+
+_CHUNK = 1 << 20
+_SHOWN = 500  # characters of a refusal that go into the message
+
+
+@dataclass(frozen=True)
+class ServerApi:
+    """How to reach one server.
+
+    Attributes:
+        url: `http://host:port`, without a path.
+        api_key: sent with every call; not shown in `repr`. None: the server has none.
+        name: what messages call the server, for example `server 0`.
+    """
+
+    url: str
+    api_key: str | None = field(default=None, repr=False)
+    name: str = "server"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request to this server."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+    def call(
+        self,
+        path: str,
+        payload: dict[str, Any] | None = None,
+        *,
+        deadline_s: float,
+        phase: str,
+        method: str = "POST",
+    ) -> dict[str, Any]:
+        """Send `payload` as JSON and return the JSON answer. Never repeated: most of these calls change the server.
+
+        An empty answer, one that is not JSON and one that is no JSON object come back as `{"text": ...}`.
+
+        Args:
+            path: begins with a slash.
+            payload: body; None sends none.
+            deadline_s: seconds for the whole exchange.
+            phase: what is being done, for the message.
+            method: HTTP method.
+
+        Raises:
+            ServerError: not reached, no whole answer within the deadline, an HTTP status of 400 or more, or an answer
+                that says `"success": false`.
+        """
+        try:
+            status, text = self._exchange(path, payload, method, time.monotonic() + deadline_s)
+        except TimeoutError:
+            raise self._error(phase, path, f"no answer within {deadline_s:g} s") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise self._error(phase, path, f"{type(error).__name__}: {error}") from error
+        answer = _decode(text)
+        if status >= 400:
+            raise self._error(phase, path, f"HTTP {status}: {text[:_SHOWN].strip()}", status)
+        if answer.get("success") is False:
+            raise self._error(phase, path, f"refused: {answer.get('message', text[:_SHOWN])}", status)
+        return answer
+
+    def _exchange(self, path: str, payload: dict[str, Any] | None, method: str, end: float) -> tuple[int, str]:
+        """Status and body of the answer."""
+        place = urlsplit(self.url)
+        body = None if payload is None else json.dumps(payload).encode()
+        headers = self.headers | ({} if body is None else {"Content-Type": "application/json"})
+        connection = http.client.HTTPConnection(place.hostname or "", place.port or 80, timeout=_left(end))
+        try:
+            connection.connect()
+            sock = connection.sock
+            connection.request(method, path, body=body, headers=headers)
+            _wait_at_most(sock, end)
+            response = connection.getresponse()
+            parts: list[bytes] = []
+            # A socket's timeout is per read; shrinking it before each one makes the deadline that of the whole answer.
+            while not parts or parts[-1]:
+                _wait_at_most(sock, end)
+                parts.append(response.read1(_CHUNK))
+            if response.length:  # read1 does not tell a cut answer from a whole one
+                raise http.client.IncompleteRead(b"".join(parts), response.length)
+            return response.status, b"".join(parts).decode("utf-8", "replace")
+        finally:
+            connection.close()
+
+    def _error(self, phase: str, path: str, reason: str, status: int | None = None) -> ServerError:
+        return ServerError(self.name, self.url, f"{phase} ({path})", reason, status=status)
+
+
+def _left(end: float) -> float:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+def _wait_at_most(sock: socket.socket, end: float) -> None:
+    sock.settimeout(_left(end))
+
+
+def _decode(text: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return {"text": text}
+    return answer if isinstance(answer, dict) else {"text": text}

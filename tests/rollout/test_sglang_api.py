@@ -1,0 +1,97 @@
+"""Calls to a server: what comes back, and that every way to fail is an error that names server, phase and reason."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from megarl.errors import ServerError
+from megarl.processes import free_port
+from megarl.rollout.sglang.api import ServerApi
+
+KEY = "secret-key"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers by path; without the right key nothing."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        if self.headers.get("Authorization") != f"Bearer {KEY}":
+            self._answer(401, {"error": "Unauthorized"})
+        elif self.path == "/echo":
+            self._answer(200, {"got": json.loads(body) if body else None, "success": True})
+        elif self.path == "/refuse":
+            self._answer(200, {"success": False, "message": "no update session is open"})
+        elif self.path == "/hang":
+            time.sleep(3)
+        elif self.path == "/drip":
+            self.send_response(200)
+            self.send_header("Content-Length", "100")
+            self.end_headers()
+            for _ in range(30):
+                self.wfile.write(b"x")
+                self.wfile.flush()
+                time.sleep(0.1)
+        elif self.path == "/text":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"Cache flushed.")
+
+    do_GET = do_POST
+
+    def _answer(self, status: int, value: dict[str, object]) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def test_a_call_sends_json_and_returns_the_answer(url: str) -> None:
+    api = ServerApi(url, KEY)
+    assert api.call("/echo", {"a": [1, 2]}, deadline_s=10, phase="test")["got"] == {"a": [1, 2]}
+    assert api.call("/echo", deadline_s=10, phase="test", method="GET")["got"] is None
+
+
+def test_an_answer_that_is_no_json_comes_back_as_text(url: str) -> None:
+    assert ServerApi(url, KEY).call("/text", deadline_s=10, phase="flush") == {"text": "Cache flushed."}
+
+
+def test_a_refusal_with_status_200_is_an_error(url: str) -> None:
+    with pytest.raises(ServerError, match=r"server 3 at http://.*: sync \(/refuse\): refused: no update session"):
+        ServerApi(url, KEY, "server 3").call("/refuse", {}, deadline_s=10, phase="sync")
+
+
+def test_without_the_key_the_status_is_told_and_the_key_is_not(url: str) -> None:
+    with pytest.raises(ServerError, match="HTTP 401") as caught:
+        ServerApi(url, "wrong-key").call("/echo", {}, deadline_s=10, phase="test")
+    assert caught.value.status == 401
+    assert "wrong-key" not in str(caught.value) + repr(ServerApi(url, "wrong-key"))
+
+
+@pytest.mark.parametrize("path", ["/hang", "/drip"])
+def test_the_deadline_is_that_of_the_whole_answer(url: str, path: str) -> None:
+    with pytest.raises(ServerError, match=r"no answer within 0\.5 s"):
+        ServerApi(url, KEY).call(path, {}, deadline_s=0.5, phase="test")
+
+
+def test_a_server_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(ServerError, match="ConnectionRefusedError"):
+        ServerApi(f"http://127.0.0.1:{free_port()}").call("/health", deadline_s=5, phase="health", method="GET")
