@@ -55,7 +55,10 @@ def deepseek_v3(pp: int, ep: int) -> tuple[dict[str, Held], list[Place]]:
         if i < DENSE_LAYERS:
             add(_mlp(f"{layer}.mlp", FFN), ranks)
             continue
-        router = {f"{layer}.mlp.gate.weight": (EXPERTS, HIDDEN), f"{layer}.mlp.gate.e_score_correction_bias": (EXPERTS,)}
+        router = {
+            f"{layer}.mlp.gate.weight": (EXPERTS, HIDDEN),
+            f"{layer}.mlp.gate.e_score_correction_bias": (EXPERTS,),
+        }
         add(router | _mlp(f"{layer}.mlp.shared_experts", EXPERT_FFN), ranks)
         for expert in range(EXPERTS):
             add(_mlp(f"{layer}.mlp.experts.{expert}", EXPERT_FFN), (ranks[expert * ep // EXPERTS],))

@@ -1,4 +1,4 @@
-"""Block-wise FP8: float8_e4m3fn values with one float32 scale per block of 128 x 128 (DeepSeek-V3, arXiv:2412.19437)."""
+"""Block-wise FP8: float8_e4m3fn values with a float32 scale per block of 128 x 128 (DeepSeek-V3, arXiv:2412.19437)."""
 
 from __future__ import annotations
 

@@ -128,15 +128,15 @@ class SyncPlan:
 
     def describe(self, gb_per_s: float | None = None, rows: int = 20) -> str:
         """The plan as a table of at most `rows` senders."""
-        lines = [f"{'replica':>7} {'sender':>6} {'servers':<16} {'tensors':>8} {'buckets':>8} {'MB':>10} {'gathered MB':>12}"]
+        lines = [
+            f"{'replica':>7} {'sender':>6} {'servers':<16} {'tensors':>8} {'buckets':>8} {'MB':>10} {'gathered MB':>12}"
+        ]
         table = [(route, sender) for route in self.routes for sender in sorted(route.senders)]
         for route, sender in table[:rows]:
             buckets = route.senders[sender]
             count, size = sum(len(bucket.entries) for bucket in buckets), route.nbytes(sender) / 1e6
-            lines.append(
-                f"{route.replica:>7} {sender:>6} {_ranges(route.servers):<16} {count:>8} {len(buckets):>8} {size:>10.1f}"
-                f" {_gathered(route, sender) / 1e6:>12.1f}"
-            )
+            who = f"{route.replica:>7} {sender:>6} {_ranges(route.servers):<16}"
+            lines.append(f"{who} {count:>8} {len(buckets):>8} {size:>10.1f} {_gathered(route, sender) / 1e6:>12.1f}")
         if len(table) > rows:
             lines.append(f"... and {len(table) - rows} more senders")
         total = sum(r.nbytes(s) * len(r.servers) for r in self.routes for s in r.senders)
@@ -194,6 +194,7 @@ def make_plan(
     fp8: bool = False,
     bucket_bytes: int = 256 << 20,
     same_host: bool = False,
+    one_replica: bool = False,
     senders_per_stage: int | None = None,
 ) -> SyncPlan:
     """Plan a synchronisation.
@@ -206,6 +207,7 @@ def make_plan(
         fp8: send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
         bucket_bytes: bound of a bucket and of what gathering it needs besides; a larger tensor has a bucket of its own.
         same_host: senders must run on the host of their server.
+        one_replica: the first replica serves all servers.
         senders_per_stage: senders of one pipeline stage at most; None: every holder of a tensor may send it.
 
     Raises:
@@ -214,7 +216,8 @@ def make_plan(
     count = min(len(who) for held in tensors.values() for _, who in held.boxes)
     members = _replicas(tensors, count)
     routes = []
-    for replica, host, mine in _share_out(members, ranks, servers, same_host):
+    sharing = members[:1] if one_replica else members
+    for replica, host, mine in _share_out(sharing, ranks, servers, same_host):
         pools = _pools(members[replica], ranks, host, senders_per_stage)
         routes.append(_route(tensors, replica, count, mine, pools, ranks, dtype, fp8, bucket_bytes))
     experts = 1 + max((int(found[1]) for name in tensors if (found := _EXPERT.search(name))), default=-1)
@@ -275,7 +278,8 @@ def _route(
     bucket_bytes: int,
 ) -> Route:
     holders = {
-        name: tuple((box, _in_replica(who, replica, count)) for box, who in held.boxes) for name, held in tensors.items()
+        name: tuple((box, _in_replica(who, replica, count)) for box, who in held.boxes)
+        for name, held in tensors.items()
     }
     sender_of = _assign(tensors, holders, pools, ranks, ITEMSIZE[dtype])
     givers = {
@@ -326,9 +330,7 @@ def _assign(
     return chosen
 
 
-def _buckets(
-    tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bucket_bytes: int
-) -> Iterable[Bucket]:
+def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bucket_bytes: int) -> Iterable[Bucket]:
     """Tensors in order, as many as fit into the bound less what gathering needs."""
     room = max(bucket_bytes - SLAB_BYTES, 1)
     waiting: list[tuple[str, tuple[int, ...], str, int, str]] = []
