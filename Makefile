@@ -1,4 +1,4 @@
-# make quickstart | test | lint | bench | bench-trl-env      everything runs in .venv, which is made when it is missing
+# make quickstart | test | lint | bench | bench-trl-env | sglang-env      everything runs in .venv, which is made when it is missing
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: quickstart test lint bench bench-trl-env
+.PHONY: quickstart test lint bench bench-trl-env sglang-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
@@ -29,6 +29,11 @@ bench-trl-env:
 	test -x $(TRL_ENV)/bin/python || $(PYTHON) -m venv $(TRL_ENV)
 	$(TRL_ENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(TRL_ENV)/bin/python -m pip install --quiet trl==1.16.0 "$(shell grep '^transformers==' constraints.txt)"
+
+# The interpreter of SGLang servers, in the cache folder: SGLANG_KIND=cpu (3 GB), cuda (11 GB) or auto.
+SGLANG_KIND ?= auto
+sglang-env: $(STAMP)
+	$(BIN)/python tools/sglang_env.py --kind $(SGLANG_KIND)
 
 # torch comes first and alone: resolved together with the rest, pip may choose another build of several gigabytes.
 $(STAMP): setup.py pyproject.toml constraints.txt

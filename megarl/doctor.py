@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 
+from megarl.errors import ConfigError
 from megarl.imports import installed_version
 
 REQUIRED = (
@@ -32,7 +33,18 @@ def report() -> str:
     lines += [f"  {name:<20} {installed_version(name) or 'MISSING'}" for name in REQUIRED]
     lines += ["", "optional"]
     lines += [f"  {name:<20} {installed_version(name) or '-':<14} {enables}" for name, enables in OPTIONAL.items()]
+    lines += ["", "SGLang servers (rollout.engine: sglang)", f"  {_servers()}"]
     return "\n".join([*lines, "", "devices", *(f"  {line}" for line in _devices())])
+
+
+def _servers() -> str:
+    from megarl.compat.sglang import find_python, sglang_version
+
+    try:
+        python = find_python(None, cuda=None)
+        return f"sglang {sglang_version(python)} in {python}"
+    except ConfigError as error:
+        return f"{error.what}: {error.fix}"
 
 
 def _devices() -> list[str]:

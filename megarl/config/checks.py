@@ -11,6 +11,7 @@ from megarl.config.checks_files import check_data, check_model, check_places, ch
 from megarl.config.checks_layout import check_cluster, check_deadlines, check_parallel, check_same_layout
 from megarl.config.checks_packages import check_packages
 from megarl.config.checks_settings import check_batches, check_job, check_objective, check_sampling, check_schedules
+from megarl.config.checks_sglang import check_servers
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
 
@@ -39,6 +40,7 @@ def check_config(
     check_objective(config, checks)
     check_correction(config, checks)
     check_sampling(config, facts, checks)
+    check_servers(config, checks)
     check_schedules(config, checks)
     check_job(config, job, checks)
     check_data(config, job, checks)

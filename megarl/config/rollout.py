@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from megarl.config.base import Section
+from megarl.config.sglang import SGLangConfig
 
 
 class SamplingConfig(Section):
@@ -25,7 +26,10 @@ class SamplingConfig(Section):
 class RolloutConfig(Section):
     """The generation engine."""
 
-    engine: Literal["embedded"] = Field("embedded", description="embedded: decode on the trainer's own weights")
+    engine: Literal["embedded", "sglang"] = Field(
+        "embedded", description="embedded: decode on the trainer's own weights; sglang: on SGLang servers"
+    )
+    sglang: SGLangConfig = Field(default_factory=SGLangConfig, description="servers of the engine sglang")
     sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(n=8), description="training samples")
     max_running: PositiveInt = Field(256, description="sequences decoded at the same time per replica")
     max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens per prefill pass")

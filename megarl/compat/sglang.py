@@ -1,0 +1,132 @@
+"""SGLang as megarl uses it: which interpreter and version, and what a server needs in its environment.
+
+The servers run in an interpreter of their own, because SGLang pins its own torch and transformers. Nothing of SGLang is
+imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megarl.errors import ConfigError
+
+COMPLETE = ".complete"  # in an environment's folder when its installation went through
+TESTED, SERIES = "0.5.23", "0.5.2"
+_FOLDER = Path(__file__).with_name("sglang_server")
+STAND_INS = (_FOLDER / "stand_ins/cpu", _FOLDER / "stand_ins/text")
+_KEY = "rollout.sglang.python"
+_INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TESTED}"
+# Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them.
+_TRAINER_ONLY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_TRAINER_PREFIXES = ("PYTHON", "TORCHELASTIC_", "MEGARL_")
+
+
+def environments_folder() -> Path:
+    """Where `make sglang-env` puts its environments."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "megarl" / "sglang"
+
+
+def find_python(configured: str | None, *, cuda: bool | None) -> Path:
+    """The servers' interpreter: the configured one, or the newest environment for this kind of machine.
+
+    Args:
+        configured: `rollout.sglang.python`.
+        cuda: the kind of machine; None: any will do, to learn whether there is one at all.
+
+    Raises:
+        ConfigError: it does not exist, or none was made.
+    """
+    if configured is not None:
+        python = Path(configured).expanduser()
+        if not os.access(python, os.X_OK) or python.is_dir():
+            raise ConfigError("this is no interpreter", where=_KEY, found=configured, fix=_INSTALL)
+        return python
+    kinds = ("cuda", "cpu") if cuda is None else ("cuda",) if cuda else ("cpu",)
+    stamps = sorted(environments_folder().glob(f"*/{COMPLETE}"), key=lambda stamp: stamp.stat().st_mtime)
+    for stamp in reversed(stamps):
+        if json.loads(stamp.read_text())["kind"] in kinds:
+            return stamp.parent / "bin" / "python"
+    raise ConfigError(
+        f"servers need an interpreter of their own; none for {' or '.join(kinds)} is in {environments_folder()}",
+        where=_KEY,
+        fix=_INSTALL,
+    )
+
+
+@functools.lru_cache
+def sglang_version(python: Path) -> str:
+    """Version of sglang in the servers' interpreter.
+
+    Raises:
+        ConfigError: it has none, or one of another series than the update protocol was tested with.
+    """
+    code = "import importlib.metadata as m; print(m.version('sglang'))"
+    try:
+        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+        found = done.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"this interpreter does not run: {error}", where=_KEY, found=str(python)) from error
+    if not found.startswith(SERIES):
+        what = f"sglang {found}" if found else "no sglang"
+        raise ConfigError(
+            f"there is {what} in this interpreter", where=_KEY, found=str(python), allowed=f"{SERIES}x", fix=_INSTALL
+        )
+    return found
+
+
+def server_command(python: Path, arguments: Sequence[str]) -> list[str]:
+    """Command line of one server; `arguments` are those of `sglang.launch_server`, without the API key."""
+    return [str(python), str(_FOLDER / "serve.py"), *arguments]
+
+
+def cpu_arguments() -> list[str]:
+    """What the server must be told on a CPU."""
+    return ["--device", "cpu", "--sampling-backend", "pytorch", "--disable-overlap-schedule"]
+
+
+def server_environment(
+    base: Mapping[str, str], *, api_key: str, cuda: bool, tp_size: int = 1, gpus: Sequence[int] | None = None
+) -> dict[str, str]:
+    """Environment of a server process that is started by this one.
+
+    Args:
+        base: environment to start from; what belongs to the trainer is taken out.
+        api_key: handed over here, so that no process list shows it.
+        cuda: the server runs on GPUs.
+        tp_size: ranks of the server; on a CPU each gets a core of its own.
+        gpus: devices it may use; None: those this process sees.
+    """
+    env = {
+        name: value
+        for name, value in base.items()
+        if name not in _TRAINER_ONLY and not name.startswith(_TRAINER_PREFIXES)
+    }
+    env |= {
+        "MEGARL_SERVER_KEY": api_key,
+        "MEGARL_SERVER_PARENT": str(os.getpid()),
+        "MEGARL_SERVER_PDEATHSIG": str(int(threading.current_thread() is threading.main_thread())),
+        "PYTHONUNBUFFERED": "1",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature, as Completion has them
+    }
+    if gpus is not None:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
+    if not cuda:
+        env |= {
+            "SGLANG_USE_CPU_ENGINE": "1",
+            # With spinning threads a server gets tens of times slower as soon as another process has one of the cores.
+            "OMP_NUM_THREADS": "1",
+            "OMP_WAIT_POLICY": "passive",
+            "TORCHDYNAMO_DISABLE": "1",  # compiling one small function takes longer than a test's whole generation
+        }
+        if tp_size > 1:
+            cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(tp_size))
+            env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(cores[rank % len(cores)]) for rank in range(tp_size))
+    return env

@@ -1,0 +1,101 @@
+"""Run the unmodified SGLang server as a child of a trainer: `python serve.py ARGUMENTS OF sglang.launch_server`.
+
+This file runs in the servers' own interpreter, without megarl. What it adds to `python -m sglang.launch_server`:
+
+* the server, with all its processes, ends when its parent does, however that happens;
+* the API key comes from the environment, so that no process list shows it, and is blotted out of the log;
+* without CUDA, stand-ins for two packages are on the path, and `sampling_seed` of a request is honoured: SGLang itself
+  does that in its deterministic mode alone, whose kernels need a GPU.
+
+SGLang starts its processes by importing this file again, so what they need stands at the top level.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import logging
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+KEY = os.environ.get("MEGARL_SERVER_KEY", "")
+ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+PARENT = int(os.environ.get("MEGARL_SERVER_PARENT", "0"))
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """Kill this process group when the process PARENT ends.
+
+    The kernel's signal also reaches a stopped process, but follows the thread that started this one, so it is asked for
+    only when that was the main thread. The watch does not depend on that, and reaches the whole group.
+    """
+
+    def watch() -> None:
+        while os.getppid() == PARENT:
+            time.sleep(1.0)
+        os.killpg(os.getpgid(0), signal.SIGKILL)
+
+    if os.environ.get("MEGARL_SERVER_PDEATHSIG") == "1" and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def blot_out_key() -> None:
+    """Replace the API key in every log message of this process; SGLang logs all its arguments at the start."""
+    make = logging.getLogRecordFactory()
+
+    def record(*args: Any, **kwargs: Any) -> logging.LogRecord:
+        made = make(*args, **kwargs)
+        text = made.getMessage()
+        if KEY in text:
+            made.msg, made.args = text.replace(KEY, "***"), ()
+        return made
+
+    logging.setLogRecordFactory(record)
+
+
+def add_stand_ins() -> None:
+    """Put stand-ins for packages that are missing or need CUDA in front of the path."""
+    folder = Path(__file__).parent / "stand_ins"
+    if ON_CPU:
+        sys.path.insert(0, str(folder / "cpu"))
+    if importlib.util.find_spec("torchvision") is None:
+        sys.path.insert(0, str(folder / "text"))
+
+
+def honour_seeds() -> None:
+    """Give every batch the `sampling_seed` of its requests, through SGLang's own registry of hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def add_seeds(info: Any, cls: Any, batch: Any, vocab_size: int) -> Any:
+        import torch
+
+        if info.sampling_seed is None:
+            seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
+            info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
+        return info
+
+    target = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+    HookRegistry.register(target, add_seeds, HookType.AFTER)
+
+
+if KEY:
+    blot_out_key()
+if __name__ == "__main__":
+    sys.path.remove(str(Path(__file__).parent))
+    if PARENT:
+        end_with_parent()
+    add_stand_ins()
+if ON_CPU:
+    honour_seeds()
+if __name__ == "__main__":
+    if KEY:
+        sys.argv += ["--api-key", KEY]
+    runpy.run_module("sglang.launch_server", run_name="__main__")

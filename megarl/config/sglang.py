@@ -1,0 +1,65 @@
+"""SGLang servers."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megarl.config.base import Section
+
+
+class SGLangConfig(Section):
+    """Servers of `rollout.engine: sglang`."""
+
+    python: str | None = Field(
+        None, description="interpreter that has sglang; null: the newest that `make sglang-env` made"
+    )
+    servers: PositiveInt = Field(1, description="servers over all machines, the same number on each")
+    tp_size: PositiveInt = Field(1, description="tensor-parallel ranks of a server")
+    ep_size: PositiveInt = Field(1, description="expert-parallel ranks of a server, a divisor of tp_size")
+    dp_size: PositiveInt = Field(1, description="replicas inside a server")
+    gpus: list[NonNegativeInt] | None = Field(
+        None, description="devices of each machine for its servers, in order; null: all that the workers see"
+    )
+    memory_fraction: float | None = Field(
+        None, gt=0, lt=1, description="of a GPU's memory for weights and cache; null: SGLang's choice"
+    )
+    max_total_tokens: PositiveInt | None = Field(
+        None, description="tokens in a server's key/value cache; null: what fits, 65536 on a CPU"
+    )
+    context_length: PositiveInt | None = Field(None, description="longest sequence; null: the model's")
+    attention_backend: str | None = Field(
+        None, description="SGLang's name; null: SGLang's choice, torch_native on a CPU"
+    )
+    deterministic: bool = Field(
+        False,
+        description="SGLang's deterministic mode: seeds count on GPUs too, and it is slower",
+    )
+    extra_args: list[str] = Field(default_factory=list, description="further arguments of sglang.launch_server")
+    urls: list[str] = Field(
+        default_factory=list, description="servers that run already (http://host:port); none is started then"
+    )
+    api_key_env: str | None = Field(
+        None, description="environment variable with the API key of the servers in `urls`; null: they have none"
+    )
+    host: str | None = Field(
+        None,
+        description="address of a private interface that servers listen on; null: loopback on one machine, with "
+        "several the one that reaches the first machine",
+    )
+    max_concurrency: PositiveInt = Field(128, description="samples in flight per server")
+    start_timeout_s: PositiveFloat = Field(300.0, description="deadline for a server to be ready")
+    request_timeout_s: PositiveFloat = Field(600.0, description="deadline of one sample")
+    health_timeout_s: PositiveFloat = Field(
+        60.0, description="a server that gives no sign of life for so long is taken for dead"
+    )
+    max_restarts: NonNegativeInt = Field(3, description="restarts of each server in a run")
+
+    @property
+    def count(self) -> int:
+        """Servers over all machines, started or external."""
+        return len(self.urls) or self.servers
+
+    @property
+    def ranks(self) -> int:
+        """Devices of one server."""
+        return self.tp_size * self.dp_size

@@ -1,0 +1,115 @@
+"""Generation on SGLang servers.
+
+    first rank of a replica:  requests -> client -> servers -> samples
+    every rank:               meet: stuck? --(someone is)--> restart what failed, catch_up, again
+                                      '-----(nobody is)----> completions of the replica's first rank
+
+A rank is stuck when no server is left that holds the current weights. What is finished stays; the rest goes on after
+`catch_up` has brought the restarted servers to those weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megarl.comm import Group, all_gather_json, broadcast_json
+from megarl.config.rollout import SamplingConfig
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ServerError
+from megarl.rollout.engine import Completion, Request
+from megarl.rollout.sglang.client import GenerationClient
+from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.samples import Sample, samples_of
+
+
+@dataclass(frozen=True)
+class Replica:
+    """The ranks that share one set of requests.
+
+    Attributes:
+        index: of this replica, among `count`.
+        first: global rank of the one that talks to the servers.
+        is_first: this rank is it.
+        group: the replica's ranks.
+        world: all ranks of the run.
+    """
+
+    index: int = 0
+    count: int = 1
+    first: int = 0
+    is_first: bool = True
+    group: Group = None
+    world: Group = None
+
+
+class SglangEngine:
+    """A `RolloutEngine` over a Fleet. `generate` is collective over all ranks of the run.
+
+    Args:
+        config: concurrency and deadlines.
+        fleet: the servers.
+        replica: this rank's place.
+        catch_up: brings the servers that are not current to the weights of `weight_version`; collective.
+
+    Attributes:
+        weight_version: of the weights that samples are to be drawn with; only servers that have acknowledged it are
+            asked. Whoever updates the servers sets it.
+    """
+
+    def __init__(self, config: SGLangConfig, fleet: Fleet, replica: Replica, catch_up: Callable[[], None]) -> None:
+        self._config, self._fleet, self._replica, self._catch_up = config, fleet, replica, catch_up
+        self._client = GenerationClient(config)
+        self.weight_version = 0
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+        eos_ids: Sequence[int],
+        advance: Callable[[int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """Completions of every request, in order; see `RolloutEngine`.
+
+        Raises:
+            ServerError: no server is left, or one refused a request as wrong.
+        """
+        samples = samples_of(requests) if self._replica.is_first else []
+        stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
+        # Every server may be lost as often as it may be restarted; after that `refresh` gives up.
+        for _ in range(self._config.count * (self._config.max_restarts + 1) + 1):
+            self._run(samples, sampling, stop_ids, advance or _ignore)
+            stuck = any(sample.finish_reason is None for sample in samples)
+            if not any(all_gather_json(stuck, self._replica.world)):
+                return self._share(requests, samples)
+            self._fleet.wait_started(self._replica.world)
+            self._catch_up()
+        raise ServerError("servers", "", "generation", "requests do not get done although servers were restarted")
+
+    def servers(self) -> list[Server]:
+        """Servers this replica may ask now, all of which hold the current weights: its own share, or the others'."""
+        index, count, total = self._replica.index, self._replica.count, len(self._fleet.servers)
+        mine = {n for n in range(total) if n % count == index} or {index % total}
+        current = self._fleet.current(self.weight_version)
+        return [server for server in current if server.number in mine] or current
+
+    def _run(
+        self, samples: list[Sample], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
+    ) -> None:
+        """Finish as many samples as the servers that are left allow."""
+        while any(sample.finish_reason is None for sample in samples) and (servers := self.servers()):
+            reachable = {server.number: server.api for server in servers}
+            for number, why in self._client.run(samples, reachable, sampling, stop_ids, advance).items():
+                self._fleet.mark_failed(self._fleet.servers[number], why)
+
+    def _share(self, requests: Sequence[Request], samples: list[Sample]) -> list[list[Completion]]:
+        """The first rank's completions on all ranks of the replica, grouped by request."""
+        done: list[dict[str, Any]] = [asdict(sample.completion()) for sample in samples]
+        done = broadcast_json(done, self._replica.first, self._replica.group)
+        parts = iter(Completion(**fields) for fields in done)
+        return [[next(parts) for _ in request.seeds] for request in requests]
+
+
+def _ignore(samples: int) -> None:
+    """Nobody wants to know how far generation is."""

@@ -1,0 +1,147 @@
+"""Start the servers of a run, or find the ones that run already."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.comm import Group, broadcast_json
+from megarl.config.run import ClusterConfig
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ConfigError
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.server import ServerProcess, ServerSpec
+
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank is: `machine` of `machines`, and whether it is the first rank there."""
+
+    machine: int = 0
+    machines: int = 1
+    is_first: bool = True
+
+    @classmethod
+    def from_environment(cls, cluster: ClusterConfig) -> Place:
+        """The place of a worker; ranks of a machine are consecutive."""
+        rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+        return cls(rank // (cluster.nproc // cluster.nnodes), cluster.nnodes, local == 0)
+
+
+def open_fleet(
+    config: SGLangConfig,
+    place: Place,
+    run_dir: Path,
+    model: Path,
+    dtype: str,
+    *,
+    cuda: bool,
+    random_weights: bool = False,
+    group: Group = None,
+) -> Fleet:
+    """The servers of the run, started if they are ours, all of them answering. Collective over `group`.
+
+    Args:
+        config: `rollout.sglang`.
+        place: of this rank.
+        run_dir: logs go to its folder `servers`.
+        model: Hugging Face folder, readable on every machine.
+        dtype: float32, bfloat16 or float16.
+        cuda: servers run on GPUs.
+        random_weights: see ServerSpec; for a first synchronisation that brings every weight.
+        group: ranks of the run.
+
+    Raises:
+        ConfigError: no interpreter, or the variable of `api_key_env` is not set.
+        ServerError: on every rank, when no server came up.
+    """
+    if config.urls:
+        fleet = _external(config, place)
+    else:
+        # In memory alone: no file and no command line has it.
+        key = broadcast_json(secrets.token_urlsafe(32), 0, group)
+        fleet = _started(config, place, run_dir, model, dtype, key, cuda, random_weights)
+    try:
+        fleet.wait_started(group)
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
+
+
+def _external(config: SGLangConfig, place: Place) -> Fleet:
+    key = None
+    if config.api_key_env is not None:
+        key = os.environ.get(config.api_key_env)
+        if key is None:
+            raise ConfigError(
+                "this environment variable is not set",
+                where="rollout.sglang.api_key_env",
+                found=config.api_key_env,
+                fix="export it with the servers' API key, or set rollout.sglang.api_key_env=null",
+            )
+    servers = [Server(i, ServerApi(url.rstrip("/"), key, f"server {i}")) for i, url in enumerate(config.urls)]
+    watcher = place.is_first and place.machine == 0
+    return Fleet(servers, config, watched=range(len(servers)) if watcher else ())
+
+
+def _started(
+    config: SGLangConfig,
+    place: Place,
+    run_dir: Path,
+    model: Path,
+    dtype: str,
+    key: str,
+    cuda: bool,
+    random_weights: bool,
+) -> Fleet:
+    here = config.servers // place.machines
+    owned: dict[int, ServerProcess] = {}
+    for local in range(here if place.is_first else 0):
+        number = place.machine * here + local
+        gpus = None if config.gpus is None else tuple(config.gpus[local * config.ranks : (local + 1) * config.ranks])
+        spec = ServerSpec(
+            number,
+            config,
+            model,
+            dtype,
+            host_address(config.host, place.machines),
+            key,
+            run_dir / "servers",
+            cuda,
+            gpus,
+            random_weights,
+        )
+        owned[number] = ServerProcess(spec)
+        owned[number].start()
+    servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(config.servers)]  # addresses: wait_started
+    return Fleet(servers, config, owned)
+
+
+def host_address(configured: str | None, machines: int) -> str:
+    """Address that servers of this machine listen on: never every interface.
+
+    Raises:
+        ConfigError: the configured one is no single address.
+    """
+    if configured is not None:
+        if configured in ("0.0.0.0", "::", "*", ""):
+            raise ConfigError(
+                "servers must not listen on every interface",
+                where="rollout.sglang.host",
+                found=configured,
+                allowed="the address of one private interface, or null",
+                fix="set rollout.sglang.host=null",
+            )
+        return configured
+    if machines == 1:
+        return _LOOPBACK
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # no packet is sent: this asks the routing table
+        probe.connect((os.environ["MASTER_ADDR"], 1))
+        return str(probe.getsockname()[0])

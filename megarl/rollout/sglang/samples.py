@@ -1,0 +1,99 @@
+"""Samples on their way: what is asked of a server, and what its answers add up to.
+
+A sample may need several answers: an abort (by a weight update, for example) hands back what there is, and generation
+goes on from there. The noise of a seeded sample depends on its seed and the place in the sequence alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.config.rollout import SamplingConfig
+from megarl.rollout.engine import Completion, FinishReason, Request
+
+
+class BadAnswerError(Exception):
+    """A server's answer lacks something or contradicts itself."""
+
+
+@dataclass
+class Sample:
+    """One sample: `seed` of prompt number `prompt`, and what is there of it so far.
+
+    Attributes:
+        versions: weight version of every token.
+        interruptions: answers that did not end the sample.
+    """
+
+    prompt: int
+    prompt_ids: list[int]
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    interruptions: int = 0
+
+    def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int]) -> dict[str, Any]:
+        """Body of the /generate request for the rest of this sample."""
+        settings: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "max_new_tokens": sampling.max_new_tokens - len(self.token_ids),
+            "sampling_seed": self.seed,
+        }
+        settings |= {"ignore_eos": True} if sampling.ignore_eos else {"stop_token_ids": list(stop_ids)}
+        return {"input_ids": self.prompt_ids + self.token_ids, "sampling_params": settings, "return_logprob": True}
+
+    def add(self, answer: dict[str, Any], sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
+        """Take over an answer to `payload`; sets `finish_reason` when it completes the sample.
+
+        Raises:
+            BadAnswerError: tokens, log-probs and weight versions do not belong together.
+        """
+        try:
+            ids, meta = answer["output_ids"], answer["meta_info"]
+            scored = meta["output_token_logprobs"]
+            versions = _per_token(meta, len(ids))
+            reason = meta["finish_reason"]["type"]
+            logprobs = [float(entry[0]) for entry in scored]
+            if [entry[1] for entry in scored] != ids:
+                raise ValueError(f"log-probs of {len(scored)} tokens that are not the {len(ids)} tokens of the answer")
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise BadAnswerError(f"{type(error).__name__}: {error}") from error
+        self.token_ids += ids
+        self.logprobs += logprobs
+        self.versions += versions
+        # The server also stops at the end tokens of the model's configuration; those that are none here are passed by.
+        if reason == "stop" and self.token_ids and (self.token_ids[-1] in stop_ids):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) >= sampling.max_new_tokens or reason == "length":
+            self.finish_reason = "length"
+        else:
+            self.interruptions += 1
+
+    def completion(self) -> Completion:
+        """The finished sample, tagged with the oldest weights that drew one of its tokens."""
+        assert self.finish_reason is not None
+        return Completion(self.token_ids, self.logprobs, self.finish_reason, min(self.versions))
+
+
+def samples_of(requests: Sequence[Request]) -> list[Sample]:
+    """Every sample of `requests`, in order."""
+    return [
+        Sample(number, list(request.prompt_ids), seed)
+        for number, request in enumerate(requests)
+        for seed in request.seeds
+    ]
+
+
+def _per_token(meta: dict[str, Any], count: int) -> list[int]:
+    """Weight version of each of `count` tokens, out of the spans the server gives."""
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
+    versions = [int(span["version"]) for span in spans for _ in range(span["end"] - span["start"])]
+    if len(versions) != count:
+        raise ValueError(f"weight versions of {len(versions)} tokens for {count} tokens")
+    return versions

@@ -1,0 +1,193 @@
+"""One SGLang server as a child process: start, health, stop. Its log is `RUN/servers/server_K.log`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from megarl.compat.sglang import cpu_arguments, find_python, server_command, server_environment, sglang_version
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ServerError
+from megarl.phase import beat
+from megarl.processes import free_port
+from megarl.rollout.sglang.api import ServerApi
+
+_CPU_TOKENS = 65536  # key/value cache on a CPU, where SGLang would take a share of the whole memory
+_GRACE_S = 10.0  # after SIGTERM a server removes its shared memory and sockets
+_PORT_TRIES = 3
+_POLL_S = 0.5
+_HEALTH_S = 25.0  # /health answers after 20 s at the latest, healthy or not
+_CLASHES = ("address already in use", "is already in use", "eaddrinuse")
+
+
+@dataclass(frozen=True)
+class ServerSpec:
+    """What one server is started with.
+
+    Attributes:
+        number: among all servers of the run.
+        config: `rollout.sglang`.
+        model: Hugging Face folder; with `random_weights` only its configuration is read.
+        dtype: of weights and computation: float32, bfloat16 or float16.
+        host: address to listen on.
+        api_key: every request must carry it.
+        log_dir: where the log goes.
+        cuda: runs on GPUs, on `gpus` of this machine (None: those this process sees).
+        random_weights: do not read weights; the first update brings them all.
+    """
+
+    number: int
+    config: SGLangConfig
+    model: Path
+    dtype: str
+    host: str
+    api_key: str
+    log_dir: Path
+    cuda: bool
+    gpus: tuple[int, ...] | None = None
+    random_weights: bool = False
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"server {self.number}"
+
+    @property
+    def log(self) -> Path:
+        """Its log; a restart appends to it."""
+        return self.log_dir / f"server_{self.number}.log"
+
+    def arguments(self, port: int) -> list[str]:
+        """Arguments of `sglang.launch_server`."""
+        c = self.config
+        values = {
+            "--model-path": self.model,
+            "--dtype": self.dtype,
+            "--host": self.host,
+            "--port": port,
+            "--tp-size": c.tp_size,
+            "--ep-size": c.ep_size,
+            "--dp-size": c.dp_size,
+            "--mem-fraction-static": c.memory_fraction or (None if self.cuda else 0.1),
+            "--max-total-tokens": c.max_total_tokens or (None if self.cuda else _CPU_TOKENS),
+            "--context-length": c.context_length,
+            "--attention-backend": c.attention_backend or (None if self.cuda else "torch_native"),
+            "--load-format": "dummy" if self.random_weights else None,
+        }
+        listed = [str(part) for pair in values.items() if pair[1] is not None for part in pair]
+        # Token ids in, token ids out: the server never sees text.
+        switches = ["--skip-tokenizer-init", *(["--enable-deterministic-inference"] if c.deterministic else [])]
+        return [*listed, *switches, *([] if self.cuda else cpu_arguments()), *c.extra_args]
+
+
+class ServerProcess:
+    """The process behind a ServerSpec. Start it from the main thread: the kernel then ends it with this process.
+
+    Attributes:
+        api: how to reach it; its port is another one after every start.
+    """
+
+    def __init__(self, spec: ServerSpec) -> None:
+        self.spec = spec
+        self.api = ServerApi("", spec.api_key, spec.name)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start, self._clashes = 0, 0
+        self._python = find_python(spec.config.python, cuda=spec.cuda)
+        sglang_version(self._python)
+
+    def start(self) -> None:
+        """Start the process and return at once; `ready` tells when it answers."""
+        spec = self.spec
+        port = free_port(spec.host)
+        self.api = ServerApi(f"http://{spec.host}:{port}", spec.api_key, spec.name)
+        environment = server_environment(
+            os.environ, api_key=spec.api_key, cuda=spec.cuda, tp_size=spec.config.tp_size, gpus=spec.gpus
+        )
+        spec.log_dir.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("ab") as log:
+            self._log_start = _end(log)
+            self._process = subprocess.Popen(
+                server_command(self._python, spec.arguments(port)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,  # one group of its own, ended as a whole
+            )
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, which is also that of its group; None when it does not run."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def ready(self) -> bool:
+        """True when the server answers. A port that was taken since it was chosen is exchanged for another.
+
+        Raises:
+            ServerError: the process ended; the message quotes the log.
+        """
+        if self._process is None or self._process.poll() is not None:
+            self._ended()
+            return False
+        with contextlib.suppress(ServerError):
+            self.api.call("/health", deadline_s=_HEALTH_S, phase="start", method="GET")
+            return True
+        return False
+
+    def stop(self, grace_s: float = _GRACE_S) -> None:
+        """End the server and all its processes; 0 for one that may hang."""
+        if self._process is None:
+            return
+        if grace_s > 0 and self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+
+    def _ended(self) -> None:
+        """Start again after a clash of ports, else tell why the process ended."""
+        text = self._log_text()
+        if any(clash in text.lower() for clash in _CLASHES) and self._clashes < _PORT_TRIES:
+            self._clashes += 1
+            self.stop(0)
+            self.start()
+            return
+        code = "was stopped" if self._process is None else f"ended with exit code {self._process.poll()}"
+        reason = f"the process {code}; see {self.spec.log}"
+        tail = "\n".join(f"  | {line}" for line in text.strip().splitlines()[-5:])
+        raise ServerError(self.spec.name, self.api.url, "start", f"{reason}\n{tail}" if tail else reason)
+
+    def _log_text(self) -> str:
+        """What the server wrote since its last start."""
+        with contextlib.suppress(OSError), self.spec.log.open("rb") as log:
+            log.seek(self._log_start)
+            return log.read().decode("utf-8", "replace")
+        return ""
+
+
+def wait_ready(process: ServerProcess, end: float) -> None:
+    """Wait until the process answers, at most until `time.monotonic()` is `end`.
+
+    Raises:
+        ServerError: it ended, or did not answer in time.
+    """
+    while not process.ready():
+        beat()
+        if time.monotonic() > end:
+            limit = process.spec.config.start_timeout_s
+            reason = f"not ready within {limit:g} s (rollout.sglang.start_timeout_s); see {process.spec.log}"
+            raise ServerError(process.spec.name, process.api.url, "start", reason)
+        time.sleep(_POLL_S)
+
+
+def _end(file: IO[bytes]) -> int:
+    return file.seek(0, os.SEEK_END)

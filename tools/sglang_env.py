@@ -1,0 +1,79 @@
+"""Make the interpreter that SGLang servers run in: `python tools/sglang_env.py [--kind auto|cpu|cuda]`.
+
+It lies in the cache folder, one per kind and set of versions, and is used again by every clone and run. `cpu` installs
+constraints-sglang.txt (about 3 GB); `cuda` installs sglang with all it asks for (about 11 GB). An interrupted
+installation has no `.complete` and is made anew by the next call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PINS = ROOT / "constraints-sglang.txt"
+sys.path.insert(0, str(ROOT))
+
+from megarl.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noqa: E402
+
+IMPORTS = "sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
+
+
+def pins() -> dict[str, str]:
+    """Package to `package==version`, for every line of constraints-sglang.txt."""
+    lines = [line.strip() for line in PINS.read_text().splitlines()]
+    return {line.partition("==")[0]: line for line in lines if line and not line.startswith("#")}
+
+
+def install(folder: Path, kind: str) -> None:
+    """Make a virtual environment in `folder` and check that the server imports in it."""
+    wanted = pins()
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = str(folder / "bin" / "python")
+
+    def pip(*arguments: str) -> None:
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
+
+    if kind == "cuda":
+        pip(wanted["sglang"])
+    else:
+        # torch comes first and alone: resolved together with the rest, pip may choose a build of several gigabytes.
+        pip(wanted["torch"])
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
+            rest.write("\n".join(line for name, line in wanted.items() if name not in ("torch", "sglang")))
+            rest.flush()
+            pip("-r", rest.name)
+        pip("--no-deps", wanted["sglang"])
+        code = f"import sys; sys.path[:0] = {[str(path) for path in STAND_INS]}; import {IMPORTS}"
+        subprocess.run([python, "-W", "ignore", "-c", code], check=True, env={"SGLANG_USE_CPU_ENGINE": "1"})
+
+
+def main() -> None:
+    """Reuse the environment or make it; print where its interpreter is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=["auto", "cpu", "cuda"], default="auto")
+    kind = parser.parse_args().kind
+    if kind == "auto":
+        kind = "cuda" if shutil.which("nvidia-smi") else "cpu"
+    version = pins()["sglang"].partition("==")[2]
+    digest = hashlib.sha256(PINS.read_bytes() + sys.version.encode()).hexdigest()[:8]
+    folder = environments_folder() / f"{kind}-{version}-{digest}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second call waits for the first and finds its work done
+        if not (folder / COMPLETE).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            install(folder, kind)
+            (folder / COMPLETE).write_text(json.dumps({"kind": kind, "sglang": version}))
+    print(folder / "bin" / "python")
+
+
+if __name__ == "__main__":
+    main()
