@@ -28,8 +28,8 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*span) for span in box)
 
 
-def _layout_of_all(mine: Coordinate) -> list[Coordinate]:
-    """Coordinates of all processes, by global rank."""
+def layout_of_all(mine: Coordinate) -> list[Coordinate]:
+    """Coordinates of all processes, by global rank. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [mine]
     values = torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)
@@ -65,7 +65,7 @@ def iter_hf_tensors(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torch.
     """
     hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
     params = {(shard.chunk, shard.param): param for shard, param in local_shards(chunks)}
-    layout = _layout_of_all(coordinate(chunks))
+    layout = layout_of_all(coordinate(chunks))
     owners = _owners(hf, layout, value_head)
     me = dist.get_rank() if len(layout) > 1 else 0
     dtype = chunks[0].config.params_dtype

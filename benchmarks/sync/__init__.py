@@ -1,0 +1,1 @@
+"""`megarl bench sync`: weights to a receiver process by every transport."""

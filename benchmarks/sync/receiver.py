@@ -1,0 +1,242 @@
+"""A process that takes weight updates the way an SGLang server does, and holds the tensors in a dictionary.
+
+    python -m megarl.benchmarks.sync.receiver PORT_FILE
+
+It knows nothing of models: names, shapes and bytes are kept as they come. The bench measures transports against it, and
+tests use it where a server that takes a minute to start would add nothing.
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime
+import hashlib
+import io
+import json
+import os
+import pickle
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+_ADMITTED = {
+    ("types", "SimpleNamespace"),
+    ("torch", "Size"),
+    ("torch", "Tensor"),
+    ("torch", "uint8"),
+    ("torch", "bfloat16"),
+    ("torch", "float16"),
+    ("torch", "float32"),
+    ("torch", "float8_e4m3fn"),
+    ("torch.storage", "UntypedStorage"),
+    ("torch.multiprocessing.reductions", "rebuild_tensor"),
+    ("torch.multiprocessing.reductions", "rebuild_typed_storage"),
+    ("torch.multiprocessing.reductions", "rebuild_storage_filename"),
+    ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ADMITTED:
+            raise pickle.UnpicklingError(f"{module}.{name} is not admitted")
+        found = super().find_class(module, name)
+        return _rebuild_cuda if name == "rebuild_cuda_tensor" else found
+
+
+def _rebuild_cuda(*arguments: Any) -> Tensor:
+    """The device comes as a UUID."""
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    number = next(
+        i for i in range(torch.cuda.device_count()) if str(torch.cuda.get_device_properties(i).uuid) == arguments[6]
+    )
+    return rebuild_cuda_tensor(*arguments[:6], number, *arguments[7:])
+
+
+class Refused(Exception):
+    """Answered with `success: false`."""
+
+
+class Receiver:
+    """The state of one server: tensors by name, version, session, process groups."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        self.tensors: dict[str, Tensor] = {}
+        self.version = "default"
+        self.open = self.paused = False
+        self.groups: dict[str, tuple[dist.ProcessGroup, dist.TCPStore]] = {}
+        self.log: list[str] = []
+
+    def handle(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Answer one call. `log` keeps the paths."""
+        self.log.append(path)
+        action = getattr(self, "do_" + path.split("?")[0].strip("/"), None)
+        if action is None:
+            raise Refused(f"no such path {path}")
+        return action(**body) or {"success": True, "message": ""}
+
+    def do_pause_generation(self, mode: str) -> None:
+        """Stop."""
+        self.paused = True
+
+    def do_continue_generation(self, torch_empty_cache: bool = True) -> None:
+        """Go on."""
+        self.paused = False
+
+    def do_begin_weight_update(self) -> None:
+        """Open a session."""
+        if self.open:
+            raise Refused("a weight-update session is already open; call end_weight_update() first")
+        self.open = True
+
+    def do_end_weight_update(self) -> None:
+        """Close the session."""
+        self._need_session()
+        self.open = False
+
+    def do_update_weight_version(self, new_version: str, abort_all_requests: bool) -> None:
+        """Take the version's name."""
+        self.version = new_version
+
+    def do_get_model_info(self) -> dict[str, Any]:
+        """The version's name."""
+        return {"weight_version": self.version}
+
+    def do_flush_cache(self) -> None:
+        """There is no cache."""
+
+    def do_update_weights_from_tensor(
+        self, serialized_named_tensors: list[str], load_format: str, flush_cache: bool
+    ) -> None:
+        """A bucket in shared memory."""
+        self._need_session()
+        bucket = _Unpickler(io.BytesIO(base64.b64decode(serialized_named_tensors[0]))).load()
+        flat = bucket["flattened_tensor"]
+        for item in bucket["metadata"]:
+            self._keep(item.name, flat[item.start_idx : item.end_idx].view(item.dtype).view(item.shape))
+
+    def do_init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        rank_offset: int,
+        world_size: int,
+        group_name: str,
+        backend: str,
+    ) -> None:
+        """Join a sender's group."""
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        limit = datetime.timedelta(seconds=120)
+        store = dist.TCPStore(master_address, master_port, world_size, False, limit)
+        group, _ = _new_process_group_helper(
+            world_size, rank_offset, [], Backend(backend), PrefixStore(group_name, store), group_name=group_name,
+            timeout=limit,
+        )  # fmt: skip
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+        self.groups[group_name] = group, store
+
+    def do_update_weights_from_distributed(
+        self,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        group_name: str,
+        load_format: str,
+        flush_cache: bool,
+    ) -> None:
+        """A bucket by broadcast."""
+        self._need_session()
+        kinds = [getattr(torch, dtype) for dtype in dtypes]
+        sizes = [torch.Size(shape).numel() * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        dist.broadcast(flat, src=0, group=self.groups[group_name][0])
+        for name, kind, shape, part in zip(names, kinds, shapes, flat.split(sizes), strict=True):
+            self._keep(name, part.view(kind).view(shape))
+
+    def do_update_weights_from_disk(self, model_path: str, load_format: str, flush_cache: bool) -> None:
+        """A folder of safetensors."""
+        from safetensors import safe_open
+
+        for file in sorted(Path(model_path).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as handle:
+                for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                    self._keep(name, handle.get_tensor(name))
+
+    def do_dump(self, path: str) -> None:
+        """Write everything to a file, for comparison."""
+        from safetensors.torch import save_file
+
+        save_file({name: tensor.cpu() for name, tensor in self.tensors.items()}, path)
+
+    def do_state(self) -> dict[str, Any]:
+        """What there is, and a checksum of it."""
+        digest = hashlib.sha256()
+        for name in sorted(self.tensors):
+            digest.update(name.encode())
+            digest.update(memoryview(self.tensors[name].cpu().flatten().view(torch.uint8).numpy()))
+        return {
+            "version": self.version,
+            "paused": self.paused,
+            "open": self.open,
+            "tensors": len(self.tensors),
+            "sha256": digest.hexdigest(),
+            "log": self.log,
+        }
+
+    def _need_session(self) -> None:
+        if not self.open:
+            raise Refused("must run between begin_weight_update() and end_weight_update()")
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        mine = self.tensors.get(name)
+        if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
+            mine = self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        mine.copy_(tensor)
+
+
+def serve(receiver: Receiver, port_file: Path) -> None:
+    """Answer until the process is killed. `port_file` gets the port when it listens."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", "0"))) or b"{}")
+            if os.environ.get("MEGARL_RECEIVER_KEY", "") != self.headers.get("Authorization", "")[len("Bearer ") :]:
+                self.send_error(401)
+                return
+            try:
+                with lock:
+                    answer = receiver.handle(self.path, body)
+            except Exception as error:
+                answer = {"success": False, "message": f"{error}"}
+            data = json.dumps(answer).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    temporary = port_file.with_suffix(".tmp")
+    temporary.write_text(str(server.server_address[1]))
+    temporary.rename(port_file)
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve(Receiver(), Path(sys.argv[1]))

@@ -1,0 +1,38 @@
+"""Weights from the trainer to generation servers."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from megarl.config.base import Section
+
+
+class SyncConfig(Section):
+    """How servers get the trainer's weights."""
+
+    transport: Literal["auto", "tensor", "distributed", "disk", "delta"] = Field(
+        "auto",
+        description="tensor: shared memory or CUDA IPC on the server's host; distributed: broadcast over gloo or nccl; "
+        "disk: safetensors in a folder that both see; delta: changed elements to a relay on the server's host; auto: "
+        "tensor where every server shares a host with the trainer, distributed otherwise",
+    )
+    bucket_mb: PositiveInt = Field(256, description="MB (10**6 bytes) of a bucket; two exist at a time on a sender")
+    dtype: Literal["model", "bf16", "fp16", "fp32"] = Field(
+        "model", description="dtype on the wire; model: that of the trainer's parameters"
+    )
+    fp8: bool = Field(False, description="send projections as FP8 with one scale per 128 x 128 block")
+    pause: Literal["abort", "retract", "in_place"] = Field(
+        "retract",
+        description="running requests at a synchronisation. abort: end with what they have; retract: go on under the "
+        "new weights, their cache computed again; in_place: go on with the old cache",
+    )
+    verify: Literal["off", "first", "every"] = Field(
+        "first", description="compare checksums of all tensors on the servers with the trainer's"
+    )
+    timeout_s: PositiveFloat = Field(300.0, description="deadline of every single step of a synchronisation")
+    address: str = Field(
+        "127.0.0.1", description="address of this machine that servers reach it at (distributed), or its relay (delta)"
+    )
+    folder: str | None = Field(None, description="folder of the disk transport; null: sync/ of the run folder")

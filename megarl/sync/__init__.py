@@ -1,0 +1,1 @@
+"""Weights from the trainer to generation servers: plan, gathering, transports, protocol, verification."""

@@ -1,0 +1,103 @@
+"""Rounds of a synchronisation on one rank: the next bucket is gathered while the last one is on its way.
+
+main thread     | gather 0 | gather 1   | wait for buffer 0 | gather 2    ...
+courier thread             | send 0            | send 1            | send 2
+                buffer 0 .................. buffer 1 ......... buffer 0
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megarl.errors import ServerError
+from megarl.sync.plan import Bucket
+from megarl.sync.source import Source
+from megarl.sync.transports.base import Target, Transport
+
+
+@dataclass
+class Sent:
+    """What this rank did in a synchronisation. `failed`: server number -> why it did not get everything."""
+
+    nbytes: int = 0
+    gather_s: float = 0.0
+    send_s: float = 0.0
+    failed: dict[int, str] = field(default_factory=dict)
+
+
+class Courier:
+    """Two buffers, and the thread that empties them. Buffers are made at the first use and kept."""
+
+    def __init__(self, source: Source, transport: Transport) -> None:
+        self.source, self.transport = source, transport
+        self._buffers: list[Tensor] = []
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def run(self, routes: Sequence[int], targets: Sequence[Target]) -> Sent:
+        """Send this rank's buckets to `targets`, all of them on this rank's route. Collective over the trainer."""
+        sent, waiting = Sent(), deque[Future[None]]()
+        mine = self.source.my_route()
+        buckets = self.source.buckets() if mine is not None and mine in routes else ()
+        self._allocate(buckets)
+        with ThreadPoolExecutor(1, "courier") as courier, ThreadPoolExecutor(max(len(targets), 1)) as servers:
+            for number in range(self.source.rounds(routes)):
+                bucket = buckets[number] if number < len(buckets) else None
+                if len(waiting) == len(self._buffers) and waiting:
+                    waiting.popleft().result()
+                flat = None if bucket is None else self._buffers[number % 2][: bucket.nbytes]
+                start = time.perf_counter()
+                self.source.fill(number, routes, flat)
+                sent.gather_s += time.perf_counter() - start
+                if bucket is not None and flat is not None:
+                    waiting.append(courier.submit(self._send, number, bucket, flat, targets, servers, sent))
+            while waiting:
+                waiting.popleft().result()
+        return sent
+
+    def release(self) -> None:
+        """Free the buffers."""
+        self._buffers = []
+
+    def _allocate(self, buckets: Sequence[Bucket]) -> None:
+        size = max((bucket.nbytes for bucket in buckets), default=0)
+        wanted = min(len(buckets), 2)
+        if len(self._buffers) != wanted or any(len(buffer) != size for buffer in self._buffers):
+            self._buffers = [self.transport.buffer(size) for _ in range(wanted)]
+
+    def _send(
+        self,
+        number: int,
+        bucket: Bucket,
+        flat: Tensor,
+        targets: Sequence[Target],
+        servers: ThreadPoolExecutor,
+        sent: Sent,
+    ) -> None:
+        start = time.perf_counter()
+        self.transport.put(number, bucket, flat)
+        healthy = [target for target in targets if target.number not in sent.failed]
+        reasons = servers.map(lambda target: self._deliver(target, number, bucket, flat), healthy)
+        for target, why in zip(healthy, reasons, strict=True):
+            if why is not None:
+                sent.failed[target.number] = why
+                self.transport.drop(target)
+        sent.nbytes += bucket.nbytes * (len(healthy) or 1)
+        sent.send_s += time.perf_counter() - start
+
+    def _deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> str | None:
+        """None, or why the server did not take the bucket."""
+        try:
+            self.transport.deliver(target, number, bucket, flat)
+        except ServerError as error:
+            return str(error)
+        return None

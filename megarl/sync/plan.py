@@ -1,0 +1,369 @@
+"""Who sends which bytes to which server: plain data, no torch, testable without processes.
+
+    holders of a tensor's boxes          routes                             buckets of a sender
+    (trainer ranks)
+    r0: rows 0..63   of q_proj --.
+                                  >--> replica 0, sender r0 --> server 0     [q_proj | k_proj | v_proj | ...]
+    r1: rows 64..127 of q_proj --'     replica 1, sender r2 --> server 1     [...]
+
+A replica is a set of ranks that holds the whole model once. Servers are shared out over the replicas; inside a replica
+every tensor has one sender, other holders pass it their boxes, and the bytes of the senders are balanced. A transport
+that needs shared memory (`same_host`) sends from ranks on the server's own host.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from megarl.models.weights.plan import Box, Coordinate, hf_tensors, slices_for
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
+FP8_BLOCK = 128
+SLAB_BYTES = 4 << 20  # pieces travel between trainer ranks in parts of at most this many bytes (one row at least)
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a trainer rank stands: its pipeline stage, and the host it runs on."""
+
+    stage: int = 0
+    host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLayout:
+    """Where a server stands and how it splits the model: `tp` ranks, whose experts are spread `ep` ways."""
+
+    tp: int = 1
+    ep: int = 1
+    host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """One Hugging Face tensor: each box it is held in, with the trainer ranks that hold it, in rank order."""
+
+    shape: tuple[int, ...]
+    boxes: tuple[tuple[Box, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor on the wire, at `offset` bytes in its bucket. `source`: the Hugging Face tensor it is made of."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    nbytes: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Tensors that travel as one flat buffer, without gaps; larger items first, so that all are aligned."""
+
+    entries: tuple[Entry, ...]
+    nbytes: int
+
+    def sources(self) -> list[str]:
+        """Hugging Face tensors in the bucket, in order."""
+        return list(dict.fromkeys(entry.source for entry in self.entries))
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What one replica sends to its servers: the buckets of each sender, and for every tensor who gives which box."""
+
+    replica: int
+    servers: tuple[int, ...]
+    senders: dict[int, tuple[Bucket, ...]]
+    givers: dict[str, tuple[tuple[Box, int], ...]] = field(repr=False)
+
+    @property
+    def lead(self) -> int:
+        """The rank that opens and closes the update on these servers."""
+        return min(self.senders)
+
+    def nbytes(self, sender: int) -> int:
+        """Bytes that `sender` sends to each server."""
+        return sum(bucket.nbytes for bucket in self.senders[sender])
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """Everything a synchronisation does, before it starts."""
+
+    servers: tuple[ServerLayout, ...]
+    routes: tuple[Route, ...]
+    experts: int
+
+    def route_of(self, server: int) -> Route:
+        """The route that feeds `server`."""
+        return next(route for route in self.routes if server in route.servers)
+
+    def needed_by(self, server: int, rank: int, entry: Entry) -> bool:
+        """True when tensor-parallel rank `rank` of `server` holds any part of `entry`.
+
+        Experts lie in equal consecutive blocks over the ranks, as the server places them unless it balances experts.
+        """
+        layout, found = self.servers[server], _EXPERT.search(entry.source)
+        if layout.ep == 1 or found is None or self.experts % layout.ep:
+            return True
+        return int(found[1]) // (self.experts // layout.ep) == rank // (layout.tp // layout.ep)
+
+    def seconds(self, gb_per_s: float) -> float:
+        """Time of the busiest sender when each sends at `gb_per_s` (10**9 bytes), one server after the other."""
+        busiest = max(route.nbytes(s) * len(route.servers) for route in self.routes for s in route.senders)
+        return busiest / (gb_per_s * 1e9)
+
+    def describe(self, gb_per_s: float | None = None, rows: int = 20) -> str:
+        """The plan as a table of at most `rows` senders."""
+        lines = [
+            f"{'replica':>7} {'sender':>6} {'servers':<16} {'tensors':>8} {'buckets':>8} {'MB':>10} {'gathered MB':>12}"
+        ]
+        table = [(route, sender) for route in self.routes for sender in sorted(route.senders)]
+        for route, sender in table[:rows]:
+            buckets = route.senders[sender]
+            count, size = sum(len(bucket.entries) for bucket in buckets), route.nbytes(sender) / 1e6
+            who = f"{route.replica:>7} {sender:>6} {_ranges(route.servers):<16}"
+            lines.append(f"{who} {count:>8} {len(buckets):>8} {size:>10.1f} {_gathered(route, sender) / 1e6:>12.1f}")
+        if len(table) > rows:
+            lines.append(f"... and {len(table) - rows} more senders")
+        total = sum(r.nbytes(s) * len(r.servers) for r in self.routes for s in r.senders)
+        largest = max(bucket.nbytes for r in self.routes for buckets in r.senders.values() for bucket in buckets)
+        lines.append(f"{total / 1e9:.3f} GB to {len(self.servers)} servers, largest bucket {largest / 1e6:.1f} MB")
+        if gb_per_s is not None:
+            lines.append(f"about {self.seconds(gb_per_s):.2f} s at {gb_per_s:g} GB/s per sender")
+        return "\n".join(lines)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    shown = ",".join(map(str, numbers[:4]))
+    return shown if len(numbers) <= 4 else f"{shown},.. ({len(numbers)})"
+
+
+def _gathered(route: Route, sender: int) -> int:
+    """Bytes, in the wire's dtype, that other ranks pass to `sender`."""
+    total = 0
+    for bucket in route.senders[sender]:
+        for entry in bucket.entries:
+            if entry.name == entry.source:
+                size = ITEMSIZE[entry.dtype]
+                total += sum(box_count(box) * size for box, giver in route.givers[entry.source] if giver != sender)
+    return total
+
+
+def box_count(box: Box) -> int:
+    """Elements inside a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def holdings(hf: PretrainedConfig, ranks: Sequence[Coordinate]) -> dict[str, Held]:
+    """For every tensor of the model, in export order: which of the trainer's `ranks` hold which boxes of it."""
+    same: dict[Coordinate, list[int]] = {}
+    for rank, at in enumerate(ranks):
+        same.setdefault(at, []).append(rank)
+    found: dict[str, dict[Box, set[int]]] = {name: {} for name in hf_tensors(hf)}
+    for at, members in same.items():
+        for shard in slices_for(hf, at):
+            for piece in shard.pieces:
+                found[piece.source].setdefault(piece.source_box, set()).update(members)
+    shapes = hf_tensors(hf)
+    return {
+        name: Held(shapes[name], tuple((box, tuple(sorted(who))) for box, who in boxes.items()))
+        for name, boxes in found.items()
+    }
+
+
+def make_plan(
+    tensors: dict[str, Held],
+    ranks: Sequence[Place],
+    servers: Sequence[ServerLayout],
+    *,
+    dtype: str = "bfloat16",
+    fp8: bool = False,
+    bucket_bytes: int = 256 << 20,
+    same_host: bool = False,
+    one_replica: bool = False,
+    senders_per_stage: int | None = None,
+) -> SyncPlan:
+    """Plan a synchronisation.
+
+    Args:
+        tensors: what the trainer holds, see `holdings`.
+        ranks: one per trainer rank.
+        servers: one per server.
+        dtype: of the tensors on the wire.
+        fp8: send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
+        bucket_bytes: bound of a bucket and of what gathering it needs besides; a larger tensor has a bucket of its own.
+        same_host: senders must run on the host of their server.
+        one_replica: the first replica serves all servers.
+        senders_per_stage: senders of one pipeline stage at most; None: every holder of a tensor may send it.
+
+    Raises:
+        ValueError: a server's host has no trainer rank although `same_host` asks for it.
+    """
+    count = min(len(who) for held in tensors.values() for _, who in held.boxes)
+    members = _replicas(tensors, count)
+    routes = []
+    sharing = members[:1] if one_replica else members
+    for replica, host, mine in _share_out(sharing, ranks, servers, same_host):
+        pools = _pools(members[replica], ranks, host, senders_per_stage)
+        routes.append(_route(tensors, replica, count, mine, pools, ranks, dtype, fp8, bucket_bytes))
+    experts = 1 + max((int(found[1]) for name in tensors if (found := _EXPERT.search(name))), default=-1)
+    return SyncPlan(tuple(servers), tuple(routes), experts)
+
+
+def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:
+    """The holders that belong to a replica: equal consecutive shares, as Megatron orders data parallelism."""
+    return who[len(who) * replica // count : len(who) * (replica + 1) // count]
+
+
+def _replicas(tensors: dict[str, Held], count: int) -> list[set[int]]:
+    members: list[set[int]] = [set() for _ in range(count)]
+    for who in {who for held in tensors.values() for _, who in held.boxes}:
+        for replica in range(count):
+            members[replica].update(_in_replica(who, replica, count))
+    return members
+
+
+def _share_out(
+    members: list[set[int]], ranks: Sequence[Place], servers: Sequence[ServerLayout], same_host: bool
+) -> Iterable[tuple[int, str | None, tuple[int, ...]]]:
+    """(replica, host its senders must be on or None, servers) of every route."""
+    if not same_host:
+        for replica in range(min(len(members), len(servers))):
+            yield replica, None, tuple(range(replica, len(servers), len(members)))
+        return
+    for host in dict.fromkeys(server.host for server in servers):
+        near = [r for r, who in enumerate(members) if any(ranks[rank].host == host for rank in who)]
+        if not near:
+            raise ValueError(f"no trainer rank runs on the host {host!r} of a server, which this transport needs")
+        there = [i for i, server in enumerate(servers) if server.host == host]
+        for place, replica in enumerate(near[: len(there)]):
+            yield replica, host, tuple(there[place :: len(near)])
+
+
+def _pools(
+    members: set[int], ranks: Sequence[Place], host: str | None, senders_per_stage: int | None
+) -> dict[int, tuple[int, ...]]:
+    """For every stage of a replica, the ranks that may send its tensors."""
+    allowed = sorted(rank for rank in members if host is None or ranks[rank].host == host)
+    pools = {}
+    for stage in sorted({ranks[rank].stage for rank in members}):
+        of_stage = [rank for rank in allowed if ranks[rank].stage == stage]
+        pools[stage] = tuple((of_stage or allowed)[:senders_per_stage])
+    return pools
+
+
+def _route(
+    tensors: dict[str, Held],
+    replica: int,
+    count: int,
+    servers: tuple[int, ...],
+    pools: dict[int, tuple[int, ...]],
+    ranks: Sequence[Place],
+    dtype: str,
+    fp8: bool,
+    bucket_bytes: int,
+) -> Route:
+    holders = {
+        name: tuple((box, _in_replica(who, replica, count)) for box, who in held.boxes)
+        for name, held in tensors.items()
+    }
+    sender_of = _assign(tensors, holders, pools, ranks, ITEMSIZE[dtype])
+    givers = {
+        name: tuple((box, _giver(who, sender_of[name], ranks)) for box, who in boxes) for name, boxes in holders.items()
+    }
+    names: dict[int, list[str]] = {}
+    for name in tensors:
+        names.setdefault(sender_of[name], []).append(name)
+    senders = {
+        sender: tuple(_buckets([(n, tensors[n].shape) for n in names[sender]], dtype, fp8, bucket_bytes))
+        for sender in sorted(names)
+    }
+    return Route(replica, servers, senders, givers)
+
+
+def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[Place]) -> int:
+    """The holder that gives a box: the sender itself, else one on its host, else the first."""
+    if sender in who:
+        return sender
+    return next((rank for rank in who if ranks[rank].host == ranks[sender].host), who[0])
+
+
+def _assign(
+    tensors: dict[str, Held],
+    holders: dict[str, tuple[tuple[Box, tuple[int, ...]], ...]],
+    pools: dict[int, tuple[int, ...]],
+    ranks: Sequence[Place],
+    itemsize: int,
+) -> dict[str, int]:
+    """One sender per tensor. The largest first, each to the candidate with the least to send so far."""
+    candidates: dict[str, tuple[int, ...]] = {}
+    known: dict[tuple[tuple[int, ...], ...], tuple[int, ...]] = {}
+    for name, boxes in holders.items():
+        key = tuple(who for _, who in boxes)
+        if key not in known:
+            pool = pools[ranks[key[0][0]].stage]
+            holding = {rank for who in key for rank in who}
+            known[key] = tuple(rank for rank in pool if rank in holding) or pool
+        candidates[name] = known[key]
+    size = {name: math.prod(held.shape) * itemsize for name, held in tensors.items()}
+    load: dict[int, int] = {}
+    chosen: dict[str, int] = {}
+    # Tensors without a choice come first, so that the others fill the gaps.
+    for name in sorted(tensors, key=lambda n: (len(candidates[n]) > 1, -size[n])):
+        sender = min(candidates[name], key=lambda rank: (load.get(rank, 0), rank))
+        chosen[name] = sender
+        load[sender] = load.get(sender, 0) + size[name]
+    return chosen
+
+
+def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bucket_bytes: int) -> Iterable[Bucket]:
+    """Tensors in order, as many as fit into the bound less what gathering needs."""
+    room = max(bucket_bytes - SLAB_BYTES, 1)
+    waiting: list[tuple[str, tuple[int, ...], str, int, str]] = []
+    filled = 0
+    for name, shape in tensors:
+        parts = wire_tensors(name, shape, dtype, fp8)
+        size = sum(part[3] for part in parts)
+        if waiting and filled + size > room:
+            yield _pack(waiting)
+            waiting, filled = [], 0
+        waiting += parts
+        filled += size
+    if waiting:
+        yield _pack(waiting)
+
+
+def wire_tensors(
+    name: str, shape: tuple[int, ...], dtype: str, fp8: bool
+) -> list[tuple[str, tuple[int, ...], str, int, str]]:
+    """(name, shape, dtype, bytes, source) of what is sent for one Hugging Face tensor."""
+    if fp8 and len(shape) == 2 and name.endswith(".weight") and not any(part in name for part in _NOT_FP8):
+        blocks = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
+        scale = f"{name}_scale_inv"
+        return [
+            (name, shape, "float8_e4m3fn", math.prod(shape), name),
+            (scale, blocks, "float32", 4 * math.prod(blocks), name),
+        ]
+    return [(name, shape, dtype, math.prod(shape) * ITEMSIZE[dtype], name)]
+
+
+def _pack(parts: list[tuple[str, tuple[int, ...], str, int, str]]) -> Bucket:
+    entries, offset = [], 0
+    for name, shape, dtype, nbytes, source in sorted(parts, key=lambda part: -ITEMSIZE[part[2]]):
+        entries.append(Entry(name, shape, dtype, offset, nbytes, source))
+        offset += nbytes
+    return Bucket(tuple(entries), offset)

@@ -1,0 +1,184 @@
+"""The trainer's side of a plan: this rank's pieces, passed to senders, and buckets filled from them.
+
+Work goes in rounds. In round k every sender fills its k-th bucket. All ranks walk the tensors of a round in one order
+(route, sender, place in the bucket), each doing only what concerns it; since everybody waits in the same order, nobody
+waits in a circle. Pieces travel in the wire's dtype, in slabs of a few megabytes, straight into the bucket where they
+are contiguous there, through one slab where they are not.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.comm import Group
+from megarl.errors import WorkerError
+from megarl.models.policy import PolicyModel
+from megarl.models.weights.fill import local_shards
+from megarl.models.weights.plan import Box
+from megarl.phase import beat
+from megarl.sync.fp8 import quantize_blocks
+from megarl.sync.plan import ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan, box_count
+
+Held = dict[tuple[str, Box], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One box of one tensor on its way from `giver` to its place in the bucket of `sender`."""
+
+    giver: int
+    sender: int
+    entry: Entry
+    box: Box
+
+
+def held_pieces(chunks: Sequence[PolicyModel]) -> Held:
+    """Views of this rank's parameters by Hugging Face tensor and box."""
+    return {
+        (piece.source, piece.source_box): param.detach()[_slices(piece.target_box)]
+        for shard, param in local_shards(chunks)
+        for piece in shard.pieces
+    }
+
+
+class Source:
+    """Fills this rank's buckets and hands its pieces to other senders. Every rank of the trainer has one.
+
+    Args:
+        held: this rank's pieces, views into the live parameters.
+        dtype: of the wire, before FP8.
+        group: process group whose ranks the plan's numbers are; None: the world.
+    """
+
+    def __init__(self, held: Held, plan: SyncPlan, rank: int, dtype: torch.dtype, group: Group = None) -> None:
+        self.held, self.plan, self.rank, self.dtype, self.group = held, plan, rank, dtype, group
+        self.peak_staged = 0  # bytes beside the buckets, for tests
+        self._staged = 0
+        self._moves = [_moves(route, rank) for route in plan.routes]
+
+    def my_route(self) -> int | None:
+        """Number of the route this rank sends on; None when it only passes pieces on."""
+        return next((i for i, route in enumerate(self.plan.routes) if self.rank in route.senders), None)
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The buckets this rank sends, in order."""
+        route = self.my_route()
+        return () if route is None else self.plan.routes[route].senders[self.rank]
+
+    def rounds(self, routes: Sequence[int]) -> int:
+        """How often `fill` must be called for a synchronisation over `routes`: the same number on every rank."""
+        return max((len(b) for i in routes for b in self.plan.routes[i].senders.values()), default=0)
+
+    @torch.no_grad()
+    def fill(self, number: int, routes: Sequence[int], out: Tensor | None) -> None:
+        """Round `number` of `routes`. Collective over the ranks that hold pieces of these routes.
+
+        Args:
+            out: uint8 [bytes of this rank's bucket of that round], or None when it has none.
+
+        Raises:
+            WorkerError: another rank did not answer before the process group's deadline.
+        """
+        sending: deque[tuple[dist.Work, Tensor]] = deque()
+        for route in routes:
+            for entry, moves in self._moves[route].get(number, ()):
+                beat()
+                if moves[0].sender == self.rank:
+                    assert out is not None
+                    self._take(entry, moves, out)
+                else:
+                    for move in moves:
+                        self._give(move, sending)
+        while sending:
+            self._wait(sending.popleft()[0], "to take a piece")
+
+    def _take(self, entry: Entry, moves: list[Move], out: Tensor) -> None:
+        """Collect all boxes of one tensor into its place; quantise it when the wire wants that."""
+        plain = ITEMSIZE[entry.dtype] > 1
+        if plain:
+            whole = out[entry.offset : entry.offset + entry.nbytes].view(self.dtype).view(entry.shape)
+        else:
+            whole = torch.empty(entry.shape, dtype=self.dtype, device=out.device)
+            self._count(whole.nbytes)
+        arriving = [work for move in moves for work in self._receive(move, whole)]
+        for work in arriving:
+            self._wait(work, f"for a piece of {entry.source}")
+        if not plain:
+            self._quantise(entry, whole, out)
+            self._count(-whole.nbytes)
+
+    def _receive(self, move: Move, whole: Tensor) -> Iterator[dist.Work]:
+        target = whole[_slices(move.box)]
+        if move.giver == self.rank:
+            target.copy_(self.held[move.entry.source, move.box])
+            return
+        for rows in _slabs(target):
+            if rows.is_contiguous():
+                yield self._irecv(rows, move.giver)
+                continue
+            slab = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+            self._count(slab.nbytes)
+            self._wait(self._irecv(slab, move.giver), f"for a piece of {move.entry.source} from rank {move.giver}")
+            rows.copy_(slab)
+            self._count(-slab.nbytes)
+
+    def _give(self, move: Move, sending: deque[tuple[dist.Work, Tensor]]) -> None:
+        for rows in _slabs(self.held[move.entry.source, move.box], ITEMSIZE[str(self.dtype).removeprefix("torch.")]):
+            ready = rows.to(self.dtype).contiguous()
+            while len(sending) > 1:  # at most two slabs on their way
+                self._wait(sending.popleft()[0], "to take a piece")
+            work = dist.isend(ready.view(-1).view(torch.uint8), dst=move.sender, group=self.group)
+            assert work is not None
+            sending.append((work, ready))
+
+    def _irecv(self, into: Tensor, giver: int) -> dist.Work:
+        work = dist.irecv(into.view(-1).view(torch.uint8), src=giver, group=self.group)
+        assert work is not None
+        return work
+
+    def _wait(self, work: dist.Work, what: str) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise WorkerError(f"weight synchronisation: rank {self.rank} waited {what} in vain: {error}") from error
+
+    def _quantise(self, entry: Entry, whole: Tensor, out: Tensor) -> None:
+        values, scale = quantize_blocks(whole)
+        out[entry.offset : entry.offset + entry.nbytes].view(values.dtype).view(entry.shape).copy_(values)
+        partner = next(e for b in self.buckets() for e in b.entries if e.name == f"{entry.name}_scale_inv")
+        out[partner.offset : partner.offset + partner.nbytes].view(scale.dtype).view(partner.shape).copy_(scale)
+
+    def _count(self, nbytes: int) -> None:
+        self._staged += nbytes
+        self.peak_staged = max(self.peak_staged, self._staged)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in box)
+
+
+def _slabs(box: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
+    """Row blocks of at most SLAB_BYTES, `itemsize` bytes per element; giver and taker must cut alike."""
+    row = max(box[0].numel() * (itemsize or box.element_size()), 1)
+    yield from box.split(max(SLAB_BYTES // row, 1))
+
+
+def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]:
+    """What concerns `rank`, by round: every tensor it collects, and every box it gives to another rank."""
+    found: dict[int, list[tuple[Entry, list[Move]]]] = {}
+    for sender in sorted(route.senders):
+        for number, bucket in enumerate(route.senders[sender]):
+            for entry in bucket.entries:
+                if entry.name != entry.source:
+                    continue  # scales come with their weight
+                boxes = route.givers[entry.source]
+                moves = [Move(g, sender, entry, box) for box, g in boxes if rank in (sender, g) and box_count(box)]
+                if moves:
+                    found.setdefault(number, []).append((entry, moves))
+    return found

@@ -1,0 +1,1 @@
+"""Ways for a bucket to reach a server."""

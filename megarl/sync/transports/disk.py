@@ -1,0 +1,121 @@
+"""A folder that trainer and servers see: safetensors per version, written under another name and renamed when complete.
+
+    FOLDER/.v00000012.partial/     being written; a trainer that dies leaves it, and the next version removes it
+    FOLDER/v00000011/              complete: config.json, model-<sender>-<n>.safetensors, model.safetensors.index.json
+
+The server reads the folder in one call, so it needs neither begin nor end, and keeps its weights when that fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megarl.errors import WorkerError
+from megarl.models.weights.files import INDEX, replace_folder
+from megarl.sync.plan import Bucket
+from megarl.sync.transports.base import Target, Transport
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_KEPT = 1  # complete versions besides the one being written
+
+
+class DiskTransport(Transport):
+    """One file per bucket; the first rank writes the index and renames.
+
+    Args:
+        folder: on a disk that servers see under the same path.
+        rank: of this sender, part of its file names.
+    """
+
+    session = False
+    one_replica = True
+
+    def __init__(self, folder: Path, rank: int, hf: PretrainedConfig, deadline_s: float) -> None:
+        self.folder, self.rank, self.hf, self.deadline_s = folder, rank, hf, deadline_s
+        self._version, self._files = 0, 0
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Host memory."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def start(self, version: int, targets: Sequence[Target]) -> None:
+        """Every sender writes into the same partial folder."""
+        self._version, self._files = version, 0
+        self._partial().mkdir(parents=True, exist_ok=True)
+
+    def put(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+        """Write the bucket as a file and make it durable."""
+        with (self._partial() / f"model-{self.rank:05d}-{self._files:05d}.safetensors").open("wb") as file:
+            file.write(_header(bucket))
+            file.write(memoryview(flat.numpy()))
+            file.flush()
+            os.fsync(file.fileno())
+        self._files += 1
+
+    def publish(self) -> None:
+        """Index, configuration, rename; older versions go."""
+        partial = self._partial()
+        files = sorted(partial.glob("model-*.safetensors"))
+        names = {name: file.name for file in files for name in _names(file)}
+        total = sum(file.stat().st_size for file in files)
+        (partial / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": names}))
+        self.hf.save_pretrained(partial)
+        replace_folder(partial, self.folder / _name(self._version))
+        remove_old(self.folder, self._version)
+
+    def commit(self, target: Target) -> None:
+        """The server reads the folder."""
+        payload = {
+            "model_path": str((self.folder / _name(self._version)).resolve()),
+            "load_format": "safetensors",
+            "flush_cache": False,
+        }
+        target.api.call("/update_weights_from_disk", payload, deadline_s=self.deadline_s, phase="reading the weights")
+
+    def _partial(self) -> Path:
+        return self.folder / f".{_name(self._version)}.partial"
+
+
+def _name(version: int) -> str:
+    return f"v{version:08d}"
+
+
+def remove_old(folder: Path, version: int) -> None:
+    """Remove what is left of interrupted writes, and all complete versions but `version` and the one before it."""
+    for stale in folder.glob(".v*.partial"):
+        shutil.rmtree(stale, ignore_errors=True)
+    older = sorted(path for path in folder.glob("v????????") if path.name != _name(version))
+    for path in older[: len(older) - _KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _header(bucket: Bucket) -> bytes:
+    """Header of a safetensors file whose data is the bucket's bytes."""
+    codes = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8_e4m3fn": "F8_E4M3"}
+    table: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for entry in bucket.entries:
+        span = [entry.offset, entry.offset + entry.nbytes]
+        table[entry.name] = {"dtype": codes[entry.dtype], "shape": list(entry.shape), "data_offsets": span}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _names(file: Path) -> list[str]:
+    """Tensor names of a safetensors file."""
+    with file.open("rb") as handle:
+        size = int.from_bytes(handle.read(8), "little")
+        table = json.loads(handle.read(size))
+    if file.stat().st_size < 8 + size + max(e["data_offsets"][1] for n, e in table.items() if n != "__metadata__"):
+        raise WorkerError(f"{file}: shorter than its header says")
+    return [name for name in table if name != "__metadata__"]

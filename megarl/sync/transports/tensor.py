@@ -1,0 +1,42 @@
+"""Same host: the server maps the sender's buffer (shared memory, CUDA IPC) and copies from it into its parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megarl.compat.sglang_wire import bucket_payload, shared_buffer
+from megarl.sync.plan import Bucket, SyncPlan
+from megarl.sync.transports.base import Target, Transport
+
+
+class TensorTransport(Transport):
+    """One payload of handles per server rank; a rank that owns no part of an expert is not shown it."""
+
+    same_host = True
+
+    def __init__(self, plan: SyncPlan, device: torch.device, deadline_s: float) -> None:
+        self.plan, self.device, self.deadline_s = plan, device, deadline_s
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Memory that the server can map."""
+        return shared_buffer(nbytes, self.device)
+
+    def put(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+        """Wait until the device has written the buffer."""
+        if flat.is_cuda:
+            torch.cuda.synchronize(flat.device)
+
+    def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
+        """Returns when the server has copied everything it needs, so the buffer is free again."""
+        ranks = self.plan.servers[target.number].tp
+        needed = (
+            [entry for entry in bucket.entries if self.plan.needed_by(target.number, rank, entry)]
+            for rank in range(ranks)
+        )
+        payload = {
+            "serialized_named_tensors": [bucket_payload(flat, entries) for entries in needed],
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        target.api.call("/update_weights_from_tensor", payload, deadline_s=self.deadline_s, phase="bucket")

@@ -1,0 +1,364 @@
+"""What the training loop calls: `push` after an update of the policy, `catch_up` when servers fell behind.
+
+Both are collective over all ranks of the trainer:
+
+    all ranks          agree on the servers to update
+    lead of a server   pause, begin                       one lead per server: the first sender of its route
+    all ranks          agree on who is open
+    all ranks          rounds: gather, send               (courier.py)
+    all ranks          agree on who got everything
+    lead               commit, end, tag, [verify], flush, resume
+    all ranks          agree on who is current; every rank's fleet is told
+
+A server that fails at any point is marked failed on every rank; the others go on.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from megarl.comm import all_gather_json, broadcast_json, group_size
+from megarl.config.sync import SyncConfig
+from megarl.device import DTYPES, device, has_cuda
+from megarl.errors import ConfigError, ServerError, WorkerError
+from megarl.models.policy import PolicyModel
+from megarl.models.weights.export import iter_hf_tensors, layout_of_all
+from megarl.models.weights.fill import coordinate
+from megarl.phase import phase
+from megarl.rollout.sglang.api import ServerApi
+from megarl.sync import verify
+from megarl.sync.courier import Courier, Sent
+from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
+from megarl.sync.protocol import ServerUpdate
+from megarl.sync.source import Source, held_pieces
+from megarl.sync.transports.base import Target, Transport
+from megarl.sync.transports.disk import DiskTransport
+from megarl.sync.transports.distributed import DistributedTransport
+from megarl.sync.transports.tensor import TensorTransport
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+T = TypeVar("T")
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class SyncedServer(Protocol):
+    """What synchronisation knows of a server. `version`: the last one it acknowledged."""
+
+    api: ServerApi
+    version: int | None
+    alive: bool
+    tp: int
+    ep: int
+
+
+class SyncedFleet(Protocol):
+    """The servers of the run, as this rank sees them; the same ones in the same order on every rank."""
+
+    @property
+    def servers(self) -> Sequence[SyncedServer]:
+        """All servers."""
+        ...
+
+    def acknowledge(self, server: SyncedServer, version: int) -> None:
+        """The server holds this version, named it, and answers again."""
+        ...
+
+    def mark_failed(self, server: SyncedServer, why: str) -> None:
+        """The server must not get requests."""
+        ...
+
+
+@dataclass
+class SyncReport:
+    """One synchronisation, the same on every rank. Seconds are those of the slowest rank, bytes of all together."""
+
+    version: int
+    transport: str
+    updated: list[int] = field(default_factory=list)
+    failed: dict[int, str] = field(default_factory=dict)
+    nbytes: int = 0
+    seconds: float = 0.0
+    gather_s: float = 0.0
+    send_s: float = 0.0
+    verified: int = 0
+    stale_cache: list[int] = field(default_factory=list)
+
+
+class NullSync:
+    """For an engine that generates with the trainer's own parameters: there is nothing to send."""
+
+    def push(self, version: int) -> SyncReport:
+        """Nothing moves."""
+        return SyncReport(version, "none")
+
+    def catch_up(self) -> SyncReport:
+        """Nobody can fall behind."""
+        return SyncReport(0, "none")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class WeightSync:
+    """Keeps the servers of a fleet on the trainer's weights.
+
+    Args:
+        chunks: this rank's part of the model; its live parameters are sent.
+        hf: configuration of the whole model.
+        fleet: the servers; the same list on every rank.
+        config: section `sync` of the recipe.
+        run_dir: the folder of the disk transport lies in it.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[PolicyModel],
+        hf: PretrainedConfig,
+        fleet: SyncedFleet,
+        config: SyncConfig,
+        run_dir: Path,
+    ) -> None:
+        self.chunks, self.hf, self.fleet, self.config = chunks, hf, fleet, config
+        self.version: int | None = None
+        self.rank = dist.get_rank() if group_size() > 1 else 0
+        model_dtype = chunks[0].config.params_dtype
+        self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
+        ranks = layout_of_all(coordinate(chunks))
+        names = _host_names()
+        layouts = [ServerLayout(s.tp, s.ep, _host_of(s.api.url, names)) for s in fleet.servers]
+        self.transport_name = choose_transport(config.transport, [at.host for at in layouts], set(names.values()))
+        kind = TRANSPORTS[self.transport_name]
+        self.plan = make_plan(
+            holdings(hf, ranks),
+            [Place(at.pp_rank, names[rank]) for rank, at in enumerate(ranks)],
+            layouts,
+            dtype=str(self.dtype).removeprefix("torch."),
+            fp8=config.fp8,
+            bucket_bytes=config.bucket_mb * 10**6,
+            same_host=kind.same_host,
+            one_replica=kind.one_replica,
+            senders_per_stage=kind.senders_per_stage,
+        )
+        source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype)
+        self.transport = self._make_transport(run_dir)
+        self.courier = Courier(source, self.transport)
+        self._verified = False
+
+    def push(self, version: int) -> SyncReport:
+        """Bring every living server to the parameters as they are now, under the name `version`. Collective.
+
+        Raises:
+            ValueError: versions do not go backwards.
+            WorkerError: a server's checksums are not those of the trainer.
+        """
+        if self.version is not None and version < self.version:
+            raise ValueError(f"weight version {version} after {self.version}")
+        self.version = version
+        return self._sync(lambda server: server.alive)
+
+    def catch_up(self) -> SyncReport:
+        """Bring the living servers that are not on the current version to it. Collective; cheap when there are none."""
+        if self.version is None:
+            raise ValueError("catch_up before the first push")
+        return self._sync(lambda server: server.alive and server.version != self.version)
+
+    def close(self) -> None:
+        """Leave process groups, free buffers. Not collective."""
+        self.transport.close()
+        self.courier.release()
+
+    def _make_transport(self, run_dir: Path) -> Transport:
+        limit = self.config.timeout_s
+        if self.transport_name == "tensor":
+            return TensorTransport(self.plan, device(), limit)
+        if self.transport_name == "distributed":
+            return DistributedTransport(self.plan, device(), limit, self.config.address)
+        folder = Path(self.config.folder) if self.config.folder else run_dir / "sync"
+        return DiskTransport(folder, self.rank, self.hf, limit)
+
+    def _sync(self, wanted: Callable[[SyncedServer], bool]) -> SyncReport:
+        assert self.version is not None
+        report = SyncReport(self.version, self.transport_name)
+        start = time.perf_counter()
+        numbers = [number for number, server in enumerate(self.fleet.servers) if wanted(server)]
+        agreed = sorted({number for part in all_gather_json(numbers) for number in part})
+        if not agreed:
+            return report
+        with phase("weight_sync"):
+            updates = {n: self._update(n) for n in agreed if self.plan.route_of(n).lead == self.rank}
+            self._each(updates, self._open, report)
+            ready = self._agree(agreed, report)
+            sent = self._send(ready, report)
+            self._agree(ready, report)
+            self._finish(updates, [n for n in ready if n not in report.failed], report)
+        self._close_report(report, sent, time.perf_counter() - start, agreed)
+        return report
+
+    def _update(self, number: int) -> ServerUpdate:
+        api = self.fleet.servers[number].api
+        return ServerUpdate(api, self.version or 0, session=self.transport.session, deadline_s=self.config.timeout_s)
+
+    def _open(self, update: ServerUpdate) -> None:
+        update.pause(self.config.pause)
+        update.begin()
+
+    def _send(self, ready: list[int], report: SyncReport) -> Sent:
+        """All rounds on this rank."""
+        routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.servers for n in ready)]
+        mine = self.courier.source.my_route()
+        targets = [
+            Target(n, self.fleet.servers[n].api)
+            for n in ready
+            if mine is not None and n in self.plan.routes[mine].servers
+        ]
+        if targets:
+            self.transport.start(report.version, targets)
+        sent = self.courier.run(routes, targets)
+        report.failed |= sent.failed
+        return sent
+
+    def _finish(self, updates: dict[int, ServerUpdate], ready: list[int], report: SyncReport) -> None:
+        """Publish, then each lead takes its servers through the remaining steps."""
+        problem = None
+        if self.rank == 0 and ready:
+            try:
+                self.transport.publish()
+            except OSError as error:
+                problem = f"cannot publish version {report.version}: {error}"
+        problem = broadcast_json(problem, 0)
+        if problem is not None:
+            raise WorkerError(problem)
+        mine = {n: update for n, update in updates.items() if n in ready}
+
+        def load(number: int) -> None:
+            update = mine[number]
+            update.load(lambda: self.transport.commit(Target(number, update.api)))
+            update.end()
+            update.tag()
+
+        def reopen(number: int) -> None:
+            mine[number].flush(self.config.pause)
+            mine[number].resume()
+
+        self._each({n: n for n in mine}, load, report)
+        self._verify(mine, ready, report)
+        self._each({n: n for n in mine if n not in report.failed}, reopen, report)
+        report.stale_cache = [n for n, update in mine.items() if update.stale_cache]
+
+    def _verify(self, mine: dict[int, ServerUpdate], ready: list[int], report: SyncReport) -> None:
+        """Compare checksums of the servers in `ready`; collective."""
+        wanted = self.config.verify == "every" or (self.config.verify == "first" and not self._verified)
+        if not wanted or not ready or self.config.fp8:
+            return
+        layouts = sorted({(self.plan.servers[n].tp, self.plan.servers[n].ep) for n in ready})
+        tensors = iter_hf_tensors(self.chunks)
+        found = verify.expected_checksums(tensors, self.hf, layouts, self.dtype, on_gpu=has_cuda())
+        expected = dict(zip(layouts, broadcast_json([found.get(at) for at in layouts], 0), strict=True))
+        wrong: list[str] = []
+        for number, update in mine.items():
+            if number in report.failed:
+                continue
+            at = self.plan.servers[number].tp, self.plan.servers[number].ep
+            try:
+                reported = verify.reported_checksums(update.api, self.config.timeout_s)
+                report.verified += verify.compare(update.api, expected[at], reported)
+            except ServerError as error:
+                wrong.append(str(error))
+        everyone = [text for part in all_gather_json(wrong) for text in part]
+        if everyone:
+            raise WorkerError("\n".join(everyone))
+        self._verified = True
+
+    def _each(self, work: Mapping[int, T], action: Callable[[T], None], report: SyncReport) -> None:
+        """Run `action` for every server of `work` at the same time; failures go into the report."""
+        if not work:
+            return
+        with ThreadPoolExecutor(len(work)) as pool:
+            running = {number: pool.submit(action, value) for number, value in work.items()}
+        for number, future in running.items():
+            error = future.exception()
+            if isinstance(error, ServerError):
+                report.failed[number] = str(error)
+            elif error is not None:
+                raise error
+
+    def _agree(self, numbers: list[int], report: SyncReport) -> list[int]:
+        """Tell every rank about failures; returns the servers of `numbers` without one."""
+        for part in all_gather_json([[number, why] for number, why in report.failed.items()]):
+            for number, why in part:
+                report.failed.setdefault(number, why)
+        return [number for number in numbers if number not in report.failed]
+
+    def _close_report(self, report: SyncReport, sent: Sent, seconds: float, agreed: list[int]) -> None:
+        """Make the report the same on every rank, and tell the fleet."""
+        self._agree(agreed, report)
+        mine = [sent.nbytes, seconds, sent.gather_s, sent.send_s, report.verified, report.stale_cache]
+        everyone = all_gather_json(mine)
+        report.nbytes = sum(part[0] for part in everyone)
+        report.seconds, report.gather_s, report.send_s = (max(part[i] for part in everyone) for i in (1, 2, 3))
+        report.verified = sum(part[4] for part in everyone)
+        report.stale_cache = sorted(n for part in everyone for n in part[5])
+        report.updated = [number for number in agreed if number not in report.failed]
+        for number in agreed:
+            server = self.fleet.servers[number]
+            if number in report.failed:
+                self.transport.drop(Target(number, server.api))
+                self.fleet.mark_failed(server, report.failed[number])
+            else:
+                self.fleet.acknowledge(server, report.version)
+
+
+TRANSPORTS: dict[str, type[Transport]] = {
+    "tensor": TensorTransport,
+    "distributed": DistributedTransport,
+    "disk": DiskTransport,
+}
+
+
+def choose_transport(wanted: str, servers: Sequence[str], trainers: set[str]) -> str:
+    """The transport that `auto` stands for.
+
+    Raises:
+        ConfigError: `tensor` is asked for and a server runs where no trainer rank does.
+    """
+    away = [host for host in servers if host not in trainers]
+    if wanted == "auto":
+        return "distributed" if away else "tensor"
+    if wanted == "tensor" and away:
+        raise ConfigError(
+            f"no trainer rank runs on {away[0]}, so memory cannot be shared with the server there",
+            where="sync.transport",
+            found=wanted,
+            allowed="auto, distributed, disk or delta",
+        )
+    return wanted
+
+
+def _host_names() -> dict[int, str]:
+    """Host of every rank."""
+    return dict(enumerate(all_gather_json(socket.gethostname())))
+
+
+def _host_of(url: str, names: dict[int, str]) -> str:
+    """Host of a server, in the names of the trainer's hosts where it is one of them."""
+    host = urlsplit(url).hostname or ""
+    if host in LOOPBACK:
+        return socket.gethostname() if len(set(names.values())) == 1 else host
+    for name in dict.fromkeys(names.values()):
+        try:
+            if host in (name, *socket.gethostbyname_ex(name)[2]):
+                return name
+        except OSError:
+            continue
+    return host

@@ -1,0 +1,43 @@
+"""A receiver with a fault.
+
+python -m tests.sync.faulty PORT_FILE die:3      dies at its third bucket
+                                      refuse:3   refuses it with success=false under HTTP 200
+                                      hang:3     does not answer
+                                      open:0     was left with an open session by a dead trainer
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from megarl.benchmarks.sync.receiver import Receiver, Refused, serve
+
+
+class FaultyReceiver(Receiver):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.kind, number = fault.split(":")
+        self.left = int(number)
+        self.open = self.kind == "open"
+
+    def handle(self, path: str, body: dict) -> dict:
+        if path.startswith("/update_weights_from"):
+            self.left -= 1
+            if self.left == 0:
+                if self.kind == "die":
+                    os._exit(1)
+                if self.kind == "refuse":
+                    raise Refused("no memory left")
+                if self.kind == "hang":
+                    time.sleep(3600)
+        return super().handle(path, body)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve(FaultyReceiver(sys.argv[2]), Path(sys.argv[1]))

@@ -1,0 +1,69 @@
+"""Receiver processes and a fleet of them, for tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from megarl.rollout.sglang.api import ServerApi
+
+
+@dataclass
+class Server:
+    api: ServerApi
+    version: int | None = None
+    alive: bool = True
+    tp: int = 1
+    ep: int = 1
+
+
+@dataclass
+class Fleet:
+    """One rank's view; `told` keeps what synchronisation said."""
+
+    servers: list[Server]
+    told: list[tuple] = field(default_factory=list)
+
+    def acknowledge(self, server: Server, version: int) -> None:
+        server.version, server.alive = version, True
+        self.told.append((server.api.name, version))
+
+    def mark_failed(self, server: Server, why: str) -> None:
+        server.version, server.alive = None, False
+        self.told.append((server.api.name, why))
+
+
+def fleet_of(urls: list[str]) -> Fleet:
+    return Fleet([Server(ServerApi(url, None, f"server {i}")) for i, url in enumerate(urls)])
+
+
+@contextlib.contextmanager
+def receivers(folder: Path, count: int, faults: dict[int, str] | None = None) -> Iterator[list[str]]:
+    """URLs of `count` receiver processes; `faults` as in tests/sync/faulty.py, by number."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    processes, urls = [], []
+    try:
+        for number in range(count):
+            fault = (faults or {}).get(number)
+            module = ["tests.sync.faulty"] if fault else ["megarl.benchmarks.sync.receiver"]
+            command = [sys.executable, "-m", *module, str(folder / f"port{number}"), *([fault] if fault else [])]
+            processes.append(subprocess.Popen(command, env=environment, cwd=folder))
+        end = time.monotonic() + 60
+        for number in range(count):
+            while not (folder / f"port{number}").exists():
+                if time.monotonic() > end or processes[number].poll() is not None:
+                    raise AssertionError(f"receiver {number} did not start")
+                time.sleep(0.05)
+            urls.append(f"http://127.0.0.1:{(folder / f'port{number}').read_text()}")
+        yield urls
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)

@@ -1,0 +1,133 @@
+"""The plan is data: what arrives at the servers is counted element by element."""
+
+import pytest
+import torch
+
+from megarl.benchmarks.sync.deepseek import deepseek_v3
+from megarl.models.weights.plan import hf_tensors, slices_for
+from megarl.sync.plan import SLAB_BYTES, ServerLayout, holdings, make_plan
+from tests.models.tiny import ARCHITECTURES
+from tests.sync.layouts import config, places, trainer
+
+LAYOUTS = {
+    "one": {},
+    "tp2": {"tp": 2, "etp": 2},
+    "pp2": {"pp": 2},
+    "pp2 vpp2": {"pp": 2, "vpp": 2},
+    "tp2 pp2": {"tp": 2, "etp": 2, "pp": 2},
+    "dp2": {"dp": 2},
+    "dp4 tp2": {"dp": 4, "tp": 2, "etp": 2},
+}
+MOE = {
+    "ep2": {"ep": 2, "dp": 2},
+    "ep2 dp4": {"ep": 2, "dp": 4},
+    "tp2 ep4": {"tp": 2, "ep": 4, "dp": 2},
+    "tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2, "dp": 2},
+    "pp2 ep2": {"pp": 2, "ep": 2, "dp": 2},
+}
+CASES = [(name, layout) for name in ARCHITECTURES for layout in LAYOUTS]
+CASES += [(name, layout) for name in ("qwen3_moe", "mixtral") for layout in MOE]
+
+
+def planned(name: str, layout: str, servers: int = 3, tied: bool = False, **settings):
+    hf = config(name, tie_word_embeddings=tied)
+    ranks = trainer(**(LAYOUTS | MOE)[layout])
+    plan = make_plan(holdings(hf, ranks), places(ranks), [ServerLayout()] * servers, **settings)
+    return hf, ranks, plan
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_every_server_gets_every_element_once(name, layout, tied):
+    hf, ranks, plan = planned(name, layout, tied=tied, bucket_bytes=SLAB_BYTES + 40_000)
+    held = [{(p.source, p.source_box) for s in slices_for(hf, at) for p in s.pieces} for at in ranks]
+    for server in range(3):
+        (route,) = (route for route in plan.routes if server in route.servers)
+        sent = [e.name for buckets in route.senders.values() for b in buckets for e in b.entries]
+        assert sorted(sent) == sorted(hf_tensors(hf))
+        for tensor, shape in hf_tensors(hf).items():
+            seen = torch.zeros(shape, dtype=torch.int32)
+            for box, giver in route.givers[tensor]:
+                assert (tensor, box) in held[giver]
+                seen[tuple(slice(*span) for span in box)] += 1
+            assert seen.min() == seen.max() == 1, tensor
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_buckets_are_bounded_packed_and_aligned(name, layout):
+    for settings in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "fp8": True}, {"dtype": "float32"}):
+        _, _, plan = planned(name, layout, bucket_bytes=SLAB_BYTES + 40_000, **settings)
+        for route in plan.routes:
+            for bucket in (b for buckets in route.senders.values() for b in buckets):
+                assert bucket.nbytes <= 40_000 or len(bucket.sources()) == 1
+                end = 0
+                for entry in bucket.entries:
+                    size = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}[entry.dtype]
+                    assert entry.offset == end
+                    assert entry.offset % size == 0
+                    end += entry.nbytes
+                assert end == bucket.nbytes
+
+
+def test_replicas_share_the_servers_out():
+    _, _, plan = planned("qwen3", "dp4 tp2", servers=6)
+    assert [route.servers for route in plan.routes] == [(0, 4), (1, 5), (2,), (3,)]
+    assert [set(route.senders) for route in plan.routes] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+
+
+def test_senders_of_a_replica_are_balanced():
+    hf = config("llama", num_hidden_layers=16, num_key_value_heads=4)
+    ranks = trainer(tp=4, pp=2)
+    plan = make_plan(holdings(hf, ranks), places(ranks), [ServerLayout()])
+    (route,) = plan.routes
+    sizes = [route.nbytes(sender) for sender in route.senders]
+    assert len(sizes) == 8
+    assert max(sizes) < 1.1 * sum(sizes) / 8
+
+
+def test_one_sender_per_stage_when_asked():
+    _, ranks, plan = planned("qwen3_moe", "pp2 ep2", servers=1, senders_per_stage=1)
+    assert [ranks[sender].pp_rank for sender in plan.routes[0].senders] == [0, 1]
+
+
+def test_senders_on_the_host_of_their_server():
+    hf, ranks = config("qwen3"), trainer(pp=2)
+    servers = [ServerLayout(host="a"), ServerLayout(host="b")]
+    plan = make_plan(holdings(hf, ranks), places(ranks, ["a", "b"]), servers, same_host=True)
+    assert [(route.servers, set(route.senders)) for route in plan.routes] == [((0,), {0}), ((1,), {1})]
+    with pytest.raises(ValueError, match="'c'"):
+        make_plan(holdings(hf, ranks), places(ranks, ["a", "b"]), [ServerLayout(host="c")], same_host=True)
+
+
+def test_experts_go_to_the_ranks_that_own_them():
+    hf, ranks = config("qwen3_moe"), trainer()
+    plan = make_plan(holdings(hf, ranks), places(ranks), [ServerLayout(tp=4, ep=2), ServerLayout(tp=2)])
+    entries = [e for buckets in plan.routes[0].senders.values() for b in buckets for e in b.entries]
+    for entry in entries:
+        ranks_of = [plan.needed_by(0, rank, entry) for rank in range(4)]
+        if ".experts." in entry.name:
+            expert = int(entry.name.split(".experts.")[1].split(".")[0])
+            assert ranks_of == [expert < 2, expert < 2, expert >= 2, expert >= 2]
+        else:
+            assert all(ranks_of)
+        assert plan.needed_by(1, 0, entry)
+
+
+def test_fp8_sends_projections_and_their_scales():
+    hf, _, plan = planned("qwen3_moe", "one", servers=1, fp8=True)
+    by_name = {e.name: e for b in plan.routes[0].senders[0] for e in b.entries}
+    assert by_name["model.layers.0.mlp.experts.3.down_proj.weight"].dtype == "float8_e4m3fn"
+    assert by_name["model.layers.0.mlp.experts.3.down_proj.weight_scale_inv"].shape == (1, 1)
+    for plain in ("model.embed_tokens.weight", "lm_head.weight", "model.layers.0.mlp.gate.weight", "model.norm.weight"):
+        assert by_name[plain].dtype == "bfloat16"
+    assert {e.source for e in by_name.values()} == set(hf_tensors(hf))
+
+
+def test_a_671b_model_from_1024_ranks_to_32_servers():
+    tensors, ranks = deepseek_v3(pp=16, ep=64)
+    assert 670e9 < sum(torch.Size(held.shape).numel() for held in tensors.values()) < 673e9
+    plan = make_plan(tensors, ranks, [ServerLayout(tp=8, ep=8)] * 32, bucket_bytes=1 << 30)
+    (route,) = plan.routes
+    assert len(route.senders) == 1024
+    assert sum(len(b.entries) for buckets in route.senders.values() for b in buckets) == len(tensors)
+    assert "32 servers" in plan.describe(25.0)

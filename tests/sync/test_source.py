@@ -1,0 +1,99 @@
+"""Buckets filled by real processes hold the tensors of the checkpoint, bit for bit after the cast."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.dist import fresh_parallel, run_distributed
+from tests.models.test_layouts import load_folder
+from tests.models.tiny import build_tiny, save_tiny
+
+TWO = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "vpp2": {"pp": 2, "vpp": 2}, "dp2": {}, "cp2": {"cp": 2}}
+MOE_TWO = {"ep2": {"ep": 2}, "tp2": {"tp": 2}, "tp2 ep2": {"tp": 2, "ep": 2, "etp": 1}}
+FOUR = {"tp2 pp2": {"tp": 2, "pp": 2}, "tp2 dp2": {"tp": 2}}
+MOE_FOUR = {"pp2 ep2": {"pp": 2, "ep": 2}, "tp2 ep2 etp2": {"tp": 2, "ep": 2, "etp": 2}}
+DENSE = {"llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
+
+
+def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tensor]]:
+    """For each server: the tensors that this rank would send to it."""
+    import torch.distributed as dist
+
+    from megarl.models.weights.export import layout_of_all
+    from megarl.models.weights.fill import coordinate
+    from megarl.sync.plan import SLAB_BYTES, Place, ServerLayout, holdings, make_plan
+    from megarl.sync.source import Source, held_pieces
+
+    fresh_parallel(**layout)
+    chunks = build_tiny(folder, **layout)
+    ranks = layout_of_all(coordinate(chunks))
+    settings = {"dtype": "bfloat16", "bucket_bytes": SLAB_BYTES + 20_000, **settings}
+    places = [Place(at.pp_rank) for at in ranks]
+    plan = make_plan(holdings(chunks[0].hf_config, ranks), places, [ServerLayout()] * 2, **settings)
+    source = Source(held_pieces(chunks), plan, dist.get_rank(), getattr(torch, settings["dtype"]))
+    routes = list(range(len(plan.routes)))
+    found: dict[str, torch.Tensor] = {}
+    buckets = source.buckets()
+    for number in range(source.rounds(routes)):
+        bucket = buckets[number] if number < len(buckets) else None
+        out = None if bucket is None else torch.full((bucket.nbytes,), 255, dtype=torch.uint8)
+        source.fill(number, routes, out)
+        for entry in bucket.entries if bucket else ():
+            flat = out[entry.offset : entry.offset + entry.nbytes]
+            found[entry.name] = flat.view(getattr(torch, entry.dtype)).view(entry.shape).clone()
+    assert source.peak_staged <= SLAB_BYTES
+    mine = source.my_route()
+    return [found if mine is not None and s in plan.routes[mine].servers else {} for s in range(2)]
+
+
+def collect_all(cases: list) -> list:
+    return [collect(*case[:2], **(case[2] if len(case) > 2 else {})) for case in cases]
+
+
+def assert_equal(folder: str, ranks: list, dtype: torch.dtype, case: str) -> None:
+    expected = load_folder(Path(folder))
+    for server in range(2):
+        parts = [rank[server] for rank in ranks]
+        assert sum(len(part) for part in parts) == len(expected), case
+        whole = {name: tensor for part in parts for name, tensor in part.items()}
+        assert whole.keys() == expected.keys(), case
+        for name, tensor in expected.items():
+            assert torch.equal(whole[name], tensor.to(dtype)), (case, name)
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, changes in DENSE.items():
+        save_tiny(tmp_path / name, name, **changes)
+    save_tiny(tmp_path / "qwen3_moe", "qwen3_moe")
+    return tmp_path
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(("processes", "dense", "moe"), [(2, TWO, MOE_TWO), (4, FOUR, MOE_FOUR)])
+def test_every_layout_sends_the_checkpoint(folders, processes, dense, moe):
+    cases = [(str(folders / name), layout) for name in DENSE for layout in dense.values()]
+    cases += [(str(folders / "qwen3_moe"), layout) for layout in moe.values()]
+    cases += [(str(folders / "qwen3"), next(iter(dense.values())), {"senders_per_stage": 1, "dtype": "float32"})]
+    ranks = run_distributed(collect_all, processes, 240, cases)
+    for number, case in enumerate(cases):
+        dtype = torch.float32 if len(case) > 2 else torch.bfloat16
+        assert_equal(case[0], [rank[number] for rank in ranks], dtype, str(case))
+
+
+@pytest.mark.procs
+def test_fp8_on_send_is_that_of_the_whole_tensor(folders):
+    from megarl.sync.fp8 import quantize_blocks
+
+    cases = [(str(folders / "llama"), {"tp": 2}, {"fp8": True})]
+    ranks = run_distributed(collect_all, 2, 120, cases)
+    whole = {name: tensor for rank in ranks for name, tensor in rank[0][0].items()}
+    for name, tensor in load_folder(folders / "llama").items():
+        if f"{name}_scale_inv" in whole:
+            values, scale = quantize_blocks(tensor.to(torch.bfloat16))
+            assert torch.equal(whole[name].view(torch.uint8), values.view(torch.uint8)), name
+            assert torch.equal(whole[f"{name}_scale_inv"], scale), name
+        else:
+            assert torch.equal(whole[name], tensor.to(torch.bfloat16)), name
+    assert sum(name.endswith("_scale_inv") for name in whole) == 4 * 7

@@ -1,0 +1,97 @@
+"""Whole synchronisations: trainer processes to receiver processes, every transport, and what goes wrong."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megarl.errors import ServerError
+from megarl.rollout.sglang.api import ServerApi
+from tests.dist import fresh_parallel, run_distributed
+from tests.models.test_layouts import load_folder
+from tests.models.tiny import build_tiny, save_tiny
+from tests.sync.receivers import fleet_of, receivers
+
+SETTINGS = {"dtype": "bf16", "bucket_mb": 5, "verify": "off", "timeout_s": 20.0}
+
+
+def held_by(url: str, path: Path) -> dict[str, torch.Tensor]:
+    ServerApi(url).call("/dump", {"path": str(path)}, deadline_s=30, phase="test")
+    return load_file(path)
+
+
+def state_of(url: str) -> dict:
+    return ServerApi(url).call("/state", {}, deadline_s=30, phase="test")
+
+
+def assert_holds(url: str, folder: Path, tmp_path: Path, plus: float = 0.0) -> None:
+    held, expected = held_by(url, tmp_path / "dump.safetensors"), load_folder(folder)
+    assert held.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(held[name], (tensor + plus).to(torch.bfloat16)), name
+
+
+def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dict, dict]]) -> list[list]:
+    """For each (layout, settings): push version 1, add 1 to every parameter, push version 2; reports as data."""
+    import dataclasses
+
+    from megarl.config.sync import SyncConfig
+    from megarl.sync.updater import WeightSync
+
+    found = []
+    for layout, settings in cases:
+        fresh_parallel(**layout)
+        chunks = build_tiny(folder, **layout)
+        fleet = fleet_of(urls)
+        sync = WeightSync(chunks, chunks[0].hf_config, fleet, SyncConfig(**(SETTINGS | settings)), Path(run_dir))
+        reports = [sync.push(1)]
+        with torch.no_grad():
+            for chunk in chunks:
+                for param in chunk.parameters():
+                    param.add_(1.0)
+        reports += [sync.push(2), sync.catch_up()]
+        sync.close()
+        found.append([dataclasses.asdict(report) for report in reports] + [fleet.told])
+    return found
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk"])
+def test_every_server_holds_the_new_weights(tmp_path, transport):
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)  # several buckets
+    layouts = [{"tp": 2}, {"pp": 2}, {}]
+    with receivers(tmp_path / "r", 3) as urls:
+        for layout in layouts:
+            cases = [(layout, {"transport": transport})]
+            ranks = run_distributed(push_twice, 2, 120, str(tmp_path / "model"), str(tmp_path), urls, cases)
+            for (first, second, third, told), *_ in ranks:
+                assert first["updated"] == second["updated"] == [0, 1, 2]
+                assert (first["failed"], third["updated"]) == ({}, [])
+                assert told == [[f"server {i}", v] for v in (1, 2) for i in range(3)]
+            for url in urls:
+                assert_holds(url, tmp_path / "model", tmp_path, plus=1.0)
+                state = state_of(url)
+                assert (state["version"], state["paused"], state["open"]) == ("2", False, False)
+    if transport == "disk":
+        assert sorted(path.name for path in (tmp_path / "sync").iterdir()) == ["v00000001", "v00000002"]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("transport", ["tensor", "distributed"])
+def test_a_server_that_fails_does_not_stop_the_others(tmp_path, transport):
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)
+    faults = {0: "die:2", 1: "refuse:2", 2: "hang:2", 3: "open:0"}
+    cases = [({"pp": 2}, {"transport": transport, "timeout_s": 4.0})]
+    with receivers(tmp_path / "r", 5, faults) as urls:
+        ranks = run_distributed(push_twice, 2, 120, str(tmp_path / "model"), str(tmp_path), urls, cases)
+        for ((first, second, _, _),) in ranks:
+            assert first["updated"] == second["updated"] == [3, 4]
+            assert sorted(first["failed"]) == ["0", "1", "2"]
+            assert "no memory left" in first["failed"]["1"]
+            assert "within 4 s" in first["failed"]["2"]
+        for url in urls[3:]:
+            assert_holds(url, tmp_path / "model", tmp_path, plus=1.0)
+        assert state_of(urls[1])["paused"]  # answers nothing with half of its weights exchanged
+        with pytest.raises(ServerError):
+            state_of(urls[0])
