@@ -107,7 +107,6 @@ class Checkpoints:
         c = self._c
         assert c.loader is not None, "only training runs resume"
         c.step, state = load(self.source, c.trained)
-        c.rollout.weight_version = c.step
         c.loader.load_state_dict(state["loader"])
         c.kl_controller.load_state_dict(state["kl"])
         c.surplus = read_surplus(c, self.source, state["surplus_parts"])

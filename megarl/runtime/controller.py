@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from megarl.rewards.runner import RewardRunner
     from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
+    from megarl.rollout.sglang.fleet import Fleet
+    from megarl.sync.updater import NullSync, WeightSync
     from megarl.tracking.flops import FlopCounter
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
@@ -49,9 +51,11 @@ class Controller:
     """Everything the stages of this rank work with.
 
     Attributes:
+        sync: brings the parameters to where samples are drawn; see `megarl.runtime.generation`.
         reward: scores samples; only on the first rank of a replica.
         kl_controller: weight of the KL penalty in the reward.
         reference, critic: present when a node of the graph has that role.
+        fleet: the servers that generate, when there are any.
         stale: generates training samples with older weights (`rollout.stale_steps`).
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
@@ -67,6 +71,7 @@ class Controller:
     tokenizer: PreTrainedTokenizerBase
     actor: MegatronEngine
     rollout: RolloutEngine
+    sync: NullSync | WeightSync
     reward: RewardRunner | None
     loader: PromptLoader | None
     val_data: PromptDataset | None
@@ -74,6 +79,7 @@ class Controller:
     reference: MegatronEngine | None = None
     teacher: MegatronEngine | None = None
     critic: MegatronEngine | None = None
+    fleet: Fleet | None = None
     stale: StaleWeights | None = None
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
@@ -128,3 +134,6 @@ class Controller:
         """End the processes and threads this rank started."""
         if self.reward is not None:
             self.reward.close()
+        self.sync.close()
+        if self.fleet is not None:
+            self.fleet.close()

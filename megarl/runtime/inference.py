@@ -11,6 +11,7 @@ from megarl.comm import all_gather_json
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.phase import phase, set_step
+from megarl.runtime.generation import publish, use_servers
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_controller
 from megarl.runtime.stages.rollout import generate as draw
@@ -41,12 +42,19 @@ def evaluate(config: RunConfig, run_dir: Path) -> None:
 def generate(config: RunConfig, run_dir: Path) -> None:
     """Write RUN_DIR/responses.jsonl: one line per response to `data.val_files`, drawn with `validation.sampling`."""
     c = build_controller(config, run_dir, trainable=False, scored=False)
-    _restore(c)
+    try:
+        _restore(c)
+        _write_responses(c)
+    finally:
+        c.close()
+
+
+def _write_responses(c: Controller) -> None:
     assert c.val_data is not None, "checks refuse the job without data.val_files"
+    config, target = c.config, c.run_dir / RESPONSES
     columns = ("uid", "sample_id", "data_source", "prompt_text", "response_text", "finish_reason")
     size = config.data.val_batch_size or _ROUND
-    target = run_dir / RESPONSES if c.layout.rank == 0 else os.devnull
-    with open(target, "w") as file, phase("generate"):
+    with open(target if c.layout.rank == 0 else os.devnull, "w") as file, phase("generate"):
         for prompts in rounds(c.val_data, size, c.layout.dp_rank, c.layout.dp_size):
             samples = draw(c, prompts, config.validation.sampling, draw=VALIDATION_DRAW)
             mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
@@ -56,7 +64,7 @@ def generate(config: RunConfig, run_dir: Path) -> None:
             if c.layout.rank == 0:
                 _show([line for line in lines if line["data_source"] == "text"])
     if c.layout.rank == 0:
-        print(f"responses: {run_dir / RESPONSES}", flush=True)
+        print(f"responses: {target}", flush=True)
 
 
 def _restore(c: Controller) -> None:
@@ -67,8 +75,9 @@ def _restore(c: Controller) -> None:
     if resume not in ("auto", "never"):
         with phase("resume"):
             c.step, _ = load(Path(resume), {"actor": c.actor})
-        c.rollout.weight_version = c.step
         set_step(c.step)
+    use_servers(c)
+    publish(c, c.step)
 
 
 def _show(lines: list[dict[str, str]]) -> None:

@@ -1,8 +1,8 @@
 """The training loop around a task graph. Every rank runs it by itself:
 
 resume or cold start
-validate
-for each step:   load prompts -> walk the graph -> [validate] -> [checkpoint] -> log
+publish the weights to where samples are drawn, validate
+for each step:   load prompts -> walk the graph -> publish -> [validate] -> [checkpoint] -> log
 export, report
 """
 
@@ -20,6 +20,7 @@ from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric, export, show_export
 from megarl.runtime.critic import add_critic
+from megarl.runtime.generation import publish, use_servers
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import add_reference
 from megarl.runtime.setup import build_controller
@@ -48,13 +49,15 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         add_critic(c, graph)
         resting = config.critic.warmup_steps if c.critic is not None else 0
         c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
+        use_servers(c)
         part: Part = "second" if config.sft.steps else "whole"
         with Recorder(c, "train", config.trainer.steps, resumed_at, part) as recorder:
-            if resumed_at is None:
-                _before_first_step(c, recorder, checkpoints)
-            else:
+            if resumed_at is not None:
                 with phase("resume"):
                     checkpoints.load()
+            publish(c, c.step)
+            if resumed_at is None:
+                _before_first_step(c, recorder, checkpoints)
             _steps(c, Executor(graph, rank=c.layout.rank), recorder, checkpoints)
             export(c)
         show_export(c)
@@ -91,7 +94,7 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
             with phase("load"):
                 prompts = next(c.loader)
             executor.run(c, prompts, step)
-            c.rollout.weight_version = step  # the engine decodes on the weights that were just updated
+            publish(c, step)
             if last or due(step, config.validation.every):
                 accuracy = evaluate(c, recorder, step)
         checkpoints.after_step(step, recorder.end_step(step), accuracy, last=last)

@@ -25,6 +25,7 @@ from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
 from megarl.runtime.controller import Controller
+from megarl.sync.updater import NullSync
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
 
@@ -73,6 +74,7 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
         tokenizer,
         actor,
         rollout,
+        NullSync(),
         reward,
         loader,
         val_data,

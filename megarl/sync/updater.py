@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -57,24 +57,28 @@ class SyncedServer(Protocol):
 
     api: ServerApi
     version: int | None
-    alive: bool
     tp: int
     ep: int
+
+    @property
+    def alive(self) -> bool:
+        """It answers."""
+        ...
 
 
 class SyncedFleet(Protocol):
     """The servers of the run, as this rank sees them; the same ones in the same order on every rank."""
 
     @property
-    def servers(self) -> Sequence[SyncedServer]:
+    def servers(self) -> Sequence[Any]:
         """All servers."""
         ...
 
-    def acknowledge(self, server: SyncedServer, version: int) -> None:
+    def acknowledge(self, server: Any, version: int) -> None:
         """The server holds this version, named it, and answers again."""
         ...
 
-    def mark_failed(self, server: SyncedServer, why: str) -> None:
+    def mark_failed(self, server: Any, why: str) -> None:
         """The server must not get requests."""
         ...
 

@@ -1,0 +1,95 @@
+"""Where samples come from: the trainer's own parameters in this process, or SGLang servers that follow them.
+
+    cold start, weights loaded --> use_servers --> publish(step) --> generate, train --> publish(step) --> ...
+
+A recipe changes from one to the other with `rollout.engine`; the stages see a `RolloutEngine` either way. The cold
+start evaluates on the trainer's own parameters in both cases, and the servers start behind it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.phase import keep_beating, phase
+
+if TYPE_CHECKING:
+    from megarl.runtime.controller import Controller
+    from megarl.sync.updater import SyncReport
+
+MODEL_FOLDER = "servers/model"
+_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def use_servers(c: Controller) -> None:
+    """Start the servers of `rollout.sglang` and generate on them, when the recipe says so. Collective over all ranks.
+
+    They hold no weights of use before the first `publish`.
+    """
+    if c.config.rollout.engine != "sglang":
+        return
+    from megarl.device import has_cuda
+    from megarl.rollout.sglang.engine import Replica, SglangEngine
+    from megarl.rollout.sglang.launch import Place, open_fleet
+    from megarl.sync.updater import WeightSync
+
+    config, layout = c.config, c.layout
+    dtype = config.model.dtype if config.rollout.dtype == "model" else config.rollout.dtype
+    with phase("start_servers"), keep_beating():
+        c.fleet = open_fleet(
+            config.rollout.sglang,
+            Place.from_environment(config.cluster),
+            c.run_dir,
+            _write_model_config(c),
+            _DTYPE_NAMES[dtype],
+            cuda=has_cuda(),
+            random_weights=True,
+        )
+    sync = WeightSync(c.actor.chunks, c.hf_config, c.fleet, config.sync, c.run_dir)
+    replica = Replica(layout.dp_rank, layout.dp_size, layout.lead_rank, layout.is_lead, layout.mp_group)
+    c.sync = sync
+    c.rollout = SglangEngine(config.rollout.sglang, c.fleet, replica, lambda: _record(c, sync.catch_up()))
+    if layout.rank == 0:
+        where = ", ".join(server.api.url for server in c.fleet.servers)
+        print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
+
+
+def publish(c: Controller, version: int) -> None:
+    """From here on samples are drawn with the weights as they are now, and carry `version`. Collective."""
+    if c.fleet is not None:
+        c.fleet.refresh()  # a server that came back since the last time gets the weights with the others
+    _record(c, c.sync.push(version))
+    c.rollout.weight_version = version
+
+
+def _write_model_config(c: Controller) -> Path:
+    """Folder with the model's configuration and no weights, readable on every machine."""
+    import torch.distributed as dist
+
+    from megarl.device import DTYPES
+    from megarl.models.weights.export import write_metadata
+
+    folder = c.run_dir / MODEL_FOLDER
+    if c.layout.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_metadata(folder, c.hf_config, None, DTYPES[c.config.model.dtype])
+    dist.barrier()
+    return folder
+
+
+def _record(c: Controller, report: SyncReport) -> None:
+    """Metrics of a synchronisation; the report is the same on every rank."""
+    if not report.updated and not report.failed:
+        return
+    m = c.metrics
+    m.max("sync/gb", report.nbytes / 1e9)
+    m.max("sync/seconds", report.seconds)
+    m.max("sync/gb_per_s", report.nbytes / 1e9 / max(report.seconds, 1e-9))
+    m.max("sync/gather_s", report.gather_s)
+    m.max("sync/send_s", report.send_s)
+    m.max("sync/servers", len(report.updated))
+    m.max("sync/failed", len(report.failed))
+    m.max("sync/verified_tensors", report.verified)
+    if report.failed and c.layout.rank == 0:
+        for number, why in sorted(report.failed.items()):
+            print(f"server {number} did not take version {report.version}: {why}", flush=True)
