@@ -7,9 +7,9 @@
     which handles for server 0?  ----->    handles of the tensors that changed
     handles                      ---------------------- HTTP ------------------->  maps them, copies
 
-A bucket moves from version to version whole: a message is read to its end before anything changes. The base must be the
-one that the delta was made from; otherwise the answer says so and the trainer sends everything. The relay proves nothing
-to the trainer, the trainer proves to it that it knows the run's key; messages are JSON and raw bytes, never pickles.
+A bucket moves from version to version whole: a message is read to its end before anything changes. The base must be
+the one that the delta was made from; otherwise the answer says so and the trainer sends everything. The trainer proves
+that it knows the run's key before it is listened to; messages are JSON and raw bytes, never pickles.
 """
 
 from __future__ import annotations

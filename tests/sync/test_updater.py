@@ -37,6 +37,7 @@ def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dic
     import dataclasses
 
     from megarl.config.sync import SyncConfig
+    from megarl.sync.plan import ServerLayout
     from megarl.sync.updater import WeightSync
 
     found = []
@@ -44,7 +45,9 @@ def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dic
         fresh_parallel(**layout)
         chunks = build_tiny(folder, **layout)
         fleet = fleet_of(urls)
-        sync = WeightSync(chunks, chunks[0].hf_config, fleet, SyncConfig(**(SETTINGS | settings)), Path(run_dir))
+        sync = WeightSync(
+            chunks, chunks[0].hf_config, fleet, ServerLayout(), SyncConfig(**(SETTINGS | settings)), Path(run_dir)
+        )
         reports = [sync.push(1)]
         with torch.no_grad():
             for chunk in chunks:
@@ -57,7 +60,7 @@ def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dic
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk"])
+@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk", "delta"])
 def test_every_server_holds_the_new_weights(tmp_path, transport):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)  # several buckets
     layouts = [{"tp": 2}, {"pp": 2}, {}]
