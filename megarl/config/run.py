@@ -12,6 +12,7 @@ from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.model import ModelConfig
 from megarl.config.rollout import RolloutConfig, ValidationConfig
+from megarl.config.sync import SyncConfig
 from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, SFTConfig, TeacherConfig
 
 
@@ -72,6 +73,7 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig, description="prompts")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
+    sync: SyncConfig = Field(default_factory=SyncConfig, description="weights to generation servers")
     rollout_correction: RolloutCorrectionConfig = Field(
         default_factory=RolloutCorrectionConfig, description="gap between generation and training"
     )

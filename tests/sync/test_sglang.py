@@ -1,6 +1,5 @@
 """Synchronisation with the real SGLang server: every transport, checksums of all tensors, and no stale prefix cache."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
 
 KEY = "a key of the test"
+PARAMETERS = 35  # of the server: 8 in each of 4 layers, embedding, norm, head
 PROMPT = [5, 17, 99, 4, 42, 7, 7, 88, 120, 3] * 8  # long enough to be kept in the prefix cache
 TRANSPORTS = ("tensor", "distributed", "disk", "delta")
 
@@ -54,8 +54,8 @@ def negate_head(chunks) -> None:
                 chunk.output_layer.weight.neg_()
 
 
-def push_each(folder: str, url: str, run_dir: str, transports: tuple, first: int) -> list[dict]:
-    """By each transport push the weights with the head turned round, then as they are."""
+def push_both(folder: str, url: str, run_dir: str, transport: str, first: int, negated: list[bool]) -> list[dict]:
+    """Push versions `first`, `first + 1`, ... with the head negated or not; reports as data."""
     import dataclasses
 
     from megarl.config.sync import SyncConfig
@@ -65,16 +65,16 @@ def push_each(folder: str, url: str, run_dir: str, transports: tuple, first: int
 
     fresh_parallel(tp=2)
     chunks = build_tiny(folder, tp=2)
-    found, version = [], first
-    for transport in transports:
-        fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
-        config = SyncConfig(transport=transport, verify="every", timeout_s=60.0, bucket_mb=5)
-        sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
-        for _ in range(2):
+    fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
+    config = SyncConfig(transport=transport, verify="every", timeout_s=60.0, bucket_mb=5)
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    found, now = [], False
+    for version, wanted in enumerate(negated, first):
+        if wanted != now:
             negate_head(chunks)
-            version += 1
-            found.append(dataclasses.asdict(sync.push(version)) | {"state": fleet.servers[0].state})
-        sync.close()
+        now = wanted
+        found.append(dataclasses.asdict(sync.push(version)) | {"state": fleet.servers[0].state})
+    sync.close()
     return found
 
 
@@ -107,10 +107,35 @@ def test_all_transports_with_checksums_and_fresh_answers(served):
     before = greedy_probe(api, PROMPT, 8, 60.0)
     assert before.token_ids == oracle(folder / "model", before.token_ids, negated=False)[0]
     for number, transport in enumerate(TRANSPORTS):
-        os.sync()
-        version = 10 * number
-        ranks = run_distributed(push_each, 2, 240, str(folder / "model"), url, str(folder), (transport,), version)
-        for reports in ranks:
+        flips = [number % 2 == 1, number % 2 == 0]  # every transport ends with other weights than the one before it
+        run = (str(folder / "model"), url, str(folder), transport, 10 * number, flips)
+        for reports in run_distributed(push_both, 2, 240, *run):
             assert [report["updated"] for report in reports] == [[0], [0]], transport
-            assert all(report["verified"] == 38 and report["state"] == "current" for report in reports)
-        assert assert_answers(api, folder / "model", version + 2, negated=False) == before.token_ids
+            assert all(report["verified"] == PARAMETERS and report["state"] == "current" for report in reports)
+        answer = assert_answers(api, folder / "model", 10 * number + 1, negated=flips[1])
+        assert (answer == before.token_ids) is not flips[1]
+
+
+def test_a_checksum_that_differs_stops_the_run(served):
+    folder, url = served
+    with pytest.raises(AssertionError, match=r"parameters differ from the trainer's: model\.norm\.weight"):
+        run_distributed(push_wrong, 1, 120, str(folder / "model"), url, str(folder))
+
+
+def push_wrong(folder: str, url: str, run_dir: str) -> None:
+    """The buckets hold one wrong element."""
+    from megarl.config.sync import SyncConfig
+    from megarl.rollout.sglang.fleet import Fleet, Server
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel()
+    chunks = build_tiny(folder)
+    fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
+    config = SyncConfig(transport="tensor", timeout_s=60.0)
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    held = sync.courier.source.held
+    key = next(key for key in held if key[0] == "model.norm.weight")
+    held[key] = held[key].clone()
+    held[key][3] += 1
+    sync.push(100)

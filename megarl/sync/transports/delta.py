@@ -106,6 +106,10 @@ class DeltaTransport(Transport):
         payload = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
         target.api.call("/update_weights_from_tensor", payload, deadline_s=self.deadline_s, phase="bucket")
 
+    def forget(self) -> None:
+        """Send everything the next time."""
+        self._bases = {}
+
     def close(self) -> None:
         """Hang up."""
         for client in self._clients.values():
@@ -145,16 +149,15 @@ class DeltaTransport(Transport):
 
 
 def _entries_at(bucket: Bucket, words: Tensor, *, tail: bool) -> set[int]:
-    """Numbers of the entries that the changed words lie in: a word may lie in several, the tail in the last ones."""
+    """Numbers of the entries that have bytes in the changed words (in rising order), or in the bytes after the last."""
     starts = torch.tensor([entry.offset for entry in bucket.entries])
-    first = torch.searchsorted(starts, words * WORD, right=True) - 1
-    last = torch.searchsorted(starts, words * WORD + WORD - 1, right=True) - 1
-    ends = torch.stack([first, last]).unique(dim=1).T.tolist()
-    found = {i for a, b in ends for i in range(a, b + 1)}
+    ends = starts + torch.tensor([entry.nbytes for entry in bucket.entries])
+    first = torch.searchsorted(words, starts // WORD)
+    after = torch.searchsorted(words, (ends - 1) // WORD, right=True)
+    touched = after > first
     if tail:
-        whole = bucket.nbytes // WORD * WORD
-        found |= {i for i, entry in enumerate(bucket.entries) if entry.offset + entry.nbytes > whole}
-    return found
+        touched |= ends > bucket.nbytes // WORD * WORD
+    return set(touched.nonzero().view(-1).tolist())
 
 
 def start_relay(
