@@ -16,6 +16,7 @@ from typing import TextIO
 
 from megarl import __version__
 from megarl.benchmarks import algorithms, throughput
+from megarl.benchmarks.sync import measure as sync_bench
 from megarl.errors import MegarlError, UserError
 
 # What runs inside the workers: command -> (entry, help)
@@ -54,8 +55,8 @@ def build_parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     bench = commands.add_parser(
         "bench",
-        help="measure throughput on two fixed cases, or the algorithms",
-        description=f"{throughput.__doc__}\n{algorithms.__doc__}",
+        help="measure throughput on two fixed cases, the algorithms, or weight synchronisation",
+        description=f"{throughput.__doc__}\n{algorithms.__doc__}\n{sync_bench.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     throughput.add_arguments(bench)
@@ -143,6 +144,8 @@ def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str)
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.overrides == ["algorithms"]:
         return algorithms.run(arguments)
+    if arguments.overrides == ["sync"]:
+        return sync_bench.run(arguments)
     return throughput.run(arguments)
 
 

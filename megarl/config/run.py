@@ -73,7 +73,7 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig, description="prompts")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
-    sync: SyncConfig = Field(default_factory=SyncConfig, description="weights from the trainer to servers")
+    sync: SyncConfig = Field(default_factory=SyncConfig, description="weights to generation servers")
     rollout_correction: RolloutCorrectionConfig = Field(
         default_factory=RolloutCorrectionConfig, description="gap between generation and training"
     )

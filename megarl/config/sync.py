@@ -32,7 +32,9 @@ class SyncConfig(Section):
         "first", description="compare checksums of all tensors on the servers with the trainer's"
     )
     timeout_s: PositiveFloat = Field(300.0, description="deadline of every single step of a synchronisation")
-    address: str = Field(
-        "127.0.0.1", description="address of this machine that servers reach it at (distributed), or its relay (delta)"
+    address: str | None = Field(
+        None,
+        description="address at which servers reach the trainer rank that sends (distributed); null: loopback on one "
+        "machine, else the name of its machine",
     )
     folder: str | None = Field(None, description="folder of the disk transport; null: sync/ of the run folder")

@@ -31,6 +31,7 @@ def use_servers(c: Controller) -> None:
     from megarl.device import has_cuda
     from megarl.rollout.sglang.engine import Replica, SglangEngine
     from megarl.rollout.sglang.launch import Place, open_fleet
+    from megarl.sync.plan import ServerLayout
     from megarl.sync.updater import WeightSync
 
     config, layout = c.config, c.layout
@@ -45,7 +46,8 @@ def use_servers(c: Controller) -> None:
             cuda=has_cuda(),
             random_weights=True,
         )
-    sync = WeightSync(c.actor.chunks, c.hf_config, c.fleet, config.sync, c.run_dir)
+    server = ServerLayout(config.rollout.sglang.tp_size, config.rollout.sglang.ep_size)
+    sync = WeightSync(c.actor.chunks, c.hf_config, c.fleet, server, config.sync, c.run_dir)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.lead_rank, layout.is_lead, layout.mp_group)
     c.sync = sync
     c.rollout = SglangEngine(config.rollout.sglang, c.fleet, replica, lambda: _record(c, sync.catch_up()))

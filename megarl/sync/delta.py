@@ -18,8 +18,13 @@ _DISTANCES = (torch.uint8, torch.uint16, torch.int32)
 
 @dataclass(frozen=True)
 class Delta:
-    """distances [n] between changed words (the first from word -1), their new values int64 [n], and the bytes after
-    the last whole word, which are always sent."""  # noqa: D209
+    """Changed words of a bucket.
+
+    Attributes:
+        distances: [n], from one changed word to the next, the first from word -1.
+        values: int64 [n], what they are now.
+        tail: the bytes after the last whole word, always sent.
+    """
 
     distances: Tensor
     values: Tensor

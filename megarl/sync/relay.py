@@ -7,9 +7,9 @@
     which handles for server 0?  ----->    handles of the tensors that changed
     handles                      ---------------------- HTTP ------------------->  maps them, copies
 
-A bucket moves from version to version whole: a message is read to its end before anything changes. The base must be the
-one that the delta was made from; otherwise the answer says so and the trainer sends everything. The relay proves nothing
-to the trainer, the trainer proves to it that it knows the run's key; messages are JSON and raw bytes, never pickles.
+A bucket moves from version to version whole: a message is read to its end before anything changes. The base must be
+the one that the delta was made from; otherwise the answer says so and the trainer sends everything. The trainer proves
+that it knows the run's key before it is listened to; messages are JSON and raw bytes, never pickles.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import secrets
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,10 @@ class Relay:
 
     def handle(self, header: dict[str, Any], bodies: list[bytearray]) -> dict[str, Any]:
         """Answer one message."""
-        action = {"hello": self._hello, "full": self._full, "delta": self._delta, "handles": self._handles}
+        actions: dict[str, Callable[..., dict[str, Any]]]
+        actions = {"hello": self._hello, "full": self._full, "delta": self._delta, "handles": self._handles}
         with self._lock:
-            return action[header.pop("op")](bodies=bodies, **header)
+            return actions[header.pop("op")](bodies=bodies, **header)
 
     def _hello(self, bodies: list[bytearray]) -> dict[str, Any]:
         return {}

@@ -15,13 +15,14 @@ A server that fails at any point is marked failed on every rank; the others go o
 
 from __future__ import annotations
 
+import dataclasses
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -34,13 +35,14 @@ from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_hf_tensors, layout_of_all
 from megarl.models.weights.fill import coordinate
 from megarl.phase import phase
-from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.sync import verify
 from megarl.sync.courier import Courier, Sent
 from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
 from megarl.sync.protocol import ServerUpdate
 from megarl.sync.source import Source, held_pieces
 from megarl.sync.transports.base import Target, Transport
+from megarl.sync.transports.delta import DeltaTransport, relays_of_all
 from megarl.sync.transports.disk import DiskTransport
 from megarl.sync.transports.distributed import DistributedTransport
 from megarl.sync.transports.tensor import TensorTransport
@@ -50,37 +52,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
-
-class SyncedServer(Protocol):
-    """What synchronisation knows of a server. `version`: the last one it acknowledged."""
-
-    api: ServerApi
-    version: int | None
-    tp: int
-    ep: int
-
-    @property
-    def alive(self) -> bool:
-        """It answers."""
-        ...
-
-
-class SyncedFleet(Protocol):
-    """The servers of the run, as this rank sees them; the same ones in the same order on every rank."""
-
-    @property
-    def servers(self) -> Sequence[Any]:
-        """All servers."""
-        ...
-
-    def acknowledge(self, server: Any, version: int) -> None:
-        """The server holds this version, named it, and answers again."""
-        ...
-
-    def mark_failed(self, server: Any, why: str) -> None:
-        """The server must not get requests."""
-        ...
 
 
 @dataclass
@@ -121,6 +92,7 @@ class WeightSync:
         chunks: this rank's part of the model; its live parameters are sent.
         hf: configuration of the whole model.
         fleet: the servers; the same list on every rank.
+        server: how each of them splits the model (its host is read from its URL).
         config: section `sync` of the recipe.
         run_dir: the folder of the disk transport lies in it.
     """
@@ -129,7 +101,8 @@ class WeightSync:
         self,
         chunks: Sequence[PolicyModel],
         hf: PretrainedConfig,
-        fleet: SyncedFleet,
+        fleet: Fleet,
+        server: ServerLayout,
         config: SyncConfig,
         run_dir: Path,
     ) -> None:
@@ -140,7 +113,7 @@ class WeightSync:
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks))
         names = _host_names()
-        layouts = [ServerLayout(s.tp, s.ep, _host_of(s.api.url, names)) for s in fleet.servers]
+        layouts = [dataclasses.replace(server, host=_host_of(s.api.url, names)) for s in fleet.servers]
         self.transport_name = choose_transport(config.transport, [at.host for at in layouts], set(names.values()))
         kind = TRANSPORTS[self.transport_name]
         self.plan = make_plan(
@@ -155,7 +128,7 @@ class WeightSync:
             senders_per_stage=kind.senders_per_stage,
         )
         source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype)
-        self.transport = self._make_transport(run_dir)
+        self.transport = self._make_transport(run_dir, names)
         self.courier = Courier(source, self.transport)
         self._verified = False
 
@@ -169,34 +142,37 @@ class WeightSync:
         if self.version is not None and version < self.version:
             raise ValueError(f"weight version {version} after {self.version}")
         self.version = version
-        return self._sync(lambda server: server.alive)
+        return self._sync(lambda server: True)
 
     def catch_up(self) -> SyncReport:
         """Bring the living servers that are not on the current version to it. Collective; cheap when there are none."""
         if self.version is None:
             raise ValueError("catch_up before the first push")
-        return self._sync(lambda server: server.alive and server.version != self.version)
+        return self._sync(lambda server: server.version != self.version)
 
     def close(self) -> None:
         """Leave process groups, free buffers. Not collective."""
         self.transport.close()
         self.courier.release()
 
-    def _make_transport(self, run_dir: Path) -> Transport:
+    def _make_transport(self, run_dir: Path, names: dict[int, str]) -> Transport:
         limit = self.config.timeout_s
         if self.transport_name == "tensor":
             return TensorTransport(self.plan, device(), limit)
         if self.transport_name == "distributed":
-            return DistributedTransport(self.plan, device(), limit, self.config.address)
+            return DistributedTransport(self.plan, device(), limit, self.config.address or _address(names, self.rank))
+        if self.transport_name == "delta":
+            relays, key = relays_of_all({at.host for at in self.plan.servers}, names, self.config, run_dir)
+            return DeltaTransport(self.plan, relays, key, f"{self.rank}", limit)
         folder = Path(self.config.folder) if self.config.folder else run_dir / "sync"
         return DiskTransport(folder, self.rank, self.hf, limit)
 
-    def _sync(self, wanted: Callable[[SyncedServer], bool]) -> SyncReport:
+    def _sync(self, wanted: Callable[[Server], bool]) -> SyncReport:
         assert self.version is not None
         report = SyncReport(self.version, self.transport_name)
         start = time.perf_counter()
-        numbers = [number for number, server in enumerate(self.fleet.servers) if wanted(server)]
-        agreed = sorted({number for part in all_gather_json(numbers) for number in part})
+        numbers = [s.number for s in self.fleet.servers if s.state in ("catching_up", "current") and wanted(s)]
+        agreed = sorted(set.intersection(*(set(part) for part in all_gather_json(numbers))))
         if not agreed:
             return report
         with phase("weight_sync"):
@@ -208,6 +184,10 @@ class WeightSync:
             self._finish(updates, [n for n in ready if n not in report.failed], report)
         self._close_report(report, sent, time.perf_counter() - start, agreed)
         return report
+
+    def _target(self, number: int) -> Target:
+        server = self.fleet.servers[number]
+        return Target(number, server.api, server.version)
 
     def _update(self, number: int) -> ServerUpdate:
         api = self.fleet.servers[number].api
@@ -221,11 +201,7 @@ class WeightSync:
         """All rounds on this rank."""
         routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.servers for n in ready)]
         mine = self.courier.source.my_route()
-        targets = [
-            Target(n, self.fleet.servers[n].api)
-            for n in ready
-            if mine is not None and n in self.plan.routes[mine].servers
-        ]
+        targets = [self._target(n) for n in ready if mine is not None and n in self.plan.routes[mine].servers]
         if targets:
             self.transport.start(report.version, targets)
         sent = self.courier.run(routes, targets)
@@ -247,7 +223,7 @@ class WeightSync:
 
         def load(number: int) -> None:
             update = mine[number]
-            update.load(lambda: self.transport.commit(Target(number, update.api)))
+            update.load(lambda: self.transport.commit(self._target(number)))
             update.end()
             update.tag()
 
@@ -317,7 +293,7 @@ class WeightSync:
         for number in agreed:
             server = self.fleet.servers[number]
             if number in report.failed:
-                self.transport.drop(Target(number, server.api))
+                self.transport.drop(self._target(number))
                 self.fleet.mark_failed(server, report.failed[number])
             else:
                 self.fleet.acknowledge(server, report.version)
@@ -327,6 +303,7 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "tensor": TensorTransport,
     "distributed": DistributedTransport,
     "disk": DiskTransport,
+    "delta": DeltaTransport,
 }
 
 
@@ -366,3 +343,8 @@ def _host_of(url: str, names: dict[int, str]) -> str:
         except OSError:
             continue
     return host
+
+
+def _address(names: dict[int, str], rank: int) -> str:
+    """Where servers reach a rank when the recipe does not say."""
+    return LOOPBACK[0] if len(set(names.values())) == 1 else names[rank]

@@ -8,39 +8,31 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
+from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.fleet import Fleet, Server
 
 
-@dataclass
-class Server:
-    api: ServerApi
-    version: int | None = None
-    alive: bool = True
-    tp: int = 1
-    ep: int = 1
+class ToldFleet(Fleet):
+    """`told` keeps what synchronisation said."""
 
-
-@dataclass
-class Fleet:
-    """One rank's view; `told` keeps what synchronisation said."""
-
-    servers: list[Server]
-    told: list[tuple] = field(default_factory=list)
+    def __init__(self, servers: list[Server]) -> None:
+        super().__init__(servers, SGLangConfig())
+        self.told: list[tuple[str, int | str]] = []
 
     def acknowledge(self, server: Server, version: int) -> None:
-        server.version, server.alive = version, True
+        super().acknowledge(server, version)
         self.told.append((server.api.name, version))
 
     def mark_failed(self, server: Server, why: str) -> None:
-        server.version, server.alive = None, False
+        super().mark_failed(server, why)
         self.told.append((server.api.name, why))
 
 
-def fleet_of(urls: list[str]) -> Fleet:
-    return Fleet([Server(ServerApi(url, None, f"server {i}")) for i, url in enumerate(urls)])
+def fleet_of(urls: list[str]) -> ToldFleet:
+    return ToldFleet([Server(i, ServerApi(url, None, f"server {i}"), "catching_up") for i, url in enumerate(urls)])
 
 
 @contextlib.contextmanager

@@ -37,6 +37,7 @@ def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dic
     import dataclasses
 
     from megarl.config.sync import SyncConfig
+    from megarl.sync.plan import ServerLayout
     from megarl.sync.updater import WeightSync
 
     found = []
@@ -44,7 +45,9 @@ def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dic
         fresh_parallel(**layout)
         chunks = build_tiny(folder, **layout)
         fleet = fleet_of(urls)
-        sync = WeightSync(chunks, chunks[0].hf_config, fleet, SyncConfig(**(SETTINGS | settings)), Path(run_dir))
+        sync = WeightSync(
+            chunks, chunks[0].hf_config, fleet, ServerLayout(), SyncConfig(**(SETTINGS | settings)), Path(run_dir)
+        )
         reports = [sync.push(1)]
         with torch.no_grad():
             for chunk in chunks:
@@ -57,7 +60,7 @@ def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dic
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk"])
+@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk", "delta"])
 def test_every_server_holds_the_new_weights(tmp_path, transport):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)  # several buckets
     layouts = [{"tp": 2}, {"pp": 2}, {}]
@@ -95,3 +98,81 @@ def test_a_server_that_fails_does_not_stop_the_others(tmp_path, transport):
         assert state_of(urls[1])["paused"]  # answers nothing with half of its weights exchanged
         with pytest.raises(ServerError):
             state_of(urls[0])
+
+
+def push_and_die(folder: str, run_dir: str, urls: list[str], transport: str) -> None:
+    """The trainer is killed while its second bucket is on its way."""
+    import os
+    import signal
+
+    from megarl.config.sync import SyncConfig
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel()
+    chunks = build_tiny(folder)
+    config = SyncConfig(**(SETTINGS | {"transport": transport}))
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet_of(urls), ServerLayout(), config, Path(run_dir))
+    sync.push(1)
+    put, calls = sync.transport.put, iter(range(100))
+
+    def dying_put(*args) -> None:
+        if next(calls) == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(*args)
+
+    sync.transport.put = dying_put
+    with torch.no_grad():
+        for param in chunks[0].parameters():
+            param.add_(1.0)
+    sync.push(2)
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk", "delta"])
+def test_a_trainer_that_dies_leaves_no_mixed_weights_in_service(tmp_path, transport):
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)
+    with receivers(tmp_path / "r", 1) as urls:
+        with pytest.raises(AssertionError, match="-9"):
+            run_distributed(push_and_die, 1, 120, str(tmp_path / "model"), str(tmp_path), urls, transport)
+        state = state_of(urls[0])
+        assert state["version"] == "1"
+        assert state["paused"]
+        if transport == "disk":  # nothing of the new version was read
+            assert_holds(urls[0], tmp_path / "model", tmp_path)
+        cases = [({}, {"transport": transport})]
+        (((first, *_),),) = run_distributed(push_twice, 1, 120, str(tmp_path / "model"), str(tmp_path), urls, cases)
+        assert first["updated"] == [0]
+        assert_holds(urls[0], tmp_path / "model", tmp_path, plus=1.0)
+        assert not state_of(urls[0])["paused"]
+    if transport == "disk":
+        assert sorted(path.name for path in (tmp_path / "sync").iterdir()) == ["v00000001", "v00000002"]
+
+
+def push_to_restarted(folder: str, run_dir: str, urls: list[str], transport: str) -> list:
+    """Version 1 to the first server; then the second one stands where it stood, as after a restart."""
+    from megarl.config.sync import SyncConfig
+    from megarl.rollout.sglang.api import ServerApi
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel()
+    chunks = build_tiny(folder)
+    config, fleet = SyncConfig(**(SETTINGS | {"transport": transport})), fleet_of(urls[:1])
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    sync.push(1)
+    server = fleet.servers[0]
+    fleet.mark_failed(server, "gone")
+    assert sync.catch_up().updated == []  # a failed server is not touched
+    server.api, server.state = ServerApi(urls[1], None, "server 0"), "catching_up"
+    return [sync.catch_up().updated, sync.catch_up().updated, server.state, server.version]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("transport", ["tensor", "distributed", "disk", "delta"])
+def test_a_restarted_server_gets_everything(tmp_path, transport):
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=20_000)
+    with receivers(tmp_path / "r", 2) as urls:
+        ranks = run_distributed(push_to_restarted, 1, 120, str(tmp_path / "model"), str(tmp_path), urls, transport)
+        assert ranks == [[[0], [], "current", 1]]
+        assert_holds(urls[1], tmp_path / "model", tmp_path)

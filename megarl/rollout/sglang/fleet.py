@@ -35,8 +35,6 @@ class Server:
         version: last acknowledged weight version; None before the first since it was started.
         why: what was wrong with it last.
         restarts: how often it was started again.
-        tp: tensor-parallel ranks.
-        ep: expert-parallel ranks.
     """
 
     number: int
@@ -45,13 +43,6 @@ class Server:
     version: int | None = None
     why: str = ""
     restarts: int = 0
-    tp: int = 1
-    ep: int = 1
-
-    @property
-    def alive(self) -> bool:
-        """It answers, with whatever weights: it can be synchronised."""
-        return self.state in ("catching_up", "current")
 
 
 class Fleet:
@@ -80,7 +71,8 @@ class Fleet:
 
     def behind(self, version: int) -> list[Server]:
         """Servers that answer and do not hold `version`: the ones to synchronise."""
-        return [s for s in self.servers if s.alive and (s.state == "catching_up" or s.version != version)]
+        alive = [server for server in self.servers if server.state in ("catching_up", "current")]
+        return [server for server in alive if server.state == "catching_up" or server.version != version]
 
     def mark_failed(self, server: Server, why: str) -> None:
         """Send nothing more to `server`; call on every rank, or let `refresh` tell the others."""

@@ -86,8 +86,7 @@ def _external(config: SGLangConfig, place: Place) -> Fleet:
                 found=config.api_key_env,
                 fix="export it with the servers' API key, or set rollout.sglang.api_key_env=null",
             )
-    apis = [ServerApi(url.rstrip("/"), key, f"server {i}") for i, url in enumerate(config.urls)]
-    servers = [Server(i, api, tp=config.tp_size, ep=config.ep_size) for i, api in enumerate(apis)]
+    servers = [Server(i, ServerApi(url.rstrip("/"), key, f"server {i}")) for i, url in enumerate(config.urls)]
     watcher = place.is_first and place.machine == 0
     return Fleet(servers, config, watched=range(len(servers)) if watcher else ())
 
@@ -121,8 +120,7 @@ def _started(
         )
         owned[number] = ServerProcess(spec)
         owned[number].start()
-    apis = [ServerApi("", key, f"server {n}") for n in range(config.servers)]  # addresses: wait_started
-    servers = [Server(n, api, tp=config.tp_size, ep=config.ep_size) for n, api in enumerate(apis)]
+    servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(config.servers)]  # addresses: wait_started
     return Fleet(servers, config, owned)
 
 

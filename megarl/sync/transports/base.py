@@ -14,10 +14,11 @@ from megarl.sync.plan import Bucket
 
 @dataclass(frozen=True)
 class Target:
-    """A server as transports see it: its number in the plan and the way to call it."""
+    """A server as transports see it: its number in the plan, the way to call it, the version it holds if any."""
 
     number: int
     api: ServerApi
+    version: int | None = None
 
 
 class Transport(ABC):

@@ -17,9 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megarl.errors import ServerError, WorkerError
+from megarl.comm import all_gather_json, broadcast_json, group_size
+from megarl.config.sync import SyncConfig
+from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.sync.delta import WORD, Delta, apply_delta, make_delta
 from megarl.sync.plan import Bucket, SyncPlan
 from megarl.sync.relay import KEY_VARIABLE, RelayClient, RelayRefused
@@ -71,7 +74,8 @@ class DeltaTransport(Transport):
         self._base_version, base = known
         delta, at = make_delta(base, flat)
         if delta.nbytes < _WORTH * len(flat):
-            self._delta, self._touched = delta, _entries_at(bucket, at, len(delta.tail))
+            tail = not torch.equal(base[len(base) - len(delta.tail) :], delta.tail)
+            self._delta, self._touched = delta, _entries_at(bucket, at, tail=tail)
             apply_delta(base, delta)
         else:
             base.copy_(flat)
@@ -101,6 +105,10 @@ class DeltaTransport(Transport):
             raise ServerError(target.api.name, target.api.url, f"relay on {host}", str(error)) from error
         payload = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
         target.api.call("/update_weights_from_tensor", payload, deadline_s=self.deadline_s, phase="bucket")
+
+    def forget(self) -> None:
+        """Send everything the next time."""
+        self._bases = {}
 
     def close(self) -> None:
         """Hang up."""
@@ -140,13 +148,16 @@ class DeltaTransport(Transport):
         self.sent_bytes += len(flat)
 
 
-def _entries_at(bucket: Bucket, words: Tensor, tail: int) -> set[int]:
-    """Numbers of the entries that the changed words lie in; a word may lie in two, the tail in the last."""
+def _entries_at(bucket: Bucket, words: Tensor, *, tail: bool) -> set[int]:
+    """Numbers of the entries that have bytes in the changed words (in rising order), or in the bytes after the last."""
     starts = torch.tensor([entry.offset for entry in bucket.entries])
-    first = torch.searchsorted(starts, words * WORD, right=True) - 1
-    last = torch.searchsorted(starts, words * WORD + WORD - 1, right=True) - 1
-    found = set(first.unique().tolist()) | set(last.unique().tolist())
-    return found | {len(bucket.entries) - 1} if tail else found
+    ends = starts + torch.tensor([entry.nbytes for entry in bucket.entries])
+    first = torch.searchsorted(words, starts // WORD)
+    after = torch.searchsorted(words, (ends - 1) // WORD, right=True)
+    touched = after > first
+    if tail:
+        touched |= ends > bucket.nbytes // WORD * WORD
+    return set(touched.nonzero().view(-1).tolist())
 
 
 def start_relay(
@@ -171,3 +182,31 @@ def start_relay(
     port = int(port_file.read_text())
     port_file.unlink()
     return process, port
+
+
+def relays_of_all(
+    hosts: set[str], names: dict[int, str], config: SyncConfig, run_dir: Path
+) -> tuple[dict[str, tuple[str, int]], str]:
+    """A relay on every host of servers, started by the first trainer rank there, and their key. Collective.
+
+    Raises:
+        ConfigError: a host has servers and no trainer rank that could start its relay.
+        WorkerError: a relay did not start.
+    """
+    away = sorted(hosts - set(names.values()))
+    if away:
+        raise ConfigError(
+            f"no trainer rank runs on {away[0]}, so no relay can be started for the servers there",
+            where="sync.transport",
+            found="delta",
+            allowed="auto, distributed or disk",
+        )
+    rank = dist.get_rank() if group_size() > 1 else 0
+    key = broadcast_json(secrets.token_urlsafe(32), 0)
+    mine: list[tuple[str, int]] = []
+    if names[rank] in hosts and rank == min(other for other, name in names.items() if name == names[rank]):
+        address = "127.0.0.1" if len(set(names.values())) == 1 else names[rank]
+        _, port = start_relay(run_dir / "sync", key, config.timeout_s, address)
+        mine.append((address, port))
+    relays = {names[other]: (at[0], at[1]) for other, found in enumerate(all_gather_json(mine)) for at in found}
+    return relays, key

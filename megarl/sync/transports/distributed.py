@@ -29,6 +29,7 @@ from megarl.sync.transports.base import Target, Transport
 @dataclass
 class _Link:
     name: str
+    url: str
     group: dist.ProcessGroup
     store: dist.TCPStore  # lives as long as the group
 
@@ -55,7 +56,10 @@ class DistributedTransport(Transport):
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
         """The call tells the server what comes; the broadcast runs beside it."""
-        link = self._links.get(target.number) or self._connect(target)
+        link = self._links.get(target.number)
+        if link is None or link.url != target.api.url:  # a restarted server is another process under another address
+            self._leave(target.number)
+            link = self._connect(target)
         payload = {
             "names": [entry.name for entry in bucket.entries],
             "dtypes": [entry.dtype for entry in bucket.entries],
@@ -114,7 +118,7 @@ class DistributedTransport(Transport):
         self._beside(
             target, "/init_weights_update_group", payload, lambda: made.append(self._join(store, name, size, timeout))
         )
-        self._links[target.number] = link = _Link(name, made[0], store)
+        self._links[target.number] = link = _Link(name, target.api.url, made[0], store)
         return link
 
     def _join(self, store: dist.TCPStore, name: str, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:

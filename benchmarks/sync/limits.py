@@ -1,0 +1,154 @@
+"""What this machine can do at all: bytes to another process through shared memory, TCP and a gloo broadcast.
+
+python -m megarl.benchmarks.sync.limits memory|tcp|gloo ...    the other process, started by the functions here
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing import resource_tracker, shared_memory
+
+import torch
+import torch.distributed as dist
+
+REPEATS = 5
+
+
+def _child(*arguments: object) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __name__ if __name__ != "__main__" else __spec__.name, *map(str, arguments)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+
+
+def _best(call: Callable[[], None]) -> float:
+    """Least seconds of several calls after one that is not counted."""
+    call()
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _tell(child: subprocess.Popen[bytes], text: str) -> None:
+    assert child.stdin is not None
+    child.stdin.write(f"{text}\n".encode())
+    child.stdin.flush()
+
+
+def _hear(child: subprocess.Popen[bytes]) -> None:
+    assert child.stdout is not None
+    if not child.stdout.readline():
+        raise RuntimeError("the other process of a measurement ended")
+
+
+def memory_seconds(data: torch.Tensor, bucket: int) -> float:
+    """Copy `data`, uint8, through two shared segments of `bucket` bytes: one is filled while the other is emptied."""
+    segments = [shared_memory.SharedMemory(create=True, size=bucket) for _ in range(2)]
+    views = [torch.frombuffer(segment.buf, dtype=torch.uint8)[:bucket] for segment in segments]
+    child = _child("memory", len(data), bucket, *(segment.name for segment in segments))
+    _hear(child)
+
+    def call() -> None:
+        under_way = 0
+        for number, part in enumerate(data.split(bucket)):
+            if under_way == 2:
+                _hear(child)
+                under_way -= 1
+            views[number % 2][: len(part)].copy_(part)
+            _tell(child, f"{number % 2} {len(part)} {number * bucket}")
+            under_way += 1
+        for _ in range(under_way):
+            _hear(child)
+
+    try:
+        return _best(call)
+    finally:
+        child.kill()
+        child.wait()
+        for segment in segments:
+            segment.unlink()
+
+
+def tcp_seconds(data: torch.Tensor) -> float:
+    """Send `data` over a loopback connection, until the other side says it has all."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    child = _child("tcp", listener.getsockname()[1], len(data))
+    sock, _ = listener.accept()
+
+    def call() -> None:
+        sock.sendall(memoryview(data.numpy()))
+        sock.recv(1)
+
+    try:
+        return _best(call)
+    finally:
+        child.kill()
+        child.wait()
+
+
+def gloo_seconds(data: torch.Tensor, bucket: int) -> float:
+    """Broadcast `data` to one process in parts of `bucket` bytes."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    child = _child("gloo", store.port, len(data), bucket)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+
+    def call() -> None:
+        for part in data.split(bucket):
+            dist.broadcast(part, src=0)
+        dist.barrier()
+
+    try:
+        return _best(call)
+    finally:
+        dist.destroy_process_group()
+        child.kill()
+        child.wait()
+
+
+def _empty_segments(size: int, bucket: int, names: list[str]) -> None:
+    segments = [shared_memory.SharedMemory(name) for name in names]
+    for segment in segments:  # they belong to the process that made them, which removes them
+        resource_tracker.unregister(segment._name, "shared_memory")  # type: ignore[attr-defined]
+    views = [torch.frombuffer(segment.buf, dtype=torch.uint8) for segment in segments]
+    held = torch.zeros(size, dtype=torch.uint8)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        which, length, start = map(int, line.split())
+        held[start : start + length].copy_(views[which][:length])
+        print("done", flush=True)
+
+
+def _receive(port: int, size: int) -> None:
+    sock = socket.create_connection(("127.0.0.1", port))
+    held = memoryview(bytearray(size))
+    while True:
+        got = 0
+        while got < size:
+            got += sock.recv_into(held[got:])
+        sock.sendall(b"1")
+
+
+def _follow(port: int, size: int, bucket: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 2, False)
+    dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+    held = torch.zeros(size, dtype=torch.uint8)
+    for _ in range(REPEATS + 1):
+        for part in held.split(bucket):
+            dist.broadcast(part, src=0)
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    kind, *rest = sys.argv[1:]
+    if kind == "memory":
+        _empty_segments(int(rest[0]), int(rest[1]), rest[2:])
+    elif kind == "tcp":
+        _receive(int(rest[0]), int(rest[1]))
+    else:
+        _follow(int(rest[0]), int(rest[1]), int(rest[2]))

@@ -1,0 +1,293 @@
+"""`megarl bench sync`: 400 MB of bf16 weights to a receiver process by every transport, beside the machine's limits.
+
+    megarl bench sync
+    megarl bench sync --json sync.json
+
+One process holds 200 random tensors of a million elements, as a trainer of one rank would; another takes updates
+the way an SGLang server does and copies the tensors into its own. Seconds are wall seconds of a whole update from begin
+to end, gathering included, the least of several after a first one that is not counted. Limits, measured in the same run:
+copying through shared memory, a loopback connection, a gloo broadcast. Then the time to plan: 1,000 tensors, and a
+model like DeepSeek-V3 from EP64 x PP16 to 32 servers of tp 8 x ep 8 (names and shapes alone). Wall seconds mean
+something only while nothing else runs: the share that others took is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import Tensor
+
+    from megarl.rollout.sglang.api import ServerApi
+    from megarl.sync.courier import Courier
+    from megarl.sync.plan import Held, SyncPlan
+    from megarl.sync.transports.base import Transport
+
+TENSORS, SIDE = 200, 1000  # 200 matrices of 1000 x 1000
+BUCKET_MB = 64
+DEADLINE_S = 120.0
+CHANGED = 0.01  # elements that a delta brings
+REPEATS = 5
+
+
+def _weights() -> dict[str, Tensor]:
+    import torch
+
+    g = torch.Generator().manual_seed(0)
+    return {f"model.layers.{i}.weight": torch.randn(SIDE, SIDE, generator=g).to(torch.bfloat16) for i in range(TENSORS)}
+
+
+def _held(names: list[str]) -> dict[str, Held]:
+    from megarl.sync.plan import Held
+
+    box = ((0, SIDE), (0, SIDE))
+    return {name: Held((SIDE, SIDE), ((box, (0,)),)) for name in names}
+
+
+@contextmanager
+def _receiver(folder: Path) -> Iterator[ServerApi]:
+    from megarl.rollout.sglang.api import ServerApi
+
+    port_file = folder / f"port-{time.monotonic_ns()}"
+    command = [sys.executable, "-m", "megarl.benchmarks.sync.receiver", str(port_file)]
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    try:
+        end = time.monotonic() + DEADLINE_S
+        while not port_file.exists():
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError("the receiver did not start")
+            time.sleep(0.05)
+        yield ServerApi(f"http://127.0.0.1:{port_file.read_text()}", None, "receiver")
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def _transport(name: str, plan: SyncPlan, folder: Path) -> Iterator[Transport]:
+    import torch
+
+    from megarl.sync.transports.delta import DeltaTransport, start_relay
+    from megarl.sync.transports.disk import DiskTransport
+    from megarl.sync.transports.distributed import DistributedTransport
+    from megarl.sync.transports.tensor import TensorTransport
+
+    cpu = torch.device("cpu")
+    if name == "delta":
+        process, port = start_relay(folder, "bench", DEADLINE_S)
+        try:
+            yield DeltaTransport(plan, {"127.0.0.1": ("127.0.0.1", port)}, "bench", "0", DEADLINE_S)
+        finally:
+            process.kill()
+            process.wait()
+    elif name == "tensor":
+        yield TensorTransport(plan, cpu, DEADLINE_S)
+    elif name == "distributed":
+        made = DistributedTransport(plan, cpu, DEADLINE_S, "127.0.0.1")
+        yield made
+        made.close()
+    else:
+        from transformers import LlamaConfig
+
+        yield DiskTransport(folder / "sync", 0, LlamaConfig(), DEADLINE_S)
+
+
+class _Update:
+    """One update after another of one receiver by one transport."""
+
+    def __init__(self, courier: Courier, transport: Transport, api: ServerApi) -> None:
+        self.courier, self.transport, self.api, self.version = courier, transport, api, 0
+
+    def __call__(self) -> None:
+        from megarl.sync.protocol import ServerUpdate
+        from megarl.sync.transports.base import Target
+
+        held = self.version or None
+        self.version += 1
+        update = ServerUpdate(self.api, self.version, session=self.transport.session, deadline_s=DEADLINE_S)
+        update.pause("abort")
+        update.begin()
+        target = Target(0, self.api, held)
+        self.transport.start(self.version, [target])
+        failed = self.courier.run([0], [target]).failed
+        if failed:
+            raise RuntimeError(failed[0])
+        self.transport.publish()
+        update.load(lambda: self.transport.commit(target))
+        update.end()
+        update.tag()
+        update.flush("abort")
+        update.resume()
+
+
+def _least(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
+    times = []
+    for number in range(REPEATS + 1):
+        if before is not None:
+            before()
+        start = time.perf_counter()
+        call()
+        if number:
+            times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
+    """Rows of one transport."""
+    import torch
+
+    from megarl.sync.courier import Courier
+    from megarl.sync.plan import Place, ServerLayout, make_plan
+    from megarl.sync.source import Source
+
+    weights = _weights()
+    plan = make_plan(_held(list(weights)), [Place()], [ServerLayout()], bucket_bytes=BUCKET_MB * 10**6)
+    box = ((0, SIDE), (0, SIDE))
+    source = Source({(key, box): tensor for key, tensor in weights.items()}, plan, 0, torch.bfloat16)
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    rows = []
+    with _receiver(folder) as api, _transport(name, plan, folder) as transport:
+        courier = Courier(source, transport)
+        update = _Update(courier, transport, api)
+
+        def row(what: str, seconds: float, sent: int) -> dict[str, Any]:
+            buckets = (courier.buffer_bytes + source.peak_staged) / (BUCKET_MB * 1e6)
+            return {"transport": what, "s": seconds, "gb_per_s": nbytes / seconds / 1e9, "mb": sent / 1e6,
+                    "buckets": buckets}  # fmt: skip
+
+        if name != "delta":
+            rows.append(row(name, _least(update), nbytes))
+            return rows
+        from megarl.sync.transports.delta import DeltaTransport
+
+        assert isinstance(transport, DeltaTransport)
+        rows.append(row("delta, full", _least(update, transport.forget), transport.sent_bytes))
+        step = iter(range(10**6))
+
+        def change(part: float) -> Callable[[], None]:
+            def some() -> None:
+                g = torch.Generator().manual_seed(next(step))
+                for tensor in weights.values():
+                    at = torch.randint(0, SIDE * SIDE, (int(part * SIDE * SIDE),), generator=g)
+                    tensor.view(-1)[at] += 1.0
+
+            return some
+
+        rows.append(row("delta, 1% of elements", _least(update, change(CHANGED)), transport.sent_bytes))
+
+        def few() -> None:
+            for tensor in list(weights.values())[: int(TENSORS * CHANGED)]:
+                tensor.add_(1.0)
+
+        rows.append(row("delta, 1% of tensors", _least(update, few), transport.sent_bytes))
+    return rows
+
+
+def _plan_seconds() -> dict[str, float]:
+    from megarl.benchmarks.sync.deepseek import deepseek_v3
+    from megarl.sync.plan import Held, Place, ServerLayout, make_plan
+
+    half = SIDE // 2
+    boxes = ((((0, half), (0, SIDE)), (0,)), (((half, SIDE), (0, SIDE)), (1,)))
+    thousand = {f"model.layers.{i}.weight": Held((SIDE, SIDE), boxes) for i in range(1000)}
+    tensors, ranks = deepseek_v3(pp=16, ep=64)
+    return {
+        "plan, 1000 tensors": _least(lambda: make_plan(thousand, [Place()] * 2, [ServerLayout()] * 4)),
+        "plan, 671B": _least(lambda: make_plan(tensors, ranks, [ServerLayout(tp=8, ep=8)] * 32)),
+    }
+
+
+def measure() -> dict[str, Any]:
+    """All numbers."""
+    import torch
+
+    from megarl.benchmarks.sync import limits
+
+    torch.set_num_threads(1)
+    data = torch.cat([tensor.flatten() for tensor in _weights().values()]).view(torch.uint8)
+    bucket = BUCKET_MB * 10**6
+    found: dict[str, Any] = {
+        "limits": {
+            "memcpy": limits.memory_seconds(data, bucket),
+            "tcp": limits.tcp_seconds(data),
+            "gloo": limits.gloo_seconds(data, bucket),
+        },
+        "bytes": len(data),
+    }
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        names = ("tensor", "distributed", "disk", "delta")
+        found["rows"] = [row for name in names for row in _measure(name, Path(folder))]
+    found["plan"] = _plan_seconds()
+    return found
+
+
+def judged(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Lines of the table: what, seconds, and the target with whether it is met."""
+    by_name = {row["transport"]: row for row in found["rows"]}
+    limits, lines = found["limits"], []
+    for name, seconds in limits.items():
+        lines.append({"what": f"limit: {name}", "s": seconds, "target": "", "met": None})
+    against = {"tensor": ("memcpy", 0.6), "distributed": ("gloo", 0.7)}
+    for name, row in by_name.items():
+        line = {"what": name, "s": row["s"], "mb": row["mb"], "buckets": row["buckets"], "target": "", "met": None}
+        if name in against:
+            limit, part = against[name]
+            ratio = limits[limit] / row["s"]
+            line |= {"target": f"{ratio:.0%} of {limit}, at least {part:.0%}", "met": ratio >= part}
+        elif "1%" in name:
+            ratio = row["s"] / by_name["delta, full"]["s"]
+            line |= {"target": f"{ratio:.0%} of the full time, at most 10%", "met": ratio <= 0.1}
+        lines.append(line)
+    for (name, seconds), limit_s in zip(found["plan"].items(), (0.2, 5.0), strict=True):
+        lines.append({"what": name, "s": seconds, "target": f"{limit_s:g} s", "met": seconds <= limit_s})
+    return lines
+
+
+def table(found: dict[str, Any]) -> Table:
+    """One line per measurement."""
+    from rich.table import Table
+
+    title = f"{found['bytes'] / 1e6:.0f} MB of bf16 to another process, wall seconds"
+    made = Table(title=title, title_justify="left")
+    for column in ("", "s", "GB/s", "MB sent", "memory in buckets", "target", "met"):
+        made.add_column(column, justify="left" if column in ("", "target", "met") else "right")
+    for line in judged(found):
+        rate = "" if "plan" in line["what"] else f"{found['bytes'] / line['s'] / 1e9:.2f}"
+        sizes = (f"{line['mb']:.0f}", f"{line['buckets']:.2f}") if "mb" in line else ("", "")
+        verdict = {True: "yes", False: "no", None: ""}[line["met"]]
+        made.add_row(line["what"], f"{line['s']:.3f}", rate, *sizes, line["target"], verdict)
+    return made
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, show and save; returns the exit code."""
+    from rich.console import Console
+
+    from megarl.benchmarks.quiet import OthersShare
+    from megarl.benchmarks.report import host_class, save
+    from megarl.benchmarks.throughput import RESULTS
+    from megarl.tracking.machine import machine_info
+
+    with OthersShare() as others:
+        found = measure()
+    console = Console(highlight=False)
+    console.print(table(found))
+    console.print(f"other programs took {others.share:.0%} of the machine")
+    machine = machine_info()
+    target = arguments.json or RESULTS
+    path = target if target.suffix == ".json" else target / f"sync-{host_class(machine)}.json"
+    save({"machine": dataclasses.asdict(machine) if dataclasses.is_dataclass(machine) else machine, **found,
+          "others_share": others.share}, path)  # fmt: skip
+    console.print(f"saved: {path}")
+    return 0

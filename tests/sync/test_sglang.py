@@ -1,0 +1,141 @@
+"""Synchronisation with the real SGLang server: every transport, checksums of all tensors, and no stale prefix cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.compat.sglang import find_python
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ConfigError
+from megarl.rollout.sglang.api import ServerApi
+from megarl.sync.verify import greedy_probe
+from tests.dist import fresh_parallel, run_distributed
+from tests.models.tiny import build_tiny, save_tiny
+
+KEY = "a key of the test"
+PARAMETERS = 35  # of the server: 8 in each of 4 layers, embedding, norm, head
+PROMPT = [5, 17, 99, 4, 42, 7, 7, 88, 120, 3] * 8  # long enough to be kept in the prefix cache
+TRANSPORTS = ("tensor", "distributed", "disk", "delta")
+
+try:
+    find_python(None, cuda=False)
+    MISSING = ""
+except ConfigError as error:
+    MISSING = str(error)
+pytestmark = [pytest.mark.procs, pytest.mark.skipif(bool(MISSING), reason=f"no SGLang to test with: {MISSING}")]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Folder of a model and the address of a server that was started with it."""
+    import time
+
+    from megarl.rollout.sglang.server import ServerProcess, ServerSpec, wait_ready
+
+    folder = tmp_path_factory.mktemp("served")
+    save_tiny(folder / "model", "qwen3", tie_word_embeddings=False)
+    config = SGLangConfig(max_total_tokens=4096, context_length=128)
+    spec = ServerSpec(0, config, folder / "model", "float32", "127.0.0.1", KEY, folder, cuda=False)
+    server = ServerProcess(spec)
+    server.start()
+    try:
+        wait_ready(server, time.monotonic() + 300)
+        yield folder, server.api.url
+    finally:
+        server.stop()
+
+
+def negate_head(chunks) -> None:
+    """The likeliest token becomes the unlikeliest."""
+    with torch.no_grad():
+        for chunk in chunks:
+            if chunk.post_process:
+                chunk.output_layer.weight.neg_()
+
+
+def push_both(folder: str, url: str, run_dir: str, transport: str, first: int, negated: list[bool]) -> list[dict]:
+    """Push versions `first`, `first + 1`, ... with the head negated or not; reports as data."""
+    import dataclasses
+
+    from megarl.config.sync import SyncConfig
+    from megarl.rollout.sglang.fleet import Fleet, Server
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel(tp=2)
+    chunks = build_tiny(folder, tp=2)
+    fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
+    config = SyncConfig(transport=transport, verify="every", timeout_s=60.0, bucket_mb=5)
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    found, now = [], False
+    for version, wanted in enumerate(negated, first):
+        if wanted != now:
+            negate_head(chunks)
+        now = wanted
+        found.append(dataclasses.asdict(sync.push(version)) | {"state": fleet.servers[0].state})
+    sync.close()
+    return found
+
+
+def oracle(folder: Path, token_ids: list[int], *, negated: bool) -> tuple[list[int], list[float]]:
+    """Greedy choice at each place, and log-probs of `token_ids`, by transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if negated:
+        model.lm_head.weight.data.neg_()
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + token_ids])).logits[0, len(PROMPT) - 1 : -1]
+    logps = logits.log_softmax(-1)
+    return logits.argmax(-1).tolist(), logps.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+
+
+def assert_answers(api: ServerApi, folder: Path, version: int, *, negated: bool) -> list[int]:
+    probe = greedy_probe(api, PROMPT, 8, 60.0)
+    choice, logps = oracle(folder, probe.token_ids, negated=negated)
+    assert probe.version == str(version)
+    assert probe.token_ids == choice
+    # fp32 on both sides, other kernels: 1e-4 is some hundred units in the last place of a log-prob around 5
+    torch.testing.assert_close(torch.tensor(probe.logprobs), torch.tensor(logps), atol=1e-4, rtol=0)
+    return probe.token_ids
+
+
+def test_all_transports_with_checksums_and_fresh_answers(served):
+    folder, url = served
+    api = ServerApi(url, KEY, "server 0")
+    before = greedy_probe(api, PROMPT, 8, 60.0)
+    assert before.token_ids == oracle(folder / "model", before.token_ids, negated=False)[0]
+    for number, transport in enumerate(TRANSPORTS):
+        flips = [number % 2 == 1, number % 2 == 0]  # every transport ends with other weights than the one before it
+        run = (str(folder / "model"), url, str(folder), transport, 10 * number, flips)
+        for reports in run_distributed(push_both, 2, 240, *run):
+            assert [report["updated"] for report in reports] == [[0], [0]], transport
+            assert all(report["verified"] == PARAMETERS and report["state"] == "current" for report in reports)
+        answer = assert_answers(api, folder / "model", 10 * number + 1, negated=flips[1])
+        assert (answer == before.token_ids) is not flips[1]
+
+
+def test_a_checksum_that_differs_stops_the_run(served):
+    folder, url = served
+    with pytest.raises(AssertionError, match=r"parameters differ from the trainer's: model\.norm\.weight"):
+        run_distributed(push_wrong, 1, 120, str(folder / "model"), url, str(folder))
+
+
+def push_wrong(folder: str, url: str, run_dir: str) -> None:
+    """The buckets hold one wrong element."""
+    from megarl.config.sync import SyncConfig
+    from megarl.rollout.sglang.fleet import Fleet, Server
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel()
+    chunks = build_tiny(folder)
+    fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
+    config = SyncConfig(transport="tensor", timeout_s=60.0)
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    held = sync.courier.source.held
+    key = next(key for key in held if key[0] == "model.norm.weight")
+    held[key] = held[key].clone()
+    held[key][3] += 1
+    sync.push(100)
