@@ -12,7 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from megarl import __version__
 from megarl.benchmarks import algorithms, throughput
@@ -29,9 +29,26 @@ JOBS = {
 LAUNCHERS = ("local", "torchrun", "ray")
 
 
+class _Parser(argparse.ArgumentParser):
+    """argparse's errors, but for a missing recipe, where a person needs to know which there are."""
+
+    def error(self, message: str) -> NoReturn:
+        if not message.endswith("required: RECIPE") and "required: RECIPE," not in message:
+            super().error(message)
+        from megarl.config.load import recipe_names
+
+        problem = UserError(
+            "no recipe is named",
+            where=self.prog,
+            allowed=f"a YAML file, or a shipped recipe: {', '.join(recipe_names())}",
+            fix=f"for example: {self.prog} grpo_quickstart",
+        )
+        self.exit(problem.exit_code, f"megarl: {problem}\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """All subcommands and their arguments."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="megarl",
         description="Large-scale post-training of language models on Megatron-Core.",
         epilog="Start here: megarl train grpo_quickstart",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class MegarlError(Exception):
@@ -75,3 +77,24 @@ class ServerError(MegarlError):
     def __init__(self, server: str, url: str, phase: str, reason: str, *, status: int | None = None) -> None:
         self.server, self.url, self.phase, self.reason, self.status = server, url, phase, reason, status
         super().__init__(f"{server}{f' at {url}' if url else ''}: {phase}: {reason}")
+
+
+def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float = 0.75) -> list[str]:
+    """The `n` options that a misspelt `word` may have meant, best first; none when no option is close.
+
+    One wrong, missing or exchanged letter in four is close. A wrong guess costs the reader more than none.
+
+    >>> close_matches("gpro", ["grpo", "ppo"]), close_matches("mean", ["max", "min"])
+    (['grpo'], [])
+    """
+    return difflib.get_close_matches(word, list(options), n, cutoff)
+
+
+def close_files(name: str, siblings: Iterable[str]) -> list[str]:
+    """The file that a misspelt `name` may have meant; suffixes, which many files share, do not count.
+
+    >>> close_files("trian.jsonl", ["train.jsonl", "b.jsonl"]), close_files("a.jsonl", ["b.jsonl"])
+    (['train.jsonl'], [])
+    """
+    by_stem = {Path(sibling).stem: sibling for sibling in siblings}
+    return [by_stem[stem] for stem in close_matches(Path(name).stem, by_stem)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
-from megarl.errors import UserError
+from megarl.errors import UserError, close_matches
 
 _FORMS = "pkg.mod:fn, pkg.mod:Class.method, or pkg.mod.fn"
 
@@ -42,7 +41,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
         ) from error
     for part in qualname.split("."):
         if not hasattr(target, part):
-            near = difflib.get_close_matches(part, dir(target), 3)
+            near = close_matches(part, dir(target), n=3)
             raise UserError(
                 f"{target.__name__!r} has no {part!r}",
                 where=where,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from megarl.config.references import (
     strings,
 )
 from megarl.config.run import RunConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, close_files, close_matches
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 CHARACTERS = "chars:"
@@ -62,7 +61,7 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
 def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
     """Hugging Face accepts any key, so a misspelt size would silently become the default of a large model."""
     for name in hf_config:
-        close = difflib.get_close_matches(name, KNOWN_KEYS, n=1, cutoff=0.85)
+        close = close_matches(name, KNOWN_KEYS, cutoff=0.85)
         if name not in KNOWN_KEYS and close:
             checks.warn(
                 "model",
@@ -174,7 +173,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
         _check_function("data", source, key, checks)
     elif path.suffix.lower() in SUFFIXES or not _HUB_DATA.fullmatch(source):
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(path.name, siblings, n=1, cutoff=0.5)
+        close = close_files(path.name, siblings)
         checks.fail(
             "data",
             key,
@@ -203,7 +202,7 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
             if config.algorithm.advantage.name == "gdpo":
                 _check_parts(config, strings(tree) if tree is not None else None, checks)
     else:
-        close = difflib.get_close_matches(name, REWARDS, n=1, cutoff=0.5)
+        close = close_matches(name, REWARDS)
         missing_function = name.endswith(".py")
         checks.fail(
             "reward",
@@ -321,7 +320,7 @@ def check_function_name(name: str, text: str, key: str, known: tuple[str, ...], 
     elif is_module_reference(text):
         _check_function(name, text, key, checks)
     else:
-        close = difflib.get_close_matches(text, known, n=1, cutoff=0.4)
+        close = close_matches(text, known)
         checks.fail(name, key, f"unknown {noun}", found=text, allowed=[*known, "pkg.mod:fn"], fix=_did_you_mean(close))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.model import ModelConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, close_matches
 
 _DENSE = {
     "hidden_size": 4096,
@@ -153,7 +152,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
     """Facts of a Hugging Face config; `source` names it in errors. ConfigError for an unsupported architecture."""
     model_type = raw.get("model_type")
     if model_type not in ARCHITECTURES:
-        near = difflib.get_close_matches(str(model_type), ARCHITECTURES, n=1)
+        near = close_matches(str(model_type), ARCHITECTURES)
         raise ConfigError(
             "the model's architecture is not supported" if model_type else "the model's config has no model_type",
             where=source,
@@ -272,5 +271,5 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 def _near_folder(folder: Path) -> str:
     siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-    close = difflib.get_close_matches(folder.name, siblings, n=1, cutoff=0.5)
+    close = close_matches(folder.name, siblings)
     return f"did you mean {folder.parent / close[0]}?" if close else "check the path; it is relative to this folder"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from megarl.config.base import Section
 from megarl.config.run import RunConfig
+from megarl.errors import close_matches
 
 _SCALARS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {
@@ -81,13 +81,13 @@ def nearest_keys(path: tuple[str, ...]) -> list[str]:
     """Known dotted keys that a misspelt `path` may have meant, best first: among its siblings, else anywhere."""
     parent = find_key(path[:-1]).section if len(path) > 1 else RunConfig  # type: ignore[union-attr]
     prefix = "".join(f"{part}." for part in path[:-1])
-    siblings = difflib.get_close_matches(path[-1], list(parent.model_fields if parent else ()), n=1, cutoff=0.6)
+    siblings = close_matches(path[-1], list(parent.model_fields if parent else ()))
     if siblings:
         return [prefix + siblings[0]]
     by_name: dict[str, list[str]] = {}
     for key in iter_keys():
         by_name.setdefault(key.path.rpartition(".")[2], []).append(key.path)
-    close = difflib.get_close_matches(path[-1], list(by_name), n=1, cutoff=0.8)
+    close = close_matches(path[-1], list(by_name), cutoff=0.8)
     return by_name[close[0]][:4] if close else []
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib.util
 import math
 import os
@@ -28,7 +27,7 @@ from megarl.config.fields import (
 )
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, close_files, close_matches
 
 _INT = re.compile(r"[-+]?[0-9]+")
 _PATHS = (
@@ -107,14 +106,20 @@ def find_recipe(path: str | Path, *, relative_to: Path | None = None, said_in: s
     if folder is not None and len(asked.parts) == 1 and (folder / f"{asked.stem}.yaml").is_file():
         return folder / f"{asked.stem}.yaml"
     neighbours = [file.name for file in sorted(base.parent.glob("*.y*ml"))] if base.parent.is_dir() else []
-    close = difflib.get_close_matches(asked.name, [*neighbours, *recipe_names()], n=1, cutoff=0.5)
+    close = close_files(asked.name, [*neighbours, *recipe_names()])
     raise ConfigError(
         "there is no such recipe" if not base.is_dir() else "this is a folder, not a recipe file",
         where=said_in or str(path),
         found=str(path),
         allowed=f"a YAML file, or a shipped recipe: {', '.join(recipe_names()) or 'none installed'}",
-        fix=f"did you mean {close[0]}?" if close else "check the path",
+        fix=_recipe_fix(asked.name, close),
     )
+
+
+def _recipe_fix(name: str, close: list[str]) -> str:
+    if "=" in name:
+        return "name the recipe first, for example: megarl train grpo_quickstart trainer.steps=10"
+    return f"did you mean {close[0]}?" if close else "check the path"
 
 
 def _read_with_parents(file: Path, chain: tuple[Path, ...]) -> Document:
@@ -332,7 +337,7 @@ def _suggest(value: Any, key: Key) -> str | None:
     values = [
         option for kind in alternatives(key.info.annotation) if get_origin(kind) is Literal for option in get_args(kind)
     ]
-    close = difflib.get_close_matches(str(value), values, n=1, cutoff=0.5)
+    close = close_matches(str(value), values)
     return f"did you mean {close[0]}?" if close else None
 
 

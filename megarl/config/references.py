@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.util
 import inspect
 import re
 import sys
 from pathlib import Path
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, close_files, close_matches
 
 #: The included rewards: the function behind each name.
 REWARDS = {
@@ -57,7 +56,7 @@ def check_reference(text: str, key: str) -> ast.Module | None:
     names = _top_level_names(tree)
     top = function.partition(".")[0]
     if names is not None and top not in names:
-        close = difflib.get_close_matches(top, names, n=1, cutoff=0.5)
+        close = close_matches(top, names)
         public = [node.name for node in tree.body if isinstance(node, _DEFINITIONS) and not node.name.startswith("_")]
         raise ConfigError(
             f"{file} defines no {top}",
@@ -132,7 +131,7 @@ def _file_of(path: str, text: str, key: str) -> Path:
     file = Path(path).expanduser()
     if not file.is_file():
         siblings = [other.name for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
-        close = difflib.get_close_matches(file.name, siblings, n=1, cutoff=0.5)
+        close = close_files(file.name, siblings)
         raise ConfigError(
             f"there is no file {path}",
             where=key,

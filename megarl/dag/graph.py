@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 
 from megarl.dag.node import Node
 from megarl.dag.stage import LOADER_FIELDS
-from megarl.errors import UserError
+from megarl.errors import UserError, close_matches
 
 
 class TaskGraph:
@@ -137,7 +136,7 @@ class TaskGraph:
                 else f"node {next(w for w in writers if w not in later)!r} writes it; add that to deps of {id!r}"
             )
         else:
-            near = difflib.get_close_matches(name, there, 1)
+            near = close_matches(name, there)
             hint = f"did you mean {near[0]!r}?" if near else "no node writes it; add a node that does"
         raise UserError(
             f"node {id!r} reads {name!r}, which none of its ancestors writes",
@@ -151,7 +150,7 @@ class TaskGraph:
         for node in self:
             for dep in node.deps:
                 if dep not in self.nodes:
-                    near = difflib.get_close_matches(dep, self.nodes, 1)
+                    near = close_matches(dep, self.nodes)
                     raise UserError(
                         f"node {node.id!r} depends on {dep!r}, which does not exist",
                         where=self._where,

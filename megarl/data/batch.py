@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from megarl.compat import torch_nested
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
+from megarl.errors import close_matches
 
 __all__ = ["Batch", "Jagged"]
 
@@ -77,7 +77,7 @@ class Batch:
             return self._columns[name]
         value = self._td.get(name, None)
         if value is None:
-            near = difflib.get_close_matches(name, self.names(), 1)
+            near = close_matches(name, self.names())
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise KeyError(f"batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
         return Jagged(value.values(), value.offsets()) if value.is_nested else value

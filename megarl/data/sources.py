@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import datetime
 import decimal
-import difflib
 import importlib
 import inspect
 import json
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.data import DataConfig
-from megarl.errors import ConfigError, DataError
+from megarl.errors import ConfigError, DataError, close_files, close_matches
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMS = (
@@ -55,7 +54,7 @@ class Row(dict):
         """
         if name in self:
             return self[name]
-        near = difflib.get_close_matches(name, self, 1, cutoff=0.5)
+        near = close_matches(name, self)
         raise DataError(
             f"no column {name!r}",
             where=self.where,
@@ -123,7 +122,7 @@ def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
             known.update(dict.fromkeys(p.name for p in parameters))
     for name in config.loader_kwargs:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = close_matches(name, known)
             raise ConfigError(
                 "no data source takes this argument",
                 where=f"data.loader_kwargs.{name}",
@@ -137,7 +136,7 @@ def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
 
 def _missing(path: Path) -> DataError:
     siblings = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, siblings, 1)
+    near = close_files(path.name, siblings)
     return DataError(
         "no such file or folder",
         where=str(path),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 import inspect
@@ -15,7 +14,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from megarl.config.references import REWARDS, kwargs_error
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, close_matches
 
 Mode = Literal["batch", "sequential"]
 
@@ -78,7 +77,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
     """
     path = REWARDS.get(name, name)
     if ":" not in path:
-        near = difflib.get_close_matches(name, REWARDS, n=1)
+        near = close_matches(name, REWARDS)
         raise ConfigError(
             "unknown reward",
             where="reward.name",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import shlex
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.comm import broadcast_json
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
 from megarl.runtime.reference import put_aside
 from megarl.runtime.validate import due
@@ -193,7 +192,7 @@ def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
     """
     if name is None or name in numbers:
         return
-    near = difflib.get_close_matches(name, numbers, n=1)
+    near = close_matches(name, numbers)
     raise ConfigError(
         "no such metric at a validation step",
         where="trainer.best_metric",

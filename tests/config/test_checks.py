@@ -72,6 +72,7 @@ def test_a_good_recipe_passes_every_check(config_of):
         (["actor.parallel.etp=1"], "actor.parallel.etp", ["qwen3 has none"]),
         # objective
         (["algorithm.advantage.name=gpro"], "algorithm.advantage.name", ["unknown advantage estimator", "mean grpo?"]),
+        (["algorithm.loss.name=vtrace"], "algorithm.loss.name", ["unknown policy loss", "one of the values above"]),
         (["algorithm.loss.name=pppo"], "algorithm.loss.name", ["unknown policy loss", "mean ppo?"]),
         (["algorithm.pipeline=grop"], "algorithm.pipeline", ["unknown pipeline", "mean grpo?"]),
         (["algorithm.kl.estimator=low_var"], "algorithm.kl.estimator", ["unknown KL estimator", "low_var_kl"]),
@@ -307,6 +308,7 @@ def test_data_files_and_folders(write, failures):
     write("{}", "notes/readme.txt")
     assert failures("data.train_files=[data, data/train.jsonl, org/name@train]") == []
     assert "did you mean data/train.jsonl?" in only(failures("data.train_files=data/trian.jsonl")).fix
+    assert "did you mean" not in only(failures("data.train_files=data/a.jsonl")).fix  # the suffix alone is shared
     assert "form is not known" in only(failures("data.train_files=notes/readme.txt")).message
     assert "holds no data file" in only(failures("data.train_files=notes")).message
 

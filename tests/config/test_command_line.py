@@ -49,6 +49,24 @@ def test_missing_recipe(capsys):
     assert "there is no such recipe" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["train"], ["sft", "--dry-run"]])
+def test_no_recipe(arguments, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert f"megarl {arguments[0]}: no recipe is named" in err
+    assert "grpo_quickstart, " in err
+    assert "usage" not in err
+
+
+def test_an_override_in_the_place_of_the_recipe(capsys):
+    assert main(["train", "trainer.steps=3"]) == 2
+    err = capsys.readouterr().err
+    assert "name the recipe first" in err
+    assert "grpo_quickstart, " in err
+
+
 def test_unsound_user_pipeline(megarl, write, monkeypatch, tmp_path):
     write(
         "from megarl.dag.pipeline import Pipeline\ndef same(worker, batch): return batch\n"
