@@ -1,0 +1,48 @@
+"""Real SGLang servers for tests, on a tiny model. They take half a minute to start: start them once per module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.compat.sglang import find_python
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ConfigError
+from megarl.rollout.sglang.engine import Replica, SglangEngine
+from megarl.rollout.sglang.fleet import Fleet
+from megarl.rollout.sglang.launch import Place, open_fleet
+
+VOCAB = 128
+
+
+def need_interpreter() -> Path:
+    """The servers' interpreter; the test is skipped, with the command that makes one, when there is none."""
+    try:
+        return find_python(None, cuda=False)
+    except ConfigError as error:
+        pytest.skip(f"no SGLang here, run `make sglang-env`: {error.what}")
+
+
+def start(folder: Path, model: Path, **config: Any) -> Fleet:
+    """Servers of `model` that answer; close them in the end."""
+    need_interpreter()
+    settings = SGLangConfig(**{"max_total_tokens": 8192, **config})
+    return open_fleet(settings, Place(), folder, model, "float32", cuda=False)
+
+
+def label(fleet: Fleet, version: int) -> None:
+    """Stand-in for a synchronisation: every server that answers calls the weights it has `version`."""
+    for server in fleet.behind(version):
+        payload = {"new_version": str(version), "abort_all_requests": False}
+        server.api.call("/update_weight_version", payload, deadline_s=60, phase="label")
+        fleet.acknowledge(server, version)
+
+
+def engine(fleet: Fleet, version: int = 0, **config: Any) -> SglangEngine:
+    """An engine over `fleet` whose `catch_up` is `label`."""
+    made = SglangEngine(SGLangConfig(**{"servers": len(fleet.servers), **config}), fleet, Replica(), lambda: None)
+    made.weight_version = version
+    made._catch_up = lambda: label(fleet, version)
+    return made
