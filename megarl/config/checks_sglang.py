@@ -8,6 +8,7 @@ from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
 _NAME = "servers"
+EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
 
 
 def check_servers(config: RunConfig, checks: Checklist) -> None:
@@ -44,6 +45,15 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
         )
     if servers.urls:
         return
+    if servers.host in EVERY_INTERFACE:
+        checks.fail(
+            _NAME,
+            "rollout.sglang.host",
+            "servers must not listen on every interface",
+            found=servers.host,
+            allowed="the address of one private interface, or null",
+            fix="set rollout.sglang.host=null",
+        )
     key = "rollout.sglang.servers"
     if not checks.divides(_NAME, key, servers.servers, nnodes, key, "cluster.nnodes"):
         return

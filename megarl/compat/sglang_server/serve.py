@@ -4,6 +4,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 
 * the server, with all its processes, ends when its parent does, however that happens;
 * the API key comes from the environment, so that no process list shows it, and is blotted out of the log;
+* the store where its ranks meet listens on one address, where torch's listens on every interface;
 * without CUDA, stand-ins for two packages are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that in its deterministic mode alone, whose kernels need a GPU.
 
@@ -13,11 +14,13 @@ SGLang starts its processes by importing this file again, so what they need stan
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import logging
 import os
 import runpy
 import signal
+import socket
 import sys
 import threading
 import time
@@ -61,6 +64,20 @@ def blot_out_key() -> None:
     logging.setLogRecordFactory(record)
 
 
+def listen_on_one_address() -> None:
+    """Make torch's rendezvous store listen on the address it is called by alone: whoever reaches it can write to it."""
+    # torch.distributed.rendezvous is also a function; the module has to be asked for by name.
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
+    make = rendezvous.TCPStore
+
+    def store(host_name: str, port: int, is_master: bool = False, **kwargs: Any) -> Any:
+        if is_master:
+            kwargs["master_listen_fd"] = socket.create_server((host_name, port)).detach()
+        return make(host_name=host_name, port=port, is_master=is_master, **kwargs)
+
+    rendezvous.TCPStore = store
+
+
 def add_stand_ins() -> None:
     """Put stand-ins for packages that are missing or need CUDA in front of the path."""
     folder = Path(__file__).parent / "stand_ins"
@@ -93,6 +110,7 @@ if __name__ == "__main__":
     if PARENT:
         end_with_parent()
     add_stand_ins()
+listen_on_one_address()
 if ON_CPU:
     honour_seeds()
 if __name__ == "__main__":

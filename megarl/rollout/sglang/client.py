@@ -114,8 +114,9 @@ class _Call:
             number, body = answer
             try:
                 sample.add(body, self._sampling, self._stop_ids)
-                if sample.interruptions > _INTERRUPTIONS:
-                    raise BadAnswerError(f"a sample was interrupted {sample.interruptions} times")
+                if sample.finish_reason is None and sample.interruptions > _INTERRUPTIONS:
+                    sample.interruptions = 0  # the next server starts with a clean slate
+                    raise BadAnswerError(f"a sample was interrupted more than {_INTERRUPTIONS} times")
             except BadAnswerError as error:
                 self._fail(number, f"/generate: {error}")
         self._open[sample.prompt] -= 1

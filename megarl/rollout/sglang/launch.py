@@ -125,20 +125,8 @@ def _started(
 
 
 def host_address(configured: str | None, machines: int) -> str:
-    """Address that servers of this machine listen on: never every interface.
-
-    Raises:
-        ConfigError: the configured one is no single address.
-    """
+    """Address that servers of this machine listen on: one interface, loopback when it can be."""
     if configured is not None:
-        if configured in ("0.0.0.0", "::", "*", ""):
-            raise ConfigError(
-                "servers must not listen on every interface",
-                where="rollout.sglang.host",
-                found=configured,
-                allowed="the address of one private interface, or null",
-                fix="set rollout.sglang.host=null",
-            )
         return configured
     if machines == 1:
         return _LOOPBACK

@@ -1,0 +1,149 @@
+"""The servers' interpreter, their environment, and what runs inside it besides SGLang."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+import torch
+
+from megarl.compat import sglang
+from megarl.errors import ConfigError
+
+FOLDER = Path(sglang.__file__).with_name("sglang_server")
+
+
+def load(file: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(file.parent.name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_environment(name: str, kind: str, *, complete: bool = True, age: float = 0) -> Path:
+    folder = sglang.environments_folder() / name
+    folder.mkdir(parents=True)
+    if complete:
+        (folder / sglang.COMPLETE).write_text(json.dumps({"kind": kind, "sglang": "0.5.23"}))
+        os.utime(folder / sglang.COMPLETE, (1000 - age, 1000 - age))
+    return folder / "bin" / "python"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_the_newest_complete_environment_of_the_right_kind_is_taken(cache: Path) -> None:
+    make_environment("a", "cpu", age=5)
+    newest = make_environment("b", "cpu")
+    make_environment("c", "cpu", complete=False)
+    cuda = make_environment("d", "cuda", age=9)
+    assert sglang.find_python(None, cuda=False) == newest
+    assert sglang.find_python(None, cuda=True) == cuda
+    assert sglang.find_python(sys.executable, cuda=True) == Path(sys.executable)
+
+
+def test_an_interrupted_installation_does_not_count(cache: Path) -> None:
+    make_environment("c", "cpu", complete=False)
+    with pytest.raises(ConfigError, match="make sglang-env"):
+        sglang.find_python(None, cuda=False)
+
+
+def test_an_interpreter_without_sglang_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no sglang in this interpreter"):
+        sglang.sglang_version(Path(sys.executable))
+
+
+def test_the_environment_has_nothing_of_the_trainer_and_the_key_nowhere_else() -> None:
+    base = {"PATH": "/bin", "RANK": "1", "MASTER_PORT": "1", "PYTHONPATH": "/x", "TORCHELASTIC_RUN_ID": "1"}
+    env = sglang.server_environment(base, api_key="secret", cuda=False, tp_size=2)
+    assert not set(env) & (set(base) - {"PATH"})
+    assert [name for name, value in env.items() if "secret" in value] == ["MEGARL_SERVER_KEY"]
+    assert env["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
+    on_gpu = sglang.server_environment(base, api_key="secret", cuda=True, gpus=[2, 3])
+    assert on_gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "SGLANG_USE_CPU_ENGINE" not in on_gpu
+    assert "secret" not in " ".join(sglang.server_command(Path("python"), ["--port", "1"]))
+
+
+def murmur3(data: bytes) -> int:
+    """MurmurHash3 x86 32 with seed 0 of whole 4-byte blocks, as its author describes it."""
+
+    def rotl(x: int, r: int) -> int:
+        return (x << r | x >> (32 - r)) & 0xFFFFFFFF
+
+    h = 0
+    for at in range(0, len(data), 4):
+        k = int.from_bytes(data[at : at + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF
+        h = (rotl(h ^ (rotl(k, 15) * 0x1B873593 & 0xFFFFFFFF), 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
+    h ^= len(data)
+    h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return h ^ h >> 16
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> ModuleType:
+    """The stand-in for sgl_kernel; a process can load it once, because it defines an operator."""
+    return load(FOLDER / "stand_ins/cpu/sgl_kernel/__init__.py")
+
+
+def test_the_hash_behind_seeded_sampling_is_murmur3(stand_in: ModuleType) -> None:
+    seeds, positions, columns = [0, 7, 2**40 + 3, 2**63 - 1], [0, 1, 5, 100000], [0, 1, 150000]
+    got = stand_in.murmur_hash32(
+        torch.tensor(seeds).to(torch.uint64), torch.tensor(positions), torch.tensor(columns)
+    ).tolist()
+    for row, seed, position in zip(got, seeds, positions, strict=True):
+        blocks = seed.to_bytes(8, "little") + position.to_bytes(4, "little")
+        assert row == [murmur3(blocks + column.to_bytes(4, "little")) for column in columns]
+    assert murmur3(b"test") == 0xBA6BD213  # a published value
+
+
+def test_any_other_kernel_says_what_it_needs(stand_in: ModuleType) -> None:
+    with pytest.raises(RuntimeError, match=r"sgl_kernel\.silu_and_mul needs CUDA"):
+        stand_in.silu_and_mul(1)
+
+
+SERVER = """
+import logging, sys, time
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+logging.info("arguments %s", sys.argv[1:])
+import torchvision.transforms.functional as f; f.InterpolationMode.BICUBIC
+time.sleep(600)
+"""
+PARENT = """
+import os, subprocess, sys, threading
+def start():
+    env = os.environ | {"MEGARL_SERVER_PARENT": str(os.getpid())}
+    print(subprocess.Popen([sys.executable, *sys.argv[1:]], env=env, start_new_session=True).pid, flush=True)
+thread = threading.Thread(target=start)
+thread.start(); thread.join()
+sys.stdin.read()
+"""
+
+
+def test_the_server_gets_its_key_unseen_and_ends_with_a_parent_that_started_it_from_a_thread(tmp_path: Path) -> None:
+    (tmp_path / "sglang").mkdir()
+    (tmp_path / "sglang" / "__init__.py").touch()
+    (tmp_path / "sglang" / "launch_server.py").write_text(SERVER)
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "MEGARL_SERVER_KEY": "secret", "MEGARL_SERVER_PDEATHSIG": "0"}
+    command = [sys.executable, "-c", PARENT, str(FOLDER / "serve.py"), "--port", "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as parent:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+        assert parent.stdout.readline() == "INFO:root:arguments ['--port', '1', '--api-key', '***']\n"
+        assert "secret" not in " ".join(server.cmdline())
+        parent.kill()
+        server.wait(30)

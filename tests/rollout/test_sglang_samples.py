@@ -1,0 +1,104 @@
+"""What is asked of a server and how its answers add up to a sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config.rollout import SamplingConfig
+from megarl.rollout.engine import Request
+from megarl.rollout.sglang.samples import BadAnswerError, Sample, samples_of
+
+SAMPLING = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=5, top_p=0.9)
+STOP = [2, 9]
+
+
+def answer(ids: list[int], reason: str, spans: list[tuple[str, int, int]] | None = None) -> dict[str, Any]:
+    spans = spans if spans is not None else [("4", 0, len(ids))]
+    return {
+        "output_ids": ids,
+        "meta_info": {
+            "finish_reason": {"type": reason},
+            "output_token_logprobs": [[-0.5 - i, token, None] for i, token in enumerate(ids)],
+            "weight_version": spans[-1][0] if spans else "4",
+            "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
+        },
+    }
+
+
+def test_the_request_carries_ids_seed_and_limits() -> None:
+    payload = Sample(0, [5, 6], seed=77).payload(SAMPLING, STOP)
+    assert payload["input_ids"] == [5, 6]
+    assert payload["sampling_params"] == {
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "max_new_tokens": 6,
+        "sampling_seed": 77,
+        "stop_token_ids": [2, 9],
+    }
+    everything = SamplingConfig(ignore_eos=True, top_k=0)
+    settings = Sample(0, [5], 1).payload(everything, [])["sampling_params"]
+    assert settings["ignore_eos"] is True
+    assert settings["top_k"] == -1
+
+
+def test_an_answer_that_ends_completes_the_sample() -> None:
+    sample = Sample(0, [5], 1)
+    sample.add(answer([7, 9], "stop"), SAMPLING, STOP)
+    done = sample.completion()
+    assert (done.token_ids, done.logprobs, done.finish_reason, done.weight_version) == ([7, 9], [-0.5, -1.5], "stop", 4)
+
+
+def test_an_interrupted_sample_goes_on_where_it_was_and_counts_its_oldest_weights() -> None:
+    sample = Sample(0, [5], 1)
+    sample.add(answer([7, 8], "abort", [("3", 0, 1), ("4", 1, 2)]), SAMPLING, STOP)
+    assert sample.finish_reason is None
+    rest = sample.payload(SAMPLING, STOP)
+    assert rest["input_ids"] == [5, 7, 8]
+    assert rest["sampling_params"]["max_new_tokens"] == 4
+    sample.add(answer([1, 1, 1, 1], "length", [("5", 0, 4)]), SAMPLING, STOP)
+    done = sample.completion()
+    assert done.token_ids == [7, 8, 1, 1, 1, 1]
+    assert done.finish_reason == "length"
+    assert done.weight_version == 3
+    assert sample.versions == [3, 4, 5, 5, 5, 5]
+
+
+def test_an_end_token_of_the_model_that_is_none_here_is_passed_by() -> None:
+    sample = Sample(0, [5], 1)
+    sample.add(answer([7, 3], "stop"), SAMPLING, STOP)
+    assert sample.finish_reason is None
+    sample.add(answer([9], "stop"), SAMPLING, STOP)
+    assert sample.completion().token_ids == [7, 3, 9]
+
+
+def test_an_interruption_at_the_last_token_is_the_end() -> None:
+    sample = Sample(0, [5], 1)
+    sample.add(answer([7] * 6, "abort"), SAMPLING, STOP)
+    assert sample.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda a: a["meta_info"]["output_token_logprobs"].pop(),
+        lambda a: a["meta_info"]["output_token_logprobs"][0].__setitem__(1, 99),
+        lambda a: a["meta_info"].pop("finish_reason"),
+        lambda a: a["meta_info"]["weight_versions"][0].__setitem__("end", 1),
+        lambda a: a["meta_info"]["weight_versions"][0].__setitem__("version", "default"),
+        lambda a: a.pop("output_ids"),
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_refused_and_changes_nothing(spoil: Any) -> None:
+    sample, bad = Sample(0, [5], 1), answer([7, 9], "stop")
+    spoil(bad)
+    with pytest.raises(BadAnswerError):
+        sample.add(bad, SAMPLING, STOP)
+    assert sample == Sample(0, [5], 1)
+
+
+def test_every_seed_is_a_sample() -> None:
+    samples = samples_of([Request([5], [1, 2]), Request([6, 7], []), Request([8], [3])])
+    assert [(s.prompt, s.prompt_ids, s.seed) for s in samples] == [(0, [5], 1), (0, [5], 2), (2, [8], 3)]

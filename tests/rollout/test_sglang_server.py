@@ -1,0 +1,227 @@
+"""The real SGLang server: what it generates, who may talk to it, and what happens when it dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megarl.config.rollout import SamplingConfig
+from megarl.errors import ServerError
+from megarl.rollout.engine import Completion, Request
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.fleet import Fleet
+from tests.models.tiny import save_tiny
+from tests.rollout.servers import VOCAB, engine, label, need_interpreter, start
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
+EOS = [5, 9]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sglang") / "model"
+    save_tiny(folder, "qwen3", vocab_size=VOCAB)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fleet]:
+    """Two servers."""
+    with start(tmp_path_factory.mktemp("run"), model, servers=2, max_restarts=10) as servers:
+        yield servers
+
+
+@pytest.fixture
+def both(fleet: Fleet) -> Fleet:
+    """The two servers, both running and at version 0, whatever happened in another test."""
+    fleet.wait_started()
+    label(fleet, 0)
+    assert len(fleet.current(0)) == 2
+    return fleet
+
+
+@pytest.fixture
+def some(fleet: Fleet) -> Fleet:
+    """At least one server at version 0; restarting the other takes half a minute, and not every test needs it."""
+    if not fleet.current(0):
+        fleet.wait_started()
+        label(fleet, 0)
+    return fleet
+
+
+def requests(count: int = 6, n: int = 4) -> list[Request]:
+    rng = torch.Generator().manual_seed(0)
+    return [
+        Request(torch.randint(10, VOCAB, (5 + i,), generator=rng).tolist(), [100 * i + k for k in range(n)])
+        for i in range(count)
+    ]
+
+
+def tokens(groups: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[sample.token_ids for sample in group] for group in groups]
+
+
+def oracle(model: Path, prompt: list[int], response: list[int], temperature: float) -> torch.Tensor:
+    """Log-probs of `response` by transformers, under the full softmax at `temperature`."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model).float()(torch.tensor([prompt + response])).logits[0]
+    scores = torch.log_softmax(logits[len(prompt) - 1 : -1].float() / temperature, -1)
+    return scores.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "temperature"),
+    [
+        ({"temperature": 0.7}, 0.7),
+        ({"temperature": 1.3, "top_k": 20, "top_p": 0.9}, 1.3),
+        ({"temperature": 0.0}, 1.0),
+    ],
+)
+def test_logprobs_are_those_of_the_full_distribution(
+    both: Fleet, model: Path, settings: dict[str, float], temperature: float
+) -> None:
+    asked = requests(3, 2)
+    groups = engine(both).generate(asked, SamplingConfig(max_new_tokens=24, **settings), EOS)
+    for request, group in zip(asked, groups, strict=True):
+        for sample in group:
+            expected = oracle(model, request.prompt_ids, sample.token_ids, temperature)
+            # float32 on both sides, other kernels: the largest gap seen is 2e-6.
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=2e-5, rtol=0)
+            assert sample.weight_version == 0
+
+
+def test_a_sample_is_a_function_of_its_seed(both: Fleet) -> None:
+    sampling = SamplingConfig(max_new_tokens=16)
+    everyone = tokens(engine(both).generate(requests(), sampling, EOS))
+    alone = tokens(engine(both).generate(requests()[2:3], sampling, EOS))
+    assert alone[0] == everyone[2]
+    assert len({tuple(ids) for ids in everyone[2]}) == 4
+    other = [Request(request.prompt_ids, [seed + 2**40 for seed in request.seeds]) for request in requests()]
+    assert tokens(engine(both).generate(other, sampling, EOS)) != everyone
+
+
+def test_end_tokens_are_kept_and_only_the_given_ones_end(both: Fleet) -> None:
+    groups = engine(both).generate(requests(8, 8), SamplingConfig(max_new_tokens=40, stop_token_ids=[11]), EOS)
+    samples = [sample for group in groups for sample in group]
+    stopped = [sample for sample in samples if sample.finish_reason == "stop"]
+    assert {sample.token_ids[-1] for sample in stopped} == {5, 9, 11}
+    for sample in samples:
+        assert not set(sample.token_ids[:-1]) & {5, 9, 11}
+        assert len(sample.token_ids) == 40 or sample.finish_reason == "stop"
+    # 2 is the end token in the model's own configuration, at which the server stops; it is none here.
+    assert any(2 in sample.token_ids[:-1] for sample in samples)
+
+
+def test_end_tokens_can_be_ignored(both: Fleet) -> None:
+    groups = engine(both).generate(requests(2, 4), SamplingConfig(max_new_tokens=30, ignore_eos=True), EOS)
+    assert {len(sample.token_ids) for group in groups for sample in group} == {30}
+
+
+def test_servers_listen_on_loopback_alone_and_want_their_key(both: Fleet) -> None:
+    for number, process in both._owned.items():
+        main = psutil.Process(process.pid)
+        everyone = [main, *main.children(recursive=True)]
+        listening = {c.laddr.ip for p in everyone for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+        assert listening == {"127.0.0.1"}
+        url, key = both.servers[number].api.url, both.servers[number].api.api_key
+        for wrong in (None, "wrong"):
+            for path in ("/generate", "/update_weight_version", "/abort_request"):
+                with pytest.raises(ServerError, match="HTTP 401"):
+                    ServerApi(url, wrong).call(path, {}, deadline_s=60, phase="test")
+        assert key is not None
+        assert key not in process.spec.log.read_text()
+        assert all(key not in " ".join(p.cmdline()) for p in everyone)
+
+
+def test_samples_of_a_killed_server_finish_on_the_other(both: Fleet) -> None:
+    sampling = SamplingConfig(max_new_tokens=32)
+    undisturbed = tokens(engine(both).generate(requests(), sampling, EOS))
+    finished: list[int] = []
+
+    def kill_once(samples: int) -> None:
+        if not finished:
+            os.killpg(both._owned[0].pid, signal.SIGKILL)
+        finished.append(samples)
+
+    groups = engine(both).generate(requests(), sampling, EOS, kill_once)
+    assert tokens(groups) == undisturbed
+    assert sum(finished) == 24
+    assert [server.state for server in both.servers] == ["failed", "current"]
+
+
+def test_when_all_servers_die_the_rest_is_generated_after_restart_and_catch_up(some: Fleet) -> None:
+    sampling = SamplingConfig(max_new_tokens=32)
+    undisturbed = tokens(engine(some).generate(requests(), sampling, EOS))
+    before = [server.restarts for server in some.servers]
+    finished: list[int] = []
+
+    def kill_all(samples: int) -> None:
+        finished.append(samples)
+        if len(finished) == 3:
+            for process in some._owned.values():
+                if process.pid is not None:
+                    os.killpg(process.pid, signal.SIGKILL)
+
+    groups = engine(some).generate(requests(), sampling, EOS, kill_all)
+    assert tokens(groups) == undisturbed
+    assert sum(finished) == 24
+    assert [server.restarts for server in some.servers] == [count + 1 for count in before]
+    assert len(some.current(0)) == 2
+
+
+def test_a_hanging_server_is_left_restarted_and_rejoins_only_when_acknowledged(both: Fleet) -> None:
+    sampling = SamplingConfig(max_new_tokens=16)
+    undisturbed = tokens(engine(both).generate(requests(), sampling, EOS))
+    pid = both._owned[1].pid
+    os.killpg(pid, signal.SIGSTOP)
+    groups = engine(both, health_timeout_s=4).generate(requests(), sampling, EOS)
+    assert tokens(groups) == undisturbed
+    assert "no sign of life" in both.servers[1].why
+    both.wait_started()
+    assert not psutil.pid_exists(pid)
+    assert both.servers[1].state == "catching_up"
+    assert [server.number for server in both.current(0)] == [0]
+
+
+def test_a_server_that_cannot_start_is_an_error_that_shows_its_log(tmp_path: Path, model: Path) -> None:
+    with pytest.raises(ServerError, match="exit code") as caught:
+        start(tmp_path, model, extra_args=["--no-such-argument"])
+    assert "unrecognized arguments: --no-such-argument" in str(caught.value)
+    assert str(tmp_path / "servers" / "server_0.log") in str(caught.value)
+
+
+TRAINER = """
+import sys, time
+from pathlib import Path
+from tests.rollout.servers import start
+fleet = start(Path(sys.argv[1]), Path(sys.argv[2]))
+print(fleet._owned[0].pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_not_even_a_hanging_server_outlives_a_killed_trainer(tmp_path: Path, model: Path) -> None:
+    need_interpreter()
+    command = [sys.executable, "-c", TRAINER, str(tmp_path), str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as trainer:
+        assert trainer.stdout is not None
+        main = psutil.Process(int(trainer.stdout.readline()))
+        everyone = [main, *main.children(recursive=True)]
+        assert len(everyone) > 2
+        main.suspend()
+        trainer.kill()
+        deadline = time.monotonic() + 30
+        while alive := [p for p in everyone if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+            assert time.monotonic() < deadline, f"still there: {alive}"
+            time.sleep(0.2)
