@@ -55,8 +55,3 @@ def split(graph: TaskGraph) -> list[Segment]:
         Segment(tuple(nodes), tuple(dict.fromkeys(head[other] for other in predecessors[name])))
         for name, nodes in chains.items()
     ]
-
-
-def parallel(graph: TaskGraph, a: Segment, b: Segment) -> bool:
-    """Whether two segments can run at the same time: neither depends on the other."""
-    return a != b and b.name not in graph.downstream(a.name) and a.name not in graph.downstream(b.name)

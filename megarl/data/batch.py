@@ -253,14 +253,6 @@ class Batch:
         }
         return cls(fields, head["columns"], size=head["size"])
 
-    def equals(self, other: Batch) -> bool:
-        """Same samples, names, dtypes and bits (NaN equals NaN of the same bits)."""
-        if len(self) != len(other) or set(self.names()) != set(other.names()):
-            return False
-        return all(_same(value, other[name]) for name, value in self.fields.items()) and all(
-            repr(value) == repr(other[name]) for name, value in self._columns.items()
-        )
-
     def __repr__(self) -> str:
         parts = [f"{name}: {_kind(value)}" for name, value in self.fields.items()]
         return f"Batch({self._size}; {', '.join(parts + [f'{name}: column' for name in self._columns])})"
@@ -325,14 +317,3 @@ def _check_plain(name: str, value: Any) -> None:
     raise ValueError(
         f"column {name!r} holds {kind.__name__} {value!r:.80}; allowed: str, int, float, bool, None, list, dict"
     )
-
-
-def _same(mine: Tensor | Jagged, other: Tensor | Jagged | list) -> bool:
-    if isinstance(mine, Jagged) and isinstance(other, Jagged):
-        return torch.equal(mine.offsets.cpu(), other.offsets.cpu()) and _same(mine.values, other.values)
-    if not isinstance(mine, Tensor) or not isinstance(other, Tensor):
-        return False
-    if mine.dtype != other.dtype or mine.shape != other.shape:
-        return False
-    a, b = _own(mine).view(-1), _own(other).view(-1)
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

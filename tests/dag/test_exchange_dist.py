@@ -17,6 +17,7 @@ from megarl.dag.node import Role
 from megarl.dag.pipeline import Pipeline
 from megarl.data.batch import Batch, Jagged
 from tests.dist import run_distributed
+from tests.same import same
 
 pytestmark = pytest.mark.procs
 
@@ -65,10 +66,10 @@ def one_case(rng: random.Random, world: int, exchange: DistExchange, name: str) 
     got = exchange.redistribute(batch, src, dst, key=name)
     assert (got is not None) == (rank in dst.ranks)
     if got is not None:
-        assert got.equals(samples([int(x) for x in got["score"]])), "a field was lost or mixed up"
+        assert same(got, samples([int(x) for x in got["score"]])), "a field was lost or mixed up"
     back = exchange.redistribute(got, dst, src, key=name + " back", held=None if batch is None else batch["sample_id"])
     if batch is not None:
-        assert back.equals(batch), "samples did not come back to where they were, in order"
+        assert same(back, batch), "samples did not come back to where they were, in order"
     part = dst.part_of(rank)
     return len(got) if got is not None and dst.parts[part][0] == rank else 0
 

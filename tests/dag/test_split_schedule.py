@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megarl.dag.node import Role
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.schedule import Device, apportion, place, teams_of
-from megarl.dag.split import parallel, split
+from megarl.dag.split import split
 
 
 def same(worker, batch):
@@ -56,8 +56,6 @@ def test_cut_where_parallel_paths_meet_again():
     segments = split(g)
     assert [s.nodes for s in segments] == [("a",), ("b", "c"), ("d",), ("e", "f")]
     assert segments[3].after == ("b", "d")
-    assert parallel(g, segments[1], segments[2])
-    assert not parallel(g, segments[0], segments[3])
 
 
 def test_shortcut_is_no_fork():

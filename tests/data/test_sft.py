@@ -10,6 +10,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import DataError
+from tests.same import same
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_prompts_are_those_of_rl(tmp_path, tokenizer):
     settings = config(tmp_path, [{"prompt": "1+1", "answer": "2"}])
     expected = PromptDataset(settings, tokenizer).batch([0])
     batch = SFTDataset(settings, tokenizer).batch([0])
-    assert batch.drop(["response_ids", "response_mask", "response_text"]).equals(expected)
+    assert same(batch.drop(["response_ids", "response_mask", "response_text"]), expected)
 
 
 def test_the_loader_draws_examples(tmp_path, tokenizer):

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megarl.data.batch import Batch, Jagged
 from megarl.runtime.pool import Pool
 from tests.dist import run_distributed
+from tests.same import same
 
 N = 2
 ROUNDS = (7, 6, 5)  # prompts per round, divided by no number of replicas
@@ -37,7 +38,7 @@ def deal(group, rank: int, size: int) -> list[list]:
         mine = row[rank::size]
         pool.add(groups([name for name, _ in mine]), [keep for _, keep in mine])
     parts = pool.deal(WANTED)
-    return [[part["id"], part.equals(groups([id[:-2] for id in part["id"][::N]]))] for part in parts] + [len(pool)]
+    return [[part["id"], same(part, groups([id[:-2] for id in part["id"][::N]]))] for part in parts] + [len(pool)]
 
 
 def on_all_ranks() -> dict:
