@@ -81,7 +81,21 @@ def build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(run=_bench)
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
     doctor.set_defaults(run=_doctor)
+    _add_parity(doctor.add_subparsers(dest="check", metavar="CHECK"))
     return parser
+
+
+def _add_parity(checks: argparse._SubParsersAction[_Parser]) -> None:
+    parity = checks.add_parser(
+        "parity",
+        help="find where transformers, the Megatron engine and an SGLang server part ways on the same tokens",
+        description="Compare hidden states layer by layer and log-probs on the same tokens; exit code 1 when they "
+        "differ by more than rounding.",
+    )
+    parity.add_argument("source", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run")
+    parity.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the computation (default: fp32)")
+    parity.add_argument("--no-server", action="store_true", help="leave the server out")
+    parity.set_defaults(run=_parity)
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
@@ -189,6 +203,21 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     print(report())
     return 0
+
+
+def _parity(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megarl.runtime.parity_job import as_table, parity
+
+    if not arguments.source.is_dir():
+        raise UserError("no such folder", where="megarl doctor parity", found=str(arguments.source))
+    found = parity(arguments.source, arguments.dtype, server=not arguments.no_server)
+    Console().print(as_table(found))
+    if found.first is None:
+        return 0
+    print(f"first difference beyond rounding ({found.tolerance:g}): {found.first.name}", file=sys.stderr)
+    return 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.compat.sglang import find_python
 from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.sglang import SGLangConfig
 from megarl.config.training import EngineConfig
-from megarl.device import DTYPES, device, dist_backend
+from megarl.device import DTYPES, device, dist_backend, has_cuda
 from megarl.runtime.parity import Parity, compare
 
 if TYPE_CHECKING:
     from rich.table import Table
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from megarl.models.policy import PolicyModel
 
 LENGTHS = (64, 17, 40, 5)
+_SERVER_TOKENS = 4096
+_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
-def parity(source: Path, dtype: str = "fp32") -> Parity:
+def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
     """Compare the implementations on random tokens.
 
     Args:
         source: a Hugging Face folder, or a checkpoint of a run (RUN_DIR/checkpoints/step_N).
         dtype: `fp32` or `bf16`, of parameters and computation.
+        server: start an SGLang server with the model, and compare its log-probs too.
+
+    Raises:
+        ConfigError: no such model, or no interpreter for a server.
+        ServerError: the server did not start or did not answer.
     """
     with ExitStack() as stack:
+        python = find_python(None, cuda=has_cuda()) if server else None  # before anything that takes long
         if (source / "meta.json").is_file():
             from megarl.runtime.convert import convert
 
@@ -41,7 +53,33 @@ def parity(source: Path, dtype: str = "fp32") -> Parity:
         reference, policy = _load_both(folder, DTYPES[dtype])
         g = torch.Generator().manual_seed(0)
         sequences = [torch.randint(policy.hf_config.vocab_size, (n,), generator=g) for n in LENGTHS]
-        return compare(reference, policy, sequences)
+        others = {} if python is None else {"server": _server_logprobs(folder, dtype, sequences)}
+        return compare(reference, policy, sequences, others)
+
+
+def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Log-probs [n - 1] that a server with the weights of `folder` gives to the tokens of each sequence."""
+    from megarl.rollout.sglang.launch import Place, open_fleet
+
+    config = SGLangConfig(max_total_tokens=_SERVER_TOKENS)
+    found = []
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        open_fleet(config, Place(), Path(logs), folder, _DTYPE_NAMES[dtype], cuda=has_cuda()) as fleet,
+    ):
+        for ids in sequences:
+            request = {
+                "input_ids": ids.tolist(),
+                "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
+            answer = fleet.servers[0].api.call(
+                "/generate", request, deadline_s=config.request_timeout_s, phase="log-probs of given tokens"
+            )
+            rows = answer["meta_info"]["input_token_logprobs"]  # [log-prob, token, text], the first without
+            found.append(torch.tensor([row[0] for row in rows[1:]]))
+    return found
 
 
 def _load_both(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PolicyModel]:

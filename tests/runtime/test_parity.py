@@ -1,6 +1,8 @@
 """Where two implementations of a model part ways: nowhere with the same weights, else at the changed place."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from megarl.runtime.parity import compare
 from tests.dist import single_process
 from tests.models.tiny import build_tiny, save_tiny
+from tests.rollout.servers import need_interpreter
 
 SEQUENCES = [torch.arange(3, 20), torch.arange(40, 47)]
 
@@ -50,3 +53,14 @@ def test_other_logprobs_are_compared_last(tmp_path):
     (policy,) = build_tiny(tmp_path)
     wrong = [torch.zeros(len(ids) - 1) for ids in SEQUENCES]
     assert compare(reference, policy, SEQUENCES, {"server": wrong}).first.name == "log-probs, server"
+
+
+@pytest.mark.procs
+@pytest.mark.timeout(600)
+def test_command_compares_a_server_too(tmp_path):
+    need_interpreter()
+    save_tiny(tmp_path, "qwen3")
+    arguments = ["doctor", "parity", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "megarl", *arguments], capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "log-probs, server" in done.stdout
