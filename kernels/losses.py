@@ -44,6 +44,9 @@ class LossKernels:
     def _call(
         function: Callable[..., None], inputs: list[Tensor], mask: Tensor, width: int, *settings: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if mask.dtype != torch.bool or any(x.shape != mask.shape for x in inputs):
+            shapes = [tuple(x.shape) for x in inputs]
+            raise ValueError(f"inputs and a bool mask of one shape, got {shapes} and {mask.dtype} {tuple(mask.shape)}")
         held = [x.detach().contiguous() for x in (*inputs, mask)]
         loss, slope = torch.empty_like(held[0]), torch.empty_like(held[0])
         stats = torch.zeros(-(-mask.numel() // _BLOCK_TOKENS), width, dtype=torch.float64)

@@ -128,4 +128,14 @@ def needs_old_logp(config: RunConfig) -> bool:
     if knobs.active:
         return not knobs.bypass
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
-    return steps or config.actor.ppo_epochs > 1 or algorithm.kl.use == "reward" or algorithm.needs_old_logp
+    several = steps or config.actor.ppo_epochs > 1
+    return several or algorithm.kl.use == "reward" or algorithm.needs_old_logp or _looks_ahead(algorithm.loss.name)
+
+
+def _looks_ahead(loss: str) -> bool:
+    """Whether a user's loss sees the mini-batch before it is cut, and so before the update has scored it."""
+    if ":" not in loss:
+        return False  # `needs_old_logp` knows those of this package
+    from megarl.algorithms.losses import POLICY_LOSSES, preparation_of
+
+    return preparation_of(POLICY_LOSSES.get(loss)) is not None

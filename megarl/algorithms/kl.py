@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.registry import Registry
+from megarl.algorithms.rows import at_least_float32
 
 KL = Registry("KL estimator", "algorithm.kl.estimator")
 
@@ -41,7 +42,8 @@ def k3(d: Tensor) -> Tensor:
 def _straight_through(value: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     def plus(d: Tensor) -> Tensor:
         right_gradient = k2(d)
-        return value(d).detach() + right_gradient - right_gradient.detach()
+        # In this order: zero is added to the value. A large k2 added first would take its last digits.
+        return value(d).detach() + (right_gradient - right_gradient.detach())
 
     plus.__doc__ = f"Value of: {value.__doc__} Gradient of k2."
     return plus
@@ -63,21 +65,26 @@ def kl_tokens(estimator: str, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> T
         ref_logp: same shape, log ref.
         mask: bool, same shape.
 
+    Returns:
+        The inputs' shape; half precision comes back as float32.
+
     Raises:
         ConfigError: unknown estimator.
 
     Source: Schulman, Approximating KL Divergence (2020); gradients: arXiv 2506.09477.
     """
-    return KL.get(estimator)(torch.where(mask, logp - ref_logp.detach(), 0))
+    return KL.get(estimator)(torch.where(mask, at_least_float32(logp) - at_least_float32(ref_logp).detach(), 0))
 
 
 def full_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Exact KL(pi || ref) per position, [...]; both inputs are normalised log-probs [..., V].
 
-    Tokens that pi excludes (log-prob -inf) add nothing.
+    Tokens that pi excludes (log-prob -inf) add nothing, to the value and to the gradient.
     """
-    p = log_probs.exp()
-    return torch.where(p > 0, p * (log_probs - ref_log_probs.detach()), 0).sum(-1)
+    possible = log_probs > -torch.inf
+    # Before the difference: the gradient of what `where` leaves out is zero times it, and zero times infinity is NaN.
+    log_p, log_q = (torch.where(possible, x, 0) for x in (log_probs, ref_log_probs.detach()))
+    return torch.where(possible, log_p.exp() * (log_p - log_q), 0).sum(-1)
 
 
 @torch.no_grad()

@@ -12,6 +12,11 @@ from torch import Tensor
 _BLOCK_TOKENS = 1 << 16
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """`x`, in float32 when its own type is narrower: exp(20) is no float16, and bfloat16 has three digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 @dataclass(frozen=True)
 class Rows:
     """Where rows begin and end in flat [N] values.

@@ -134,6 +134,15 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
             found=loss.name,
             fix="set actor.mini_batch_size=null and actor.ppo_epochs=1, or another loss",
         )
+    knobs = config.rollout_correction.resolved()
+    if loss.name in _RATIO_FREE_LOSSES and knobs.bypass and knobs.loss == "ppo":
+        checks.warn(
+            "policy loss",
+            "algorithm.loss.name",
+            f"mode bypass corrects by the ratio of the policy loss, and {loss.name} has none: nothing is corrected",
+            found=loss.name,
+            fix="set rollout_correction.preset=pg_is, or another loss",
+        )
     if loss.name == "clip_cov" and loss.cov_low >= loss.cov_high:
         checks.fail(
             "policy loss",

@@ -172,6 +172,17 @@ def _check_kl(config: RunConfig, checks: Checklist) -> None:
             allowed="reward",
             fix="set algorithm.kl.use=reward, or algorithm.kl.adaptive=false",
         )
+    samples = config.data.batch_size * config.rollout.sampling.n
+    if kl.adaptive and 0.2 * samples >= kl.horizon:
+        checks.fail(
+            "KL",
+            "algorithm.kl.horizon",
+            f"the controller changes coef by up to 0.2 * samples / horizon, and a step of {samples} samples could make "
+            "it zero or negative",
+            found=kl.horizon,
+            allowed=f"whole number > {0.2 * samples:g}",
+            fix=f"set algorithm.kl.horizon={max(10_000, samples)}",
+        )
     if kl.use == "none" and config.reference.path is not None:
         checks.warn(
             "KL",

@@ -249,6 +249,12 @@ def twice_the_reward(token_rewards, gamma):
     return 2 * token_rewards, token_rewards
 
 
+def test_remax_subtracts_a_share_from_whole_scores():
+    scores, mask = torch.tensor([[0, 1], [0, 0]]), torch.ones(2, 2, dtype=torch.bool)
+    out = remax(scores, mask, torch.tensor([0.25, 0.25])).advantages
+    assert out.tolist() == [[0.75, 0.75], [-0.25, -0.25]]
+
+
 def test_unknown_name_suggests_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
         ADVANTAGES.get("grppo")

@@ -262,6 +262,27 @@ def test_by_hand():
     assert numbers["ess"] == pytest.approx(6.5**2 / (4 * 18.25))
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("stat", STATS)
+def test_a_ratio_that_is_not_a_number_is_within_no_bounds(level, stat):
+    rollout = torch.tensor([[0.0, math.nan], [0.0, 0.0]])
+    out = correct(torch.zeros(2, 2), rollout, torch.ones(2, 2, dtype=torch.bool), is_level="token",
+                  rules=[Rule(level, stat, upper=2.0)])  # fmt: skip
+    assert out.mask.tolist() == [[level == "token", False], [True, True]]
+    assert torch.equal(out.weights, out.mask.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_log_probs_are_corrected_in_float32(dtype):
+    """Ratios of exp(20): their squares are in no float16."""
+    new, old = (torch.tensor([[-1.0, x]]).to(dtype) for x in (-1.0, -50.0))
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    out, wide = correct(new, old, mask, is_level="token"), correct(new.float(), old.float(), mask, is_level="token")
+    assert torch.equal(out.weights, wide.weights)
+    assert result_of(out) == result_of(wide)
+    assert Ratios.of(new, old, mask).rho.tolist() == Ratios.of(new.float(), old.float(), mask).rho.tolist()
+
+
 def test_the_veto_sees_what_the_clamp_hides():
     """exp(-30) is below a threshold of exp(-25); clamped to exp(-20) it would not be."""
     new, mask = torch.tensor([[0.0, -30.0]]), torch.ones(1, 2, dtype=torch.bool)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -55,10 +57,47 @@ def test_straight_through_gradient_is_that_of_the_kl_on_average(name):
     close(actual, expected, 1e-12)
 
 
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("plus", ["", "+"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_extreme_distances_stay_finite_and_exact(name, plus, dtype):
+    """1e4 squared is no float16, and adding it to a value of 10 takes the value's digits in float32."""
+    d = torch.tensor([1e4, -1e4, 30.0]).to(dtype).requires_grad_()
+    found = kl_tokens(name + plus, d, torch.zeros_like(d), torch.ones(3, dtype=torch.bool))
+    close(found.detach(), [oracle.kl_token(name, x, 0.0) for x in d.tolist()], 1e-6)
+    found.sum().backward()
+    assert torch.isfinite(d.grad).all()
+
+
 def test_names_of_schulman_are_aliases():
     d, mask = torch.randn(9), torch.ones(9, dtype=torch.bool)
     for alias, name in (("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl"), ("k3+", "low_var_kl+")):
         assert torch.equal(kl_tokens(alias, d, -d, mask), kl_tokens(name, d, -d, mask))
+
+
+@given(st.integers(0, 999), st.integers(0, 4), st.integers(1, 6))
+@settings(max_examples=40, deadline=None)
+def test_full_kl_equals_its_formula(seed, positions, size):
+    g = torch.Generator().manual_seed(seed)
+    logits, ref = (3 * torch.randn(positions, size, generator=g, dtype=torch.float64) for _ in range(2))
+    logits[:, 1:][torch.rand(positions, size - 1, generator=g) < 0.3] = -torch.inf
+    p, q = logits.log_softmax(-1), ref.log_softmax(-1)
+    expected = [
+        sum(math.exp(a) * (a - b) for a, b in zip(*row, strict=True) if a > -math.inf)
+        for row in zip(p.tolist(), q.tolist(), strict=True)
+    ]
+    close(full_kl(p, q), expected)
+
+
+def test_full_kl_has_a_gradient_where_the_policy_excludes_tokens():
+    """d KL / d logit = p (log p - log q - KL), and 0 for what has no probability."""
+    logits = torch.tensor([1.0, 2.0, -torch.inf], dtype=torch.float64, requires_grad=True)
+    q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    found = full_kl(logits.log_softmax(0), q)
+    found.backward()
+    p = logits.detach().softmax(0)
+    distance = torch.where(p > 0, p.log() - q, 0)
+    close(logits.grad, p * (distance - found.detach()))
 
 
 def test_full_kl_ignores_tokens_the_policy_excludes():

@@ -31,6 +31,11 @@ DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
             "algorithm.loss.cov_low",
             ["between cov_low and cov_high"],
         ),
+        (
+            ["algorithm.kl={use: reward, adaptive: true, horizon: 51}"],
+            "algorithm.kl.horizon",
+            ["> 51.2"],
+        ),
         (["algorithm.advantage.name=opo", "rollout.sampling.n=1"], "rollout.sampling.n", ["opo compares"]),
     ],
 )
@@ -52,6 +57,7 @@ def test_the_ppo_pipeline_has_no_filter(failures):
     [
         (["algorithm.loss.name=gspo"], "algorithm.loss.aggregation"),
         (["algorithm.loss.name=gpg", "actor.ppo_epochs=2"], "algorithm.loss.name"),
+        (["algorithm.loss.name=gpg", "rollout_correction.preset=ppo_is_bypass"], "algorithm.loss.name"),
         ([PARTS], "algorithm.advantage.parts"),
         (["teacher.path=."], "teacher.path"),
     ],

@@ -66,6 +66,15 @@ def test_many_blocks_padded_and_not_contiguous():
     same(*both(lambda *args: ppo(*args, mask, PolicyLossConfig()), x, y, z))
 
 
+@pytest.mark.parametrize(
+    ("advantages", "mask"), [(torch.ones(2, 1), torch.ones(2, 3).bool()), (torch.ones(2, 3), torch.ones(2, 3))]
+)
+def test_other_shapes_and_masks_are_refused(advantages, mask):
+    """The kernel would read behind the end of the shorter one."""
+    with pytest.raises(ValueError, match="one shape"):
+        ppo(torch.zeros(2, 3), torch.zeros(2, 3), advantages, mask, PolicyLossConfig())
+
+
 def test_gradient_where_nothing_is_clipped_yet():
     """On policy with a clip range of zero the gradient is still that of the policy gradient."""
     logp = torch.zeros(2, requires_grad=True)

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from megarl.algorithms.losses import prepared_by
+from megarl.algorithms.losses.base import Prologue
 from megarl.config.algorithm import SCORED_ESTIMATORS
 from megarl.config.checks import check_config
 from megarl.config.checks_settings import ESTIMATORS, LOSSES
@@ -48,10 +51,22 @@ RECIPES = {
         for name in LOSSES
         if name != "pg_is"  # belongs to rollout correction: test_correction.py
     },
+    "loss of a user, prepared": ["algorithm.loss.name=tests.runtime.test_algorithms:on_the_likely"],
     "distillation": ["algorithm.distillation.coef=0.5", "teacher.path=TEACHER"],
     "filters": ["rollout.sampling.max_new_tokens=12", "algorithm.filter.low=0.01", "algorithm.filter.truncated=true"],
     "filters in dapo": ["algorithm.filter.high=0.9", "algorithm.pipeline=dapo", "algorithm.loss.clip_high=0.28"],
 }
+
+
+def likely(old_logp, advantages, mask, cfg, *, keys, all_sum):
+    return {"chosen": mask & (old_logp > old_logp.mean())}
+
+
+@prepared_by(likely)
+def on_the_likely(logp, old_logp, advantages, mask, cfg, *, chosen, offsets):
+    """Looks at the mini-batch before it is cut, so there must be old log-probs even with one update per batch."""
+    p = Prologue.of(logp, old_logp, advantages, mask)
+    return torch.where(chosen, -p.advantages * p.ratio, 0), p.metrics(~chosen)
 
 
 @pytest.fixture(scope="module")

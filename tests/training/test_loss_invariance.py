@@ -64,12 +64,14 @@ def controller(engine, loss: dict):
         return total
 
     config = RunConfig(name="invariance", algorithm=algorithm)
-    return SimpleNamespace(config=config, actor=engine, all_sum=all_sum, temperature=1.0, step=1, layout=engine.layout)
+    return SimpleNamespace(
+        config=config, actor=engine, critic=engine, all_sum=all_sum, temperature=1.0, step=1, layout=engine.layout
+    )
 
 
-def step(engine, batch: Batch, loss: dict, budget: int) -> tuple[torch.Tensor, dict, int]:
+def step(engine, batch: Batch, loss: dict, budget: int, train_on=None) -> tuple[torch.Tensor, dict, int]:
     """Signed sums of the gradient's entries, metrics, and micro-batches of this rank that hold samples."""
-    from megarl.runtime.stages.update import train_on
+    from megarl.runtime.stages import update
 
     engine.config = engine.config.model_copy(update={"micro_batch_tokens": budget})
     seen = []
@@ -83,17 +85,17 @@ def step(engine, batch: Batch, loss: dict, budget: int) -> tuple[torch.Tensor, d
         return 0.0, 0.0
 
     engine._update = capture
-    metrics = train_on(controller(engine, loss), batch).result()
+    metrics = (train_on or update.train_on)(controller(engine, loss), batch).result()
     return seen[0], metrics, seen[1]
 
 
-def _engine():
+def _engine(model: str = "dense"):
     from megarl.config.model import ParallelConfig
     from megarl.training.parallel import init_parallel, leave_parallel
 
     leave_parallel()
     layout = init_parallel(ParallelConfig(), 120)
-    return cases.make_engine(layout=layout, engine=EngineConfig(distributed_optimizer=False))
+    return cases.make_engine(model, layout=layout, engine=EngineConfig(distributed_optimizer=False))
 
 
 def _samples(engine, masked: str) -> Batch:
@@ -120,6 +122,40 @@ def _all_steps() -> dict[str, dict]:
                     key = f"{loss}, {mode}, mask {masked}"
                     found.setdefault(key, []).append({"grads": grads, "metrics": metrics, "micro_batches": count})
     return found
+
+
+def _critic_steps() -> dict[str, list[dict]]:
+    """The same for the critic's real step, with returns and old values near what it predicts."""
+    from megarl.runtime.stages import critic
+
+    engine, found = _engine("critic"), {}
+    rank, size = engine.layout.dp_rank, engine.layout.dp_size
+    for masked in MASKS:
+        batch = make_batch(masked)
+        values = engine.values(batch)
+        for name, factor in (("values", 2.0), ("returns", -1.0)):
+            batch.set(name, values.like(values.values + factor * batch["drift"].values))
+        if size == 2:
+            batch = batch.split([SHARE, SAMPLES - SHARE])[rank]
+        for budget in FEW:
+            grads, metrics, count = step(engine, batch, {}, budget, critic.train_on)
+            found.setdefault(masked, []).append({"grads": grads, "metrics": metrics, "micro_batches": count})
+    return found
+
+
+@pytest.mark.procs
+def test_gradients_of_the_critic_do_not_depend_on_the_split():
+    (one,) = run_distributed(_critic_steps, 1, 300)
+    two = run_distributed(_critic_steps, 2, 300)
+    for masked, (want, *_) in one.items():
+        scale = want["grads"].abs().max()
+        assert scale > 1e-4
+        assert 0 < want["metrics"]["critic/vf_clipfrac"] < 1, "both branches of the loss"
+        for split in [*one[masked][1:], *two[0][masked], *two[1][masked]]:
+            assert (split["grads"] - want["grads"]).abs().max() < 1e-5 * scale, masked
+            for name, value in want["metrics"].items():
+                assert split["metrics"][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
+    assert [s["micro_batches"] for s in one["all"]] == [1, 4]
 
 
 @pytest.mark.procs

@@ -24,5 +24,6 @@ def remax(token_rewards: Tensor, mask: Tensor, greedy_score: Tensor, *, offsets:
     """
     rows = Rows.of(mask, offsets)
     score, live = rows.masked_sum(token_rewards, mask)
-    advantages = rows.spread(torch.where(live, score - greedy_score.to(score), 0), mask)
+    advantages = torch.where(live, score.double() - greedy_score.double(), 0)
+    advantages = rows.spread(advantages.to(torch.promote_types(token_rewards.dtype, torch.float32)), mask)
     return Estimate(advantages, advantages)

@@ -86,7 +86,8 @@ def correct(
     bag = moments.bag()
     if is_level != "none" and is_batch_normalize:
         weights.div_(_factor(bag, normaliser, all_sum))
-    return Correction(weights.mul_(accepted).view(mask.shape), accepted.view(mask.shape), keep, bag)
+    weights.masked_fill_(~accepted, 0)  # no product: what was rejected may be NaN
+    return Correction(weights.view(mask.shape), accepted.view(mask.shape), keep, bag)
 
 
 def _rejection(moments: Moments, ratios: Ratios, rules: Sequence[Rule], veto: float) -> tuple[Tensor, Tensor]:

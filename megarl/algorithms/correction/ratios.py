@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megarl.algorithms.rows import Rows
+from megarl.algorithms.rows import Rows, at_least_float32
 
 LIMIT = 20.0
 
@@ -38,7 +38,7 @@ class Ratios:
         ([0.5, -1.0, 0.0], [-0.5], [2.0])
         """
         rows, flat = Rows.of(mask, offsets), mask.reshape(-1)
-        difference = (logp - rollout_logp).reshape(-1)
+        difference = (at_least_float32(logp) - at_least_float32(rollout_logp)).reshape(-1)
         return cls(rows, flat, difference.masked_fill_(~flat, 0))
 
     @cached_property

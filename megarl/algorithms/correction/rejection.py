@@ -84,10 +84,13 @@ def rule_value(rule: Rule, ratios: Ratios) -> Tensor:
 
 
 def rejected_by(rule: Rule, ratios: Ratios) -> Tensor:
-    """bool: valid tokens [N] that a token rule rejects, or rows [B] with a valid token that another rule rejects."""
+    """bool: valid tokens [N] that a token rule rejects, or rows [B] with a valid token that another rule rejects.
+
+    A ratio that is not a number lies within no bounds.
+    """
     value, (lower, upper) = rule_value(rule, ratios), rule.bounds
-    outside = (value < lower) | (value > upper)
-    return outside.logical_and_(ratios.mask if rule.level == "token" else ratios.live)
+    inside = (value >= lower).logical_and_(value <= upper)
+    return inside.logical_not_().logical_and_(ratios.mask if rule.level == "token" else ratios.live)
 
 
 def vetoed(ratios: Ratios, threshold: float) -> Tensor:

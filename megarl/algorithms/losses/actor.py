@@ -79,7 +79,7 @@ def actor_loss(
         token_loss = is_weights.detach() * token_loss
     policy = (weights * token_loss).sum()
     loss = policy
-    sums = {"count": mask.sum(), "policy": policy.detach()}
+    sums = {"count": mask.sum(), "policy": policy.detach()}  # the count first
     if entropy is not None:
         entropy = torch.where(mask, entropy, 0)
         sums["entropy"] = entropy.detach().double().sum()
@@ -94,15 +94,21 @@ def actor_loss(
         distance = kl_tokens(settings.estimator, logp, anchor_logp, mask)
         sums[name] = distance.detach().double().sum()
         loss = loss + settings.coef * (weights * distance).sum()
-    numbers = dict(zip(sums, torch.stack([value.double() for value in sums.values()]).tolist(), strict=True))
-    count = numbers["count"]
-    if count:
-        # The counts of all parts add up to 1 per mini-batch, so several mini-batches average.
-        metrics.mean("actor/pg_loss", numbers["policy"], count / max(tokens, 1.0))
-        if entropy is not None:
-            metrics.mean("actor/entropy", numbers["entropy"], count)
-        for name, (settings, _) in anchors.items():
-            if settings is not None:
-                metrics.mean(f"actor/{name}_loss", numbers[name], count)
-                metrics.mean(f"actor/{name}_coef", settings.coef * count, count)
+    coefs = {name: settings.coef for name, (settings, _) in anchors.items() if settings is not None}
+    _record(metrics, sums, coefs, tokens)
     return loss, metrics
+
+
+def _record(metrics: Metrics, sums: dict[str, Tensor], coefs: dict[str, float], tokens: float) -> None:
+    """Metrics of the terms, out of scalar sums over this part's valid tokens; nothing when it has none."""
+    count, *values = torch.stack([value.double() for value in sums.values()]).tolist()
+    numbers = dict(zip(list(sums)[1:], values, strict=True))
+    if not count:
+        return
+    # The counts of all parts add up to 1 per mini-batch, so several mini-batches average.
+    metrics.mean("actor/pg_loss", numbers["policy"], count / max(tokens, 1.0))
+    if "entropy" in numbers:
+        metrics.mean("actor/entropy", numbers["entropy"], count)
+    for name, coef in coefs.items():
+        metrics.mean(f"actor/{name}_loss", numbers[name], count)
+        metrics.mean(f"actor/{name}_coef", coef * count, count)

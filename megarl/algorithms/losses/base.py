@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.registry import Registry
+from megarl.algorithms.rows import at_least_float32
 from megarl.metrics import Metrics
 
 #: fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (token loss in the shape of mask, Metrics)
@@ -41,7 +42,7 @@ class DualClipSettings(ClipSettings, Protocol):
 
 @dataclass(frozen=True)
 class Prologue:
-    """Inputs of a policy loss, safe everywhere: zero (ratio: one) where the mask hides.
+    """Inputs of a policy loss, safe everywhere: zero (ratio: one) where the mask hides; float32 or wider.
 
     Attributes:
         logp: differentiable.
@@ -63,10 +64,12 @@ class Prologue:
     def of(cls, logp: Tensor, old_logp: Tensor, advantages: Tensor, mask: Tensor) -> Prologue:
         """All inputs have one shape, [N] or [B, T]."""
         # where, not a product with the mask: NaN * 0 is NaN.
-        logp = torch.where(mask, logp, 0)
-        difference = logp - torch.where(mask, old_logp.detach(), 0)
+        logp, old_logp, advantages = (
+            torch.where(mask, at_least_float32(x), 0) for x in (logp, old_logp.detach(), advantages.detach())
+        )
+        difference = logp - old_logp
         log_ratio = difference.clamp(-LIMIT, LIMIT)
-        return cls(logp, difference, log_ratio, log_ratio.exp(), torch.where(mask, advantages.detach(), 0), mask)
+        return cls(logp, difference, log_ratio, log_ratio.exp(), advantages, mask)
 
     @torch.no_grad()
     def metrics(

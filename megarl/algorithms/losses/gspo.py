@@ -47,7 +47,8 @@ def gspo(
     p = Prologue.of(logp, old_logp, advantages, mask)
     rows = Rows.of(mask, offsets)
     mean = rows.sum(p.log_ratio.detach()) / rows.counts(mask).clamp(min=1)
-    ratio = (p.logp - p.logp.detach() + rows.spread(mean, mask)).exp()
+    # Through the limited log-ratio: as in all losses, a token at its limit has no gradient.
+    ratio = (p.log_ratio - p.log_ratio.detach() + rows.spread(mean, mask)).exp()
     plain = -p.advantages * ratio
     bounded = -p.advantages * ratio.clamp(1 - cfg.clip_low, 1 + cfg.clip_high)
     return torch.maximum(plain, bounded), p.metrics(bounded > plain, ratio=ratio)

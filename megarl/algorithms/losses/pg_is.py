@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megarl.algorithms.correction.ratios import Ratios
@@ -51,6 +50,7 @@ def pg_is(
     Source: off-policy REINFORCE with truncated weights, e.g. IMPALA (arXiv 1802.01561), and the mismatch analysis of
     Liu et al. 2025 ("When Speed Kills Stability").
 
+    >>> import torch
     >>> from types import SimpleNamespace
     >>> cfg = SimpleNamespace(is_level="sequence", is_threshold=2.0)
     >>> logp, old = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -3.0]])
@@ -58,7 +58,7 @@ def pg_is(
     tensor([[2., 1.]])
     """
     p = Prologue.of(logp, old_logp, advantages, mask)
-    loss = -p.advantages * torch.where(mask, logp, 0)
+    loss = -p.advantages * p.logp
     if cfg.is_level != "none":
         ratios = Ratios.of(logp.detach(), old_logp.detach(), mask, offsets)
         weights = importance_weights(ratios, cfg.is_level, cfg.is_threshold)

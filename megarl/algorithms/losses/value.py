@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.losses.fused import WithSlope
+from megarl.algorithms.rows import at_least_float32
 from megarl.kernels.losses import loss_kernels
 from megarl.metrics import Metrics
 
@@ -31,11 +32,11 @@ def value_loss(
     if kernels is not None:
         loss, slope, statistics = kernels.value([values, old_values, returns], mask, clip)
         return WithSlope.apply(values, loss, slope), _metrics(statistics)
-    values = torch.where(mask, values, 0)
-    returns = torch.where(mask, returns.detach(), 0)
+    values, old_values, returns = (
+        torch.where(mask, at_least_float32(x), 0) for x in (values, old_values.detach(), returns.detach())
+    )
     loss, clipped = (values - returns).square(), torch.zeros_like(mask)
     if clip is not None:
-        old_values = torch.where(mask, old_values.detach(), 0)
         near = torch.minimum(torch.maximum(values, old_values - clip), old_values + clip)
         bounded = (near - returns).square()
         clipped = bounded > loss

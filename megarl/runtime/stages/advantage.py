@@ -17,7 +17,7 @@ def advantage(c: Controller, samples: Batch) -> Batch:
     from megarl.algorithms.advantages import estimate
 
     settings = c.config.algorithm.advantage
-    mask = _mask(samples)
+    mask = _mask(samples, settings.name)
     fields = {name: samples[name].values for name in _TOKEN_FIELDS if name in samples}
     fields |= {name: samples[name] for name in ("uid", "greedy_score", "reward_parts") if name in samples}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
@@ -25,24 +25,27 @@ def advantage(c: Controller, samples: Batch) -> Batch:
     result = estimate(settings.name, fields, {**options, "all_sum": c.all_sum})
     samples.set("advantages", mask.like(result.advantages))
     samples.set("returns", mask.like(result.returns))
-    if result.advantages.numel():
-        c.metrics.max("critic/advantages/max", float(result.advantages.max()))
-        c.metrics.min("critic/advantages/min", float(result.advantages.min()))
+    valid = result.advantages[mask.values]
+    if valid.numel():
+        c.metrics.max("critic/advantages/max", float(valid.max()))
+        c.metrics.min("critic/advantages/min", float(valid.min()))
     return samples
 
 
 _TOKEN_FIELDS = ("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared")
 
 
-def _mask(samples: Batch) -> Jagged:
+def _mask(samples: Batch, estimator: str) -> Jagged:
     """`response_mask`, empty for samples that rollout correction takes out of their group: they are in no statistic.
 
-    With a critic there are no groups, and its returns are those of all samples.
+    An estimator that reads values has no groups, and its returns are those of all samples, for the critic.
     """
     import torch
 
+    from megarl.algorithms.advantages import ADVANTAGES
+
     mask = samples["response_mask"]
-    if "keep" not in samples or "values" in samples:
+    if "keep" not in samples or "values" in ADVANTAGES.required(estimator):
         return mask
     return mask.like(mask.values & torch.repeat_interleave(samples["keep"], mask.lengths))
 
