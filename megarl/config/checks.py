@@ -28,7 +28,7 @@ def check_config(
     Args:
         hf: sizes of the model; None: read from the local files that the recipe names.
         launcher: also check what this launcher cannot do.
-        job: train, sft, eval or generate: which data must be there.
+        job: train, sft, eval or generate: what it does not use is not looked at.
     """
     checks = Checklist()
     facts = check_model(config.model, hf, checks)
@@ -36,15 +36,18 @@ def check_config(
     check_deadlines(config, checks)
     check_parallel(config, "actor.parallel", config.actor.parallel, facts, checks)
     check_same_layout(config, checks)
-    check_batches(config, checks)
-    check_objective(config, checks)
-    check_correction(config, checks)
+    if job in ("train", "sft"):
+        check_batches(config, checks)
+        check_schedules(config, checks)
+    if job == "train":
+        check_objective(config, checks)
+        check_correction(config, checks)
     check_sampling(config, facts, checks)
     check_servers(config, checks)
-    check_schedules(config, checks)
     check_job(config, job, checks)
     check_data(config, job, checks)
-    check_reward(config, checks)
+    if job != "generate":
+        check_reward(config, checks)
     if job == "train":
         check_other_models(config, facts, checks)
     check_places(config, checks)

@@ -160,9 +160,15 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
 
 def _check_kl(config: RunConfig, checks: Checklist) -> None:
     kl = config.algorithm.kl
-    check_function_name("KL", kl.estimator, "algorithm.kl.estimator", KL_ESTIMATORS, "KL estimator", checks)
-    distillation, key = config.algorithm.distillation, "algorithm.distillation.estimator"
-    check_function_name("distillation", distillation.estimator, key, KL_ESTIMATORS, "KL estimator", checks)
+    distillation = config.algorithm.distillation
+    for name, key, estimator, off in (
+        ("KL", "algorithm.kl.estimator", kl.estimator, kl.use == "none"),
+        ("distillation", "algorithm.distillation.estimator", distillation.estimator, distillation.coef == 0),
+    ):
+        if off and estimator in KL_ESTIMATORS:
+            checks.ok(name, "off")
+        else:
+            check_function_name(name, estimator, key, KL_ESTIMATORS, "KL estimator", checks)
     if kl.adaptive and kl.use != "reward":
         checks.fail(
             "KL",

@@ -40,27 +40,51 @@ class Plan:
 def make_plan(config: RunConfig, launcher: str, job: str = "train") -> Plan:
     """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded."""
     checks = check_config(config, launcher=launcher, job=job)
-    graph = "cannot be built, see the checks"
-    if not any(check.status == "fail" and check.key == "algorithm.pipeline" for check in checks):
-        try:
-            drawing = importlib.import_module("megarl.dag.draw")
-            graph = drawing.as_text(build_task_graph(config))
-        except UserError as error:
-            listed = Checklist()
-            listed.from_error("task graph", error)
-            checks += listed.items
-    sections = {
-        "Configuration": dump_config(config),
-        "Task graph": graph,
-        "Rollout correction": "\n".join(describe_correction(config)),
-        f"Ranks ({launcher} launcher)": _ranks_text(config),
-        "Memory per rank (estimate)": _memory_text(config),
-        "Checks": "\n".join(_check_lines(check) for check in checks),
-    }
+    sections = {"Configuration": dump_config(config)}
+    if job == "train":
+        sections["Task graph"] = _graph_text(config, checks)
+        sections["Rollout correction"] = "\n".join(describe_correction(config))
+    else:
+        sections[f"What megarl {job} does"] = "\n".join(_job_lines(config, job))
+    sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config)
+    if job == "train":
+        sections["Memory per rank (estimate)"] = _memory_text(config)
+    sections["Checks"] = "\n".join(_check_lines(check) for check in checks)
     failed = [check for check in checks if check.status == "fail"]
     counts = ", ".join(f"{sum(c.status == s for c in checks)} {s}" for s in ("ok", "warn", "fail", "skip"))
     text = "\n\n".join(f"== {title} ==\n{body.rstrip()}" for title, body in sections.items())
     return Plan(f"{text}\n\n{counts}. Nothing was started.", [check.problem() for check in failed])
+
+
+def _graph_text(config: RunConfig, checks: list[Check]) -> str:
+    """The task graph; what stands in its way joins `checks`."""
+    if not any(check.status == "fail" and check.key == "algorithm.pipeline" for check in checks):
+        try:
+            drawing = importlib.import_module("megarl.dag.draw")
+            return str(drawing.as_text(build_task_graph(config)))
+        except UserError as error:
+            listed = Checklist()
+            listed.from_error("task graph", error)
+            checks += listed.items
+    return "cannot be built, see the checks"
+
+
+def _job_lines(config: RunConfig, job: str) -> list[str]:
+    """What a command other than train does with this recipe."""
+    model, sft, data, resume = config.model, config.sft, config.data, config.trainer.resume
+    start = model.path or f"a fresh model (seed {model.init_seed})"
+    if job == "sft":
+        files = ", ".join(sft.train_files or data.train_files)
+        goal = "" if sft.stop_at_accuracy is None else f", or until the accuracy is {sft.stop_at_accuracy:g}"
+        lines = [f"fine-tunes {start} on {files}", f"{sft.steps} steps of {sft.batch_size} examples{goal}"]
+        return [*lines, "writes metrics, checkpoints/" + (" and hf/" if config.trainer.export_hf else "")]
+    sampling = config.validation.sampling
+    greedy = "greedy" if sampling.temperature == 0 else f"temperature {sampling.temperature:g}"
+    return [
+        f"draws responses of {start if resume in ('auto', 'never') else resume} to {', '.join(data.val_files)}",
+        f"{sampling.n} per prompt, {greedy}, at most {sampling.max_new_tokens} tokens",
+        f"scores them with {config.reward.name}" if job == "eval" else "writes them to responses.jsonl",
+    ]
 
 
 def build_task_graph(config: RunConfig) -> TaskGraph:

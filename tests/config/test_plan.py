@@ -51,6 +51,34 @@ def test_plan_shows_everything_and_starts_nothing(config_of, tmp_path):
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("job", "words", "absent"),
+    [
+        ("sft", ["fine-tunes a fresh model", "7 steps of 16 examples", "checkpoints/ and hf/"], "estimator"),
+        (
+            "eval",
+            ["draws responses of org/trained to megarl", "2 per prompt, greedy", "scores them with"],
+            "[  ok] batch",
+        ),
+        ("generate", ["draws responses of org/trained", "at most 8 tokens", "responses.jsonl"], "reward:"),
+    ],
+)
+def test_plan_of_another_command_says_what_that_one_does(config_of, job, words, absent):
+    settings = ["sft={steps: 7, batch_size: 16}", "data.val_files=megarl.recipes.arithmetic:make_rows"]
+    trained = ["model.hf_config=null", "model.path=org/trained"] if job != "sft" else []
+    plan = make_plan(config_of(*settings, *trained, "validation.sampling.n=2"), "local", job)
+    assert plan.problems == []
+    text = plan.text.partition(f"== What megarl {job} does ==")[2]
+    assert all(word in text for word in words), text
+    assert "Task graph" not in text
+    assert absent not in text
+
+
+def test_a_kl_term_that_is_off_is_said_to_be_off(config_of):
+    assert "[  ok] KL: off\n" in make_plan(config_of(), "local").text
+    assert "[  ok] KL: low_var_kl\n" in make_plan(config_of("algorithm.kl.use=loss"), "local").text
+
+
 def test_failed_checks_are_in_the_text_and_the_problems(config_of):
     plan = make_plan(config_of("cluster.nproc=4", "actor.parallel.tp=4"), "local")
     assert "[fail] actor tensor split: actor.parallel.tp: tp 4 does not divide" in plan.text
