@@ -1,16 +1,8 @@
-"""The client against servers that answer by rule: token i of a sample is a function of prompt, seed and i.
-
-So a sample that was lost, doubled, or continued at the wrong place shows in its tokens.
-"""
+"""The client against servers that answer by rule (tests/rollout/fake_servers.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -19,115 +11,14 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.engine import Request
-from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.samples import Sample, samples_of
+from tests.rollout.fake_servers import PROMPTS, FakeServer, ok, servers, token
 
-KEY = "key"
-PROMPTS = [[10 + i] * (i + 1) for i in range(6)]
 SAMPLING = SamplingConfig(max_new_tokens=8)
-Rule = Callable[["_Server", dict[str, Any]], str]
 
 
-def token(prompt: list[int], seed: int, place: int) -> int:
-    return (sum(prompt) * 31 + seed * 17 + place * 7) % 1000
-
-
-class _Server(ThreadingHTTPServer):
-    """`rule(server, payload)` says how a request is treated: ok, abort, die, hang, or an HTTP status."""
-
-    daemon_threads = True
-    request_queue_size = 128
-
-    def __init__(self, rule: Rule) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.rule, self.payloads, self.lock = rule, list[dict[str, Any]](), threading.Lock()
-        self.running = self.most = 0
-        self.hangs = threading.Event()
-
-    @property
-    def api(self) -> ServerApi:
-        return ServerApi(f"http://127.0.0.1:{self.server_port}", KEY, "fake")
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-
-    def do_GET(self) -> None:
-        if self.server.hangs.is_set():
-            time.sleep(5)
-        self._send(200, {})
-
-    def do_POST(self) -> None:
-        assert self.headers["Authorization"] == f"Bearer {KEY}"
-        payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.payloads.append(payload)
-            self.server.running += 1
-            self.server.most = max(self.server.most, self.server.running)
-            verdict = self.server.rule(self.server, payload)
-        time.sleep(0.01)
-        with self.server.lock:
-            self.server.running -= 1
-        if verdict == "die":
-            self.connection.close()
-        elif verdict == "hang":
-            self.server.hangs.set()
-            time.sleep(5)
-        elif verdict.isdigit():
-            self._send(int(verdict), {"error": "no"})
-        else:
-            self._send(200, _answer(payload, cut=verdict == "abort"))
-
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def handle_one_request(self) -> None:
-        with contextlib.suppress(ConnectionError):  # the client leaves a server that it takes for dead
-            super().handle_one_request()
-
-    def log_message(self, *args: object) -> None: ...
-
-
-def _answer(payload: dict[str, Any], cut: bool) -> dict[str, Any]:
-    settings, ids = payload["sampling_params"], payload["input_ids"]
-    prompt = next((p for p in PROMPTS if p == ids[: len(p)] and (len(ids) == len(p) or ids[len(p)] != p[0])), ids)
-    start, count = len(ids) - len(prompt), settings["max_new_tokens"]
-    count = count // 2 if cut else count
-    out = [token(prompt, settings.get("sampling_seed", 0), start + i) for i in range(count)]
-    return {
-        "output_ids": out,
-        "meta_info": {
-            "finish_reason": {"type": "abort" if cut else "length"},
-            "output_token_logprobs": [[-1.0, t, None] for t in out],
-            "weight_version": "1",
-        },
-    }
-
-
-@contextlib.contextmanager
-def servers(*rules: Rule) -> Iterator[list[_Server]]:
-    made = [_Server(rule) for rule in rules]
-    for server in made:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield made
-    finally:
-        for server in made:
-            server.shutdown()
-            server.server_close()
-
-
-def ok(server: _Server, payload: dict[str, Any]) -> str:
-    return "ok"
-
-
-def generate(made: list[_Server], n: int = 4, **config: Any) -> tuple[list[Sample], dict[int, str], int]:
+def generate(made: list[FakeServer], n: int = 4, **config: Any) -> tuple[list[Sample], dict[int, str], int]:
     samples = samples_of([Request(prompt, [100 * i + k for k in range(n)]) for i, prompt in enumerate(PROMPTS)])
     advanced: list[int] = []
     client = GenerationClient(SGLangConfig(**config))
@@ -160,7 +51,7 @@ def test_concurrency_is_bounded() -> None:
 
 
 def test_samples_of_a_server_that_dies_finish_on_another() -> None:
-    def dies(server: _Server, payload: dict[str, Any]) -> str:
+    def dies(server: FakeServer, payload: dict[str, Any]) -> str:
         return "die" if len(server.payloads) > 5 else "ok"
 
     with servers(dies, ok) as made:
@@ -179,7 +70,7 @@ def test_a_server_with_an_error_of_its_own_is_left(verdict: str) -> None:
 
 
 def test_when_no_server_is_left_finished_samples_are_kept() -> None:
-    def dies(server: _Server, payload: dict[str, Any]) -> str:
+    def dies(server: FakeServer, payload: dict[str, Any]) -> str:
         return "die" if len(server.payloads) > 7 else "ok"
 
     with servers(dies) as made:
@@ -213,7 +104,7 @@ def test_a_late_answer_is_a_failure() -> None:
 
 
 def test_an_interrupted_sample_is_continued() -> None:
-    def interrupts(server: _Server, payload: dict[str, Any]) -> str:
+    def interrupts(server: FakeServer, payload: dict[str, Any]) -> str:
         return "abort" if payload["sampling_params"]["max_new_tokens"] > 2 else "ok"
 
     with servers(interrupts) as made:
@@ -225,7 +116,7 @@ def test_an_interrupted_sample_is_continued() -> None:
 
 
 def test_a_server_that_interrupts_for_ever_is_left() -> None:
-    def never(server: _Server, payload: dict[str, Any]) -> str:
+    def never(server: FakeServer, payload: dict[str, Any]) -> str:
         payload["sampling_params"]["max_new_tokens"] = 0
         return "abort"
 

@@ -1,0 +1,119 @@
+"""Servers that answer by rule: token i of a sample is a function of prompt, seed and i.
+
+So a sample that was lost, doubled, or continued at the wrong place shows in its tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from megarl.rollout.sglang.api import ServerApi
+
+KEY = "key"
+PROMPTS = [[10 + i] * (i + 1) for i in range(6)]
+Rule = Callable[["FakeServer", dict[str, Any]], str]
+
+
+def token(prompt: list[int], seed: int, place: int) -> int:
+    return (sum(prompt) * 31 + seed * 17 + place * 7) % 1000
+
+
+class FakeServer(ThreadingHTTPServer):
+    """`rule(server, payload)` says how a request is treated: ok, abort, die, hang, or an HTTP status."""
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.rule, self.payloads, self.lock = rule, list[dict[str, Any]](), threading.Lock()
+        self.running = self.most = 0
+        self.hangs = threading.Event()
+
+    @property
+    def api(self) -> ServerApi:
+        return ServerApi(f"http://127.0.0.1:{self.server_port}", KEY, "fake")
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def do_GET(self) -> None:
+        if self.server.hangs.is_set():
+            time.sleep(5)
+        self._send(200, {})
+
+    def do_POST(self) -> None:
+        assert self.headers["Authorization"] == f"Bearer {KEY}"
+        payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.payloads.append(payload)
+            self.server.running += 1
+            self.server.most = max(self.server.most, self.server.running)
+            verdict = self.server.rule(self.server, payload)
+        time.sleep(0.01)
+        with self.server.lock:
+            self.server.running -= 1
+        if verdict == "die":
+            self.connection.close()
+        elif verdict == "hang":
+            self.server.hangs.set()
+            time.sleep(5)
+        elif verdict.isdigit():
+            self._send(int(verdict), {"error": "no"})
+        else:
+            self._send(200, _answer(payload, cut=verdict == "abort"))
+
+    def _send(self, status: int, body: dict[str, Any]) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def handle_one_request(self) -> None:
+        with contextlib.suppress(ConnectionError):  # the client leaves a server that it takes for dead
+            super().handle_one_request()
+
+    def log_message(self, *args: object) -> None: ...
+
+
+def _answer(payload: dict[str, Any], cut: bool) -> dict[str, Any]:
+    settings, ids = payload["sampling_params"], payload["input_ids"]
+    prompt = next((p for p in PROMPTS if p == ids[: len(p)] and (len(ids) == len(p) or ids[len(p)] != p[0])), ids)
+    start, count = len(ids) - len(prompt), settings["max_new_tokens"]
+    count = count // 2 if cut else count
+    out = [token(prompt, settings.get("sampling_seed", 0), start + i) for i in range(count)]
+    return {
+        "output_ids": out,
+        "meta_info": {
+            "finish_reason": {"type": "abort" if cut else "length"},
+            "output_token_logprobs": [[-1.0, t, None] for t in out],
+            "weight_version": "1",
+        },
+    }
+
+
+@contextlib.contextmanager
+def servers(*rules: Rule) -> Iterator[list[FakeServer]]:
+    made = [FakeServer(rule) for rule in rules]
+    for server in made:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield made
+    finally:
+        for server in made:
+            server.shutdown()
+            server.server_close()
+
+
+def ok(server: FakeServer, payload: dict[str, Any]) -> str:
+    """Every request is answered."""
+    return "ok"

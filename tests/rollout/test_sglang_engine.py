@@ -1,0 +1,101 @@
+"""The engine on several ranks: who asks, who learns what, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.config.rollout import SamplingConfig
+from megarl.config.sglang import SGLangConfig
+from megarl.rollout.engine import Request
+from megarl.rollout.sglang.engine import Replica, SglangEngine
+from megarl.rollout.sglang.fleet import Fleet
+from megarl.rollout.sglang.launch import Place, open_fleet
+from tests.dist import run_distributed
+from tests.rollout.fake_servers import PROMPTS, FakeServer, ok, servers, token
+
+SAMPLING = SamplingConfig(max_new_tokens=8)
+
+
+def requests(replica: int) -> list[Request]:
+    return [Request(prompt, [1000 * replica + 10 * i + k for k in range(3)]) for i, prompt in enumerate(PROMPTS)]
+
+
+def expected(replica: int) -> list[list[list[int]]]:
+    return [[[token(r.prompt_ids, seed, i) for i in range(8)] for seed in r.seeds] for r in requests(replica)]
+
+
+def acknowledge(fleet: Fleet, version: int) -> None:
+    for server in fleet.behind(version):
+        fleet.acknowledge(server, version)
+
+
+def run_rank(urls: list[str], rank_replica: list[int], restarts: int) -> dict[str, Any]:
+    """One rank: two replicas at most; rank r belongs to replica rank_replica[r]."""
+    import os
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    os.environ["FAKE_KEY"] = "key"
+    config = SGLangConfig(urls=urls, api_key_env="FAKE_KEY", max_restarts=restarts)
+    fleet = open_fleet(config, Place(is_first=rank == 0), Path(), Path(), "float32", cuda=False)
+    acknowledge(fleet, 1)
+    index = rank_replica[rank]
+    groups = {i: dist.new_group([r for r, at in enumerate(rank_replica) if at == i]) for i in sorted(set(rank_replica))}
+    first = rank_replica.index(index)
+    calls: list[int] = []
+
+    def catch_up() -> None:
+        calls.append(1)
+        acknowledge(fleet, 1)
+
+    replica = Replica(index, len(groups), first, rank == first, groups[index])
+    engine = SglangEngine(config, fleet, replica, catch_up)
+    engine.weight_version = 1
+    done = engine.generate(requests(index), SAMPLING, [])
+    return {"tokens": [[sample.token_ids for sample in group] for group in done], "catch_ups": len(calls)}
+
+
+def test_ranks_of_a_replica_get_the_same_and_only_the_first_asks() -> None:
+    with servers(ok, ok) as made:
+        results = run_distributed(run_rank, 2, 120, [s.api.url for s in made], [0, 0], 3)
+        assert [result["tokens"] for result in results] == [expected(0)] * 2
+        assert sum(len(server.payloads) for server in made) == 18
+
+
+def test_replicas_share_out_the_servers() -> None:
+    with servers(ok, ok) as made:
+        results = run_distributed(run_rank, 2, 120, [s.api.url for s in made], [0, 1], 3)
+        assert [result["tokens"] for result in results] == [expected(0), expected(1)]
+        seeds = [{p["sampling_params"]["sampling_seed"] // 1000 for p in server.payloads} for server in made]
+        assert seeds == [{0}, {1}]
+
+
+def test_when_one_rank_is_stuck_all_catch_up_and_no_sample_is_lost() -> None:
+    def stumbles(server: FakeServer, payload: dict[str, Any]) -> str:
+        return "503" if len(server.payloads) == 5 else "ok"
+
+    with servers(stumbles) as made:
+        results = run_distributed(run_rank, 2, 120, [made[0].api.url], [0, 1], 3)
+        assert [result["tokens"] for result in results] == [expected(0), expected(1)]
+        assert [result["catch_ups"] for result in results] == [1, 1]
+
+
+def test_a_server_is_asked_only_for_the_version_it_has_acknowledged() -> None:
+    with servers(ok, ok) as made:
+        urls = [server.api.url for server in made]
+        fleet = open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False)  # type: ignore[arg-type]
+        engine = SglangEngine(SGLangConfig(urls=urls), fleet, Replica(), lambda: None)
+        assert engine.servers() == []  # they answer, and nobody knows what they hold
+        fleet.acknowledge(fleet.servers[0], 0)
+        assert [server.number for server in engine.servers()] == [0]
+        engine.weight_version = 1
+        assert engine.servers() == []
+        fleet.acknowledge(fleet.servers[1], 1)
+        fleet.mark_failed(fleet.servers[0], "test")
+        assert [server.number for server in engine.servers()] == [1]
+        assert fleet.behind(2) == [fleet.servers[1]]
+        fleet.refresh()
+        assert fleet.servers[0].state == "catching_up"  # it answers again, and its weights are unknown
+        assert fleet.servers[0].version is None
