@@ -21,6 +21,7 @@ import secrets
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,9 +119,14 @@ class Relay:
 
     def handle(self, header: dict[str, Any], bodies: list[bytearray]) -> dict[str, Any]:
         """Answer one message."""
-        action = {"hello": self._hello, "full": self._full, "delta": self._delta, "handles": self._handles}
+        actions: dict[str, Callable[..., dict[str, Any]]] = {
+            "hello": self._hello,
+            "full": self._full,
+            "delta": self._delta,
+            "handles": self._handles,
+        }
         with self._lock:
-            return action[header.pop("op")](bodies=bodies, **header)
+            return actions[header.pop("op")](bodies=bodies, **header)
 
     def _hello(self, bodies: list[bytearray]) -> dict[str, Any]:
         return {}
