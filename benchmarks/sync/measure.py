@@ -3,11 +3,11 @@
     megarl bench sync
     megarl bench sync --json sync.json
 
-One process holds 200 random tensors of a million elements, as a trainer of one rank would; another takes updates
-the way an SGLang server does and copies the tensors into its own. Seconds are wall seconds of a whole update from begin
-to end, gathering included, the least of several after a first one that is not counted. Limits, measured in the same run:
-copying through shared memory, a loopback connection, a gloo broadcast. Then the time to plan: 1,000 tensors, and a
-model like DeepSeek-V3 from EP64 x PP16 to 32 servers of tp 8 x ep 8 (names and shapes alone). Wall seconds mean
+One process holds 200 random tensors of a million elements, as a trainer of one rank would; another takes updates the
+way an SGLang server does and copies the tensors into its own. Seconds are wall seconds of a whole update from begin
+to end, gathering included, the least of several after a first one that is not counted. Limits, measured in the same
+run: copying through shared memory, a loopback connection, a gloo broadcast. Then the time to plan: 1,000 tensors, and
+a model like DeepSeek-V3 from EP64 x PP16 to 32 servers of tp 8 x ep 8 (names and shapes alone). Wall seconds mean
 something only while nothing else runs: the share that others took is printed.
 """
 
@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from megarl.sync.transports.base import Transport
 
 TENSORS, SIDE = 200, 1000  # 200 matrices of 1000 x 1000
-BUCKET_MB = 64
+BUCKET_MB = 100
 DEADLINE_S = 120.0
 CHANGED = 0.01  # elements that a delta brings
 REPEATS = 5
+# One thread, and huge pages for the buffers that a server makes for every bucket.
+SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def _weights() -> dict[str, Tensor]:
@@ -61,7 +63,7 @@ def _receiver(folder: Path) -> Iterator[ServerApi]:
 
     port_file = folder / f"port-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "megarl.benchmarks.sync.receiver", str(port_file)]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    process = subprocess.Popen(command, env=os.environ | SERVER_ENVIRONMENT)
     try:
         end = time.monotonic() + DEADLINE_S
         while not port_file.exists():

@@ -119,8 +119,12 @@ class Relay:
 
     def handle(self, header: dict[str, Any], bodies: list[bytearray]) -> dict[str, Any]:
         """Answer one message."""
-        actions: dict[str, Callable[..., dict[str, Any]]]
-        actions = {"hello": self._hello, "full": self._full, "delta": self._delta, "handles": self._handles}
+        actions: dict[str, Callable[..., dict[str, Any]]] = {
+            "hello": self._hello,
+            "full": self._full,
+            "delta": self._delta,
+            "handles": self._handles,
+        }
         with self._lock:
             return actions[header.pop("op")](bodies=bodies, **header)
 

@@ -1,5 +1,7 @@
 """Synchronisation with the real SGLang server: every transport, checksums of all tensors, and no stale prefix cache."""
 
+import contextlib
+import time
 from pathlib import Path
 
 import pytest
@@ -26,24 +28,29 @@ except ConfigError as error:
 pytestmark = [pytest.mark.procs, pytest.mark.skipif(bool(MISSING), reason=f"no SGLang to test with: {MISSING}")]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """Folder of a model and the address of a server that was started with it."""
-    import time
-
+@contextlib.contextmanager
+def serving(folder: Path, name: str, **changes):
+    """Address of a server that was started with a tiny model, saved in folder/model."""
     from megarl.rollout.sglang.server import ServerProcess, ServerSpec, wait_ready
 
-    folder = tmp_path_factory.mktemp("served")
-    save_tiny(folder / "model", "qwen3", tie_word_embeddings=False)
+    save_tiny(folder / "model", name, **changes)
     config = SGLangConfig(max_total_tokens=4096, context_length=128)
     spec = ServerSpec(0, config, folder / "model", "float32", "127.0.0.1", KEY, folder, cuda=False)
     server = ServerProcess(spec)
     server.start()
     try:
         wait_ready(server, time.monotonic() + 300)
-        yield folder, server.api.url
+        yield server.api.url
     finally:
         server.stop()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Folder of a model and the address of a server that was started with it."""
+    folder = tmp_path_factory.mktemp("served")
+    with serving(folder, "qwen3", tie_word_embeddings=False) as url:
+        yield folder, url
 
 
 def negate_head(chunks) -> None:
@@ -139,3 +146,38 @@ def push_wrong(folder: str, url: str, run_dir: str) -> None:
     held[key] = held[key].clone()
     held[key][3] += 1
     sync.push(100)
+
+
+def push_random(folder: str, url: str, run_dir: str, layout: dict) -> list[dict]:
+    """Push parameters that the server was not started with, under `layout`."""
+    import dataclasses
+
+    from megarl.config.sync import SyncConfig
+    from megarl.rollout.sglang.fleet import Fleet, Server
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel(**layout)
+    chunks = build_tiny(folder, **layout)
+    with torch.no_grad():
+        for chunk in chunks:
+            for param in chunk.parameters():
+                param.mul_(1.5)
+    fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
+    config = SyncConfig(transport="tensor", verify="every", timeout_s=60.0)
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    return [dataclasses.asdict(sync.push(1))]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "layout", "parameters"),
+    [
+        ("qwen3_moe", {}, {"ep": 2}, 39),
+        ("qwen2", {"tie_word_embeddings": True}, {"pp": 2, "vpp": 2}, 30),
+        ("llama", {}, {"pp": 2}, 27),
+    ],
+)
+def test_other_architectures_and_layouts(tmp_path, name, changes, layout, parameters):
+    with serving(tmp_path, name, **changes) as url:
+        for (report,) in run_distributed(push_random, 2, 240, str(tmp_path / "model"), url, str(tmp_path), layout):
+            assert (report["updated"], report["verified"]) == ([0], parameters)
