@@ -20,6 +20,11 @@ class SGLangConfig(Section):
     gpus: list[NonNegativeInt] | None = Field(
         None, description="devices of each machine for its servers, in order; null: all that the workers see"
     )
+    colocated: bool = Field(
+        False,
+        description="servers share the trainer's GPUs: their cache is freed after generation and their weights during "
+        "the update; set memory_fraction, and actor.engine.offload",
+    )
     memory_fraction: float | None = Field(
         None, gt=0, lt=1, description="of a GPU's memory for weights and cache; null: SGLang's choice"
     )

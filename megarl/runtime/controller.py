@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.sglang.fleet import Fleet
+    from megarl.rollout.sglang.memory import ServerMemory
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.tracking.flops import FlopCounter
     from megarl.training.engine import MegatronEngine
@@ -56,6 +57,7 @@ class Controller:
         kl_controller: weight of the KL penalty in the reward.
         reference, critic: present when a node of the graph has that role.
         fleet: the servers that generate, when there are any.
+        server_memory: theirs, when they share the trainer's devices.
         stale: generates training samples with older weights (`rollout.stale_steps`).
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
@@ -80,6 +82,7 @@ class Controller:
     teacher: MegatronEngine | None = None
     critic: MegatronEngine | None = None
     fleet: Fleet | None = None
+    server_memory: ServerMemory | None = None
     stale: StaleWeights | None = None
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)

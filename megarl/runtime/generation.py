@@ -31,6 +31,7 @@ def use_servers(c: Controller) -> None:
     from megarl.device import has_cuda
     from megarl.rollout.sglang.engine import Replica, SglangEngine
     from megarl.rollout.sglang.launch import Place, open_fleet
+    from megarl.rollout.sglang.memory import ServerMemory
     from megarl.sync.plan import ServerLayout
     from megarl.sync.updater import WeightSync
 
@@ -47,6 +48,8 @@ def use_servers(c: Controller) -> None:
             random_weights=True,
         )
     server = ServerLayout(config.rollout.sglang.tp_size, config.rollout.sglang.ep_size)
+    if config.rollout.sglang.colocated:
+        c.server_memory = ServerMemory(c.fleet, config.sync.timeout_s, layout.rank)
     sync = WeightSync(c.actor.chunks, c.hf_config, c.fleet, server, config.sync, c.run_dir)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.lead_rank, layout.is_lead, layout.mp_group)
     c.sync = sync
@@ -60,8 +63,19 @@ def publish(c: Controller, version: int) -> None:
     """From here on samples are drawn with the weights as they are now, and carry `version`. Collective."""
     if c.fleet is not None:
         c.fleet.refresh()  # a server that came back since the last time gets the weights with the others
+    make_room(c, "weights")
     _record(c, c.sync.push(version))
     c.rollout.weight_version = version
+
+
+def make_room(c: Controller, *parts: str) -> None:
+    """Keep these parts of colocated servers (`weights`, `kv_cache`) on the devices, free the others. Collective."""
+    if c.server_memory is None:
+        return
+    if parts and c.config.actor.engine.offload:
+        c.actor.offload(parameters=False)
+    with phase("server_memory"):
+        c.server_memory.hold(*parts)
 
 
 def _write_model_config(c: Controller) -> Path:

@@ -23,6 +23,8 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 KEY_NAME = "MEGARL_TEST_SERVER_KEY"
 #: A rate at which the dense score moves within a few steps.
 LEARNING = ("sft.steps=0", "trainer.steps=6", "trainer.save_every=0", "validation.every=0", "actor.optim.lr=1e-2")
+#: On a CPU these calls free nothing, but they must be taken at the right moments all the same.
+COLOCATED = ("rollout.sglang.colocated=true", "actor.engine.offload=true")
 SGLANG = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", *LEARNING)
 
 
@@ -77,7 +79,7 @@ def test_every_transport_trains_like_the_embedded_engine(transport, recipe, exte
 def test_run_starts_and_ends_its_own_server(recipe):
     need_interpreter()
     run_dir = recipe.parent / "own"
-    process = start(recipe, run_dir, *SGLANG, "actor.parallel.tp=2", "trainer.steps=100")
+    process = start(recipe, run_dir, *SGLANG, *COLOCATED, "actor.parallel.tp=2", "trainer.steps=100")
     try:
         wait_for(lambda: (run_dir / "metrics.jsonl").is_file() and 3 in metrics(run_dir), process)
         family = psutil.Process(process.pid).children(recursive=True)

@@ -82,8 +82,13 @@ class ServerSpec:
         }
         listed = [str(part) for pair in values.items() if pair[1] is not None for part in pair]
         # Token ids in, token ids out: the server never sees text.
-        switches = ["--skip-tokenizer-init", *(["--enable-deterministic-inference"] if c.deterministic else [])]
-        return [*listed, *switches, *([] if self.cuda else cpu_arguments()), *c.extra_args]
+        switches = {
+            "--skip-tokenizer-init": True,
+            "--enable-deterministic-inference": c.deterministic,
+            "--enable-memory-saver": c.colocated and self.cuda,
+        }
+        chosen = [switch for switch, wanted in switches.items() if wanted]
+        return [*listed, *chosen, *([] if self.cuda else cpu_arguments()), *c.extra_args]
 
 
 class ServerProcess:

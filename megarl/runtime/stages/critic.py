@@ -29,12 +29,14 @@ def value(c: Controller, samples: Batch) -> Batch:
 @stage(reads=["prompt_ids", "response_ids", "response_mask", "values", "returns"], writes=[])
 def critic_train(c: Controller, samples: Batch) -> Batch:
     """`critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch."""
+    from megarl.runtime.generation import make_room
     from megarl.runtime.stages.update import mini_batches
 
     assert c.critic is not None, "the loop adds a critic when a node has the role"
     settings = c.config.critic
     if c.config.actor.engine.offload:
         c.actor.offload(parameters=False)  # one model's gradients and optimizer at a time
+    make_room(c)
     c.critic.onload()
     _record(c, samples)
     for _ in range(settings.ppo_epochs):

@@ -72,13 +72,16 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig, draw: int)
     from megarl.data.batch import Jagged
     from megarl.rollout.engine import Request
     from megarl.rollout.seeds import sample_seed
+    from megarl.runtime.generation import make_room
 
     requests = [
         Request(ids.tolist(), [sample_seed(c.config.trainer.seed, draw, uid, i) for i in range(sampling.n)])
         for ids, uid in zip(prompts["prompt_ids"].unbind(), prompts["uid"], strict=True)
     ]
     with c.progress(phase.current().rpartition("/")[2], len(requests) * sampling.n) as advance:
+        make_room(c, "weights", "kv_cache")
         groups = c.rollout.generate(requests, sampling, c.eos_ids, advance)
+        make_room(c, "weights")
     done = [completion for group in groups for completion in group]
     samples = prompts.repeat(sampling.n)
     response_ids = Jagged.from_list([d.token_ids for d in done], dtype=torch.int64)

@@ -1,0 +1,61 @@
+"""Servers that share their devices with the trainer: what of them is on the devices, and when.
+
+                     publish                generate            scores            update
+    weights          ====================================================
+    cache                    ===========================                            (free)
+    actor's optimizer                                                   ================
+
+Weights that leave a device are not kept anywhere: the next synchronisation brings the new ones. Needs SGLang's memory
+saver, which the servers are started with when `rollout.sglang.colocated` is set; on a CPU the calls free nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megarl.comm import Group, all_gather_json, group_size
+from megarl.errors import ServerError
+from megarl.rollout.sglang.fleet import Fleet, Server
+
+CACHE, WEIGHTS = "kv_cache", "weights"
+
+
+class ServerMemory:
+    """Moves parts of the servers on and off their devices. Methods are collective over all ranks of the run.
+
+    Args:
+        fleet: the servers.
+        deadline_s: of each call.
+        rank: of this process; it speaks to the servers whose number is `rank` modulo the number of ranks.
+        group: all ranks.
+    """
+
+    def __init__(self, fleet: Fleet, deadline_s: float, rank: int, group: Group = None) -> None:
+        self._fleet, self._deadline_s, self._group = fleet, deadline_s, group
+        self._mine = range(rank, len(fleet.servers), group_size(group))
+        self._held: dict[str, set[str]] = {}  # by address: a server that was started again has everything
+
+    def hold(self, *parts: str) -> None:
+        """Have these parts on the devices and no others. A server that refuses is marked failed on every rank."""
+        wanted, failed = set(parts), []
+        for number in self._mine:
+            server = self._fleet.servers[number]
+            if server.state in ("catching_up", "current"):
+                try:
+                    self._move(server, wanted)
+                except ServerError as error:
+                    failed.append([number, str(error)])
+        for part in all_gather_json(failed, self._group):
+            for number, why in part:
+                self._fleet.mark_failed(self._fleet.servers[number], why)
+
+    def _move(self, server: Server, wanted: set[str]) -> None:
+        held = self._held.setdefault(server.api.url, {CACHE, WEIGHTS})
+        self._call(server, "/release_memory_occupation", held - wanted)
+        self._call(server, "/resume_memory_occupation", wanted - held)
+        self._held[server.api.url] = wanted
+
+    def _call(self, server: Server, path: str, parts: Iterable[str]) -> None:
+        tags = sorted(parts)
+        if tags:
+            server.api.call(path, {"tags": tags}, deadline_s=self._deadline_s, phase="memory")
