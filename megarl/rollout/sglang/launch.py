@@ -58,7 +58,7 @@ def open_fleet(
         group: ranks of the run.
 
     Raises:
-        ConfigError: no interpreter, or the variable of `api_key_env` is not set.
+        ConfigError: no interpreter, the variable of `api_key_env` is not set, or experts spread over ranks of a CPU.
         ServerError: on every rank, when no server came up.
     """
     if config.urls:
@@ -101,6 +101,14 @@ def _started(
     cuda: bool,
     random_weights: bool,
 ) -> Fleet:
+    if config.ep_size > 1 and not cuda:
+        raise ConfigError(
+            "SGLang's mixture of experts for a CPU keeps all experts on every rank",
+            where="rollout.sglang.ep_size",
+            found=config.ep_size,
+            allowed="1 on a CPU",
+            fix="set rollout.sglang.ep_size=1; tp_size splits every expert",
+        )
     here = config.servers // place.machines
     owned: dict[int, ServerProcess] = {}
     for local in range(here if place.is_first else 0):
