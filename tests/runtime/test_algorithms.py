@@ -34,6 +34,7 @@ NEEDS: dict[str, list[str]] = {
     "reverse_kl": ["teacher.path=TEACHER"],
     "clip_cov": ["algorithm.loss.cov_fraction=0.2", "algorithm.loss.cov_low=0.0"],
     "kl_cov": ["algorithm.loss.cov_fraction=0.2"],
+    "pg_is": ["rollout_correction.preset=pg_is"],
     "gspo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
     "gmpo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
 }
@@ -46,7 +47,6 @@ RECIPES = {
     **{
         f"loss {name}": [f"algorithm.loss.name={name}", "actor.mini_batch_size=2", *NEEDS.get(name, [])]
         for name in LOSSES
-        if name != "pg_is"  # belongs to rollout correction: test_correction.py
     },
     "distillation": ["algorithm.distillation.coef=0.5", "teacher.path=TEACHER"],
     "filters": ["rollout.sampling.max_new_tokens=12", "algorithm.filter.low=0.01", "algorithm.filter.truncated=true"],
