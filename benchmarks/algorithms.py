@@ -6,8 +6,8 @@
 
 Batches have 4096 responses of 4096 tokens, float32, padded form. Seconds are CPU-seconds, the least of several calls in
 a process of its own with the environment of a worker; memory is how far the first call raised the process's peak
-resident set (on Linux), what it returns included. Losses go forward and backward over micro-batches of 16 responses, as
-in training, and are held against one copy of all their inputs in the same process: reading and writing them once.
+resident set (on Linux), what it returns included. Losses go forward and backward over micro-batches of 64 responses,
+and are held against one copy of all their inputs in the same process: reading and writing them once.
 rollout_correction has 1024 responses. CPU-seconds bear a busy machine better than wall seconds, but caches are shared:
 numbers mean something only while nothing else runs.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROWS, LENGTH, GROUP = 4096, 4096, 8
-MICRO_ROWS = 16  # responses that a loss sees at a time, as in training
+MICRO_ROWS = 64  # responses that a loss sees at a time: each call has a fixed cost, autograd's, of 50 to 100 us
 REPEATS = 7
 
 VERDICT = {True: "yes", False: "no", None: ""}
@@ -188,6 +188,7 @@ def measure(case: Case) -> dict[str, Any]:
     torch.set_num_threads(1)
     call, judge = case.make()
     gc.collect()
+    gc.disable()  # as timeit does: a collection costs as much as there are objects of other modules
     before = _reset_peak()
     result = call()
     extra = _peak() - before

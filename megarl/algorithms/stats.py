@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.algorithms.rows import Rows
+from megarl.algorithms.rows import Rows, all_true
 from megarl.errors import UserError
 
 #: Added to standard deviations of groups.
@@ -125,23 +125,26 @@ def whiten_(
     """
     flat, valid, target = values.view(-1), mask.reshape(-1), (values if out is None else out).view(-1)
     blocks = [tokens for *_, tokens in rows.blocks()]
-    moments, hidden = torch.zeros(2, dtype=torch.float64), []
-    for tokens in blocks:
-        both = torch.stack([valid[tokens].sum().double(), flat[tokens].sum().double()]).cpu()
-        moments += both
-        hidden.append(float(both[0]) < tokens.stop - tokens.start)
-    count, total = (float(x) for x in all_sum(moments))
+    found = [_moments(flat[tokens], valid[tokens]) for tokens in blocks]
+    counts, means, squares = torch.tensor(found, dtype=torch.float64).view(-1, 3).unbind(1)
+    count, total = all_sum(torch.stack([counts.sum(), counts @ means])).tolist()
     mean = total / max(count, 1)
-    squares = torch.zeros(1, dtype=torch.float64)
-    for tokens, some in zip(blocks, hidden, strict=True):
-        centred = flat[tokens] - mean
-        if some:
-            centred.mul_(valid[tokens])
-        squares += torch.dot(centred, centred).double().cpu()
-    variance = float(all_sum(squares)) / max(count - 1, 1)
+    around_mean = squares.sum() + counts @ (means - mean).square()
+    variance = float(all_sum(around_mean[None])) / max(count - 1, 1)
     scale = 0.0 if count < 2 else (variance + eps) ** -0.5
-    for tokens, some in zip(blocks, hidden, strict=True):
+    for tokens, (n_valid, *_) in zip(blocks, found, strict=True):
         part = torch.sub(flat[tokens], mean, out=target[tokens]).mul_(scale)
-        if some:
+        if n_valid < len(part):
             part.mul_(valid[tokens])
     return values if out is None else out
+
+
+def _moments(values: Tensor, valid: Tensor) -> tuple[float, float, float]:
+    """Number of valid values, their mean, and the sum of squares around it; the others are zero."""
+    whole = all_true(valid)
+    count = len(valid) if whole else int(valid.sum())
+    mean = float(values.sum()) / max(count, 1)
+    centred = values - mean
+    if not whole:
+        centred.mul_(valid)
+    return count, mean, float(torch.dot(centred, centred))

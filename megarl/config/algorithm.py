@@ -42,6 +42,7 @@ class PolicyLossConfig(Section):
     tau_pos: PositiveFloat = Field(1.0, description="sapo: temperature of the gate where A > 0")
     tau_neg: PositiveFloat = Field(1.05, description="sapo: temperature of the gate where A <= 0")
     drift_coef: NonNegativeFloat = Field(0.1, description="cpgd: weight of the policy drift")
+    drift_clip: PositiveFloat = Field(0.2, description="cpgd: the drift's pull grows up to a ratio of 1 + this")
     trust_region: PositiveFloat = Field(0.15, description="dppo_tv, dppo_kl: largest divergence of a token")
     quadratic_coef: PositiveFloat = Field(0.05, description="dro: weight of the squared log-ratio")
     cov_fraction: float = Field(2e-4, gt=0, le=1, description="clip_cov, kl_cov: share of tokens that are restrained")

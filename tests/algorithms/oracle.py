@@ -226,7 +226,7 @@ def loss_token(name, logp, old, a, cfg):
         return -a * 4 / tau / (1 + math.exp(-tau * (r - 1)))
     if name == "cpgd":
         clipped = max(math.log(1 - cfg.clip_low), min(math.log(1 + cfg.clip_high), d))
-        return -min(a * d, a * clipped) + cfg.drift_coef * min(10.0, r - 1 - d)
+        return -min(a * d, a * clipped) + cfg.drift_coef * min(r - 1, cfg.drift_clip) * logp
     if name == "gpg":
         return -a * logp
     if name == "dro":

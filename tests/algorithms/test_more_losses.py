@@ -29,6 +29,7 @@ configs = st.builds(
     tau_pos=st.sampled_from([0.5, 1.0]),
     tau_neg=st.sampled_from([1.05, 3.0]),
     drift_coef=st.sampled_from([0.0, 0.3]),
+    drift_clip=st.sampled_from([0.2, 2.0]),
     trust_region=st.sampled_from([0.01, 0.1]),
     quadratic_coef=st.sampled_from([0.05, 1.0]),
     cov_fraction=st.sampled_from([0.01, 0.3, 1.0]),
@@ -153,7 +154,7 @@ def away_from_corners(case: Case, cfg) -> torch.Tensor:
     return case.old_logp + d
 
 
-@pytest.mark.parametrize("name", sorted(set(ALL) - {"cispo", "gspo"}))
+@pytest.mark.parametrize("name", sorted(set(ALL) - {"cispo", "gspo", "cpgd"}))
 @pytest.mark.parametrize("seed", range(2))
 def test_gradients_are_the_numerical_ones(name, seed):
     case, cfg = probabilities(make_case(seed, width=4)), PolicyLossConfig(cov_fraction=0.2, cov_low=0.0)
@@ -168,6 +169,18 @@ def test_cispo_gradient_is_that_of_its_weighted_log_probs():
     run("cispo", case, cfg, logp=logp)[0].sum().backward()
     weight = (case.logp - case.old_logp).exp().clamp(0.8, 1.2)
     close(logp.grad, torch.where(case.mask, -weight * case.advantages, 0))
+
+
+@pytest.mark.parametrize("far", [0.0, 3.0])
+def test_cpgd_pulls_drifted_tokens_back_however_far_they_are(far):
+    """The gradient is that of the clipped log-ratio plus that of k3, whose factor r - 1 stops at 0.2."""
+    case, cfg = make_case(2), PolicyLossConfig(drift_coef=0.3, drift_clip=0.2)
+    logp = (case.logp + far).requires_grad_()
+    run("cpgd", case, cfg, logp=logp)[0].sum().backward()
+    d = (logp - case.old_logp).detach()
+    stopped = torch.where(case.advantages > 0, d > math.log(1.2), d < math.log(0.8))
+    factor = torch.where(d.exp() < 1.2, d.exp() - 1, 0.2)
+    close(logp.grad, torch.where(case.mask, torch.where(stopped, 0, -case.advantages) + 0.3 * factor, 0))
 
 
 def test_gspo_gradient_reaches_tokens_with_the_sequence_ratio():

@@ -37,6 +37,7 @@ NEEDS: dict[str, list[str]] = {
     "reverse_kl": ["teacher.path=TEACHER"],
     "clip_cov": ["algorithm.loss.cov_fraction=0.2", "algorithm.loss.cov_low=0.0"],
     "kl_cov": ["algorithm.loss.cov_fraction=0.2"],
+    "pg_is": ["rollout_correction.preset=pg_is"],
     "gspo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
     "gmpo": ["algorithm.loss.aggregation=seq-mean-token-mean"],
 }
@@ -49,7 +50,6 @@ RECIPES = {
     **{
         f"loss {name}": [f"algorithm.loss.name={name}", "actor.mini_batch_size=2", *NEEDS.get(name, [])]
         for name in LOSSES
-        if name != "pg_is"  # belongs to rollout correction: test_correction.py
     },
     "loss of a user, prepared": ["algorithm.loss.name=tests.runtime.test_algorithms:on_the_likely"],
     "distillation": ["algorithm.distillation.coef=0.5", "teacher.path=TEACHER"],

@@ -20,8 +20,7 @@ from megarl.data.batch import Batch
 from tests.dist import run_distributed
 from tests.training import cases
 
-# The loss of rollout correction has weights of its own, and a test of its own.
-LOSSES = [name for name in checks_settings.LOSSES if name != "pg_is"]
+LOSSES = checks_settings.LOSSES
 MODES = get_args(Aggregation)
 BUDGETS = {1: 10_000, 2: 125, 4: 46, 8: 1}  # micro-batches of the whole batch in one process -> their token budget
 SAMPLES = 8
@@ -63,7 +62,8 @@ def controller(engine, loss: dict):
         dist.all_reduce(total, group=engine.layout.dp_group)
         return total
 
-    config = RunConfig(name="invariance", algorithm=algorithm)
+    correction = {"preset": "pg_is"} if loss["name"] == "pg_is" else {}
+    config = RunConfig(name="invariance", algorithm=algorithm, rollout_correction=correction)
     return SimpleNamespace(
         config=config, actor=engine, critic=engine, all_sum=all_sum, temperature=1.0, step=1, layout=engine.layout
     )
@@ -102,8 +102,9 @@ def _samples(engine, masked: str) -> Batch:
     """The batch with old log-probs near those of the model, so that ratios fall on both sides of every clip."""
     batch = make_batch(masked)
     logp, _ = engine.logprobs(batch)
-    for name, factor in (("old_logp", 1.0), ("ref_logp", -0.5)):
+    for name, factor in (("old_logp", 1.0), ("rollout_logp", 0.7), ("ref_logp", -0.5)):
         batch.set(name, logp.like(logp.values - factor * batch["drift"].values))
+    batch.set("weight_version", torch.zeros(SAMPLES, dtype=torch.int64))
     return batch.drop(["drift"])
 
 

@@ -46,7 +46,7 @@ def gae(
         delta = r - v
         delta[:, :-1].add_(v[:, 1:], alpha=gamma)
         advantages = suffix_sum(delta, gamma * lam)
-        return [advantages, v.add_(advantages)]
+        return [advantages, v + advantages]
 
     rows = Rows.of(mask, offsets)
     advantages, returns = over_valid(dense, rows, mask, [token_rewards, values], 2)

@@ -110,15 +110,16 @@ def ratio_metrics(statistics: Tensor) -> Metrics:
     """
     metrics = Metrics()
     # One transfer for all of them: each would stall a GPU on its own.
-    for count, kl, total, least, most, n_clipped, n_lower in statistics.tolist():
-        if count == 0:
-            continue
-        metrics.mean("actor/ppo_kl", kl, count)
-        metrics.min("actor/ratio_min", least)
-        metrics.mean("actor/ratio_mean", total, count)
-        metrics.max("actor/ratio_max", most)
-        metrics.mean("actor/pg_clipfrac", n_clipped, count)
-        metrics.mean("actor/pg_clipfrac_lower", n_lower, count)
+    blocks = [block for block in statistics.tolist() if block[0]]
+    if blocks:
+        counts, kls, ratios, least, most, clipped, lower = zip(*blocks, strict=True)
+        count = sum(counts)
+        metrics.mean("actor/ppo_kl", sum(kls), count)
+        metrics.min("actor/ratio_min", min(least))
+        metrics.mean("actor/ratio_mean", sum(ratios), count)
+        metrics.max("actor/ratio_max", max(most))
+        metrics.mean("actor/pg_clipfrac", sum(clipped), count)
+        metrics.mean("actor/pg_clipfrac_lower", sum(lower), count)
     return metrics
 
 

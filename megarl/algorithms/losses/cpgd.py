@@ -8,16 +8,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megarl.algorithms.kl import k3
 from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, Prologue
 from megarl.metrics import Metrics
 
 
 class DriftSettings(ClipSettings, Protocol):
-    """The clip range, and the weight of the drift."""
+    """The clip range, and the weight and limit of the drift."""
 
     @property
     def drift_coef(self) -> float: ...  # noqa: D102
+    @property
+    def drift_clip(self) -> float: ...  # noqa: D102
 
 
 @POLICY_LOSSES.register("cpgd")
@@ -30,26 +31,27 @@ def cpgd(
     *,
     offsets: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """-min(A d, A clip(d, log(1 - low), log(1 + high))) + drift_coef (r - 1 - d), d = log r.
+    """-min(A d, A clip(d, log(1 - low), log(1 + high))) + drift_coef min(sg(r) - 1, drift_clip) logp, d = log r.
 
-    The log-ratio in place of the ratio keeps the variance of old samples down; the drift, an estimate of KL(old || pi),
-    pulls back what the clip leaves alone. Its value is limited to 10.
+    The log-ratio in place of the ratio keeps the variance of old samples down; the drift pulls back what the clip
+    leaves alone. Its gradient is that of the k3 estimate of KL(old || pi), r - 1 - d, with r limited to 1 + drift_clip
+    there: a limit on the value would let go of the very tokens that drifted most. The value itself says nothing.
 
     Args:
         logp: float [N] or [B, T], differentiable.
         old_logp: same shape.
         advantages: same shape.
         mask: bool, same shape.
-        cfg: clip_low, clip_high, drift_coef.
+        cfg: clip_low, clip_high, drift_coef, drift_clip.
         offsets: int64 [B + 1] for the packed form; this loss needs no rows.
 
     Returns:
         Token loss, zero where the mask hides, and metrics.
 
-    Source: CPGD (arXiv 2505.12504).
+    Source: CPGD (arXiv 2505.12504), equation 2 with one clip range for all tokens, and equation 5 for the drift.
 
     >>> from types import SimpleNamespace
-    >>> cfg = SimpleNamespace(clip_low=0.5, clip_high=1.0, drift_coef=0.0)
+    >>> cfg = SimpleNamespace(clip_low=0.5, clip_high=1.0, drift_coef=0.0, drift_clip=0.2)
     >>> cpgd(torch.tensor([1.0]), torch.zeros(1), torch.ones(1), torch.ones(1, dtype=torch.bool), cfg)[0]  # -log 2
     tensor([-0.6931])
     """
@@ -57,4 +59,5 @@ def cpgd(
     lowest = math.log(1 - cfg.clip_low) if cfg.clip_low < 1 else -math.inf
     plain = -p.advantages * p.log_ratio
     bounded = -p.advantages * p.log_ratio.clamp(lowest, math.log1p(cfg.clip_high))
-    return torch.maximum(plain, bounded) + cfg.drift_coef * k3(-p.log_ratio), p.metrics(bounded > plain)
+    drift = (p.ratio.detach() - 1).clamp(max=cfg.drift_clip) * p.logp
+    return torch.maximum(plain, bounded) + cfg.drift_coef * drift, p.metrics(bounded > plain)

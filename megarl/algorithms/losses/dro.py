@@ -29,7 +29,8 @@ def dro(
 ) -> tuple[Tensor, Metrics]:
     """-(A logp - quadratic_coef / 2 (logp - old_logp)^2).
 
-    An off-policy objective without ratios: its optimum moves the log-prob by A / quadratic_coef.
+    An off-policy objective without ratios: its optimum moves the log-prob by A / quadratic_coef. The papers have it for
+    whole responses, with the square of the summed log-ratio; here, as in Tinker, every token has its own.
 
     Args:
         logp: float [N] or [B, T], differentiable.
@@ -42,7 +43,8 @@ def dro(
     Returns:
         Token loss, zero where the mask hides, and metrics.
 
-    Source: Offline Regularised RL for LLM Alignment (arXiv 2405.19107); per token as in Kimi k1.5 (arXiv 2501.12599).
+    Source: Offline Regularised RL for LLM Alignment (arXiv 2405.19107) and Kimi k1.5 (arXiv 2501.12599); per token:
+    tinker-docs.thinkingmachines.ai/tinker/losses/dro.
     """
     p = Prologue.of(logp, old_logp, advantages, mask)
     return 0.5 * cfg.quadratic_coef * p.difference.square() - p.advantages * p.logp, p.metrics()

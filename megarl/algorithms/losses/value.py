@@ -48,8 +48,8 @@ def value_loss(
 def _metrics(statistics: Tensor) -> Metrics:
     """Metrics of blocks of tokens: number of valid ones, sum of their values, how many the clip stopped."""
     metrics = Metrics()
-    for count, total, n_clipped in statistics.tolist():
-        if count:
-            metrics.mean("critic/vpred_mean", total, count)
-            metrics.mean("critic/vf_clipfrac", n_clipped, count)
+    counts, totals, clipped = (sum(column) for column in statistics.t().tolist())
+    if counts:
+        metrics.mean("critic/vpred_mean", totals, counts)
+        metrics.mean("critic/vf_clipfrac", clipped, counts)
     return metrics
