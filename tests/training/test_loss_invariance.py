@@ -62,7 +62,7 @@ def controller(engine, loss: dict):
         dist.all_reduce(total, group=engine.layout.dp_group)
         return total
 
-    correction = {"preset": "pg_is"} if loss["name"] == "pg_is" else {}
+    correction = {"preset": "pg_is"} if loss.get("name") == "pg_is" else {}
     config = RunConfig(name="invariance", algorithm=algorithm, rollout_correction=correction)
     return SimpleNamespace(
         config=config, actor=engine, critic=engine, all_sum=all_sum, temperature=1.0, step=1, layout=engine.layout
