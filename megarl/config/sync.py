@@ -29,7 +29,9 @@ class SyncConfig(Section):
         "new weights, their cache computed again; in_place: go on with the old cache",
     )
     verify: Literal["off", "first", "every"] = Field(
-        "first", description="compare checksums of all tensors on the servers with the trainer's"
+        "first",
+        description="compare checksums of all tensors on a server with the trainer's; first: at its first "
+        "synchronisation since it started",
     )
     timeout_s: PositiveFloat = Field(300.0, description="deadline of every single step of a synchronisation")
     address: str | None = Field(

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 
 from megarl.comm import all_gather_json, broadcast_json, group_size
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 T = TypeVar("T")
+_WIRE_DTYPES = {**DTYPES, "fp16": torch.float16}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -110,7 +112,7 @@ class WeightSync:
         self.version: int | None = None
         self.rank = dist.get_rank() if group_size() > 1 else 0
         model_dtype = chunks[0].config.params_dtype
-        self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
+        self.dtype = model_dtype if config.dtype == "model" else _WIRE_DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks))
         names = _host_names()
         layouts = [dataclasses.replace(server, host=_host_of(s.api.url, names)) for s in fleet.servers]
@@ -130,7 +132,6 @@ class WeightSync:
         source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype)
         self.transport = self._make_transport(run_dir, names)
         self.courier = Courier(source, self.transport)
-        self._verified = False
 
     def push(self, version: int) -> SyncReport:
         """Bring every living server to the parameters as they are now, under the name `version`. Collective.
@@ -162,8 +163,9 @@ class WeightSync:
         if self.transport_name == "distributed":
             return DistributedTransport(self.plan, device(), limit, self.config.address or _address(names, self.rank))
         if self.transport_name == "delta":
-            relays, key = relays_of_all({at.host for at in self.plan.servers}, names, self.config, run_dir)
-            return DeltaTransport(self.plan, relays, key, f"{self.rank}", limit)
+            hosts = {at.host for at in self.plan.servers}
+            relays, key, mine = relays_of_all(hosts, names, self.config, run_dir)
+            return DeltaTransport(self.plan, relays, key, f"{self.rank}", limit, mine)
         folder = Path(self.config.folder) if self.config.folder else run_dir / "sync"
         return DiskTransport(folder, self.rank, self.hf, limit)
 
@@ -238,16 +240,16 @@ class WeightSync:
 
     def _verify(self, mine: dict[int, ServerUpdate], ready: list[int], report: SyncReport) -> None:
         """Compare checksums of the servers in `ready`; collective."""
-        wanted = self.config.verify == "every" or (self.config.verify == "first" and not self._verified)
-        if not wanted or not ready or self.config.fp8:
+        chosen = self._to_verify(ready)
+        if not chosen:
             return
-        layouts = sorted({(self.plan.servers[n].tp, self.plan.servers[n].ep) for n in ready})
+        layouts = sorted({(self.plan.servers[n].tp, self.plan.servers[n].ep) for n in chosen})
         tensors = iter_hf_tensors(self.chunks)
         found = verify.expected_checksums(tensors, self.hf, layouts, self.dtype, on_gpu=has_cuda())
         expected = dict(zip(layouts, broadcast_json([found.get(at) for at in layouts], 0), strict=True))
         wrong: list[str] = []
         for number, update in mine.items():
-            if number in report.failed:
+            if number in report.failed or number not in chosen:
                 continue
             at = self.plan.servers[number].tp, self.plan.servers[number].ep
             try:
@@ -258,7 +260,13 @@ class WeightSync:
         everyone = [text for part in all_gather_json(wrong) for text in part]
         if everyone:
             raise WorkerError("\n".join(everyone))
-        self._verified = True
+
+    def _to_verify(self, ready: list[int]) -> list[int]:
+        """The servers of `ready` whose checksums are wanted, the same on every rank."""
+        if self.config.verify == "off" or self.config.fp8:
+            return []
+        new = [n for n in ready if self.config.verify == "every" or self.fleet.servers[n].version is None]
+        return sorted({number for part in all_gather_json(new) for number in part})
 
     def _each(self, work: Mapping[int, T], action: Callable[[T], None], report: SyncReport) -> None:
         """Run `action` for every server of `work` at the same time; failures go into the report."""

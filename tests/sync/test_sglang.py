@@ -172,7 +172,8 @@ def push_random(folder: str, url: str, run_dir: str, layout: dict) -> list[dict]
 @pytest.mark.parametrize(
     ("name", "changes", "layout", "parameters"),
     [
-        ("qwen3_moe", {}, {"ep": 2}, 39),
+        # 64: on a CPU the server pads the width of experts to a multiple of 32
+        ("qwen3_moe", {"moe_intermediate_size": 64}, {"ep": 2}, 39),
         ("qwen2", {"tie_word_embeddings": True}, {"pp": 2, "vpp": 2}, 30),
         ("llama", {}, {"pp": 2}, 27),
     ],

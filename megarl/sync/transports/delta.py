@@ -38,11 +38,19 @@ class DeltaTransport(Transport):
         relays: address of the relay by host of a server; `start_relay` makes one on this host.
         key: that the relays were started with.
         name: tells buckets of this sender from those of others.
+        relay: the process of the relay that this rank started, if any; it ends with `close`.
     """
 
     def __init__(
-        self, plan: SyncPlan, relays: dict[str, tuple[str, int]], key: str, name: str, deadline_s: float
+        self,
+        plan: SyncPlan,
+        relays: dict[str, tuple[str, int]],
+        key: str,
+        name: str,
+        deadline_s: float,
+        relay: subprocess.Popen[bytes] | None = None,
     ) -> None:
+        self._process = relay
         self.plan, self.relays, self.key, self.name, self.deadline_s = plan, relays, key, name, deadline_s
         self.sent_bytes = 0
         self._version = 0
@@ -115,6 +123,9 @@ class DeltaTransport(Transport):
         for client in self._clients.values():
             client.close()
         self._clients = {}
+        if self._process is not None:
+            self._process.kill()  # nothing of it outlives it but shared memory, which its manager process removes
+            self._process.wait()
 
     def drop(self, target: Target) -> None:
         """A connection that failed in the middle of a message is of no more use."""
@@ -186,8 +197,11 @@ def start_relay(
 
 def relays_of_all(
     hosts: set[str], names: dict[int, str], config: SyncConfig, run_dir: Path
-) -> tuple[dict[str, tuple[str, int]], str]:
-    """A relay on every host of servers, started by the first trainer rank there, and their key. Collective.
+) -> tuple[dict[str, tuple[str, int]], str, subprocess.Popen[bytes] | None]:
+    """A relay on every host of servers, started by the first trainer rank there; collective.
+
+    Returns:
+        address by host, the key, and the process that this rank started, if it did.
 
     Raises:
         ConfigError: a host has servers and no trainer rank that could start its relay.
@@ -204,9 +218,10 @@ def relays_of_all(
     rank = dist.get_rank() if group_size() > 1 else 0
     key = broadcast_json(secrets.token_urlsafe(32), 0)
     mine: list[tuple[str, int]] = []
+    process = None
     if names[rank] in hosts and rank == min(other for other, name in names.items() if name == names[rank]):
         address = "127.0.0.1" if len(set(names.values())) == 1 else names[rank]
-        _, port = start_relay(run_dir / "sync", key, config.timeout_s, address)
+        process, port = start_relay(run_dir / "sync", key, config.timeout_s, address)
         mine.append((address, port))
     relays = {names[other]: (at[0], at[1]) for other, found in enumerate(all_gather_json(mine)) for at in found}
-    return relays, key
+    return relays, key, process
