@@ -36,7 +36,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # isort: 
 if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
 
-FORMAT = 1
+FORMAT = 2
 _META, _STATE, _BEST = "meta.json", "state.json", "best.json"
 
 
