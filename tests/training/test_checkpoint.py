@@ -179,7 +179,7 @@ def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
     with pytest.raises(CheckpointError, match=r"holds \['actor'\], not \['critic'\]"):
         checkpoint.load(folder, {"critic": engine})
     meta = folder / "meta.json"
-    meta.write_text(meta.read_text().replace('"format": 1', '"format": 99'))
+    meta.write_text(meta.read_text().replace('"format": 2', '"format": 99'))
     with pytest.raises(CheckpointError, match="format 99"):
         checkpoint.load(folder, {"actor": engine})
 
