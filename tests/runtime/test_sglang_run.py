@@ -76,10 +76,11 @@ def test_every_transport_trains_like_the_embedded_engine(transport, recipe, exte
     assert gain(steps) > 0.05
 
 
-def test_run_starts_and_ends_its_own_server(recipe):
+def test_own_server_ends_with_a_killed_run_and_the_resumed_run_starts_another(recipe):
     need_interpreter()
     run_dir = recipe.parent / "own"
-    process = start(recipe, run_dir, *SGLANG, *COLOCATED, "actor.parallel.tp=2", "trainer.steps=100")
+    settings = (*SGLANG, *COLOCATED, "actor.parallel.tp=2", "trainer.save_every=1")
+    process = start(recipe, run_dir, *settings, "trainer.steps=100")
     try:
         wait_for(lambda: (run_dir / "metrics.jsonl").is_file() and 3 in metrics(run_dir), process)
         family = psutil.Process(process.pid).children(recursive=True)
@@ -88,9 +89,15 @@ def test_run_starts_and_ends_its_own_server(recipe):
     finally:
         process.kill()  # nobody gets to tidy up
         process.communicate()
-    _gone, alive = psutil.wait_procs(servers, timeout=60)
+    _, alive = psutil.wait_procs(servers, timeout=60)
     assert not alive
-    numbers = metrics(run_dir)[3]
-    assert numbers["rollout_corr/logp_diff_max"] < 1e-4
-    assert numbers["sync/verified_tensors"] > 0
-    assert (run_dir / "servers" / "server_0.log").is_file()
+    log = (run_dir / "servers" / "server_0.log").read_text()
+    assert "POST /release_memory_occupation" in log
+    assert "POST /resume_memory_occupation" in log
+
+    last = max(metrics(run_dir)) + 2
+    steps = run(recipe, run_dir, *settings, f"trainer.steps={last}")
+    for step in (3, last - 1, last):
+        assert steps[step]["rollout_corr/logp_diff_max"] < 1e-4
+        assert steps[step]["rollout_corr/staleness_max"] == 0  # versions go on with the steps
+        assert steps[step]["sync/verified_tensors"] > 0
