@@ -24,6 +24,7 @@ from megarl.algorithms.advantages import (
     reinforce_pp_baseline,
     remax,
     rloo,
+    tir_optimal_token_baseline,
 )
 from megarl.errors import ConfigError, UserError
 from tests.algorithms import oracle
@@ -179,6 +180,13 @@ def test_optimal_token_baseline_by_hand():
     rewards, p = (torch.tensor(x, dtype=torch.float64)[:, None] for x in ([1.0, 0.0], [0.5, 0.9]))
     out = optimal_token_baseline(rewards, p.log(), p.square(), torch.ones(2, 1, dtype=torch.bool), ["a", "a"])
     close(out.advantages, [[1 - 0.25 / 0.26], [-0.25 / 0.26]])
+
+
+def test_the_tail_that_one_sample_alone_reaches_has_no_advantage():
+    rewards, mask = torch.tensor([[0.1, 0.2, 0.7], [0.3, 0.0, 0.0]]), torch.tensor([[True] * 3, [True, False, False]])
+    for fn in (optimal_token_baseline, tir_optimal_token_baseline):
+        out = fn(rewards, torch.full((2, 3), -0.3), torch.full((2, 3), 0.6), mask, ["a", "a"])
+        assert out.advantages[0].bool().tolist() == [True, False, False]
 
 
 def test_turns_are_lined_up_by_tokens_that_the_policy_wrote():
