@@ -73,18 +73,20 @@ def _numbers(uid: Sequence[Hashable], like: Tensor) -> tuple[Tensor, int]:
     return index, len(numbers)
 
 
-def success_histogram(metric: Tensor, uid: Sequence[Hashable]) -> dict[str, int]:
-    """Number of groups by mean metric, for the message of a run that finds no group with a signal.
+def score_histogram(groups: Sequence[Sequence[float]]) -> dict[str, int]:
+    """Number of groups whose samples all have the lowest score, lie in between, or all have the highest.
 
-    >>> success_histogram(torch.tensor([1.0, 1.0, 0.0, 1.0]), ["a", "a", "b", "b"])
-    {'0': 0, '0..1': 1, '1': 1}
+    For the message of a run that finds too few groups with a signal. Lowest and highest are those of all samples given.
+
+    Args:
+        groups: the scores of each group's samples; at least one group.
+
+    >>> score_histogram([[-1.0, -1.0], [-1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    {'all -1': 1, 'between': 1, 'all 1': 2}
     """
-    totals: dict[Hashable, list[float]] = {}
-    for u, value in zip(uid, metric.tolist(), strict=True):
-        totals.setdefault(u, []).append(value)
-    means = [sum(values) / len(values) for values in totals.values()]
-    return {
-        "0": sum(mean <= 0 for mean in means),
-        "0..1": sum(0 < mean < 1 for mean in means),
-        "1": sum(mean >= 1 for mean in means),
-    }
+    lowest, highest = min(map(min, groups)), max(map(max, groups))
+    bottom, top = f"all {lowest:.6g}", f"all {highest:.6g}"
+    counts = {bottom: 0, "between": 0, top: 0}
+    for scores in groups:
+        counts[bottom if max(scores) == lowest else top if min(scores) == highest else "between"] += 1
+    return counts

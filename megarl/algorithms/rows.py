@@ -73,19 +73,19 @@ class Rows:
     def masked_sum(self, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Sum of the valid values of each row, [B], and whether it has any, bool [B]; not differentiable.
 
-        No temporary is as large as the batch.
+        Sums are of the dtype of the values, at least float32. No temporary is as large as the batch.
         """
-        total = values.new_zeros(len(self))
+        total = values.new_zeros(len(self), dtype=torch.promote_types(values.dtype, torch.float32))
         live = mask.new_zeros(len(self))
         flat_values, flat_mask = values.detach().reshape(-1), mask.reshape(-1)
         for first, last, tokens in self.blocks():
             part = Rows(self.offsets[first : last + 1] - tokens.start, self.width)
-            here, x = flat_mask[tokens], flat_values[tokens]
+            here, x = flat_mask[tokens], at_least_float32(flat_values[tokens])
             if all_true(here):
                 total[first:last] = part.sum(x)
                 live[first:last] = part.offsets.diff() > 0
                 continue
-            weight = here.to(values.dtype)
+            weight = here.to(x.dtype)
             sums = part.sum(x * weight)
             if not bool(sums.isfinite().all()):
                 # NaN or infinity under the mask: 0 * NaN is NaN. Rare, so the fast product comes first.

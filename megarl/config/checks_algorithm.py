@@ -33,14 +33,6 @@ def _check_pipeline(config: RunConfig, checks: Checklist) -> None:
 def _check_parts(config: RunConfig, checks: Checklist) -> None:
     algorithm = config.algorithm
     if algorithm.advantage.name != "gdpo":
-        if algorithm.advantage.parts:
-            checks.warn(
-                "reward parts",
-                "algorithm.advantage.parts",
-                f"{algorithm.advantage.name} does not look at parts of the reward",
-                found=list(algorithm.advantage.parts),
-                fix="set algorithm.advantage.name=gdpo, or remove the parts",
-            )
         return
     if not algorithm.advantage.parts:
         checks.fail(

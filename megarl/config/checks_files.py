@@ -25,6 +25,8 @@ CHARACTERS = "chars:"
 TEXT = "text:"  # a prompt that stands in the recipe itself
 # A character tokenizer has these tokens besides its alphabet: padding, start, end, unknown.
 SPECIAL_TOKENS = 4
+# Models of one family round vocab_size up to different multiples; their tokenizers are compared when the run starts.
+_PADDING = 1024
 _HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?(@.+)?")
 
 
@@ -259,14 +261,14 @@ def check_other_models(config: RunConfig, facts: ModelFacts | None, checks: Chec
             continue
         if found is None:
             checks.skip(role, f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
-        elif role == "teacher" and facts is not None and found.vocab != facts.vocab:
+        elif role == "teacher" and facts is not None and not 0 <= found.vocab - facts.vocab <= _PADDING:
             checks.fail(
                 role,
                 "teacher.path",
                 "teacher and policy have different vocabularies, and distillation compares token by token",
                 found=f"{found.vocab} tokens",
-                allowed=f"{facts.vocab} tokens",
-                fix="choose a teacher with the policy's tokenizer",
+                allowed=f"{facts.vocab} tokens, and up to {_PADDING} more that pad the teacher's embedding",
+                fix="choose a teacher with the policy's tokenizer, and with as large a vocab_size",
             )
         else:
             checks.ok(role, f"{found.source}: {found.model_type}, {found.parameters:,} parameters")

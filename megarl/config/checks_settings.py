@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.algorithm import AdvantageConfig
 from megarl.config.checklist import Checklist, divisors
 from megarl.config.checks_algorithm import check_algorithm
 from megarl.config.checks_files import check_function_name
@@ -30,6 +31,14 @@ LOSSES = (
 )
 _KL = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
+#: Which of the estimators read a setting of algorithm.advantage.
+OPTION_READERS = {
+    "norm_by_std": ("grpo", "grpo_passk"),
+    "allow_singleton": GROUP_ESTIMATORS,
+    "gamma": ("gae", "reinforce_pp"),
+    "lam": ("gae",),
+    "parts": ("gdpo",),
+}
 
 
 def check_batches(config: RunConfig, checks: Checklist) -> None:
@@ -92,9 +101,27 @@ def check_objective(config: RunConfig, checks: Checklist) -> None:
             fix="set algorithm.advantage.name=gae, or algorithm.pipeline=grpo",
         )
     check_algorithm(config, checks)
+    _check_options(config, checks)
     _check_aggregation(config, checks)
     _check_dapo(config, checks)
     _check_kl(config, checks)
+
+
+def _check_options(config: RunConfig, checks: Checklist) -> None:
+    """Settings that the estimator does not read; of a user's own nothing is known."""
+    advantage = config.algorithm.advantage
+    if advantage.name not in ESTIMATORS:
+        return
+    for option, readers in OPTION_READERS.items():
+        value = getattr(advantage, option)
+        if value != getattr(AdvantageConfig(), option) and advantage.name not in readers:
+            checks.warn(
+                "estimator",
+                f"algorithm.advantage.{option}",
+                f"{advantage.name} does not read {option}, so it changes nothing",
+                found=value,
+                fix=f"remove it, or set algorithm.advantage.name to one that reads it: {', '.join(readers)}",
+            )
 
 
 def _check_aggregation(config: RunConfig, checks: Checklist) -> None:
@@ -167,6 +194,16 @@ def _check_kl(config: RunConfig, checks: Checklist) -> None:
     ):
         if off and estimator in KL_ESTIMATORS:
             checks.ok(name, "off")
+        elif estimator == "full":
+            checks.fail(
+                name,
+                key,
+                "the full KL needs both distributions of every token, and a pipeline has the log-probs of the sampled "
+                "tokens alone",
+                found=estimator,
+                allowed=[*KL_ESTIMATORS, "pkg.mod:fn"],
+                fix=f"set {key}=low_var_kl; the full KL is the function megarl.algorithms.kl.full_kl",
+            )
         else:
             check_function_name(name, estimator, key, KL_ESTIMATORS, "KL estimator", checks)
     if kl.adaptive and kl.use != "reward":

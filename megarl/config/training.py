@@ -90,7 +90,7 @@ class ReferenceConfig(Section):
 class TeacherConfig(Section):
     """The frozen teacher of on-policy distillation. It has the actor's layout, and exists only when it is needed."""
 
-    path: str | None = Field(None, description="Hugging Face folder or hub name; its vocabulary is the policy's")
+    path: str | None = Field(None, description="Hugging Face folder or hub name; its tokenizer is the policy's")
 
 
 class SFTConfig(Section):

@@ -10,6 +10,9 @@ from megarl.phase import phase
 from megarl.runtime.setup import build_engine
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config.model import ModelConfig
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
 
@@ -18,7 +21,7 @@ def add_teacher(c: Controller, graph: TaskGraph) -> None:
     """Give the controller a teacher when a node of the graph works for one.
 
     Raises:
-        ConfigError: its vocabulary has another size than the policy's, so token ids mean other things.
+        ConfigError: token ids of the policy mean other things to the teacher, or nothing.
     """
     from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
@@ -29,16 +32,46 @@ def add_teacher(c: Controller, graph: TaskGraph) -> None:
     assert path is not None, "config.checks asks for it"
     with phase("load_teacher"):
         hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
-        if hf_config.vocab_size != c.hf_config.vocab_size:
+        check_same_tokens(c.tokenizer, _tokenizer(c.config.model, path), path)
+        if hf_config.vocab_size < c.hf_config.vocab_size:
             raise ConfigError(
-                "teacher and policy have different vocabularies, and distillation compares token by token",
+                "the policy can draw tokens for which the teacher has no embedding",
                 where="teacher.path",
                 found=f"{hf_config.vocab_size} tokens",
-                allowed=f"{c.hf_config.vocab_size} tokens",
-                fix="choose a teacher with the policy's tokenizer",
+                allowed=f"at least the policy's {c.hf_config.vocab_size} tokens; more are padding",
+                fix="choose a teacher whose config.json has as large a vocab_size",
             )
         c.teacher = build_engine(
             c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
         )
         if c.config.actor.engine.offload:
             c.teacher.offload()
+
+
+def check_same_tokens(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:
+    """Refuse a teacher to which an id of the policy's tokenizer is another token; it may know more tokens.
+
+    Raises:
+        ConfigError: names the first tokens that differ. `path` is where the teacher came from.
+    """
+    theirs = teacher.get_vocab()
+    other = {token: number for token, number in policy.get_vocab().items() if theirs.get(token) != number}
+    if other:
+        few = ", ".join(f"{token!r} is {number} and {theirs.get(token)}" for token, number in list(other.items())[:3])
+        raise ConfigError(
+            "teacher and policy have different vocabularies, and distillation compares token by token: "
+            f"{len(other)} tokens have other ids (policy and teacher: {few})",
+            where="teacher.path",
+            found=path,
+            allowed="a model whose tokenizer gives every token of the policy's the same id",
+            fix="choose a teacher of the policy's family",
+        )
+
+
+def _tokenizer(model: ModelConfig, path: str) -> PreTrainedTokenizerBase:
+    from megarl.data.tokenizer import load_tokenizer
+
+    try:
+        return load_tokenizer(model.model_copy(update={"path": path, "tokenizer": None}))
+    except ConfigError as error:
+        raise ConfigError(error.what, where="teacher.path", found=path, fix=error.fix) from error

@@ -24,6 +24,7 @@ from megarl.algorithms.advantages import (
     reinforce_pp_baseline,
     remax,
     rloo,
+    tir_optimal_token_baseline,
 )
 from megarl.errors import ConfigError, UserError
 from tests.algorithms import oracle
@@ -181,6 +182,13 @@ def test_optimal_token_baseline_by_hand():
     close(out.advantages, [[1 - 0.25 / 0.26], [-0.25 / 0.26]])
 
 
+def test_the_tail_that_one_sample_alone_reaches_has_no_advantage():
+    rewards, mask = torch.tensor([[0.1, 0.2, 0.7], [0.3, 0.0, 0.0]]), torch.tensor([[True] * 3, [True, False, False]])
+    for fn in (optimal_token_baseline, tir_optimal_token_baseline):
+        out = fn(rewards, torch.full((2, 3), -0.3), torch.full((2, 3), 0.6), mask, ["a", "a"])
+        assert out.advantages[0].bool().tolist() == [True, False, False]
+
+
 def test_turns_are_lined_up_by_tokens_that_the_policy_wrote():
     """The second sample has tool output between its two tokens; only the multi-turn form compares token 2 with it."""
     mask = torch.tensor([[True, True, False], [True, False, True]])
@@ -253,6 +261,31 @@ def test_remax_subtracts_a_share_from_whole_scores():
     scores, mask = torch.tensor([[0, 1], [0, 0]]), torch.ones(2, 2, dtype=torch.bool)
     out = remax(scores, mask, torch.tensor([0.25, 0.25])).advantages
     assert out.tolist() == [[0.75, 0.75], [-0.25, -0.25]]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_narrow_and_whole_inputs_are_worked_on_in_float32(name, dtype, packed):
+    """The same numbers in float64 are the oracle: nothing is rounded to the dtype in which rewards came."""
+    narrow = fields(make_case(2), packed=packed)
+    for key, x in narrow.items():
+        if key not in ("mask", "offsets", "uid"):
+            narrow[key] = (3 * x).to(dtype)
+    exact = {key: x.double() if key not in ("mask", "offsets", "uid") else x for key, x in narrow.items()}
+    found, expected = estimate(name, narrow, OPTIONS), estimate(name, exact, OPTIONS)
+    assert expected.advantages.any()
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32
+        # float32 has 7 digits; sums over a dozen samples of size 10 and a division by their spread cost two.
+        close(mine, theirs.float(), 2e-5)
+
+
+def test_one_wide_input_makes_a_scan_wide():
+    rewards, values = torch.ones(1, 2), torch.tensor([[1 / 3, 2 / 3]], dtype=torch.float64)
+    out = gae(rewards, values, torch.ones(1, 2, dtype=torch.bool), whiten=False)
+    close(out.advantages, [[2 - 1 / 3, 1 - 2 / 3]], 1e-15)
+    assert out.advantages.dtype == torch.float64
 
 
 def test_unknown_name_suggests_the_nearest():

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.group_filter import accuracy_filter, group_filter, success_histogram, truncated_filter
+from megarl.algorithms.group_filter import accuracy_filter, group_filter, score_histogram, truncated_filter
 from megarl.algorithms.overlong import overlong_penalty
 
 
@@ -58,5 +58,11 @@ def test_truncated_filter_drops_what_the_limit_cut():
     assert truncated_filter(["stop", "length"]).tolist() == [True, False]
 
 
-def test_histogram_counts_groups():
-    assert success_histogram(torch.tensor([0.0, 0.0, 1.0]), ["a", "a", "b"]) == {"0": 1, "0..1": 0, "1": 1}
+@pytest.mark.parametrize("low", [0, -1, 0.25])
+def test_histogram_separates_half_right_groups_from_wrong_ones_on_any_scale(low):
+    groups = [[low, low], [low, 1.0], [1.0, low], [1.0, 1.0], [0.5, 0.5]]
+    assert score_histogram(groups) == {f"all {low}": 1, "between": 3, "all 1": 1}
+
+
+def test_histogram_of_a_single_score():
+    assert score_histogram([[0.5, 0.5]] * 3) == {"all 0.5": 3, "between": 0}

@@ -25,6 +25,8 @@ DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
         (["algorithm.distillation.coef=0.1"], "teacher.path", ["needs a teacher"]),
         (["algorithm.distillation.coef=0.1", "teacher.path=.", *DAPO], "algorithm.pipeline", ["has no teacher"]),
         (["algorithm.distillation.estimator=klx"], "algorithm.distillation.estimator", ["did you mean"]),
+        (["algorithm.kl={use: loss, estimator: full}"], "algorithm.kl.estimator", ["both distributions", "kl.full_kl"]),
+        (["algorithm.distillation.estimator=full"], "algorithm.distillation.estimator", ["both distributions"]),
         (["algorithm.filter.low=0.9", "algorithm.filter.high=0.1"], "algorithm.filter.low", ["between 0.9 and 0.1"]),
         (
             ["algorithm.loss.name=clip_cov", "algorithm.loss.cov_low=5"],
@@ -59,6 +61,10 @@ def test_the_ppo_pipeline_has_no_filter(failures):
         (["algorithm.loss.name=gpg", "actor.ppo_epochs=2"], "algorithm.loss.name"),
         (["algorithm.loss.name=gpg", "rollout_correction.preset=ppo_is_bypass"], "algorithm.loss.name"),
         ([PARTS], "algorithm.advantage.parts"),
+        (["algorithm.advantage.gamma=0.9"], "algorithm.advantage.gamma"),
+        (["algorithm.advantage={name: reinforce_pp, lam: 0.9}"], "algorithm.advantage.lam"),
+        (["algorithm.advantage={name: rloo, norm_by_std: false}"], "algorithm.advantage.norm_by_std"),
+        (["algorithm.advantage={name: remax, allow_singleton: true}"], "algorithm.advantage.allow_singleton"),
         (["teacher.path=."], "teacher.path"),
     ],
 )
@@ -71,11 +77,15 @@ def test_what_is_doubtful_is_said(warned, overrides, key):
     [
         ["algorithm.advantage.name=remax", "rollout.sampling.n=1"],
         [GDPO, "algorithm.advantage.parts={overall: 1.0}"],
+        ["algorithm.advantage={name: reinforce_pp, gamma: 0.9}"],
+        ["algorithm.advantage={norm_by_std: false, allow_singleton: true}"],
+        ["algorithm.advantage={name: 'mine:estimate', gamma: 0.9, parts: {right: 1.0}}"],
         ["algorithm.loss.name=gspo", "algorithm.loss.aggregation=seq-mean-token-mean"],
         ["algorithm.filter.high=0.9", *DAPO],
     ],
 )
-def test_what_works_passes(failures, warned, overrides):
+def test_what_works_passes(write, failures, warned, overrides):
+    write("def estimate(token_rewards, mask, gamma, parts):\n    return token_rewards, token_rewards", "mine.py")
     assert not failures(*overrides)
     assert not warned(*overrides)
 

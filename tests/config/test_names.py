@@ -1,6 +1,6 @@
 """The names that recipes are checked against are those that the registries hold."""
 
-from megarl.config.checks_settings import ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATORS, LOSSES
+from megarl.config.checks_settings import ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATORS, LOSSES, OPTION_READERS
 
 
 def test_estimators():
@@ -16,6 +16,18 @@ def test_group_estimators_are_those_that_know_singletons():
 
     grouped = [n for n in ADVANTAGES.names() if "allow_singleton" in inspect.signature(ADVANTAGES.get(n)).parameters]
     assert sorted(grouped) == sorted(GROUP_ESTIMATORS)
+
+
+def test_options_are_read_by_the_estimators_whose_signature_has_them():
+    import inspect
+
+    from megarl.algorithms.advantages import ADVANTAGES
+    from megarl.config.algorithm import AdvantageConfig
+
+    signatures = {name: inspect.signature(ADVANTAGES.get(name)).parameters for name in ESTIMATORS}
+    options = set(AdvantageConfig.model_fields) - {"name"}
+    readers = {option: {name for name in ESTIMATORS if option in signatures[name]} for option in options}
+    assert {option: set(names) for option, names in OPTION_READERS.items()} == readers
 
 
 def test_losses():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megarl.config.algorithm import SCORED_ESTIMATORS
 from megarl.config.checks import check_config
 from megarl.config.checks_settings import ESTIMATORS, LOSSES
 from megarl.config.load import load_config
+from megarl.errors import ConfigError
 from tests.runtime import harness
 
 REWARD = """
@@ -98,6 +100,52 @@ def teacher(folder: Path, alone_for_module: None) -> Path:
     train(folder, folder / "source", "trainer.export_hf=true", "trainer.steps=1", "model.init_seed=9")
     (folder / "source" / "hf").rename(folder / "teacher")
     return folder / "teacher"
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "agrees"),
+    [("01", True), ("012", True), ("0", False), ("10", False)],
+    ids=["same", "more", "fewer", "swapped"],
+)
+def test_a_teacher_gives_every_token_of_the_policy_its_id(alphabet: str, agrees: bool) -> None:
+    from megarl.data.tokenizer import character_tokenizer
+    from megarl.runtime.teacher import check_same_tokens
+
+    policy, teacher = character_tokenizer("01"), character_tokenizer(alphabet)
+    if agrees:
+        check_same_tokens(policy, teacher, "there")
+    else:
+        with pytest.raises(ConfigError, match=r"teacher\.path: .*different vocabularies.*'1' is 5 and (4|None)"):
+            check_same_tokens(policy, teacher, "there")
+
+
+@pytest.mark.parametrize(("rows", "fits"), [(28, True), (16, False)])
+def test_a_teacher_may_pad_its_embedding_further(folder: Path, teacher: Path, tmp_path: Path, rows, fits) -> None:
+    """Twenty rows, cut or padded with zeros, beside the same tokenizer."""
+    from safetensors.torch import load_file, save_file
+
+    other = tmp_path / "teacher"
+    shutil.copytree(teacher, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"vocab_size": rows}))
+    (file,) = other.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if tensor.shape[0] == config["vocab_size"]:
+            tensors[name] = torch.cat([tensor, tensor.new_zeros(8, *tensor.shape[1:])])[:rows].contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+    settings = ["algorithm.advantage.name=reverse_kl", f"teacher.path={other}"]
+    if fits:
+        assert [line["step"] for line in train(folder, tmp_path / "run", *settings)] == [1, 2]
+        return
+    failed = [check for check in check_config(config_of(folder, *settings)) if check.status == "fail"]
+    assert [check.key for check in failed] == ["teacher.path"]
+    assert "20 tokens, and up to 1024 more" in str(failed[0].problem())
+    from megarl.recipes import entry
+
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ConfigError, match=r"teacher\.path: the policy can draw tokens"):
+        entry.train(config_of(folder, *settings), tmp_path / "run")
 
 
 @pytest.fixture(scope="module")

@@ -63,6 +63,16 @@ def raises(config):
 def forgetful(config):
     p = Pipeline("mine").add_node("rollout", rollout.rollout, role=Role.ROLLOUT)
     return p.add_node("lost", nothing, deps=["rollout"]).build()
+def poison(worker, batch):
+    generate = worker.rollout.generate
+    def broken(*arguments):
+        groups = generate(*arguments)
+        groups[1][2].logprobs[0] = float("-inf")
+        return groups
+    worker.rollout.generate = broken
+    return rollout.rollout(worker, batch)
+def poisoned(config):
+    return Pipeline("mine").add_node("rollout", poison, role=Role.ROLLOUT).build()
 """,
     "losses.py": """
 import resource
@@ -252,8 +262,20 @@ CASES = {
         (
             "in phase step/dynamic_sampling at step 1",
             "after 3 rounds of generation 0 of 4 groups have scores that differ",
-            "groups drawn in this step by mean score: {'0': 0, '0..1': 0, '1': 12}",
+            "groups drawn in this step by the scores of their samples: {'all 1': 12, 'between': 0}",
             "algorithm.dynamic_sampling.max_rounds",
+        ),
+    ),
+    "a log-prob that is not finite": Case(
+        ("algorithm.pipeline=graphs:poisoned",),
+        1,
+        (
+            "in phase step/rollout at step 1",
+            "sample train-0-",
+            "#2: the generation engine's log-prob of response token 0 (id ",
+            "is -inf",
+            "1 of ",
+            "weight version 0",
         ),
     ),
     "a node that returns None": Case(

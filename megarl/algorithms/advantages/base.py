@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megarl.algorithms.registry import Registry
@@ -39,6 +40,7 @@ def score_groups(
 
 
 def for_all_tokens(per_sample: Tensor, rows: Rows, mask: Tensor, token_rewards: Tensor) -> Estimate:
-    """Each sample's value [B] at all its valid tokens, in the dtype of the rewards."""
-    advantages = rows.spread(per_sample.to(token_rewards.dtype), mask)
+    """Each sample's value [B] at all its valid tokens, in the dtype of the rewards, at least float32."""
+    dtype = torch.promote_types(token_rewards.dtype, torch.float32)
+    advantages = rows.spread(per_sample.to(dtype), mask)
     return Estimate(advantages, advantages)

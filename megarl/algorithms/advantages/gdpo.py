@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import AllSum, Groups, one_rank, whiten_
 
@@ -48,6 +48,5 @@ def gdpo(
     total = torch.zeros(len(rows), dtype=torch.float64, device=mask.device)
     for column, weight in zip(reward_parts.unbind(1), weights, strict=True):
         total += weight * Groups.of(column, live, uid, allow_singleton=allow_singleton).standardised
-    dtype = torch.promote_types(reward_parts.dtype, torch.float32)
-    advantages = whiten_(rows.spread(total.to(dtype), mask), mask, rows, all_sum)
+    advantages = whiten_(for_all_tokens(total, rows, mask, reward_parts).advantages, mask, rows, all_sum)
     return Estimate(advantages, advantages)

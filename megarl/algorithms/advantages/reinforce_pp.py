@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, score_groups
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import AllSum, one_rank, whiten_
@@ -66,6 +66,5 @@ def reinforce_pp_baseline(
     Source: REINFORCE++ (arXiv 2501.03262).
     """
     rows, groups = score_groups(token_rewards, mask, uid, offsets, allow_singleton)
-    advantages = rows.spread(groups.centred.to(token_rewards.dtype), mask)
-    advantages = whiten_(advantages, mask, rows, all_sum)
+    advantages = whiten_(for_all_tokens(groups.centred, rows, mask, token_rewards).advantages, mask, rows, all_sum)
     return Estimate(advantages, advantages)

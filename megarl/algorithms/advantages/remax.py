@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens
 from megarl.algorithms.rows import Rows
 
 
@@ -25,5 +25,4 @@ def remax(token_rewards: Tensor, mask: Tensor, greedy_score: Tensor, *, offsets:
     rows = Rows.of(mask, offsets)
     score, live = rows.masked_sum(token_rewards, mask)
     advantages = torch.where(live, score.double() - greedy_score.double(), 0)
-    advantages = rows.spread(advantages.to(torch.promote_types(token_rewards.dtype, torch.float32)), mask)
-    return Estimate(advantages, advantages)
+    return for_all_tokens(advantages, rows, mask, token_rewards)

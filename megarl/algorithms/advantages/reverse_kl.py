@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.rows import at_least_float32
 
 
 @ADVANTAGES.register("reverse_kl")
@@ -26,5 +27,5 @@ def reverse_kl(old_logp: Tensor, teacher_logp: Tensor, mask: Tensor) -> Estimate
     >>> reverse_kl(policy, teacher, torch.ones(1, 2, dtype=torch.bool)).advantages
     tensor([[-0.6931,  0.6931]])
     """
-    advantages = torch.where(mask, teacher_logp - old_logp, 0)
+    advantages = torch.where(mask, at_least_float32(teacher_logp) - at_least_float32(old_logp), 0)
     return Estimate(advantages, advantages)

@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 
 class WithSlope(torch.autograd.Function):
     """`WithSlope.apply(x, loss, slope)`: token losses that were computed from x already, with d loss / d x.
 
-    The backward pass turns `slope` into the gradient in place, so it can run once.
+    The backward pass turns `slope` into the gradient in place, so it can run once, and it has no derivative itself.
+
+    Raises:
+        RuntimeError: a second backward pass, or one through the gradient (`create_graph=True`).
     """
 
     @staticmethod
@@ -21,6 +25,7 @@ class WithSlope(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Gradient of x."""
         slope, ctx.slope = ctx.slope, None

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import stage
+from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,6 +24,10 @@ SAMPLE_FIELDS = (
     "response_text",
     "finish_reason",
 )
+
+
+class RolloutError(MegarlError):
+    """The generation engine returned a sample that cannot be trained on; the message names it."""
 
 
 @stage(reads=["prompt_ids", "uid"], writes=list(SAMPLE_FIELDS))
@@ -65,6 +70,9 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig, draw: int)
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS.
+
+    Raises:
+        RolloutError: a log-prob is not finite.
     """
     import torch
 
@@ -92,7 +100,28 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig, draw: int)
     samples.set("sample_id", [f"{uid}#{i % sampling.n}" for i, uid in enumerate(samples["uid"])])
     samples.set("response_text", c.decode([d.token_ids for d in done]))
     samples.set("finish_reason", [d.finish_reason for d in done])
+    _refuse_broken_logprobs(samples)
     return samples
+
+
+def _refuse_broken_logprobs(samples: Batch) -> None:
+    """One NaN would be in every mean over the batch, and from there in the weights."""
+    logp = samples["rollout_logp"]
+    broken = (~logp.values.isfinite()).nonzero().flatten()
+    if not len(broken):
+        return
+    place = int(broken[0])
+    sample = int((logp.offsets <= place).sum()) - 1
+    raise RolloutError(
+        f"sample {samples['sample_id'][sample]}: the generation engine's log-prob of response token "
+        f"{place - int(logp.offsets[sample])} (id {int(samples['response_ids'].values[place])}) is "
+        f"{float(logp.values[place])}\n"
+        f"  found:   {len(broken)} of {len(logp.values)} log-probs of this rank are not finite; weight version "
+        f"{int(samples['weight_version'][sample])}\n"
+        "  allowed: finite numbers\n"
+        "  fix:     if the weights are not finite, go on from an earlier checkpoint with a lower actor.optim.lr; if "
+        "they are, decode in the trainer's dtype: rollout.dtype=model"
+    )
 
 
 def _record_lengths(c: Controller, samples: Batch) -> None:

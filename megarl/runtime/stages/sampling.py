@@ -37,7 +37,7 @@ def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
     pool = Pool(n, layout.dp_group, layout.dp_rank, layout.dp_size)
     if c.surplus is not None:
         pool.add(c.surplus, [True] * (len(c.surplus) // n))
-    seen: dict[str, int] = {}
+    seen: list[list[float]] = []
     for round_ in range(1, settings.max_rounds + 1):
         if round_ > 1:
             with phase("refill"):
@@ -55,27 +55,26 @@ def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
     return batch
 
 
-def _signal(c: Controller, samples: Batch, seen: dict[str, int]) -> list[bool]:
-    """Which groups vary in their score; adds this rank's groups to the histogram `seen`."""
-    from megarl.algorithms.group_filter import group_filter, success_histogram
+def _signal(c: Controller, samples: Batch, seen: list[list[float]]) -> list[bool]:
+    """Which groups vary in their score; adds the scores of this rank's groups to `seen`."""
+    from megarl.algorithms.group_filter import group_filter
 
     n = c.config.rollout.sampling.n
     keep = group_filter(samples["score"], samples["uid"])[::n].tolist()
     c.metrics.mean("sampling/kept", sum(keep), len(keep))
-    for bin_, count in success_histogram(samples["score"], samples["uid"]).items():
-        seen[bin_] = seen.get(bin_, 0) + count
+    seen += samples["score"].view(-1, n).tolist()
     return keep
 
 
-def _no_signal(c: Controller, seen: dict[str, int], have: int) -> str:
+def _no_signal(c: Controller, seen: list[list[float]], have: int) -> str:
+    from megarl.algorithms.group_filter import score_histogram
     from megarl.comm import all_gather_json
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
-    shares = all_gather_json(seen, c.layout.dp_group)
-    counts = {bin_: sum(share[bin_] for share in shares) for bin_ in seen}
+    counts = score_histogram([scores for share in all_gather_json(seen, c.layout.dp_group) for scores in share])
     return (
         f"step {c.step}: after {settings.max_rounds} rounds of generation {have} of {wanted} groups have scores that "
-        f"differ\n  groups drawn in this step by mean score: {counts}\n"
+        f"differ\n  groups drawn in this step by the scores of their samples: {counts}\n"
         "  fix:     choose easier or harder prompts, raise rollout.sampling.n or the temperature, or raise "
         "algorithm.dynamic_sampling.max_rounds"
     )
