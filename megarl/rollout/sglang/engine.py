@@ -6,7 +6,9 @@
                                       '-----(nobody is)---> completions of the replica's first rank
 
 All ranks meet every few seconds while samples are on their way: none of them waits for another so long that it is taken
-for dead, however long generation takes, and an error on one rank ends all of them. A rank is stuck when no server is left that holds the current weights. What is finished stays; the rest goes on after
+for dead, however long generation takes, and an error on one rank ends all of them.
+
+A rank is stuck when no server is left that holds the current weights. What is finished stays; the rest goes on after
 `catch_up` has brought the restarted servers to those weights.
 """
 
