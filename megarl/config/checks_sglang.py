@@ -9,6 +9,13 @@ from megarl.errors import ConfigError
 
 _NAME = "servers"
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
+#: Arguments of the server that megarl gives itself; the last one counts, so another of these would undo a check.
+_OURS = (
+    *("--model-path", "--model", "--dtype", "--load-format", "--skip-tokenizer-init", "--device"),
+    *("--host", "--port", "--api-key", "--admin-api-key"),
+    *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep", "--tp"),
+    *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
+)
 
 
 def check_servers(config: RunConfig, checks: Checklist) -> None:
@@ -17,8 +24,11 @@ def check_servers(config: RunConfig, checks: Checklist) -> None:
         return
     _check_interpreter(config, checks)
     _check_layout(config, checks)
+    _check_arguments(config, checks)
     _check_limits(config, checks)
     _check_abilities(config, checks)
+    _check_colocated(config, checks)
+    _check_sync(config, checks)
 
 
 def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
@@ -42,6 +52,15 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
             found=servers.ep_size,
             allowed=divisors(servers.tp_size),
             fix="change ep_size or tp_size",
+        )
+    if servers.dp_size > 1:
+        checks.fail(
+            _NAME,
+            "rollout.sglang.dp_size",
+            "SGLang does not take new weights in a server with several replicas",
+            found=servers.dp_size,
+            allowed="1",
+            fix=f"set rollout.sglang.dp_size=1 rollout.sglang.servers={servers.servers * servers.dp_size}",
         )
     if servers.urls:
         return
@@ -69,6 +88,21 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
         )
 
 
+def _check_arguments(config: RunConfig, checks: Checklist) -> None:
+    for argument in config.rollout.sglang.extra_args:
+        name = argument.partition("=")[0]
+        # The server's parser also takes the beginning of a name.
+        if name.startswith("--") and any(ours.startswith(name) for ours in _OURS):
+            checks.fail(
+                _NAME,
+                "rollout.sglang.extra_args",
+                "this argument comes from other keys of the recipe, or from megarl itself",
+                found=argument,
+                allowed="arguments of sglang.launch_server other than " + ", ".join(sorted(_OURS)),
+                fix=f"leave {name} out",
+            )
+
+
 def _check_limits(config: RunConfig, checks: Checklist) -> None:
     servers, cluster = config.rollout.sglang, config.cluster
     longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
@@ -81,15 +115,20 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
             allowed=f"whole number from {longest}",
             fix=f"set it to {longest} or to null",
         )
-    if cluster.nproc > 1 and servers.start_timeout_s >= cluster.timeout_s:
-        checks.fail(
-            _NAME,
-            "rollout.sglang.start_timeout_s",
-            f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before a restart does",
-            found=servers.start_timeout_s,
-            allowed=f"number below {cluster.timeout_s:g}",
-            fix=f"set it to {cluster.timeout_s / 2:g}, or cluster.timeout_s={2 * servers.start_timeout_s:g}",
-        )
+    deadlines = {
+        "rollout.sglang.start_timeout_s": (servers.start_timeout_s, "a restart"),
+        "sync.timeout_s": (config.sync.timeout_s, "a server that takes no weights"),
+    }
+    for key, (found, what) in deadlines.items():
+        if cluster.nproc > 1 and found >= cluster.timeout_s:
+            checks.fail(
+                _NAME,
+                key,
+                f"the other processes give up after cluster.timeout_s = {cluster.timeout_s:g} s, before {what} does",
+                found=found,
+                allowed=f"number below {cluster.timeout_s:g}",
+                fix=f"set it to {cluster.timeout_s / 2:g}, or cluster.timeout_s={2 * found:g}",
+            )
 
 
 def _check_abilities(config: RunConfig, checks: Checklist) -> None:
@@ -112,4 +151,59 @@ def _check_abilities(config: RunConfig, checks: Checklist) -> None:
             found=config.rollout.stale_steps,
             allowed="0",
             fix="set rollout.stale_steps=0, or rollout.engine=embedded",
+        )
+
+
+def _check_colocated(config: RunConfig, checks: Checklist) -> None:
+    servers = config.rollout.sglang
+    if not servers.colocated:
+        return
+    key = "rollout.sglang.colocated"
+    if servers.urls:
+        checks.fail(
+            _NAME,
+            key,
+            "only servers that megarl starts have the memory saver for sure",
+            found=True,
+            allowed="false with rollout.sglang.urls",
+            fix=f"set {key}=false, or rollout.sglang.urls=[]",
+        )
+    if not config.actor.engine.offload:
+        checks.warn(
+            _NAME,
+            key,
+            "the optimizer's state stays on the devices while the servers generate there",
+            fix="set actor.engine.offload=true",
+        )
+    if servers.memory_fraction is None:
+        checks.warn(
+            _NAME,
+            key,
+            "on GPUs a server takes most of the memory unless it is told how much",
+            fix="set rollout.sglang.memory_fraction to what the actor's parameters leave",
+        )
+
+
+def _check_sync(config: RunConfig, checks: Checklist) -> None:
+    """What servers are sent must be what they, and the checksums, expect."""
+    sync, model = config.sync, config.model.dtype
+    held = model if config.rollout.dtype == "model" else config.rollout.dtype
+    sent = model if sync.dtype == "model" else sync.dtype
+    if sync.fp8 and not config.rollout.sglang.urls:
+        checks.fail(
+            _NAME,
+            "sync.fp8",
+            "the servers that megarl starts hold weights without scales, and would take FP8 values as they are",
+            found=True,
+            allowed="true with rollout.sglang.urls, servers that were started on a block-FP8 configuration",
+            fix="set sync.fp8=false",
+        )
+    elif sent != held and sync.verify != "off" and not sync.fp8:
+        checks.fail(
+            _NAME,
+            "sync.dtype",
+            f"checksums are of {sent}, and the servers hold {held} (rollout.dtype)",
+            found=sync.dtype,
+            allowed=held,
+            fix=f"set sync.dtype={held}, or sync.verify=off",
         )

@@ -89,11 +89,15 @@ class RelayClient:
 
         Raises:
             RelayRefused: the relay could not do it.
-            OSError: the relay is gone, or did not answer in time.
+            OSError: the relay is gone, or did not answer in time; the connection is of no more use.
         """
         with self._lock:
-            send_message(self._sock, header, *bodies)
-            answer, _ = read_message(self._sock)
+            try:
+                send_message(self._sock, header, *bodies)
+                answer, _ = read_message(self._sock)
+            except OSError:
+                self._sock.close()  # the answer may still come, and the next call would take it for its own
+                raise
         if "refused" in answer:
             raise RelayRefused(answer["refused"])
         return answer

@@ -26,6 +26,7 @@ from megarl.sync.fp8 import quantize_blocks
 from megarl.sync.plan import ITEMSIZE, SLAB_BYTES, Bucket, Entry, Route, SyncPlan, box_count
 
 Held = dict[tuple[str, Box], Tensor]
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,20 @@ class Source:
     Args:
         held: this rank's pieces, views into the live parameters.
         dtype: of the wire, before FP8.
+        device: of the buckets. Pieces travel between buckets' devices: giver and taker must use one backend.
         group: process group whose ranks the plan's numbers are; None: the world.
     """
 
-    def __init__(self, held: Held, plan: SyncPlan, rank: int, dtype: torch.dtype, group: Group = None) -> None:
-        self.held, self.plan, self.rank, self.dtype, self.group = held, plan, rank, dtype, group
+    def __init__(
+        self,
+        held: Held,
+        plan: SyncPlan,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device = HOST,
+        group: Group = None,
+    ) -> None:
+        self.held, self.plan, self.rank, self.dtype, self.device, self.group = held, plan, rank, dtype, device, group
         self.peak_staged = 0  # bytes beside the buckets, for tests
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
@@ -130,7 +140,7 @@ class Source:
 
     def _give(self, move: Move, sending: deque[tuple[dist.Work, Tensor]]) -> None:
         for rows in _slabs(self.held[move.entry.source, move.box], ITEMSIZE[str(self.dtype).removeprefix("torch.")]):
-            ready = rows.to(self.dtype).contiguous()
+            ready = rows.to(self.device, self.dtype).contiguous()
             while len(sending) > 1:  # at most two slabs on their way
                 self._wait(sending.popleft()[0], "to take a piece")
             work = dist.isend(ready.view(-1).view(torch.uint8), dst=move.sender, group=self.group)

@@ -129,8 +129,8 @@ class WeightSync:
             one_replica=kind.one_replica,
             senders_per_stage=kind.senders_per_stage,
         )
-        source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype)
         self.transport = self._make_transport(run_dir, names)
+        source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype, self.transport.device)
         self.courier = Courier(source, self.transport)
 
     def push(self, version: int) -> SyncReport:
@@ -239,7 +239,11 @@ class WeightSync:
         report.stale_cache = [n for n, update in mine.items() if update.stale_cache]
 
     def _verify(self, mine: dict[int, ServerUpdate], ready: list[int], report: SyncReport) -> None:
-        """Compare checksums of the servers in `ready`; collective."""
+        """Compare checksums of the servers in `ready`; collective. One that gives none has failed like in other steps.
+
+        Raises:
+            WorkerError: on every rank, when a server holds something else than the trainer.
+        """
         chosen = self._to_verify(ready)
         if not chosen:
             return
@@ -247,14 +251,17 @@ class WeightSync:
         tensors = iter_hf_tensors(self.chunks)
         found = verify.expected_checksums(tensors, self.hf, layouts, self.dtype, on_gpu=has_cuda())
         expected = dict(zip(layouts, broadcast_json([found.get(at) for at in layouts], 0), strict=True))
+        reported: dict[int, verify.Checksums] = {}
+
+        def ask(number: int) -> None:
+            reported[number] = verify.reported_checksums(mine[number].api, self.config.timeout_s)
+
+        self._each({n: n for n in mine if n in chosen and n not in report.failed}, ask, report)
         wrong: list[str] = []
-        for number, update in mine.items():
-            if number in report.failed or number not in chosen:
-                continue
+        for number, found_there in reported.items():
             at = self.plan.servers[number].tp, self.plan.servers[number].ep
             try:
-                reported = verify.reported_checksums(update.api, self.config.timeout_s)
-                report.verified += verify.compare(update.api, expected[at], reported)
+                report.verified += verify.compare(mine[number].api, expected[at], found_there)
             except ServerError as error:
                 wrong.append(str(error))
         everyone = [text for part in all_gather_json(wrong) for text in part]

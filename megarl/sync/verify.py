@@ -130,13 +130,19 @@ def _expert_parts(
 
 
 def reported_checksums(api: ServerApi, deadline_s: float) -> Checksums:
-    """What the server says about its own parameters, by tensor-parallel rank."""
+    """What the server says about its own parameters, by tensor-parallel rank.
+
+    Raises:
+        ServerError: no answer, or one without checksums.
+    """
     answer = api.call("/weights_checker", {"action": "checksum"}, deadline_s=deadline_s, phase="verification")
-    ranks = answer["ranks"]
-    # One list per data-parallel engine; those are not used, so there is one.
-    flat = [info for part in ranks for info in (part if isinstance(part, list) else [part])]
-    flat.sort(key=lambda info: info["parallelism_info"][0]["tp_rank"])
-    return [info["checksums"] for info in flat]
+    try:
+        # One list per data-parallel engine; those are not used, so there is one.
+        flat = [info for part in answer["ranks"] for info in (part if isinstance(part, list) else [part])]
+        flat.sort(key=lambda info: info["parallelism_info"][0]["tp_rank"])
+        return [info["checksums"] for info in flat]
+    except (KeyError, IndexError, TypeError) as error:
+        raise _error(api, f"no checksums in its answer: {type(error).__name__}: {error}") from error
 
 
 def compare(api: ServerApi, expected: Checksums, reported: Checksums) -> int:

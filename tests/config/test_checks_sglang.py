@@ -44,7 +44,29 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["validation.sampling.min_new_tokens=2"], "validation.sampling.min_new_tokens"),
         (["rollout.stale_steps=1"], "rollout.stale_steps"),
         (["rollout.sglang.host=0.0.0.0"], "rollout.sglang.host"),
+        (["rollout.sglang.dp_size=2"], "rollout.sglang.dp_size"),
+        (["rollout.sglang.extra_args=[--host,0.0.0.0]"], "rollout.sglang.extra_args"),
+        (["rollout.sglang.extra_args=[--hos=0.0.0.0]"], "rollout.sglang.extra_args"),
+        (["cluster.nproc=2", "sync.timeout_s=600"], "sync.timeout_s"),
+        (["rollout.sglang.colocated=true", "rollout.sglang.urls=[http://127.0.0.1:1]"], "rollout.sglang.colocated"),
+        (["sync.fp8=true"], "sync.fp8"),
+        (["model.dtype=fp32", "rollout.dtype=bf16"], "sync.dtype"),
+        (["model.dtype=fp32", "sync.dtype=bf16"], "sync.dtype"),
     ],
 )
 def test_a_setting_that_cannot_work_names_its_key(failures, overrides, key) -> None:
     assert key in [check.key for check in failures(*ON, *overrides)]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.sglang.extra_args=[--chunked-prefill-size,'4096']"],
+        ["model.dtype=fp32", "rollout.dtype=bf16", "sync.dtype=bf16"],
+        ["model.dtype=fp32", "sync.dtype=bf16", "sync.verify=off"],
+        ["sync.fp8=true", "rollout.sglang.urls=[http://127.0.0.1:1]"],
+        ["rollout.sglang.colocated=true"],  # only advice
+    ],
+)
+def test_a_setting_that_works_passes(failures, overrides) -> None:
+    assert failures(*ON, *overrides) == []

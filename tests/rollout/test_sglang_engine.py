@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+from megarl.comm import Group
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
+from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
@@ -29,7 +32,7 @@ def acknowledge(fleet: Fleet, version: int) -> None:
         fleet.acknowledge(server, version)
 
 
-def run_rank(urls: list[str], rank_replica: list[int], restarts: int) -> dict[str, Any]:
+def run_rank(urls: list[str], rank_replica: list[int], restarts: int, world: Group = None) -> dict[str, Any]:
     """One rank: two replicas at most; rank r belongs to replica rank_replica[r]."""
     import os
     from pathlib import Path
@@ -50,7 +53,7 @@ def run_rank(urls: list[str], rank_replica: list[int], restarts: int) -> dict[st
         calls.append(1)
         acknowledge(fleet, 1)
 
-    replica = Replica(index, len(groups), first, rank == first, groups[index])
+    replica = Replica(index, len(groups), first, rank == first, groups[index], world)
     engine = SglangEngine(config, fleet, replica, catch_up)
     engine.weight_version = 1
     done = engine.generate(requests(index), SAMPLING, [])
@@ -80,6 +83,42 @@ def test_when_one_rank_is_stuck_all_catch_up_and_no_sample_is_lost() -> None:
         results = run_distributed(run_rank, 2, 120, [made[0].api.url], [0, 1], 3)
         assert [result["tokens"] for result in results] == [expected(0), expected(1)]
         assert [result["catch_ups"] for result in results] == [1, 1]
+
+
+def test_generation_may_take_longer_than_any_wait_for_another_rank() -> None:
+    def dawdles(server: FakeServer, payload: dict[str, Any]) -> str:
+        time.sleep(0.2)  # one after the other: 18 samples take 3.6 s
+        return "ok"
+
+    with servers(dawdles) as made:
+        results = run_distributed(run_impatient, 2, 120, [made[0].api.url])
+        assert [result["tokens"] for result in results] == [expected(0)] * 2
+
+
+def run_impatient(urls: list[str]) -> dict[str, Any]:
+    """Two ranks of one replica that wait for each other for 2 s at most."""
+    import datetime
+
+    import torch.distributed as dist
+
+    from megarl.rollout.sglang import engine
+
+    engine._MEET_EVERY_S = 0.5
+    return run_rank(urls, [0, 0], 3, world=dist.new_group(timeout=datetime.timedelta(seconds=2)))
+
+
+def test_an_error_of_one_rank_is_an_error_of_all() -> None:
+    with servers(lambda _, p: "400" if p["sampling_params"].get("sampling_seed", 0) >= 1000 else "ok") as made:
+        assert run_distributed(run_refused, 2, 60, [made[0].api.url]) == [400, 400]
+
+
+def run_refused(urls: list[str]) -> int | None:
+    """One replica per rank; the status that the server refused a request with."""
+    try:
+        run_rank(urls, [0, 1], 3)
+    except ServerError as error:
+        return error.status
+    return None
 
 
 def test_a_server_is_asked_only_for_the_version_it_has_acknowledged() -> None:

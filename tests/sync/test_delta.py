@@ -1,5 +1,6 @@
 """Deltas: exact, small, and refused by a relay that holds another base."""
 
+import socket
 import threading
 import time
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from megarl.benchmarks.sync.receiver import Receiver
 from megarl.sync.delta import Delta, apply_delta, make_delta, positions
 from megarl.sync.plan import Place, ServerLayout, make_plan
-from megarl.sync.relay import Relay, RelayClient, RelayRefused, serve
+from megarl.sync.relay import Relay, RelayClient, RelayRefused, read_message, send_message, serve
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.delta import DeltaTransport, _entries_at
 from tests.sync.layouts import config, trainer
@@ -89,6 +90,28 @@ def test_another_base_is_refused(relay):
         client.call({"op": "delta", "bucket": "0/0", "base": 2, "version": 4}, *delta.to_bytes())
     client.call({"op": "delta", "bucket": "0/0", "base": 3, "version": 4}, *delta.to_bytes())
     client.close()
+
+
+def test_a_late_answer_is_not_taken_for_the_next_one():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=late, args=(listener,), daemon=True).start()
+        client = RelayClient(listener.getsockname(), KEY, 0.5)
+        with pytest.raises(TimeoutError):
+            client.call({"op": "handles"})
+        time.sleep(1.0)  # the answer is there now
+        with pytest.raises(OSError):
+            client.call({"op": "handles"})
+
+
+def late(listener: socket.socket) -> None:
+    """A relay whose second answer comes after one second."""
+    sock, _ = listener.accept()
+    sock.sendall(bytes(32))
+    sock.recv(32, socket.MSG_WAITALL)
+    for delay in (0.0, 1.0):
+        read_message(sock)
+        time.sleep(delay)
+        send_message(sock, {"payloads": ["of the first call"]})
 
 
 class Sender:

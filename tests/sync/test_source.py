@@ -97,3 +97,44 @@ def test_fp8_on_send_is_that_of_the_whole_tensor(folders):
         else:
             assert torch.equal(whole[name], tensor.to(torch.bfloat16)), name
     assert sum(name.endswith("_scale_inv") for name in whole) == 4 * 7
+
+
+def give(device: str) -> list[str]:
+    """Devices that rank 0 of two tensor-parallel ranks sends its pieces from, when buckets are on `device`."""
+    from unittest.mock import patch
+
+    import torch.distributed as dist
+
+    from megarl.models.weights.plan import hf_tensors
+    from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
+    from megarl.sync.source import Source
+    from tests.sync.layouts import config, trainer
+
+    plan = make_plan(
+        holdings(config("llama"), trainer(tp=2)), [Place(), Place()], [ServerLayout()], senders_per_stage=1
+    )
+    shapes = hf_tensors(config("llama"))
+    held = {
+        (name, box): torch.zeros(shapes[name])[tuple(slice(*span) for span in box)]
+        for name, boxes in plan.routes[0].givers.items()
+        for box, giver in boxes
+        if giver == 1
+    }
+    source, sent = Source(held, plan, 1, torch.bfloat16, torch.device(device)), []
+
+    class Done(dist.Work):
+        def wait(self, timeout=None) -> bool:
+            return True
+
+    def isend(tensor, dst, group):
+        sent.append(tensor.device.type)
+        return Done()
+
+    with patch.object(dist, "isend", isend):
+        source.fill(0, [0], None)
+    return sent
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])  # meta stands for any device that the parameters are not on
+def test_pieces_travel_from_the_device_of_the_buckets(device):
+    assert set(give(device)) == {device}

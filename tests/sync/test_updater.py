@@ -100,6 +100,17 @@ def test_a_server_that_fails_does_not_stop_the_others(tmp_path, transport):
             state_of(urls[0])
 
 
+@pytest.mark.procs
+def test_a_server_that_gives_no_checksums_has_failed_and_the_run_goes_on(tmp_path):
+    save_tiny(tmp_path / "model", "qwen3")
+    with receivers(tmp_path / "r", 1) as urls:  # these know of no /weights_checker
+        cases = [({}, {"transport": "tensor", "verify": "every"})]
+        (((first, *_),),) = run_distributed(push_twice, 1, 120, str(tmp_path / "model"), str(tmp_path), urls, cases)
+        assert (first["updated"], first["verified"]) == ([], 0)
+        assert "verification" in first["failed"]["0"]
+        assert state_of(urls[0])["paused"]
+
+
 def push_and_die(folder: str, run_dir: str, urls: list[str], transport: str) -> None:
     """The trainer is killed while its second bucket is on its way."""
     import os

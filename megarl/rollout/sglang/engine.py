@@ -1,8 +1,12 @@
 """Generation on SGLang servers.
 
-    first rank of a replica:  requests -> client -> servers -> samples
-    every rank:               meet: stuck? --(someone is)--> restart what failed, catch_up, again
-                                      '-----(nobody is)----> completions of the replica's first rank
+    first rank of a replica:  requests -> client -> servers -> samples      (in a thread)
+    every rank:               meet: busy? --(someone is)--> meet again
+                                    stuck? -(someone is)--> restart what failed, catch_up, again
+                                      '-----(nobody is)---> completions of the replica's first rank
+
+All ranks meet every few seconds while samples are on their way: none of them waits for another so long that it is taken
+for dead, however long generation takes, and an error on one rank ends all of them.
 
 A rank is stuck when no server is left that holds the current weights. What is finished stays; the rest goes on after
 `catch_up` has brought the restarted servers to those weights.
@@ -11,6 +15,7 @@ A rank is stuck when no server is left that holds the current weights. What is f
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,10 +23,13 @@ from megarl.comm import Group, all_gather_json, broadcast_json
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
+from megarl.phase import beat
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.samples import Sample, samples_of
+
+_MEET_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +87,8 @@ class SglangEngine:
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         # Every server may be lost as often as it may be restarted; after that `refresh` gives up.
         for _ in range(self._config.count * (self._config.max_restarts + 1) + 1):
-            self._run(samples, sampling, stop_ids, advance or _ignore)
+            with ThreadPoolExecutor(1, "generate") as pool:
+                self._meet(pool.submit(self._run, samples, sampling, stop_ids, advance or _ignore))
             stuck = any(sample.finish_reason is None for sample in samples)
             if not any(all_gather_json(stuck, self._replica.world)):
                 return self._share(requests, samples)
@@ -93,6 +102,26 @@ class SglangEngine:
         mine = {n for n in range(total) if n % count == index} or {index % total}
         current = self._fleet.current(self.weight_version)
         return [server for server in current if server.number in mine] or current
+
+    def _meet(self, work: Future[None]) -> None:
+        """Wait until every rank is done with its samples. Collective over all ranks of the run.
+
+        Raises:
+            ServerError: on every rank, when one of them met it.
+        """
+        while True:
+            wait([work], _MEET_EVERY_S)
+            beat()
+            error = work.exception() if work.done() else None
+            fields = vars(error) if isinstance(error, ServerError) else None
+            reports = all_gather_json([work.done(), fields], self._replica.world)
+            if error is not None:
+                raise error
+            for _, failure in reports:
+                if failure is not None:
+                    raise ServerError(**failure)
+            if all(done for done, _ in reports):
+                return
 
     def _run(
         self, samples: list[Sample], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]

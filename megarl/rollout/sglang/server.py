@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
@@ -36,7 +36,7 @@ class ServerSpec:
         model: Hugging Face folder; with `random_weights` only its configuration is read.
         dtype: of weights and computation: float32, bfloat16 or float16.
         host: address to listen on.
-        api_key: every request must carry it.
+        api_key: every request must carry it; not shown in `repr`.
         log_dir: where the log goes.
         cuda: runs on GPUs, on `gpus` of this machine (None: those this process sees).
         random_weights: do not read weights; the first update brings them all.
@@ -47,7 +47,7 @@ class ServerSpec:
     model: Path
     dtype: str
     host: str
-    api_key: str
+    api_key: str = field(repr=False)
     log_dir: Path
     cuda: bool
     gpus: tuple[int, ...] | None = None

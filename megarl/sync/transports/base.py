@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megarl.rollout.sglang.api import ServerApi
@@ -29,12 +30,14 @@ class Transport(ABC):
         same_host: the sender must run on the server's host.
         one_replica: one replica sends for all servers.
         senders_per_stage: bound on the senders of one pipeline stage; None: none.
+        device: where `buffer` is.
     """
 
     session = True
     same_host = False
     one_replica = False
     senders_per_stage: int | None = None
+    device = torch.device("cpu")
 
     @abstractmethod
     def buffer(self, nbytes: int) -> Tensor:
