@@ -187,3 +187,29 @@ def test_a_restarted_server_gets_everything(tmp_path, transport):
         ranks = run_distributed(push_to_restarted, 1, 120, str(tmp_path / "model"), str(tmp_path), urls, transport)
         assert ranks == [[[0], [], "current", 1]]
         assert_holds(urls[1], tmp_path / "model", tmp_path)
+
+
+def listening_of_group(folder: str, run_dir: str, urls: list[str]) -> list[str]:
+    """Addresses on which the store of the update group listens."""
+    import psutil
+
+    from megarl.config.sync import SyncConfig
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel()
+    chunks = build_tiny(folder)
+    config = SyncConfig(**(SETTINGS | {"transport": "distributed"}))
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet_of(urls), ServerLayout(), config, Path(run_dir))
+    assert sync.push(1).updated == [0]
+    (link,) = sync.transport._links.values()
+    sockets = psutil.Process().net_connections("tcp")
+    return [c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN and c.laddr.port == link.store.port]
+
+
+@pytest.mark.procs
+def test_the_store_of_the_update_group_listens_on_loopback_alone(tmp_path):
+    save_tiny(tmp_path / "model", "qwen3")
+    with receivers(tmp_path / "r", 1) as urls:
+        found = run_distributed(listening_of_group, 1, 120, str(tmp_path / "model"), str(tmp_path), urls)
+    assert found == [["127.0.0.1"]]

@@ -1,0 +1,93 @@
+"""A real SGLang server is killed while it gets weights: the other goes on, and it comes back with all of them."""
+
+import pytest
+import torch
+
+from tests.dist import fresh_parallel, run_distributed
+from tests.models.tiny import build_tiny, save_tiny
+from tests.rollout.servers import engine, need_interpreter, start
+from tests.sync.test_sglang import PARAMETERS, assert_answers, negate_head
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
+
+
+def kill_at_second_bucket(fleet, transport, number: int) -> None:
+    """When server `number` holds the first bucket of a synchronisation and is to get the second, it is killed."""
+    import os
+    import signal
+
+    deliver = transport.deliver
+
+    def killing(target, bucket_number, *rest) -> None:
+        if (target.number, bucket_number) == (number, 1):
+            transport.deliver = deliver
+            os.killpg(fleet._owned[number].pid, signal.SIGKILL)
+        deliver(target, bucket_number, *rest)
+
+    transport.deliver = killing
+
+
+def asked(folder, number: int) -> int:
+    """Requests for samples that a server has answered since its first start."""
+    return (folder / "servers" / f"server_{number}.log").read_text().count("POST /generate")
+
+
+def kill_and_return(folder: str) -> dict:
+    """Version 1 to two servers; server 0 dies during version 2 and is started again."""
+    from pathlib import Path
+
+    from megarl.config.rollout import SamplingConfig
+    from megarl.config.sync import SyncConfig
+    from megarl.rollout.engine import Request
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    run_dir = Path(folder)
+    fresh_parallel()
+    chunks = build_tiny(run_dir / "model")
+    requests = [Request([10 + i, 20, 30], [7 * i, 7 * i + 1]) for i in range(4)]
+    with start(run_dir, run_dir / "model", servers=2) as fleet:
+        config = SyncConfig(transport="tensor", bucket_mb=5, timeout_s=60.0)
+        sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, run_dir)
+
+        def generate() -> list:
+            made = engine(fleet, version=2)
+            made._catch_up = sync.catch_up
+            groups = made.generate(requests, SamplingConfig(max_new_tokens=4), [2])
+            return [sample.weight_version for group in groups for sample in group]
+
+        found = {"first": sync.push(1).verified}
+        negate_head(chunks)
+        kill_at_second_bucket(fleet, sync.transport, 0)
+        report = sync.push(2)
+        found |= {"updated": report.updated, "failed": report.failed}
+        found["versions"] = generate()
+        fleet.wait_started()
+        found["state"], before = fleet.servers[0].state, asked(run_dir, 0)
+        found["versions"] += generate()
+        found["asked too early"] = asked(run_dir, 0) - before
+        report = sync.catch_up()
+        found |= {"caught up": report.updated, "verified": report.verified}
+        found["versions"] += generate()
+        found["asked then"] = asked(run_dir, 0) - before
+        assert_answers(fleet.servers[0].api, run_dir / "model", 2, negated=True)
+        sync.close()
+    return found
+
+
+def test_a_server_killed_during_a_synchronisation_returns_with_all_weights(tmp_path):
+    need_interpreter()
+    save_tiny(tmp_path / "model", "qwen3", tie_word_embeddings=False, vocab_size=20_000)  # several buckets
+    (found,) = run_distributed(kill_and_return, 1, 600, str(tmp_path))
+    failed, then = found.pop("failed"), found.pop("asked then")
+    assert list(failed) == ["0"]
+    assert then > 0
+    assert found == {
+        "first": 2 * PARAMETERS,
+        "updated": [1],
+        "state": "catching_up",
+        "versions": [2] * 24,
+        "asked too early": 0,
+        "caught up": [0],
+        "verified": PARAMETERS,
+    }
