@@ -135,8 +135,9 @@ class Controller:
 
     def close(self) -> None:
         """End the processes and threads this rank started."""
-        if self.reward is not None:
-            self.reward.close()
-        self.sync.close()
-        if self.fleet is not None:
-            self.fleet.close()
+        with contextlib.ExitStack() as stack:  # the last one first, and every one of them
+            if self.reward is not None:
+                stack.callback(self.reward.close)
+            if self.fleet is not None:
+                stack.callback(self.fleet.close)
+            stack.callback(self.sync.close)

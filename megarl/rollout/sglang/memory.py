@@ -33,7 +33,7 @@ class ServerMemory:
     def __init__(self, fleet: Fleet, deadline_s: float, rank: int, group: Group = None) -> None:
         self._fleet, self._deadline_s, self._group = fleet, deadline_s, group
         self._mine = range(rank, len(fleet.servers), group_size(group))
-        self._held: dict[str, set[str]] = {}  # by address: a server that was started again has everything
+        self._held: dict[tuple[int, int], set[str]] = {}  # by number and restarts: a fresh server has everything
 
     def hold(self, *parts: str) -> None:
         """Have these parts on the devices and no others. A server that refuses is marked failed on every rank."""
@@ -50,10 +50,10 @@ class ServerMemory:
                 self._fleet.mark_failed(self._fleet.servers[number], why)
 
     def _move(self, server: Server, wanted: set[str]) -> None:
-        held = self._held.setdefault(server.api.url, {CACHE, WEIGHTS})
+        held = self._held.setdefault((server.number, server.restarts), {CACHE, WEIGHTS})
         self._call(server, "/release_memory_occupation", held - wanted)
         self._call(server, "/resume_memory_occupation", wanted - held)
-        self._held[server.api.url] = wanted
+        self._held[server.number, server.restarts] = wanted
 
     def _call(self, server: Server, path: str, parts: Iterable[str]) -> None:
         tags = sorted(parts)

@@ -55,11 +55,15 @@ class DiskTransport(Transport):
 
     def put(self, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Write the bucket as a file and make it durable."""
-        with (self._partial() / f"model-{self.rank:05d}-{self._files:05d}.safetensors").open("wb") as file:
-            file.write(_header(bucket))
-            file.write(memoryview(flat.numpy()))
-            file.flush()
-            os.fsync(file.fileno())
+        path = self._partial() / f"model-{self.rank:05d}-{self._files:05d}.safetensors"
+        try:
+            with path.open("wb") as file:
+                file.write(_header(bucket))
+                file.write(memoryview(flat.numpy()))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise WorkerError(f"weights of version {self._version} cannot be written to {path}: {error}") from error
         self._files += 1
 
     def publish(self) -> None:

@@ -101,7 +101,11 @@ class DistributedTransport(Transport):
             name = f"megarl-{os.getpid()}-{target.number}-{self._made}"
         size = 1 + self.plan.servers[target.number].tp
         timeout = datetime.timedelta(seconds=self.deadline_s)
-        listener = socket.create_server((self.address, 0))
+        try:
+            listener = socket.create_server((self.address, 0))
+        except OSError as error:
+            reason = f"cannot listen on sync.address {self.address!r}: {error}"
+            raise ServerError(target.api.name, target.api.url, "group of the update", reason) from error
         port = listener.getsockname()[1]
         store = dist.TCPStore(
             self.address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
