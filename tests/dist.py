@@ -154,6 +154,9 @@ def _rank_main(names: tuple, rank: int, world_size: int, port: int, folder: str,
         _write(Path(folder), rank, target(*args))
         dist.barrier()
         dist.destroy_process_group()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)  # a communication thread can abort the interpreter's teardown; workers end in the same way
     except BaseException:
         path = Path(folder) / f"{rank}.error.tmp"
         path.write_text(traceback.format_exc())
