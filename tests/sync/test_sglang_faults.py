@@ -1,7 +1,6 @@
 """A real SGLang server is killed while it gets weights: the other goes on, and it comes back with all of them."""
 
 import pytest
-import torch
 
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
