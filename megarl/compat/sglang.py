@@ -124,6 +124,8 @@ def server_environment(
             # With spinning threads a server gets tens of times slower as soon as another process has one of the cores.
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "passive",
+            # A server makes a buffer for every bucket it gets by broadcast; huge pages spare most of its page faults.
+            "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
             "TORCHDYNAMO_DISABLE": "1",  # compiling one small function takes longer than a test's whole generation
         }
         if tp_size > 1:

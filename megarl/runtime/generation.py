@@ -53,7 +53,7 @@ def use_servers(c: Controller) -> None:
     sync = WeightSync(c.actor.chunks, c.hf_config, c.fleet, server, config.sync, c.run_dir)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.lead_rank, layout.is_lead, layout.mp_group)
     c.sync = sync
-    c.rollout = SglangEngine(config.rollout.sglang, c.fleet, replica, lambda: _record(c, sync.catch_up()))
+    c.rollout = SglangEngine(config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()))
     if layout.rank == 0:
         where = ", ".join(server.api.url for server in c.fleet.servers)
         print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
@@ -64,7 +64,7 @@ def publish(c: Controller, version: int) -> None:
     if c.fleet is not None:
         c.fleet.refresh()  # a server that came back since the last time gets the weights with the others
     make_room(c, "weights")
-    _record(c, c.sync.push(version))
+    _account(c, c.sync.push(version))
     c.rollout.weight_version = version
 
 
@@ -91,6 +91,29 @@ def _write_model_config(c: Controller) -> Path:
         write_metadata(folder, c.hf_config, None, DTYPES[c.config.model.dtype])
     dist.barrier()
     return folder
+
+
+def _account(c: Controller, report: SyncReport) -> None:
+    """Compare what servers compute with the trainer where `sync.verify` wants it, and keep the numbers. Collective."""
+    _record(c, report)
+    if c.fleet is None or not report.to_probe:
+        return
+    from megarl.data.batch import Batch, Jagged
+    from megarl.sync.verify import probe_gap, probe_servers
+
+    make_room(c, "weights", "kv_cache")  # a probe is generated
+    with phase("probe"):
+        probes = probe_servers(c.fleet, report.to_probe, c.hf_config.vocab_size, c.config.sync.timeout_s)
+        if not probes:
+            return
+        batch = Batch(
+            {
+                "prompt_ids": Jagged.from_list([probe.prompt_ids for probe in probes]),
+                "response_ids": Jagged.from_list([probe.token_ids for probe in probes]),
+            }
+        )
+        ours, _ = c.actor.logprobs(batch, entropy=False)
+    c.metrics.max("sync/probe_gap", probe_gap(probes, [row.tolist() for row in ours.unbind()]))
 
 
 def _record(c: Controller, report: SyncReport) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 WORD = 8
+_BLOCK = 1 << 15  # words compared at a time: the verdicts, 32 kB, are still in the cache when they are counted
 _DISTANCES = (torch.uint8, torch.uint16, torch.int32)
 
 
@@ -56,11 +58,21 @@ def make_delta(base: Tensor, new: Tensor) -> tuple[Delta, Tensor]:
     """The delta from `base` to `new`, both uint8 [n] on the CPU, and the positions of the changed words."""
     whole = len(new) // WORD * WORD
     old_words, new_words = base[:whole].view(torch.int64), new[:whole].view(torch.int64)
-    at = (old_words != new_words).nonzero().view(-1)
+    at = _differing(old_words, new_words)
     distances = torch.diff(at, prepend=at.new_full((1,), -1))
     largest = int(distances.max()) if len(at) else 0
     dtype = next(d for d in _DISTANCES if largest <= torch.iinfo(d).max)
     return Delta(distances.to(dtype), new_words[at], new[whole:].clone()), at
+
+
+def _differing(old: Tensor, new: Tensor) -> Tensor:
+    """Positions where two int64 [n] on the CPU differ, rising. Reads each once; equal blocks cost little more."""
+    a, b, found = old.numpy(), new.numpy(), [np.empty(0, np.int64)]
+    for start in range(0, len(a), _BLOCK):
+        at = np.flatnonzero(a[start : start + _BLOCK] != b[start : start + _BLOCK])
+        at += start
+        found.append(at)
+    return torch.from_numpy(np.concatenate(found))
 
 
 def positions(delta: Delta) -> Tensor:

@@ -58,7 +58,10 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass
 class SyncReport:
-    """One synchronisation, the same on every rank. Seconds are those of the slowest rank, bytes of all together."""
+    """One synchronisation, the same on every rank. Seconds are those of the slowest rank, bytes of all together.
+
+    `to_probe`: updated servers that `sync.verify` selects; what they compute can be compared once they generate.
+    """
 
     version: int
     transport: str
@@ -70,6 +73,7 @@ class SyncReport:
     send_s: float = 0.0
     verified: int = 0
     stale_cache: list[int] = field(default_factory=list)
+    to_probe: list[int] = field(default_factory=list)
 
 
 class NullSync:
@@ -234,17 +238,18 @@ class WeightSync:
             mine[number].resume()
 
         self._each({n: n for n in mine}, load, report)
-        self._verify(mine, ready, report)
+        selected = self._to_verify(ready)
+        self._verify(mine, [] if self.config.fp8 else selected, report)
         self._each({n: n for n in mine if n not in report.failed}, reopen, report)
         report.stale_cache = [n for n, update in mine.items() if update.stale_cache]
+        report.to_probe = selected
 
-    def _verify(self, mine: dict[int, ServerUpdate], ready: list[int], report: SyncReport) -> None:
-        """Compare checksums of the servers in `ready`; collective. One that gives none has failed like in other steps.
+    def _verify(self, mine: dict[int, ServerUpdate], chosen: list[int], report: SyncReport) -> None:
+        """Compare checksums of these servers; collective. One that gives none has failed like in other steps.
 
         Raises:
             WorkerError: on every rank, when a server holds something else than the trainer.
         """
-        chosen = self._to_verify(ready)
         if not chosen:
             return
         layouts = sorted({(self.plan.servers[n].tp, self.plan.servers[n].ep) for n in chosen})
@@ -269,8 +274,8 @@ class WeightSync:
             raise WorkerError("\n".join(everyone))
 
     def _to_verify(self, ready: list[int]) -> list[int]:
-        """The servers of `ready` whose checksums are wanted, the same on every rank."""
-        if self.config.verify == "off" or self.config.fp8:
+        """The servers of `ready` that `sync.verify` selects, the same on every rank."""
+        if self.config.verify == "off":
             return []
         new = [n for n in ready if self.config.verify == "every" or self.fleet.servers[n].version is None]
         return sorted({number for part in all_gather_json(new) for number in part})
@@ -305,6 +310,7 @@ class WeightSync:
         report.verified = sum(part[4] for part in everyone)
         report.stale_cache = sorted(n for part in everyone for n in part[5])
         report.updated = [number for number in agreed if number not in report.failed]
+        report.to_probe = [number for number in report.to_probe if number in report.updated]
         for number in agreed:
             server = self.fleet.servers[number]
             if number in report.failed:

@@ -10,15 +10,18 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from megarl.comm import all_gather_json, group_size
 from megarl.errors import ServerError
 from megarl.models.hf import expert_ffn, head_dim, num_experts
 from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.fleet import Fleet
 from megarl.sync.checksum import Checksum, make_checksum
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
 
 Checksums = list[dict[str, str]]  # per tensor-parallel rank of a server: parameter -> checksum
 
+_PROBE_TOKENS = 8  # of the prompt, and of its continuation
 _VOCAB_MULTIPLE = 64  # the server pads the rows of embedding and head to it, with zeros
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj"}
@@ -191,6 +195,27 @@ def greedy_probe(api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s:
     return Probe(prompt_ids, [int(p[1]) for p in pairs], [float(p[0]) for p in pairs], str(meta["weight_version"]))
 
 
-def probe_gap(probe: Probe, trainer_logprobs: Sequence[float]) -> float:
-    """Largest difference of log-probs of the probe's tokens between the server and the trainer."""
-    return max(abs(a - b) for a, b in zip(probe.logprobs, trainer_logprobs, strict=True))
+def probe_servers(fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadline_s: float) -> list[Probe]:
+    """A greedy probe of each of these servers, the same on every rank; one that does not answer is marked failed.
+
+    Collective: the servers are shared out over the ranks. The prompt is the same for all.
+    """
+    ranks, rank = group_size(), dist.get_rank() if group_size() > 1 else 0
+    prompt = [(7919 * i + 11) % vocabulary for i in range(_PROBE_TOKENS)]
+    probes, failed = [], []
+    for number in numbers[rank::ranks]:
+        try:
+            probe = greedy_probe(fleet.servers[number].api, prompt, _PROBE_TOKENS, deadline_s)
+            probes.append(asdict(probe))
+        except ServerError as error:
+            failed.append([number, error.reason])
+    everyone = all_gather_json([probes, failed])
+    for number, why in (pair for _, part in everyone for pair in part):
+        fleet.mark_failed(fleet.servers[number], why)
+    return [Probe(**fields) for part, _ in everyone for fields in part]
+
+
+def probe_gap(probes: Sequence[Probe], trainer: Sequence[Sequence[float]]) -> float:
+    """Largest difference of log-probs of the probes' tokens between servers and trainer."""
+    pairs = ((p.logprobs, ours) for p, ours in zip(probes, trainer, strict=True))
+    return max(abs(a - b) for theirs, ours in pairs for a, b in zip(theirs, ours, strict=True))

@@ -71,6 +71,7 @@ def test_every_transport_trains_like_the_embedded_engine(transport, recipe, exte
         assert numbers["rollout_corr/staleness_max"] == 0
         # Both compute in fp32 with other kernels: 4e-6 was measured, and the old weights would differ by 1e-2.
         assert numbers["rollout_corr/logp_diff_max"] < 1e-4
+        assert 0 < numbers["sync/probe_gap"] < 1e-4
     assert steps[1]["critic/score/mean"] == pytest.approx(embedded[1]["critic/score/mean"], abs=0.3)
     assert gain(embedded) > 0.05
     assert gain(steps) > 0.05
@@ -101,3 +102,4 @@ def test_own_server_ends_with_a_killed_run_and_the_resumed_run_starts_another(re
         assert steps[step]["rollout_corr/logp_diff_max"] < 1e-4
         assert steps[step]["rollout_corr/staleness_max"] == 0  # versions go on with the steps
         assert steps[step]["sync/verified_tensors"] > 0
+        assert 0 < steps[step]["sync/probe_gap"] < 1e-4

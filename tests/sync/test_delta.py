@@ -38,7 +38,9 @@ def test_distances_are_as_narrow_as_they_can_be():
     for at, kind in ((200, torch.uint8), (60_000, torch.uint16), (99_999, torch.int32)):
         new = base.clone()
         new[8 * at] = 1
-        assert make_delta(base, new)[0].distances.dtype == kind
+        delta, found = make_delta(base, new)
+        assert delta.distances.dtype == kind
+        assert found.tolist() == [at]
 
 
 def test_words_that_lie_in_two_tensors_touch_both():

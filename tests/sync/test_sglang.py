@@ -29,13 +29,13 @@ pytestmark = [pytest.mark.procs, pytest.mark.skipif(bool(MISSING), reason=f"no S
 
 
 @contextlib.contextmanager
-def serving(folder: Path, name: str, **changes):
+def serving(folder: Path, name: str, dtype: str = "float32", tp_size: int = 1, **changes):
     """Address of a server that was started with a tiny model, saved in folder/model."""
     from megarl.rollout.sglang.server import ServerProcess, ServerSpec, wait_ready
 
     save_tiny(folder / "model", name, **changes)
-    config = SGLangConfig(max_total_tokens=4096, context_length=128)
-    spec = ServerSpec(0, config, folder / "model", "float32", "127.0.0.1", KEY, folder, cuda=False)
+    config = SGLangConfig(max_total_tokens=4096, context_length=128, tp_size=tp_size)
+    spec = ServerSpec(0, config, folder / "model", dtype, "127.0.0.1", KEY, folder, cuda=False)
     server = ServerProcess(spec)
     server.start()
     try:
@@ -148,8 +148,8 @@ def push_wrong(folder: str, url: str, run_dir: str) -> None:
     sync.push(100)
 
 
-def push_random(folder: str, url: str, run_dir: str, layout: dict) -> list[dict]:
-    """Push parameters that the server was not started with, under `layout`."""
+def push_scaled(folder: str, url: str, run_dir: str, cases: list[tuple[dict, dict]], tp: int = 1) -> list[dict]:
+    """For each (layout, settings): push parameters that the server did not hold before, to one of `tp` ranks."""
     import dataclasses
 
     from megarl.config.sync import SyncConfig
@@ -157,16 +157,20 @@ def push_random(folder: str, url: str, run_dir: str, layout: dict) -> list[dict]
     from megarl.sync.plan import ServerLayout
     from megarl.sync.updater import WeightSync
 
-    fresh_parallel(**layout)
-    chunks = build_tiny(folder, **layout)
-    with torch.no_grad():
-        for chunk in chunks:
-            for param in chunk.parameters():
-                param.mul_(1.5)
-    fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
-    config = SyncConfig(transport="tensor", verify="every", timeout_s=60.0)
-    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
-    return [dataclasses.asdict(sync.push(1))]
+    found = []
+    for number, (layout, settings) in enumerate(cases, 1):
+        fresh_parallel(**layout)
+        chunks = build_tiny(folder, **layout)
+        with torch.no_grad():
+            for chunk in chunks:
+                for param in chunk.parameters():
+                    param.mul_(1 + number / 7)
+        fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
+        config = SyncConfig(**{"transport": "tensor", "verify": "every", "timeout_s": 60.0, **settings})
+        sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(tp=tp), config, Path(run_dir))
+        found.append(dataclasses.asdict(sync.push(number)))
+        sync.close()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -180,5 +184,22 @@ def push_random(folder: str, url: str, run_dir: str, layout: dict) -> list[dict]
 )
 def test_other_architectures_and_layouts(tmp_path, name, changes, layout, parameters):
     with serving(tmp_path, name, **changes) as url:
-        for (report,) in run_distributed(push_random, 2, 240, str(tmp_path / "model"), url, str(tmp_path), layout):
+        run = (str(tmp_path / "model"), url, str(tmp_path), [(layout, {})])
+        for (report,) in run_distributed(push_scaled, 2, 240, *run):
             assert (report["updated"], report["verified"]) == ([0], parameters)
+
+
+@pytest.mark.parametrize(("dtype", "wire"), [("float32", "fp32"), ("bfloat16", "bf16")])
+def test_a_server_of_two_ranks_holds_every_parameter_on_both(tmp_path, dtype, wire):
+    # 128: on a CPU the server pads the width of the MLP to a multiple of 32 on each rank
+    changes = {"tie_word_embeddings": False, "intermediate_size": 128}
+    cases = [
+        (layout, {"transport": transport, "dtype": wire})
+        for layout in ({"tp": 2}, {"pp": 2})
+        for transport in ("tensor", "distributed")
+    ]
+    with serving(tmp_path, "qwen3", dtype, tp_size=2, **changes) as url:
+        run = (str(tmp_path / "model"), url, str(tmp_path), cases, 2)
+        for reports in run_distributed(push_scaled, 2, 240, *run):
+            for case, report in zip(cases, reports, strict=True):
+                assert (report["updated"], report["verified"]) == ([0], 2 * PARAMETERS), case
