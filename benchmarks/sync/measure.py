@@ -40,8 +40,6 @@ BUCKET_MB = 100
 DEADLINE_S = 120.0
 CHANGED = 0.01  # elements that a delta brings
 REPEATS = 5
-# One thread, and huge pages for the buffers that a server makes for every bucket.
-SERVER_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 def _weights() -> dict[str, Tensor]:
@@ -60,11 +58,12 @@ def _held(names: list[str]) -> dict[str, Held]:
 
 @contextmanager
 def _receiver(folder: Path) -> Iterator[ServerApi]:
+    from megarl.compat.sglang import CPU_MALLOC
     from megarl.rollout.sglang.api import ServerApi
 
     port_file = folder / f"port-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "megarl.benchmarks.sync.receiver", str(port_file)]
-    process = subprocess.Popen(command, env=os.environ | SERVER_ENVIRONMENT)
+    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": CPU_MALLOC})
     try:
         end = time.monotonic() + DEADLINE_S
         while not port_file.exists():

@@ -8,7 +8,7 @@ would end the update of all.
 from __future__ import annotations
 
 import datetime
-import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -48,7 +48,6 @@ class DistributedTransport(Transport):
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[int, _Link] = {}
         self._lock = threading.Lock()
-        self._made = 0
 
     def buffer(self, nbytes: int) -> Tensor:
         """Memory of the device that broadcasts."""
@@ -96,9 +95,8 @@ class DistributedTransport(Transport):
 
     def _connect(self, target: Target) -> _Link:
         """Make the group of this sender and the server: rank 0 is the sender, 1 and on are the server's ranks."""
-        with self._lock:
-            self._made += 1
-            name = f"megarl-{os.getpid()}-{target.number}-{self._made}"
+        # Random: a server keeps the groups of trainers that are gone, and refuses a name that it has seen.
+        name = f"megarl-{secrets.token_hex(8)}"
         size = 1 + self.plan.servers[target.number].tp
         timeout = datetime.timedelta(seconds=self.deadline_s)
         listener = socket.create_server((self.address, 0))
