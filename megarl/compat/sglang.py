@@ -17,8 +17,8 @@ from pathlib import Path
 
 from megarl.errors import ConfigError
 
-# A server makes a buffer for every bucket that it gets by broadcast. Kept on one heap, in huge pages, the buffers of all
-# buckets are the same memory; otherwise each is mapped, zeroed and given back, with 92,000 page faults for 400 MB.
+# A server makes a buffer for every bucket that it gets by broadcast. Kept on one heap, in huge pages, the buffers of
+# all buckets are the same memory; otherwise each is mapped, zeroed and given back, with 92,000 page faults for 400 MB.
 CPU_MALLOC = ":".join(
     f"glibc.malloc.{name}={value}"
     for name, value in {"hugetlb": 1, "arena_max": 1, "mmap_threshold": 1 << 30, "trim_threshold": 2 << 30}.items()
