@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from megarl.sync.updater import SyncReport
 
 MODEL_FOLDER = "servers/model"
-_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def use_servers(c: Controller) -> None:
@@ -28,7 +27,7 @@ def use_servers(c: Controller) -> None:
     """
     if c.config.rollout.engine != "sglang":
         return
-    from megarl.device import has_cuda
+    from megarl.device import DTYPES, has_cuda
     from megarl.rollout.sglang.engine import Replica, SglangEngine
     from megarl.rollout.sglang.launch import Place, open_fleet
     from megarl.rollout.sglang.memory import ServerMemory
@@ -43,7 +42,7 @@ def use_servers(c: Controller) -> None:
             Place.from_environment(config.cluster),
             c.run_dir,
             _write_model_config(c),
-            _DTYPE_NAMES[dtype],
+            str(DTYPES[dtype]).removeprefix("torch."),
             cuda=has_cuda(),
             random_weights=True,
         )

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 LENGTHS = (64, 17, 40, 5)
 _SERVER_TOKENS = 4096
-_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 
 
 def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
@@ -63,9 +62,10 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
 
     config = SGLangConfig(max_total_tokens=_SERVER_TOKENS)
     found = []
+    name = str(DTYPES[dtype]).removeprefix("torch.")
     with (
         tempfile.TemporaryDirectory() as logs,
-        open_fleet(config, Place(), Path(logs), folder, _DTYPE_NAMES[dtype], cuda=has_cuda()) as fleet,
+        open_fleet(config, Place(), Path(logs), folder, name, cuda=has_cuda()) as fleet,
     ):
         for ids in sequences:
             request = {

@@ -20,10 +20,9 @@ from megarl.comm import Group, all_gather_json
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
-from megarl.rollout.sglang.server import ServerProcess, wait_ready
+from megarl.rollout.sglang.server import HEALTH_S, ServerProcess, wait_ready
 
 State = Literal["starting", "catching_up", "current", "failed"]
-_HEALTH_S = 25.0  # /health answers after 20 s at the latest, healthy or not
 
 
 @dataclass
@@ -169,7 +168,7 @@ class Fleet:
 
     def _look_at(self, server: Server) -> None:
         try:
-            server.api.call("/health", deadline_s=_HEALTH_S, phase="health", method="GET")
+            server.api.call("/health", deadline_s=HEALTH_S, phase="health", method="GET")
             server.state = "catching_up"
         except ServerError as error:
             server.state, server.why = "failed", error.reason

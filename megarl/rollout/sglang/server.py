@@ -22,7 +22,7 @@ _CPU_TOKENS = 65536  # key/value cache on a CPU, where SGLang would take a share
 _GRACE_S = 10.0  # after SIGTERM a server removes its shared memory and sockets
 _PORT_TRIES = 3
 _POLL_S = 0.5
-_HEALTH_S = 25.0  # /health answers after 20 s at the latest, healthy or not
+HEALTH_S = 25.0  # /health answers after 20 s at the latest, healthy or not
 _CLASHES = ("address already in use", "is already in use", "eaddrinuse")
 
 
@@ -141,7 +141,7 @@ class ServerProcess:
             self._ended()
             return False
         with contextlib.suppress(ServerError):
-            self.api.call("/health", deadline_s=_HEALTH_S, phase="start", method="GET")
+            self.api.call("/health", deadline_s=HEALTH_S, phase="start", method="GET")
             return True
         return False
 
