@@ -40,7 +40,7 @@ setup(
         "megarl.benchmarks": ["cases/*.yaml"],
         "megarl.kernels": ["*.cpp"],
         "megarl.recipes": ["*.yaml"],
-        "megarl.compat.sglang_server": ["stand_ins/*/*/*.py"],
+        "megarl.compat.sglang_server": ["loaders/*.py", "stand_ins/*/*/*.py"],
         "megarl.config": ["*.json"],
         "megarl.tracking": ["*.html", "*.css", "*.js"],
     },

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
 
+    from megarl.models.weights.plan import Box
     from megarl.rollout.sglang.api import ServerApi
     from megarl.sync.courier import Courier
     from megarl.sync.plan import Held, SyncPlan
@@ -156,10 +157,11 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
     weights = _weights()
     plan = make_plan(_held(list(weights)), [Place()], [ServerLayout()], bucket_bytes=BUCKET_MB * 10**6)
     box = ((0, SIDE), (0, SIDE))
-    source = Source({(key, box): tensor for key, tensor in weights.items()}, plan, 0, torch.bfloat16)
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     rows = []
     with _receiver(folder) as api, _transport(name, plan, folder) as transport:
+        held: dict[tuple[str, Box], Tensor] = {(key, box): tensor for key, tensor in weights.items()}
+        source = Source(held, plan, 0, torch.bfloat16, live=transport.live)
         courier = Courier(source, transport)
         update = _Update(courier, transport, api)
 

@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import base64
 import datetime
+import functools
 import hashlib
+import importlib.util
 import io
 import json
 import os
 import pickle
 import sys
 import threading
+from collections.abc import Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+
+from megarl.compat.sglang import LOADERS, PATCH_LOADER
 
 _ADMITTED = {
     ("types", "SimpleNamespace"),
@@ -59,6 +65,20 @@ def _rebuild_cuda(*arguments: Any) -> Tensor:
         i for i in range(torch.cuda.device_count()) if str(torch.cuda.get_device_properties(i).uuid) == arguments[6]
     )
     return rebuild_cuda_tensor(*arguments[:6], number, *arguments[7:])
+
+
+class _Model:
+    """The tensors as a server's loader sees its model."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    def parameters(self) -> Iterator[Tensor]:
+        return iter(self.tensors.values())
+
+    def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in named:
+            self.tensors[name].copy_(tensor)
 
 
 class Refused(Exception):
@@ -111,6 +131,10 @@ class Receiver:
         """The version's name."""
         return {"weight_version": self.version}
 
+    def do_get_server_info(self) -> dict[str, Any]:
+        """What it was started with."""
+        return {"custom_weight_loader": [PATCH_LOADER]}
+
     def do_flush_cache(self) -> None:
         """There is no cache."""
 
@@ -120,6 +144,9 @@ class Receiver:
         """A bucket in shared memory."""
         self._need_session()
         bucket = _Unpickler(io.BytesIO(base64.b64decode(serialized_named_tensors[0]))).load()
+        if load_format == PATCH_LOADER:
+            _patch_loader().apply(_Model(self.tensors), bucket)
+            return
         flat = bucket["flattened_tensor"]
         for item in bucket["metadata"]:
             self._keep(item.name, flat[item.start_idx : item.end_idx].view(item.dtype).view(item.shape))
@@ -202,6 +229,19 @@ class Receiver:
         if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
             mine = self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         mine.copy_(tensor)
+
+
+@functools.cache
+def _patch_loader() -> ModuleType:
+    """The loader that servers have on their path, which is none of megarl's modules."""
+    module = PATCH_LOADER.partition(".")[0]
+    found = importlib.util.spec_from_file_location(module, LOADERS / f"{module}.py")
+    assert found is not None
+    assert found.loader is not None
+    made = importlib.util.module_from_spec(found)
+    sys.modules[module] = made
+    found.loader.exec_module(made)
+    return made
 
 
 def serve(receiver: Receiver, port_file: Path) -> None:

@@ -26,6 +26,7 @@ CPU_MALLOC = ":".join(
 COMPLETE = ".complete"  # in an environment's folder when its installation went through
 TESTED, SERIES = "0.5.23", "0.5.2"
 _FOLDER = Path(__file__).with_name("sglang_server")
+PATCH_LOADER, LOADERS = "megarl_patch.apply", _FOLDER / "loaders"  # what a server calls for changed elements
 STAND_INS = (_FOLDER / "stand_ins/cpu", _FOLDER / "stand_ins/text")
 _KEY = "rollout.sglang.python"
 _INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TESTED}"
@@ -95,7 +96,7 @@ def server_command(python: Path, arguments: Sequence[str]) -> list[str]:
 
 def cpu_arguments() -> list[str]:
     """What the server must be told on a CPU."""
-    return ["--device", "cpu", "--sampling-backend", "pytorch", "--disable-overlap-schedule"]
+    return ["--device", "cpu", "--sampling-backend", "pytorch", "--disable-overlap-schedule", "--sleep-on-idle"]
 
 
 def server_environment(

@@ -57,10 +57,19 @@ def bucket_payload(flat: Tensor, entries: Iterable[Placed]) -> str:
         )
         for entry in entries
     ]
+    return _pickled({"flattened_tensor": flat, "metadata": metadata})
+
+
+def tensor_payload(name: str, tensor: Tensor) -> str:
+    """Base64 of the pickle that hands one tensor in shared memory to a loader of the server."""
+    return _pickled([(name, tensor)])
+
+
+def _pickled(found: Any) -> str:
     out = io.BytesIO()
     pickler = ForkingPickler(out)
     pickler.dispatch_table = {**pickler.dispatch_table, Tensor: _reduce_shared}
-    pickler.dump({"flattened_tensor": flat, "metadata": metadata})
+    pickler.dump(found)
     return base64.b64encode(out.getvalue()).decode()
 
 

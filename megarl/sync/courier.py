@@ -1,8 +1,9 @@
-"""Rounds of a synchronisation on one rank: the next bucket is gathered while the last one is on its way.
+"""Rounds of a synchronisation on one rank: gathering, preparing and sending follow each other like hands at a belt.
 
-main thread     | gather 0 | gather 1   | wait for buffer 0 | gather 2    ...
-courier thread             | send 0            | send 1            | send 2
-                buffer 0 .................. buffer 1 ......... buffer 0
+main thread     | gather 0 | gather 1   | wait for buffer 0 | gather 2     ...
+putting thread             | put 0  | put 1               | ..
+courier thread                      | send 0              | send 1            | send 2
+                buffer 0 ........................... buffer 1 ......... buffer 0
 """
 
 from __future__ import annotations
@@ -49,7 +50,11 @@ class Courier:
         mine = self.source.my_route()
         buckets = self.source.buckets() if mine is not None and mine in routes else ()
         self._allocate(buckets)
-        with ThreadPoolExecutor(1, "courier") as courier, ThreadPoolExecutor(max(len(targets), 1)) as servers:
+        with (
+            ThreadPoolExecutor(1, "put") as putting,
+            ThreadPoolExecutor(1, "courier") as courier,
+            ThreadPoolExecutor(max(len(targets), 1)) as servers,
+        ):
             for number in range(self.source.rounds(routes)):
                 bucket = buckets[number] if number < len(buckets) else None
                 if len(waiting) == len(self._buffers) and waiting:
@@ -59,9 +64,12 @@ class Courier:
                 self.source.fill(number, routes, flat)
                 sent.gather_s += time.perf_counter() - start
                 if bucket is not None and flat is not None:
-                    waiting.append(courier.submit(self._send, number, bucket, flat, targets, servers, sent))
+                    put = putting.submit(self.transport.put, number, bucket, self.source.parts(bucket, flat))
+                    waiting.append(courier.submit(self._send, put, number, bucket, flat, targets, servers, sent))
             while waiting:
                 waiting.popleft().result()
+        if targets and self.transport.sent_bytes is not None:
+            sent.nbytes = self.transport.sent_bytes
         return sent
 
     def release(self) -> None:
@@ -76,6 +84,7 @@ class Courier:
 
     def _send(
         self,
+        put: Future[None],
         number: int,
         bucket: Bucket,
         flat: Tensor,
@@ -84,7 +93,7 @@ class Courier:
         sent: Sent,
     ) -> None:
         start = time.perf_counter()
-        self.transport.put(number, bucket, flat)
+        put.result()
         healthy = [target for target in targets if target.number not in sent.failed]
         reasons = servers.map(lambda target: self._deliver(target, number, bucket, flat), healthy)
         for target, why in zip(healthy, reasons, strict=True):

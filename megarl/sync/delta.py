@@ -1,87 +1,125 @@
-"""What changed between two versions of a bucket: positions and new values of its 8-byte words.
+"""What changed between two versions of a bucket: positions and new values of its elements.
 
 After a step in bf16 most elements have not moved, and those that have are spread over all tensors. Positions are
-written as distances, in as few bytes as the largest distance needs: about a tenth of what an index and a value would
-take. Byte-wise compression of the rest gains little and costs more time than a fast network needs to carry it.
+written as distances of one byte, so that a changed bf16 element takes three bytes: a third of what an index and a value
+would take. Byte-wise compression of the rest gains little and costs more time than a fast network needs to carry it.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-WORD = 8
-_BLOCK = 1 << 15  # words compared at a time: the verdicts, 32 kB, are still in the cache when they are counted
-_DISTANCES = (torch.uint8, torch.uint16, torch.int32)
+from megarl.kernels.delta import diff, patch
+from megarl.sync.plan import Entry
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Changed words of a bucket.
+    """Written elements of a bucket's tensors, one tensor after the other.
 
     Attributes:
-        distances: [n], from one changed word to the next, the first from word -1.
-        values: int64 [n], what they are now.
-        tail: the bytes after the last whole word, always sent.
+        counts: int64 [tensors].
+        distances: uint8 [sum of counts], as `megarl.kernels.delta.diff` makes them.
+        values: uint8, the bytes of the written elements.
     """
 
+    counts: Tensor
     distances: Tensor
     values: Tensor
-    tail: Tensor
 
     @property
     def nbytes(self) -> int:
         """Size on the wire."""
-        return self.distances.nbytes + self.values.nbytes + self.tail.nbytes
+        return self.counts.nbytes + self.distances.nbytes + self.values.nbytes
+
+    @property
+    def touched(self) -> list[int]:
+        """Numbers of the tensors that changed."""
+        numbers: list[int] = self.counts.nonzero().view(-1).tolist()
+        return numbers
 
     def to_bytes(self) -> list[memoryview]:
-        """Four buffers; the first names the type of the distances."""
-        code = torch.tensor([_DISTANCES.index(self.distances.dtype)], dtype=torch.uint8)
-        parts = (code, self.distances, self.values, self.tail)
-        return [memoryview(part.contiguous().view(torch.uint8).numpy()) for part in parts]
+        """Three buffers."""
+        return [memoryview(part.view(torch.uint8).numpy()) for part in (self.counts, self.distances, self.values)]
 
     @classmethod
-    def from_bytes(cls, parts: list[bytearray]) -> Delta:
+    def from_bytes(cls, parts: Sequence[bytearray]) -> Delta:
         """The counterpart of `to_bytes`."""
-        dtypes = (_DISTANCES[parts[0][0]], torch.int64, torch.uint8)
-        made = [
-            torch.frombuffer(part, dtype=dtype) if part else torch.empty(0, dtype=dtype)
-            for part, dtype in zip(parts[1:], dtypes, strict=True)
-        ]
-        return cls(*made)
+        counts, *rest = (torch.frombuffer(part, dtype=torch.uint8) if part else _NOTHING for part in parts)
+        return cls(counts.view(torch.int64), *rest)
 
 
-def make_delta(base: Tensor, new: Tensor) -> tuple[Delta, Tensor]:
-    """The delta from `base` to `new`, both uint8 [n] on the CPU, and the positions of the changed words."""
-    whole = len(new) // WORD * WORD
-    old_words, new_words = base[:whole].view(torch.int64), new[:whole].view(torch.int64)
-    at = _differing(old_words, new_words)
-    distances = torch.diff(at, prepend=at.new_full((1,), -1))
-    largest = int(distances.max()) if len(at) else 0
-    dtype = next(d for d in _DISTANCES if largest <= torch.iinfo(d).max)
-    return Delta(distances.to(dtype), new_words[at], new[whole:].clone()), at
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def _differing(old: Tensor, new: Tensor) -> Tensor:
-    """Positions where two int64 [n] on the CPU differ, rising. Reads each once; equal blocks cost little more."""
-    a, b, found = old.numpy(), new.numpy(), [np.empty(0, np.int64)]
-    for start in range(0, len(a), _BLOCK):
-        at = np.flatnonzero(a[start : start + _BLOCK] != b[start : start + _BLOCK])
-        at += start
-        found.append(at)
-    return torch.from_numpy(np.concatenate(found))
+def make_delta(base: Sequence[Tensor], new: Sequence[Tensor], itemsizes: Sequence[int], limit: int) -> Delta | None:
+    """Bring `base` to `new` and tell what changed.
+
+    Args:
+        base, new: uint8, the bytes of each tensor of a bucket, on the CPU.
+        itemsizes: bytes of an element of each tensor.
+        limit: bytes that the delta may have at most.
+
+    Returns:
+        None when it would have more; `base` is then neither of both.
+    """
+    counts, distances, values = [], [_NOTHING], [_NOTHING]
+    left = limit - 8 * len(base)
+    for old, now, itemsize in zip(base, new, itemsizes, strict=True):
+        found = diff(old, now, itemsize, max(left, 0) // (1 + itemsize))
+        if found is None:
+            return None
+        counts.append(len(found[0]))
+        if counts[-1]:
+            distances.append(found[0])
+            values.append(found[1])
+            left -= counts[-1] * (1 + itemsize)
+    return Delta(torch.tensor(counts, dtype=torch.int64), torch.cat(distances), torch.cat(values))
 
 
-def positions(delta: Delta) -> Tensor:
-    """Numbers of the changed words, int64."""
-    return delta.distances.to(torch.int64).cumsum(0) - 1
+def apply_delta(parts: Sequence[Tensor], itemsizes: Sequence[int], delta: Delta) -> None:
+    """Bring `parts`, uint8, the bytes of each tensor, forward in place.
+
+    Raises:
+        ValueError: the delta is none of these tensors.
+    """
+    if len(parts) != len(delta.counts):
+        raise ValueError(f"a delta of {len(delta.counts)} tensors for {len(parts)}")
+    for part, itemsize, (distances, values) in zip(parts, itemsizes, _split(delta, itemsizes), strict=True):
+        if len(distances):
+            patch(part, distances, values, itemsize)
 
 
-def apply_delta(flat: Tensor, delta: Delta) -> None:
-    """Bring `flat`, uint8 [n], forward in place."""
-    whole = len(flat) // WORD * WORD
-    flat[:whole].view(torch.int64)[positions(delta)] = delta.values
-    flat[whole:] = delta.tail
+def patch_bytes(entries: Sequence[Entry], delta: Delta) -> int:
+    """Size of what `write_patch` writes."""
+    return len(_patch_header(entries, delta)) + len(delta.distances) + len(delta.values)
+
+
+def write_patch(out: Tensor, entries: Sequence[Entry], delta: Delta) -> None:
+    """The delta as a server's loader reads it (compat/sglang_server/loaders): the size of a JSON header in 8 bytes, the
+    header with name, shape, dtype and count of each touched tensor, all distances, all values.
+    """
+    header = torch.frombuffer(bytearray(_patch_header(entries, delta)), dtype=torch.uint8)
+    end = 0
+    for part in (header, delta.distances, delta.values):
+        out[end : end + len(part)] = part
+        end += len(part)
+
+
+def _patch_header(entries: Sequence[Entry], delta: Delta) -> bytes:
+    counted = zip(entries, delta.counts.tolist(), strict=True)
+    text = json.dumps([[e.name, e.shape, e.dtype, count] for e, count in counted if count]).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+def _split(delta: Delta, itemsizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Distances and values of each tensor."""
+    at = byte = 0
+    for count, itemsize in zip(delta.counts.tolist(), itemsizes, strict=True):
+        yield delta.distances[at : at + count], delta.values[byte : byte + count * itemsize]
+        at, byte = at + count, byte + count * itemsize

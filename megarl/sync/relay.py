@@ -3,9 +3,9 @@
     MEGARL_RELAY_KEY=... python -m megarl.sync.relay HOST PORT PORT_FILE     (port 0: a free one, written to PORT_FILE)
 
     trainer                                relay                                   server
-    changed words of bucket 3  --TCP-->    base of bucket 3 += them
-    which handles for server 0?  ----->    handles of the tensors that changed
-    handles                      ---------------------- HTTP ------------------->  maps them, copies
+    changed elements of bucket 3  --TCP-->  base of bucket 3 += them
+    patch for server 0?  ---------------->  handle of the changed elements, or of the tensors that changed
+    handle                       ---------------------- HTTP ------------------->  maps it, writes them, or copies
 
 A bucket moves from version to version whole: a message is read to its end before anything changes. The base must be
 the one that the delta was made from; otherwise the answer says so and the trainer sends everything. The trainer proves
@@ -22,18 +22,19 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megarl.compat.sglang_wire import bucket_payload, shared_buffer
-from megarl.sync.delta import Delta, apply_delta
-from megarl.sync.plan import Entry
+from megarl.compat.sglang_wire import bucket_payload, shared_buffer, tensor_payload
+from megarl.sync.delta import Delta, apply_delta, patch_bytes, write_patch
+from megarl.sync.plan import ITEMSIZE, Entry
 
 KEY_VARIABLE = "MEGARL_RELAY_KEY"
+_HOST = torch.device("cpu")
 _NONCE = 32
 _LIMIT = 64 << 30  # bytes of a message; more is not a message of ours
 
@@ -113,49 +114,80 @@ class _Base:
     flat: Tensor
     version: int
 
+    @property
+    def parts(self) -> list[Tensor]:
+        return [self.flat[entry.offset : entry.offset + entry.nbytes] for entry in self.entries]
+
+
+@dataclass
+class _Sender:
+    """Buckets by number, and the last delta in shared memory: its bytes, its bucket and version."""
+
+    bases: dict[int, _Base] = field(default_factory=dict)
+    patch: Tensor = field(default_factory=lambda: shared_buffer(0, _HOST))
+    patched: tuple[int, int, int] | None = None  # bucket, version, bytes
+
 
 class Relay:
-    """Buckets by name, in shared memory."""
+    """What senders gave, in shared memory."""
 
     def __init__(self) -> None:
-        self._bases: dict[str, _Base] = {}
+        self._senders: dict[str, _Sender] = {}
         self._lock = threading.Lock()
 
     def handle(self, header: dict[str, Any], bodies: list[bytearray]) -> dict[str, Any]:
         """Answer one message."""
         actions: dict[str, Callable[..., dict[str, Any]]] = {
-            "hello": self._hello,
             "full": self._full,
             "delta": self._delta,
+            "patch": self._patch,
             "handles": self._handles,
         }
+        op = header.pop("op")
+        if op == "hello":
+            return {}
         with self._lock:
-            return actions[header.pop("op")](bodies=bodies, **header)
+            sender = self._senders.setdefault(header.pop("sender"), _Sender())
+            return actions[op](sender, bodies=bodies, **header)
 
-    def _hello(self, bodies: list[bytearray]) -> dict[str, Any]:
-        return {}
-
-    def _full(self, bodies: list[bytearray], bucket: str, version: int, entries: list[list[Any]]) -> dict[str, Any]:
-        data = torch.frombuffer(bodies[0], dtype=torch.uint8)
-        base = self._bases.get(bucket)
-        if base is None or len(base.flat) != len(data):
-            base = self._bases[bucket] = _Base([], shared_buffer(len(data), torch.device("cpu")), version)
+    def _full(
+        self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, entries: list[list[Any]]
+    ) -> dict[str, Any]:
+        size = sum(map(len, bodies))
+        base = sender.bases.get(bucket)
+        if base is None or len(base.flat) != size:
+            base = sender.bases[bucket] = _Base([], shared_buffer(size, _HOST), version)
         base.entries = [Entry(n, tuple(shape), dtype, *rest) for n, shape, dtype, *rest in entries]
-        base.flat.copy_(data)
+        for part, body in zip(base.parts, bodies, strict=True):
+            part.copy_(torch.frombuffer(body, dtype=torch.uint8))
         base.version = version
         return {}
 
-    def _delta(self, bodies: list[bytearray], bucket: str, base: int, version: int) -> dict[str, Any]:
-        held = self._bases.get(bucket)
+    def _delta(self, sender: _Sender, bodies: list[bytearray], bucket: int, base: int, version: int) -> dict[str, Any]:
+        held = sender.bases.get(bucket)
         if held is None or held.version != base:
-            raise RelayRefused(f"base {None if held is None else held.version} instead of {base}")
-        apply_delta(held.flat, Delta.from_bytes(bodies))
+            return {"taken": False}
+        delta = Delta.from_bytes(bodies)
+        apply_delta(held.parts, [ITEMSIZE[entry.dtype] for entry in held.entries], delta)
         held.version = version
-        return {}
+        size = patch_bytes(held.entries, delta)
+        if len(sender.patch) < size:
+            sender.patch = shared_buffer(size, _HOST)
+        write_patch(sender.patch, held.entries, delta)
+        sender.patched = bucket, version, size
+        return {"taken": True}
 
-    def _handles(self, bodies: list[bytearray], bucket: str, version: int, ranks: list[list[int]]) -> dict[str, Any]:
+    def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int) -> dict[str, Any]:
+        """The payload that hands the changed elements to each rank of a server."""
+        if sender.patched is None or sender.patched[:2] != (bucket, version):
+            raise RelayRefused(f"the last changes are those of {sender.patched}, not of {(bucket, version)}")
+        return {"payload": tensor_payload("patch", sender.patch[: sender.patched[2]])}
+
+    def _handles(
+        self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: list[list[int]]
+    ) -> dict[str, Any]:
         """Payloads that hand tensors of the bucket to a server: for each of its ranks the numbers of the entries."""
-        held = self._bases.get(bucket)
+        held = sender.bases.get(bucket)
         if held is None or held.version != version:
             raise RelayRefused(f"version {None if held is None else held.version} instead of {version}")
         return {"payloads": [bucket_payload(held.flat, [held.entries[i] for i in rank]) for rank in ranks]}

@@ -56,6 +56,8 @@ class Source:
         dtype: of the wire, before FP8.
         device: of the buckets. Pieces travel between buckets' devices: giver and taker must use one backend.
         group: process group whose ranks the plan's numbers are; None: the world.
+        live: tensors that this rank holds as the wire wants them are not copied into buckets; `parts` tells where all
+            of them are.
     """
 
     def __init__(
@@ -66,8 +68,11 @@ class Source:
         dtype: torch.dtype,
         device: torch.device = HOST,
         group: Group = None,
+        *,
+        live: bool = False,
     ) -> None:
         self.held, self.plan, self.rank, self.dtype, self.device, self.group = held, plan, rank, dtype, device, group
+        self.live = live
         self.peak_staged = 0  # bytes beside the buckets, for tests
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
@@ -85,6 +90,27 @@ class Source:
         """How often `fill` must be called for a synchronisation over `routes`: the same number on every rank."""
         return max((len(b) for i in routes for b in self.plan.routes[i].senders.values()), default=0)
 
+    def parts(self, bucket: Bucket, flat: Tensor) -> list[Tensor]:
+        """uint8, where the bytes of each entry of a filled bucket are: in `flat`, or in the parameter itself."""
+        return [
+            flat[entry.offset : entry.offset + entry.nbytes] if at is None else at.view(-1).view(torch.uint8)
+            for entry, at in ((entry, self._live(entry)) for entry in bucket.entries)
+        ]
+
+    def _live(self, entry: Entry) -> Tensor | None:
+        """The parameter, where it can stand for the entry's place in the bucket."""
+        route = self.my_route()
+        if (
+            not self.live
+            or route is None
+            or {giver for _, giver in self.plan.routes[route].givers[entry.source]} != {self.rank}
+        ):
+            return None
+        found = self.held.get((entry.source, tuple((0, size) for size in entry.shape)))
+        if found is None or found.dtype != self.dtype or found.device != self.device:
+            return None
+        return found if found.is_contiguous() and found.nbytes == entry.nbytes and entry.name == entry.source else None
+
     @torch.no_grad()
     def fill(self, number: int, routes: Sequence[int], out: Tensor | None) -> None:
         """Round `number` of `routes`. Collective over the ranks that hold pieces of these routes.
@@ -101,7 +127,8 @@ class Source:
                 beat()
                 if moves[0].sender == self.rank:
                     assert out is not None
-                    self._take(entry, moves, out)
+                    if self._live(entry) is None:
+                        self._take(entry, moves, out)
                 else:
                     for move in moves:
                         self._give(move, sending)

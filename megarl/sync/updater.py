@@ -134,7 +134,8 @@ class WeightSync:
             senders_per_stage=kind.senders_per_stage,
         )
         self.transport = self._make_transport(run_dir, names)
-        source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype, self.transport.device)
+        at, live = self.transport.device, self.transport.live
+        source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype, at, live=live)
         self.courier = Courier(source, self.transport)
 
     def push(self, version: int) -> SyncReport:

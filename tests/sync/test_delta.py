@@ -10,47 +10,71 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.benchmarks.sync.receiver import Receiver
-from megarl.sync.delta import Delta, apply_delta, make_delta, positions
+from megarl.compat.sglang import PATCH_LOADER
+from megarl.errors import ServerError
+from megarl.kernels import delta as kernels
+from megarl.sync.delta import Delta, apply_delta, make_delta
 from megarl.sync.plan import Place, ServerLayout, make_plan
 from megarl.sync.relay import Relay, RelayClient, RelayRefused, read_message, send_message, serve
 from megarl.sync.transports.base import Target
-from megarl.sync.transports.delta import DeltaTransport, _entries_at
+from megarl.sync.transports.delta import DeltaTransport
 from tests.sync.layouts import config, trainer
 
 KEY = "a key"
 
 
-@given(st.binary(min_size=1, max_size=200), st.lists(st.tuples(st.integers(0, 199), st.integers(0, 255)), max_size=20))
-def test_a_delta_brings_the_base_to_the_new_bytes(base, changes):
-    old = torch.frombuffer(bytearray(base), dtype=torch.uint8)
-    new = old.clone()
-    for at, value in changes:
-        new[at % len(new)] = value
-    delta, at = make_delta(old, new)
-    read = Delta.from_bytes([bytearray(part) for part in delta.to_bytes()])
-    assert torch.equal(positions(read), at)
-    apply_delta(old, read)
-    assert torch.equal(old, new)
+ITEMSIZES = (1, 2, 4)
 
 
-def test_distances_are_as_narrow_as_they_can_be():
-    base = torch.zeros(8 * 100_000, dtype=torch.uint8)
-    for at, kind in ((200, torch.uint8), (60_000, torch.uint16), (99_999, torch.int32)):
-        new = base.clone()
-        new[8 * at] = 1
-        delta, found = make_delta(base, new)
-        assert delta.distances.dtype == kind
-        assert found.tolist() == [at]
+@given(st.data(), st.sampled_from(ITEMSIZES), st.integers(1, 700))
+def test_a_delta_brings_the_base_to_the_new_bytes(data, itemsize, n):
+    base = torch.randint(0, 256, (n * itemsize,), dtype=torch.uint8)
+    new = base.clone()
+    for at in data.draw(st.lists(st.integers(0, len(new) - 1), max_size=20)):
+        new[at] += 1
+    changed = (base.view(n, itemsize) != new.view(n, itemsize)).any(1).nonzero().view(-1).tolist()
+    for find, write in ((kernels.diff, kernels.patch), (kernels.diff_reference, kernels.patch_reference)):
+        now, then = base.clone(), base.clone()
+        distances, values = find(now, new, itemsize, 2 * n)
+        assert torch.equal(now, new)
+        assert set(changed) <= set(kernels.positions(distances).tolist())
+        assert len(distances) <= len(changed) + n // kernels.FAR
+        write(then, distances, values, itemsize)
+        assert torch.equal(then, new)
+        assert find(base.clone(), new, itemsize, len(distances)) is not None
+        assert not len(distances) or find(base.clone(), new, itemsize, len(distances) - 1) is None
 
 
-def test_words_that_lie_in_two_tensors_touch_both():
-    from megarl.sync.plan import Bucket, Entry
+@pytest.mark.parametrize("find", [kernels.diff, kernels.diff_reference])
+def test_far_changes_are_reached_in_steps(find):
+    base = torch.zeros(2 * 1000, dtype=torch.uint8)
+    new = base.clone()
+    new.view(torch.int16)[[254, 509, 765, 999]] = 7
+    distances, values = find(base, new, 2, 100)
+    assert distances.tolist() == [255, 255, 255, 1, 234]
+    assert values.view(torch.int16).tolist() == [7, 7, 0, 7, 7]
 
-    entries = tuple(Entry(name, (3,), "bfloat16", 6 * i, 6, name) for i, name in enumerate("abc"))
-    bucket = Bucket(entries, 18)
-    assert _entries_at(bucket, torch.tensor([0]), tail=False) == {0, 1}
-    assert _entries_at(bucket, torch.tensor([1]), tail=False) == {1, 2}
-    assert _entries_at(bucket, torch.tensor([], dtype=torch.int64), tail=True) == {2}
+
+@pytest.mark.parametrize("write", [kernels.patch, kernels.patch_reference])
+@pytest.mark.parametrize("distances", [[3, 3], [1, 0]])
+def test_nothing_is_written_outside(write, distances):
+    with pytest.raises(ValueError, match="outside"):
+        write(torch.zeros(10, dtype=torch.uint8), torch.tensor(distances, dtype=torch.uint8), torch.ones(4).byte(), 2)
+
+
+def test_a_bucket_of_several_dtypes():
+    sizes, itemsizes = (301, 64, 8, 5), (1, 2, 4, 1)
+    base = [torch.zeros(size * width, dtype=torch.uint8) for size, width in zip(sizes, itemsizes, strict=True)]
+    new = [part.clone() for part in base]
+    for part in (0, 2, 3):
+        new[part][-1] = 1
+    copy = [part.clone() for part in base]
+    delta = make_delta(base, new, itemsizes, 1000)
+    assert all(map(torch.equal, base, new))
+    assert delta.touched == [0, 2, 3]
+    apply_delta(copy, itemsizes, Delta.from_bytes([bytearray(part) for part in delta.to_bytes()]))
+    assert all(map(torch.equal, copy, new))
+    assert make_delta([torch.zeros_like(part) for part in new], new, itemsizes, delta.nbytes - 1) is None
 
 
 class InProcessApi:
@@ -58,11 +82,17 @@ class InProcessApi:
 
     url, name = "", "receiver"
 
-    def __init__(self) -> None:
-        self.receiver = Receiver()
+    def __init__(self, loaders: list[str]) -> None:
+        self.receiver, self.loaders, self.formats = Receiver(), loaders, []
         self.receiver.open = True
 
     def call(self, path, payload=None, **_):
+        if path == "/get_server_info":
+            return {"custom_weight_loader": self.loaders}
+        if payload and "load_format" in payload:
+            self.formats.append(payload["load_format"])
+            if payload["load_format"] == PATCH_LOADER and PATCH_LOADER not in self.loaders:
+                raise ServerError(self.name, self.url, "bucket", "refused: CannotPatch", status=200)
         return self.receiver.handle(path, payload or {})
 
 
@@ -82,15 +112,18 @@ def test_a_relay_talks_to_nobody_without_the_key(relay):
     RelayClient(relay[1], KEY, 5.0).close()
 
 
-def test_another_base_is_refused(relay):
+def test_another_base_is_not_brought_forward(relay):
     client = RelayClient(relay[1], KEY, 5.0)
-    entries = [["a", [4], "float32", 0, 16, "a"]]
-    full = {"op": "full", "bucket": "0/0", "version": 3, "entries": entries}
-    client.call(full, memoryview(bytearray(16)))
-    delta, _ = make_delta(torch.zeros(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8))
-    with pytest.raises(RelayRefused, match="base 3 instead of 2"):
-        client.call({"op": "delta", "bucket": "0/0", "base": 2, "version": 4}, *delta.to_bytes())
-    client.call({"op": "delta", "bucket": "0/0", "base": 3, "version": 4}, *delta.to_bytes())
+    at = {"sender": "0", "bucket": 0}
+    full = {"op": "full", "version": 3, "entries": [["a", [4], "float32", 0, 16, "a"]]}
+    client.call(at | full, memoryview(bytearray(16)))
+    delta = make_delta([torch.zeros(16, dtype=torch.uint8)], [torch.ones(16, dtype=torch.uint8)], [4], 100)
+    for base, taken in ((2, False), (3, True)):
+        assert client.call(at | {"op": "delta", "base": base, "version": 4}, *delta.to_bytes()) == {"taken": taken}
+    with pytest.raises(RelayRefused, match="version 4 instead of 3"):
+        client.call(at | {"op": "handles", "version": 3, "ranks": [[0]]})
+    with pytest.raises(RelayRefused, match="not of"):
+        client.call(at | {"op": "patch", "version": 3})
     client.close()
 
 
@@ -119,50 +152,91 @@ def late(listener: socket.socket) -> None:
 class Sender:
     """One sender with one bucket, to one server through the relay."""
 
-    def __init__(self, address) -> None:
+    def __init__(self, address, loaders=(PATCH_LOADER,)) -> None:
         from megarl.sync.plan import holdings
 
         plan = make_plan(holdings(config("qwen3"), trainer()), [Place()], [ServerLayout()])
         (self.bucket,) = plan.routes[0].senders[0]
         self.transport = DeltaTransport(plan, {"127.0.0.1": address}, KEY, "0", 5.0)
         self.flat = torch.randint(0, 200, (self.bucket.nbytes,), dtype=torch.uint8)
-        self.api = InProcessApi()
+        self.api = InProcessApi(list(loaders))
+
+    def change(self, entry: int) -> str:
+        """Another byte in this entry; its name."""
+        self.flat[self.bucket.entries[entry].offset + 5] += 1
+        return self.bucket.entries[entry].name
 
     def send(self, version: int, held: int | None) -> tuple[int, list[str]]:
-        """Bytes to the relay, and the tensors that the server was handed."""
-        self.transport.start(version, [])
-        self.transport.put(0, self.bucket, self.flat)
-        self.api.receiver.tensors = {}
-        self.transport.deliver(Target(0, self.api, held), 0, self.bucket, self.flat)
+        """Bytes to the relay, and in which forms the server was handed anything. It holds everything afterwards."""
+        target, self.api.formats = Target(0, self.api, held), []
+        self.transport.start(version, [target])
+        self.transport.put(0, self.bucket, self.flat.split([entry.nbytes for entry in self.bucket.entries]))
+        self.transport.deliver(target, 0, self.bucket, self.flat)
+        self.api.receiver.version = str(version)
         for entry in self.bucket.entries:
-            if entry.name in self.api.receiver.tensors:
-                got = self.api.receiver.tensors[entry.name].view(torch.uint8).flatten()
-                assert torch.equal(got, self.flat[entry.offset : entry.offset + entry.nbytes])
-        return self.transport.sent_bytes, list(self.api.receiver.tensors)
+            got = self.api.receiver.tensors[entry.name].view(torch.uint8).flatten()
+            assert torch.equal(got, self.flat[entry.offset : entry.offset + entry.nbytes])
+        return self.transport.sent_bytes, self.api.formats
 
 
-def test_only_what_changed_travels(relay):
+WHOLE = "flattened_bucket"
+
+
+def test_only_what_changed_travels_and_is_written(relay):
     sender = Sender(relay[1])
-    everything = sender.send(1, None)
-    assert everything == (sender.bucket.nbytes, [entry.name for entry in sender.bucket.entries])
-    sender.flat[sender.bucket.entries[3].offset + 5] += 1
-    sent, handed = sender.send(2, 1)
-    assert sent < 30
-    assert handed == [sender.bucket.entries[3].name]
+    assert sender.send(1, None) == (sender.bucket.nbytes, [WHOLE])
+    sender.change(3)
+    untouched = {name: tensor.clone().fill_(7) for name, tensor in sender.api.receiver.tensors.items()}
+    sent, formats = sender.send(2, 1)
+    assert sent < 8 * len(sender.bucket.entries) + 200
+    assert formats == [PATCH_LOADER]
     assert sender.send(3, 2)[1] == []  # nothing changed
+    sender.api.receiver.tensors = untouched
+    name = sender.change(5)
+    with pytest.raises(AssertionError):
+        sender.send(4, 3)
+    whole = [other for other, tensor in untouched.items() if (tensor != 7).any()]
+    assert whole == [name]
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_a_server_that_cannot_be_patched_gets_the_tensors_that_changed(relay, says_so):
+    sender = Sender(relay[1], loaders=())
+    sender.send(1, None)
+    name = sender.change(3)
+    if not says_so:
+        sender.transport._patches[""] = True
+    before = {other: id(tensor) for other, tensor in sender.api.receiver.tensors.items()}
+    sender.api.receiver.tensors = {n: t for n, t in sender.api.receiver.tensors.items() if n != name}
+    sent, formats = sender.send(2, 1)
+    assert sent < 8 * len(sender.bucket.entries) + 200
+    assert formats == ([] if says_so else [PATCH_LOADER]) + [WHOLE]
+    assert {n for n, t in sender.api.receiver.tensors.items() if id(t) != before[n]} == {name}
 
 
 def test_a_server_without_the_base_gets_everything_without_the_network(relay):
     sender = Sender(relay[1])
     sender.send(1, None)
-    sent, handed = sender.send(2, None)
-    assert sent < 30
-    assert handed == [entry.name for entry in sender.bucket.entries]
+    for version, held, said in ((2, None, "1"), (3, 2, "somebody else's"), (4, 2, "2")):
+        sender.change(3)
+        sender.api.receiver.version, sender.api.receiver.tensors = said, {}
+        sent, formats = sender.send(version, held)
+        assert sent < 8 * len(sender.bucket.entries) + 200
+        assert formats == [WHOLE]
 
 
 def test_a_relay_that_lost_its_base_is_sent_everything(relay):
     sender = Sender(relay[1])
     sender.send(1, None)
-    relay[0]._bases.clear()
-    sender.flat[7] += 1
-    assert sender.send(2, 1)[0] == sender.bucket.nbytes
+    relay[0]._senders.clear()
+    sender.change(0)
+    assert sender.send(2, 1) == (sender.bucket.nbytes, [WHOLE])
+
+
+def test_large_changes_go_whole(relay):
+    sender = Sender(relay[1])
+    sender.send(1, None)
+    sender.flat += 1
+    assert sender.send(2, 1) == (sender.bucket.nbytes, [WHOLE])
+    sender.change(0)
+    assert sender.send(3, 2)[1] == [PATCH_LOADER]  # the copy to compare with went along

@@ -123,6 +123,45 @@ def test_all_transports_with_checksums_and_fresh_answers(served):
         assert (answer == before.token_ids) is not flips[1]
 
 
+def push_parts(folder: str, url: str, run_dir: str, first: int, tp: int = 1) -> list[dict]:
+    """Everything, then one element in fifty of every tensor, then nothing, as deltas to a server of `tp` ranks."""
+    import dataclasses
+
+    from megarl.config.sync import SyncConfig
+    from megarl.rollout.sglang.fleet import Fleet, Server
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel()
+    chunks = build_tiny(folder)
+    fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
+    config = SyncConfig(transport="delta", verify="every", timeout_s=60.0)
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(tp=tp), config, Path(run_dir))
+    found = [dataclasses.asdict(sync.push(first))]
+    with torch.no_grad():
+        for param in chunks[0].parameters():
+            param.view(-1)[::50] += 0.01
+    found += [dataclasses.asdict(sync.push(version)) for version in (first + 1, first + 2)]
+    sync.close()
+    return found
+
+
+def assert_patched(folder: Path, url: str, first: int, tp: int = 1) -> None:
+    log = folder / "server_0.log"
+    loads = log.read_text().count("/update_weights_from_tensor")
+    (reports,) = run_distributed(push_parts, 1, 240, str(folder / "model"), url, str(folder), first, tp)
+    assert [report["updated"] for report in reports] == [[0]] * 3
+    assert all(report["verified"] == tp * PARAMETERS for report in reports)
+    whole, some, none = (report["nbytes"] for report in reports)
+    assert 0 < none < 1000 < some < whole / 20  # five bytes of every two hundred
+    assert log.read_text().count("/update_weights_from_tensor") == loads + 2
+    assert "a weight update failed" not in log.read_text()
+
+
+def test_a_server_writes_changed_elements_itself(served):
+    assert_patched(*served, first=60)
+
+
 def test_a_checksum_that_differs_stops_the_run(served):
     folder, url = served
     with pytest.raises(AssertionError, match=r"parameters differ from the trainer's: model\.norm\.weight"):

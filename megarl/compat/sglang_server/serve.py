@@ -5,6 +5,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * the server, with all its processes, ends when its parent does, however that happens;
 * the API key comes from the environment, so that no process list shows it, and is blotted out of the log;
 * the store where its ranks meet listens on one address, where torch's listens on every interface;
+* megarl's loaders are on the path, and an update that fails is refused, where it would end the server;
 * without CUDA, stand-ins for two packages are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that in its deterministic mode alone, whose kernels need a GPU.
 
@@ -78,13 +79,29 @@ def listen_on_one_address() -> None:
     rendezvous.TCPStore = store
 
 
-def add_stand_ins() -> None:
-    """Put stand-ins for packages that are missing or need CUDA in front of the path."""
+def extend_path() -> None:
+    """Put our loaders, and stand-ins for packages that are missing or need CUDA, in front of the path."""
+    sys.path.insert(0, str(Path(__file__).parent / "loaders"))
     folder = Path(__file__).parent / "stand_ins"
     if ON_CPU:
         sys.path.insert(0, str(folder / "cpu"))
     if importlib.util.find_spec("torchvision") is None:
         sys.path.insert(0, str(folder / "text"))
+
+
+def refuse_instead_of_dying() -> None:
+    """Answer a tensor update that raised with its message."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def update(call: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            logging.getLogger(__name__).exception("a weight update failed")
+            return False, f"{type(error).__name__}: {error}"
+
+    target = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
+    HookRegistry.register(target, update, HookType.AROUND)
 
 
 def honour_seeds() -> None:
@@ -109,8 +126,9 @@ if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))
     if PARENT:
         end_with_parent()
-    add_stand_ins()
+    extend_path()
 listen_on_one_address()
+refuse_instead_of_dying()
 if ON_CPU:
     honour_seeds()
 if __name__ == "__main__":

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from megarl.compat.sglang import cpu_arguments, find_python, server_command, server_environment, sglang_version
+from megarl.compat.sglang import (
+    PATCH_LOADER,
+    cpu_arguments,
+    find_python,
+    server_command,
+    server_environment,
+    sglang_version,
+)
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.phase import beat
@@ -79,6 +86,7 @@ class ServerSpec:
             "--context-length": c.context_length,
             "--attention-backend": c.attention_backend or (None if self.cuda else "torch_native"),
             "--load-format": "dummy" if self.random_weights else None,
+            "--custom-weight-loader": PATCH_LOADER,
         }
         listed = [str(part) for pair in values.items() if pair[1] is not None for part in pair]
         # Token ids in, token ids out: the server never sees text.

@@ -31,6 +31,8 @@ class Transport(ABC):
         one_replica: one replica sends for all servers.
         senders_per_stage: bound on the senders of one pipeline stage; None: none.
         device: where `buffer` is.
+        sent_bytes: what went out since `start`, where that is not simply every bucket to every server.
+        live: `put` reads parameters where they lie; they are copied into the buffer only where they have to be.
     """
 
     session = True
@@ -38,6 +40,8 @@ class Transport(ABC):
     one_replica = False
     senders_per_stage: int | None = None
     device = torch.device("cpu")
+    live = False
+    sent_bytes: int | None = None
 
     @abstractmethod
     def buffer(self, nbytes: int) -> Tensor:
@@ -46,11 +50,18 @@ class Transport(ABC):
     def start(self, version: int, targets: Sequence[Target]) -> None:  # noqa: B027 (most have nothing to do)
         """An update of `targets` begins; they are open for tensors."""
 
-    def put(self, number: int, bucket: Bucket, flat: Tensor) -> None:  # noqa: B027
-        """What is done once for this sender's bucket `number`, before any server gets it. `flat`: uint8 [nbytes]."""
+    def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:  # noqa: B027
+        """What is done once for this sender's bucket `number`, before any server gets it.
+
+        Args:
+            parts: uint8, the bytes of each entry: parts of the buffer, or parameters if the transport is `live`.
+        """
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:  # noqa: B027
         """Hand the bucket to one server, which has taken it when this returns. Called for all servers in parallel.
+
+        Args:
+            flat: uint8 [nbytes], the buffer.
 
         Raises:
             ServerError: the server refused it, is gone, or did not take it before the deadline.

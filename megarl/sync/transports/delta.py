@@ -1,8 +1,10 @@
-"""Changed words to a relay on the server's host, which hands whole tensors to the server through shared memory.
+"""Changed elements to a relay on the server's host, which hands them to the server through shared memory.
 
-An SGLang server takes whole tensors only, so the base that deltas are applied to lives in the relay (megarl/sync/
-relay.py): one copy of the weights per host, whatever the number of servers there. A server that restarts is filled from
-the relay without the network. The sender keeps a copy of what it sent last, to compare with.
+A server that has megarl's loader (compat/sglang_server/loaders) writes them into its parameters itself; those that a
+run starts have it. Any other takes whole tensors only, and gets those that changed. The base that deltas are applied
+to lives in the relay (megarl/sync/relay.py): one copy of the weights per host, whatever the number of servers there. A
+server that restarts is filled from the relay without the network. The sender keeps a copy of what it sent last, to
+compare with.
 """
 
 from __future__ import annotations
@@ -14,21 +16,34 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megarl.comm import all_gather_json, broadcast_json, group_size
+from megarl.compat.sglang import PATCH_LOADER
 from megarl.config.sync import SyncConfig
 from megarl.errors import ConfigError, ServerError, WorkerError
-from megarl.sync.delta import WORD, Delta, apply_delta, make_delta
-from megarl.sync.plan import Bucket, SyncPlan
+from megarl.sync.delta import Delta, make_delta
+from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
 from megarl.sync.relay import KEY_VARIABLE, RelayClient, RelayRefused
 from megarl.sync.transports.base import Target, Transport
 
+_BUFFERS = 2  # of a courier
 _WORTH = 0.5  # a delta of more than this part of the bucket is not worth its arithmetic
+
+
+@dataclass(frozen=True)
+class _Put:
+    """A bucket's bytes, the version it was compared with (-1: none), and what changed since, if that is worth it."""
+
+    parts: Sequence[Tensor]
+    base: int = -1
+    delta: Delta | None = None
 
 
 class DeltaTransport(Transport):
@@ -41,6 +56,8 @@ class DeltaTransport(Transport):
         relay: the process of the relay that this rank started, if any; it ends with `close`.
     """
 
+    live = True
+
     def __init__(
         self,
         plan: SyncPlan,
@@ -52,13 +69,13 @@ class DeltaTransport(Transport):
     ) -> None:
         self._process = relay
         self.plan, self.relays, self.key, self.name, self.deadline_s = plan, relays, key, name, deadline_s
-        self.sent_bytes = 0
+        self.sent_bytes: int = 0
         self._version = 0
         self._bases: dict[int, tuple[int, Tensor]] = {}
-        self._delta: Delta | None = None
-        self._base_version = -1
-        self._touched: set[int] = set()
-        self._relayed: dict[str, tuple[int, int]] = {}  # host -> (version, number) of the bucket it was given last
+        self._put: dict[int, _Put] = {}  # what `put` found, by bucket
+        self._relayed: dict[str, tuple[int, bool]] = {}  # host -> bucket it was given last, and whether by a delta
+        self._current: set[int] = set()  # servers that hold what the last deltas led to
+        self._patches: dict[str, bool] = {}  # by address: whether the server has the loader
         self._clients: dict[str, RelayClient] = {}
         self._locks = {host: threading.Lock() for host in relays}
 
@@ -67,52 +84,77 @@ class DeltaTransport(Transport):
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
-        """Buckets that follow are of this version."""
+        """Buckets that follow are of this version. Servers say what they hold: somebody else may have loaded it."""
         self._version, self.sent_bytes = version, 0
-        self._relayed = {}
+        self._relayed, self._current, self._put = {}, set(), {}
+        for target in targets:
+            try:
+                holds = self._ask(target, "/get_model_info").get("weight_version")
+                if target.version is not None and holds == str(target.version):
+                    self._current.add(target.number)
+                if target.api.url not in self._patches:
+                    loaders = self._ask(target, "/get_server_info").get("custom_weight_loader") or []
+                    self._patches[target.api.url] = PATCH_LOADER in loaders
+            except ServerError:
+                continue  # it gets everything; when it is gone, `deliver` says so
 
-    def put(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+    def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare with what was sent last, and remember this."""
-        self._delta, self._touched = None, set(range(len(bucket.entries)))
+        self._put.pop(number - _BUFFERS, None)  # its buffer is being filled again, so everybody has it
         known = self._bases.get(number)
         if known is None:
-            self._base_version = -1
-            self._bases[number] = self._version, flat.clone()
+            self._bases[number] = self._version, torch.cat(list(parts))
+            self._put[number] = _Put(parts)
             return
-        self._base_version, base = known
-        delta, at = make_delta(base, flat)
-        if delta.nbytes < _WORTH * len(flat):
-            tail = not torch.equal(base[len(base) - len(delta.tail) :], delta.tail)
-            self._delta, self._touched = delta, _entries_at(bucket, at, tail=tail)
-            apply_delta(base, delta)
-        else:
-            base.copy_(flat)
+        version, base = known
+        olds = base.split([entry.nbytes for entry in bucket.entries])
+        delta = make_delta(olds, parts, [ITEMSIZE[e.dtype] for e in bucket.entries], int(_WORTH * bucket.nbytes))
+        if delta is None:
+            for old, new in zip(olds, parts, strict=True):
+                old.copy_(new)
         self._bases[number] = self._version, base
+        self._put[number] = _Put(parts, version, delta)
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
         """To the relay, once per host; then the server is handed what it does not hold yet."""
         host = self.plan.servers[target.number].host
+        with self._locks[host]:
+            if self._relayed.get(host, (-1, False))[0] != number:
+                self._relayed[host] = number, self._relay(target, number, bucket)
+        # A server on the version before this one lacks what changed since; any other lacks everything.
+        put = self._put[number]
+        delta = put.delta if target.number in self._current and target.version == put.base else None
+        wanted = list(range(len(bucket.entries))) if delta is None else delta.touched
+        by_delta = delta is not None and self._relayed[host][1]
+        if not wanted or (by_delta and self._patched(target, number)):
+            return
+        ranks = [
+            [i for i in wanted if self.plan.needed_by(target.number, rank, bucket.entries[i])]
+            for rank in range(self.plan.servers[target.number].tp)
+        ]
+        ask = {"op": "handles", "version": self._version, "ranks": ranks}
+        self._load(target, self._call(target, number, ask)["payloads"], "flattened_bucket")
+
+    def _patched(self, target: Target, number: int) -> bool:
+        """Hand over the changed elements alone; False when the server has to get whole tensors."""
+        if not self._patches.get(target.api.url):
+            return False
+        answer = self._call(target, number, {"op": "patch", "version": self._version})
         try:
-            with self._locks[host]:
-                client = self._client(host)
-                if self._relayed.get(host) != (self._version, number):
-                    self._relay(client, number, bucket, flat)
-                    self._relayed[host] = self._version, number
-            # A server on the version before this one lacks what changed since; any other lacks everything.
-            current = target.version is not None and target.version == self._base_version
-            wanted = self._touched if current else set(range(len(bucket.entries)))
-            if not wanted:
-                return
-            ranks = [
-                [i for i in sorted(wanted) if self.plan.needed_by(target.number, rank, bucket.entries[i])]
-                for rank in range(self.plan.servers[target.number].tp)
-            ]
-            ask = {"op": "handles", "bucket": self._bucket(number), "version": self._version, "ranks": ranks}
-            payloads = client.call(ask)["payloads"]
-        except (OSError, RelayRefused) as error:
-            raise ServerError(target.api.name, target.api.url, f"relay on {host}", str(error)) from error
-        payload = {"serialized_named_tensors": payloads, "load_format": "flattened_bucket", "flush_cache": False}
+            self._load(target, [answer["payload"]] * self.plan.servers[target.number].tp, PATCH_LOADER)
+        except ServerError as error:
+            if error.status != 200:
+                raise
+            self._patches[target.api.url] = False  # it does not keep some tensor in a form that can be patched
+            return False
+        return True
+
+    def _load(self, target: Target, payloads: list[str], load_format: str) -> None:
+        payload = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
         target.api.call("/update_weights_from_tensor", payload, deadline_s=self.deadline_s, phase="bucket")
+
+    def _ask(self, target: Target, path: str) -> dict[str, Any]:
+        return target.api.call(path, deadline_s=self.deadline_s, phase="before a delta", method="GET")
 
     def forget(self) -> None:
         """Send everything the next time."""
@@ -135,40 +177,29 @@ class DeltaTransport(Transport):
             if client is not None:
                 client.close()
 
-    def _bucket(self, number: int) -> str:
-        return f"{self.name}/{number}"
+    def _call(self, target: Target, number: int, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:
+        """Ask the relay on the target's host about a bucket of this sender."""
+        host = self.plan.servers[target.number].host
+        try:
+            if host not in self._clients:
+                self._clients[host] = RelayClient(self.relays[host], self.key, self.deadline_s)
+            return self._clients[host].call({"sender": self.name, "bucket": number} | header, *bodies)
+        except (OSError, RelayRefused) as error:
+            raise ServerError(target.api.name, target.api.url, f"relay on {host}", str(error)) from error
 
-    def _client(self, host: str) -> RelayClient:
-        if host not in self._clients:
-            self._clients[host] = RelayClient(self.relays[host], self.key, self.deadline_s)
-        return self._clients[host]
-
-    def _relay(self, client: RelayClient, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Bring the relay's bucket to this version: by the delta if it has the base, else whole."""
-        if self._delta is not None:
-            header = {"op": "delta", "bucket": self._bucket(number), "base": self._base_version}
-            try:
-                client.call(header | {"version": self._version}, *self._delta.to_bytes())
-                self.sent_bytes += self._delta.nbytes
-                return
-            except RelayRefused:
-                pass  # another base, or none: everything
+    def _relay(self, target: Target, number: int, bucket: Bucket) -> bool:
+        """Bring the relay's bucket to this version: by the delta if it has the base (True), else whole."""
+        put = self._put[number]
+        if put.delta is not None:
+            header = {"op": "delta", "base": put.base, "version": self._version}
+            if self._call(target, number, header, *put.delta.to_bytes())["taken"]:
+                self.sent_bytes += put.delta.nbytes
+                return True
         entries = [[e.name, e.shape, e.dtype, e.offset, e.nbytes, e.source] for e in bucket.entries]
-        full = {"op": "full", "bucket": self._bucket(number), "version": self._version, "entries": entries}
-        client.call(full, memoryview(flat.numpy()))
-        self.sent_bytes += len(flat)
-
-
-def _entries_at(bucket: Bucket, words: Tensor, *, tail: bool) -> set[int]:
-    """Numbers of the entries that have bytes in the changed words (in rising order), or in the bytes after the last."""
-    starts = torch.tensor([entry.offset for entry in bucket.entries])
-    ends = starts + torch.tensor([entry.nbytes for entry in bucket.entries])
-    first = torch.searchsorted(words, starts // WORD)
-    after = torch.searchsorted(words, (ends - 1) // WORD, right=True)
-    touched = after > first
-    if tail:
-        touched |= ends > bucket.nbytes // WORD * WORD
-    return set(touched.nonzero().view(-1).tolist())
+        bodies = [memoryview(part.numpy()) for part in put.parts]
+        self._call(target, number, {"op": "full", "version": self._version, "entries": entries}, *bodies)
+        self.sent_bytes += bucket.nbytes
+        return False
 
 
 def start_relay(

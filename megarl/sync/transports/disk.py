@@ -39,6 +39,7 @@ class DiskTransport(Transport):
 
     session = False
     one_replica = True
+    live = True
 
     def __init__(self, folder: Path, rank: int, hf: PretrainedConfig, deadline_s: float) -> None:
         self.folder, self.rank, self.hf, self.deadline_s = folder, rank, hf, deadline_s
@@ -53,13 +54,14 @@ class DiskTransport(Transport):
         self._version, self._files = version, 0
         self._partial().mkdir(parents=True, exist_ok=True)
 
-    def put(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+    def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Write the bucket as a file and make it durable."""
         path = self._partial() / f"model-{self.rank:05d}-{self._files:05d}.safetensors"
         try:
             with path.open("wb") as file:
                 file.write(_header(bucket))
-                file.write(memoryview(flat.numpy()))
+                for part in parts:
+                    file.write(memoryview(part.numpy()))
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,10 +24,10 @@ class TensorTransport(Transport):
         """Memory that the server can map."""
         return shared_buffer(nbytes, self.device)
 
-    def put(self, number: int, bucket: Bucket, flat: Tensor) -> None:
+    def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Wait until the device has written the buffer."""
-        if flat.is_cuda:
-            torch.cuda.synchronize(flat.device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
         """Returns when the server has copied everything it needs, so the buffer is free again."""

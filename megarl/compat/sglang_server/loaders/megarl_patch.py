@@ -1,0 +1,149 @@
+"""Writes changed elements into the parameters of a running SGLang server: `--custom-weight-loader megarl_patch.apply`.
+
+This file runs in the servers' own interpreter, without megarl. Where an element of a Hugging Face tensor lies in the
+server's parameters (fused projections, tensor parallel parts, experts) only the model's own `load_weights` knows. So it
+is called once with probes in the place of tensors: their slices are followed, and where it would copy one into a
+parameter, the place is noted and nothing is written. This is as general as loading is. A tensor that loading does more
+with than slice and copy (padding, packing, quantising) is refused, and the trainer sends it whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+_HEADER = 8  # bytes that hold the header's size
+_SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
+
+
+class CannotPatch(Exception):
+    """The model does more with this tensor than slice and copy it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A part of a tensor, and the memory of a parameter that it is copied into.
+
+    Attributes:
+        offset, strides: of the part, in elements of the whole tensor.
+        target: view of the parameter, in the part's shape.
+    """
+
+    offset: int
+    strides: tuple[int, ...]
+    target: Tensor
+
+    def write(self, positions: Tensor, values: Tensor) -> None:
+        """Elements `positions` of the tensor, int64 [n], rising, become `values` [n], where they lie in this part."""
+        values = values.to(self.target.dtype)
+        if self.target.is_contiguous() and self.target.stride() == self.strides:  # one run of elements on both sides
+            run = torch.tensor([self.offset, self.offset + self.target.numel()], device=positions.device)
+            first, last = torch.searchsorted(positions, run).tolist()
+            self.target.view(-1)[positions[first:last] - self.offset] = values[first:last]
+            return
+        left = positions - self.offset
+        inside, where = left >= 0, [torch.zeros_like(left)] * self.target.dim()
+        for dim in sorted(range(self.target.dim()), key=lambda d: -self.strides[d]):
+            if self.target.shape[dim] > 1:
+                where[dim] = left // self.strides[dim]
+                left = left - where[dim] * self.strides[dim]
+                inside &= where[dim] < self.target.shape[dim]
+        inside &= left == 0
+        self.target[tuple(index[inside] for index in where)] = values[inside]
+
+
+class Probe(Tensor):
+    """Has the shape of a tensor and no bytes; notes where it, or a slice of it, is copied to."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor, device: torch.device, places: list[Place]) -> Probe:
+        """inner: on the meta device; its strides and offset tell which part of the whole tensor this is."""
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=device,
+        )
+        made.inner, made.places = inner, places
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
+            target, source = args[:2]
+            if target.shape != source.shape or 0 in source.inner.stride():
+                raise CannotPatch(f"{tuple(source.shape)} is copied to {tuple(target.shape)}")
+            source.places.append(Place(source.inner.storage_offset(), source.inner.stride(), target))
+            return target
+        probe = next(arg for arg in args if isinstance(arg, cls))
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, probe.dtype):
+            return probe
+        if not (func.is_view or func in _SAME):
+            raise CannotPatch(f"loading calls {func} on it")
+        found = func(*tree_map_only(cls, lambda arg: arg.inner, args), **(kwargs or {}))
+        return tree_map_only(Tensor, lambda inner: cls(inner, probe.device, probe.places), found)
+
+
+class _Map:
+    """Places of tensors, kept as long as the parameters stay where they are."""
+
+    def __init__(self) -> None:
+        self.parameters: tuple[int, ...] = ()
+        self.places: dict[str, list[Place]] = {}
+
+    def of(self, model: Any, tensors: list[tuple[str, list[int], str]]) -> dict[str, list[Place]]:
+        parameters = tuple(parameter.data_ptr() for parameter in model.parameters())
+        if parameters != self.parameters:
+            self.parameters, self.places = parameters, {}
+        new = [tensor for tensor in tensors if tensor[0] not in self.places]
+        if new:
+            device = next(model.parameters()).device
+            found: dict[str, list[Place]] = {name: [] for name, _, _ in new}
+            model.load_weights(list(_probes(new, device, found)))
+            self.places |= found
+        return self.places
+
+
+_MAP = _Map()
+
+
+def _probes(
+    tensors: list[tuple[str, list[int], str]], device: torch.device, found: dict[str, list[Place]]
+) -> Iterator[tuple[str, Probe]]:
+    for name, shape, dtype in tensors:
+        yield name, Probe(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), device, found[name])
+
+
+@torch.no_grad()
+def apply(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Write the changed elements of some tensors into the model's parameters.
+
+    Args:
+        model: of the server; called as for any update of its weights.
+        named_tensors: one, uint8: the size of a JSON header in 8 bytes; the header, a list of (name, shape, dtype,
+            number of elements); for each element its distance from the one before it, from element -1 at the start of
+            each tensor; the elements.
+
+    Raises:
+        CannotPatch: a tensor cannot be changed in part. Some of the others may have been.
+    """
+    ((_, flat),) = named_tensors
+    start = _HEADER + int.from_bytes(bytes(flat[:_HEADER].tolist()), "little")
+    header = json.loads(flat[_HEADER:start].cpu().numpy().tobytes())
+    places = _MAP.of(model, [(name, shape, dtype) for name, shape, dtype, _ in header])
+    steps, values = flat[start:], flat[start + sum(count for *_, count in header) :]
+    for name, _, dtype, count in header:
+        kind = getattr(torch, dtype)
+        elements = values[: count * kind.itemsize].clone().view(kind)  # where they lie they may not be aligned
+        positions = steps[:count].to(torch.int64).cumsum(0) - 1
+        for place in places[name]:
+            place.write(positions, elements)
+        steps, values = steps[count:], values[count * kind.itemsize :]

@@ -1,0 +1,141 @@
+"""Changed elements find their places in a server's parameters through the model's own loading."""
+
+import importlib.util
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megarl.compat.sglang import LOADERS
+from megarl.sync.delta import make_delta, patch_bytes, write_patch
+from megarl.sync.plan import Entry
+
+HIDDEN, HEADS, MIDDLE, EXPERTS, VOCABULARY = 6, 8, 12, 4, 10
+SHAPES = {
+    "q": (HEADS, HIDDEN),
+    "k": (HEADS // 2, HIDDEN),
+    "o": (HIDDEN, HEADS),
+    "bias": (HEADS,),
+    "embed": (VOCABULARY, HIDDEN),
+    "turned": (HIDDEN, MIDDLE),
+    **{f"expert{i}.{part}": (MIDDLE, HIDDEN) for i in range(EXPERTS) for part in ("gate", "up")},
+    **{f"expert{i}.down": (HIDDEN, MIDDLE) for i in range(EXPERTS)},
+}
+
+
+@pytest.fixture(scope="module")
+def loader():
+    found = importlib.util.spec_from_file_location("megarl_patch", LOADERS / "megarl_patch.py")
+    made = importlib.util.module_from_spec(found)
+    sys.modules["megarl_patch"] = made
+    found.loader.exec_module(made)
+    return made
+
+
+class Model(nn.Module):
+    """One rank of a server with 2: it loads in the ways of SGLang's layers. `loaded` counts what it was given."""
+
+    def __init__(self, rank: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.rank, self.loaded = rank, 0
+        for name, shape in {
+            "qk": (HEADS // 2 + HEADS // 4, HIDDEN),
+            "o": (HIDDEN, HEADS // 2),
+            "bias": (HEADS // 2,),
+            "embed": (VOCABULARY // 2 + 3, HIDDEN),  # padded
+            "head": (VOCABULARY // 2 + 3, HIDDEN),  # the same numbers
+            "turned": (MIDDLE, HIDDEN),
+            "w13": (EXPERTS, MIDDLE, HIDDEN),
+            "w2": (EXPERTS // 2, HIDDEN, MIDDLE),  # this rank's experts
+        }.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False))
+
+    def load_weights(self, weights) -> None:
+        with ThreadPoolExecutor(2) as pool:  # as SGLang loads experts
+            list(pool.map(lambda pair: self._load(*pair), weights))
+
+    def _half(self, tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        size = tensor.shape[dim] // 2
+        return tensor.narrow(dim, self.rank * size, size)
+
+    def _load(self, name: str, tensor: torch.Tensor) -> None:
+        self.loaded += 1
+        if name in ("q", "k"):
+            start = 0 if name == "q" else HEADS // 2
+            part = self._half(tensor)
+            self.qk.data.narrow(0, start, len(part)).copy_(part)
+        elif name == "o":
+            self.o.data.copy_(self._half(tensor, 1))
+        elif name == "bias":
+            self.bias.data.copy_(tensor.chunk(2)[self.rank])
+        elif name == "embed":
+            for target in (self.embed, self.head):
+                target[: VOCABULARY // 2].data.copy_(self._half(tensor))
+                target[VOCABULARY // 2 :].data.fill_(0)
+        elif name == "turned":
+            self.turned.data.copy_(tensor.t())
+        elif name == "padded":
+            self.turned.data.copy_(F.pad(tensor, (0, 1)).t())
+        else:
+            expert, kind = int(name[6]), name.split(".")[1]
+            if kind != "down":
+                start = 0 if kind == "gate" else MIDDLE // 2
+                self.w13.data[expert].narrow(0, start, MIDDLE // 2).copy_(self._half(tensor).to(tensor.dtype))
+            elif expert // 2 == self.rank:
+                self.w2.data[expert % 2].copy_(tensor.unsqueeze(0)[0])
+
+
+def tensors(seed: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=g).to(torch.bfloat16) for name, shape in SHAPES.items()}
+
+
+def patch_of(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> torch.Tensor:
+    entries = [Entry(name, tuple(t.shape), "bfloat16", 0, t.nbytes, name) for name, t in new.items()]
+    base, now = ([t.clone().view(-1).view(torch.uint8) for t in side.values()] for side in (old, new))
+    delta = make_delta(base, now, [2] * len(base), 10**6)
+    out = torch.empty(patch_bytes(entries, delta), dtype=torch.uint8)
+    write_patch(out, entries, delta)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("part", [0.05, 0.5, 1.0])
+def test_a_patched_model_is_the_loaded_model(loader, rank, part, dtype):
+    old, other = tensors(0), tensors(1)
+    g = torch.Generator().manual_seed(2)
+    new = {name: torch.where(torch.rand(t.shape, generator=g) < part, other[name], t) for name, t in old.items()}
+    patched, expected = Model(rank, dtype), Model(rank, dtype)
+    patched.load_weights(old.items())
+    expected.load_weights(new.items())
+    loader.apply(patched, [("patch", patch_of(old, new))])
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(patched.get_parameter(name), parameter), name
+    assert any((p != 0).any() for p in patched.parameters())
+
+
+def test_places_are_looked_up_once_and_again_when_parameters_move(loader):
+    old, model = tensors(0), Model(0)
+    model.load_weights(old.items())
+    model.loaded = 0
+    for seed, lookups in ((1, len(SHAPES)), (2, 0)):
+        new = tensors(seed)
+        loader.apply(model, [("patch", patch_of(old, new))])
+        assert model.loaded == lookups
+        old, model.loaded = new, 0
+    model.w13.data = model.w13.data.clone()
+    loader.apply(model, [("patch", patch_of(old, tensors(3)))])
+    assert model.loaded == len(SHAPES)
+    expected = Model(0)
+    expected.load_weights(tensors(3).items())
+    assert torch.equal(model.w13, expected.w13)
+
+
+def test_a_tensor_that_loading_changes_is_refused(loader):
+    old = {"padded": torch.zeros(HIDDEN, MIDDLE - 1, dtype=torch.bfloat16)}
+    with pytest.raises(loader.CannotPatch, match="pad"):
+        loader.apply(Model(0), [("patch", patch_of(old, {"padded": old["padded"] + 1}))])
