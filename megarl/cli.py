@@ -78,6 +78,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     throughput.add_arguments(bench)
     algorithms.add_arguments(bench)
+    sync_bench.add_arguments(bench)
     bench.set_defaults(run=_bench)
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
     doctor.set_defaults(run=_doctor)

@@ -15,7 +15,7 @@ from multiprocessing import resource_tracker, shared_memory
 import torch
 import torch.distributed as dist
 
-REPEATS = 5
+REPEATS = 10
 
 
 def _child(*arguments: object) -> subprocess.Popen[bytes]:

@@ -2,6 +2,7 @@
 
     megarl bench sync
     megarl bench sync --json sync.json
+    megarl bench sync --link-gbit 1             # over a loopback interface of 1 Gbit/s, as between distant hosts
 
 One process holds 200 random tensors of a million elements, as a trainer of one rank would; another takes updates the
 way an SGLang server does and copies the tensors into its own. Seconds are wall seconds of a whole update from begin
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +42,9 @@ TENSORS, SIDE = 200, 1000  # 200 matrices of 1000 x 1000
 BUCKET_MB = 100
 DEADLINE_S = 120.0
 CHANGED = 0.01  # elements that a delta brings
-REPEATS = 5
+REPEATS = 10
+_LINKED = "MEGARL_BENCH_LINK"  # set in the process that runs on the slow interface
+_SLOW = 'ip link set lo up && tc qdisc add dev lo root tbf rate "$0"gbit burst 1mb latency 50ms && exec "$@"'
 
 
 def _weights() -> dict[str, Tensor]:
@@ -136,7 +140,7 @@ class _Update:
 
 def _least(call: Callable[[], Any], before: Callable[[], Any] | None = None) -> float:
     times = []
-    for number in range(REPEATS + 1):
+    for number in range((3 if _LINKED in os.environ else REPEATS) + 1):
         if before is not None:
             before()
         start = time.perf_counter()
@@ -275,8 +279,34 @@ def table(found: dict[str, Any]) -> Table:
     return made
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `megarl bench` takes for this benchmark."""
+    parser.add_argument("--link-gbit", type=float, metavar="G", help="sync: limit the loopback interface to G Gbit/s")
+
+
+def _on_link(arguments: argparse.Namespace) -> int:
+    """The benchmark again, in a network namespace of its own whose loopback interface is slow."""
+    from megarl.errors import UserError
+
+    missing = [tool for tool in ("unshare", "ip", "tc") if shutil.which(tool) is None]
+    if missing or sys.platform != "linux":
+        raise UserError(
+            f"a slow link needs Linux and {', '.join(missing) or 'its tools'}",
+            where="--link-gbit",
+            found=f"{arguments.link_gbit:g}",
+            fix="install util-linux and iproute2, or measure without it",
+        )
+    again = [sys.executable, "-m", "megarl", "bench", "sync", "--link-gbit", str(arguments.link_gbit)]
+    if arguments.json is not None:
+        again += ["--json", str(arguments.json)]
+    command = ["unshare", "--net", *(["--map-root-user"] if os.geteuid() else []), "sh", "-c", _SLOW]
+    return subprocess.call([*command, f"{arguments.link_gbit:g}", *again], env=os.environ | {_LINKED: "1"})
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show and save; returns the exit code."""
+    if arguments.link_gbit and _LINKED not in os.environ:
+        return _on_link(arguments)
     from rich.console import Console
 
     from megarl.benchmarks.quiet import OthersShare
@@ -291,7 +321,8 @@ def run(arguments: argparse.Namespace) -> int:
     console.print(f"other programs took {others.share:.0%} of the machine")
     machine = machine_info()
     target = arguments.json or RESULTS
-    path = target if target.suffix == ".json" else target / f"sync-{host_class(machine)}.json"
+    link = f"{arguments.link_gbit:g}gbit-" if arguments.link_gbit else ""
+    path = target if target.suffix == ".json" else target / f"sync-{link}{host_class(machine)}.json"
     save({"machine": dataclasses.asdict(machine) if dataclasses.is_dataclass(machine) else machine, **found,
           "others_share": others.share}, path)  # fmt: skip
     console.print(f"saved: {path}")
