@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
-from megarl.compat.sglang import LOADERS, PATCH_LOADER
+from megarl.compat.sglang import LOADER, LOADERS, PATCH_LOADER
 
 _ADMITTED = {
     ("types", "SimpleNamespace"),
@@ -68,17 +68,17 @@ def _rebuild_cuda(*arguments: Any) -> Tensor:
 
 
 class _Model:
-    """The tensors as a server's loader sees its model."""
+    """A receiver as a server's loader sees its model."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
-        self.tensors = tensors
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
 
     def parameters(self) -> Iterator[Tensor]:
-        return iter(self.tensors.values())
+        return iter(self.receiver.tensors.values())
 
     def load_weights(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
-            self.tensors[name].copy_(tensor)
+            self.receiver.keep(name, tensor)
 
 
 class Refused(Exception):
@@ -133,7 +133,7 @@ class Receiver:
 
     def do_get_server_info(self) -> dict[str, Any]:
         """What it was started with."""
-        return {"custom_weight_loader": [PATCH_LOADER]}
+        return {"custom_weight_loader": [LOADER, PATCH_LOADER]}
 
     def do_flush_cache(self) -> None:
         """There is no cache."""
@@ -144,12 +144,12 @@ class Receiver:
         """A bucket in shared memory."""
         self._need_session()
         bucket = _Unpickler(io.BytesIO(base64.b64decode(serialized_named_tensors[0]))).load()
-        if load_format == PATCH_LOADER:
-            _patch_loader().apply(_Model(self.tensors), bucket)
+        if load_format in (LOADER, PATCH_LOADER):
+            getattr(_loaders(), load_format.partition(".")[2])(_Model(self), bucket)
             return
         flat = bucket["flattened_tensor"]
         for item in bucket["metadata"]:
-            self._keep(item.name, flat[item.start_idx : item.end_idx].view(item.dtype).view(item.shape))
+            self.keep(item.name, flat[item.start_idx : item.end_idx].view(item.dtype).view(item.shape))
 
     def do_init_weights_update_group(
         self,
@@ -188,7 +188,7 @@ class Receiver:
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         dist.broadcast(flat, src=0, group=self.groups[group_name][0])
         for name, kind, shape, part in zip(names, kinds, shapes, flat.split(sizes), strict=True):
-            self._keep(name, part.view(kind).view(shape))
+            self.keep(name, part.view(kind).view(shape))
 
     def do_update_weights_from_disk(self, model_path: str, load_format: str, flush_cache: bool) -> None:
         """A folder of safetensors."""
@@ -197,7 +197,7 @@ class Receiver:
         for file in sorted(Path(model_path).glob("*.safetensors")):
             with safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 (not a mapping)
-                    self._keep(name, handle.get_tensor(name))
+                    self.keep(name, handle.get_tensor(name))
 
     def do_dump(self, path: str) -> None:
         """Write everything to a file, for comparison."""
@@ -224,7 +224,8 @@ class Receiver:
         if not self.open:
             raise Refused("must run between begin_weight_update() and end_weight_update()")
 
-    def _keep(self, name: str, tensor: Tensor) -> None:
+    def keep(self, name: str, tensor: Tensor) -> None:
+        """Copy a tensor into the one of that name."""
         mine = self.tensors.get(name)
         if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
             mine = self.tensors[name] = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
@@ -232,8 +233,8 @@ class Receiver:
 
 
 @functools.cache
-def _patch_loader() -> ModuleType:
-    """The loader that servers have on their path, which is none of megarl's modules."""
+def _loaders() -> ModuleType:
+    """The loaders that servers have on their path, which are none of megarl's modules."""
     module = PATCH_LOADER.partition(".")[0]
     found = importlib.util.spec_from_file_location(module, LOADERS / f"{module}.py")
     assert found is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import types
 from collections.abc import Iterable
 from multiprocessing.reduction import ForkingPickler
@@ -60,9 +61,9 @@ def bucket_payload(flat: Tensor, entries: Iterable[Placed]) -> str:
     return _pickled({"flattened_tensor": flat, "metadata": metadata})
 
 
-def tensor_payload(name: str, tensor: Tensor) -> str:
-    """Base64 of the pickle that hands one tensor in shared memory to a loader of the server."""
-    return _pickled([(name, tensor)])
+def loader_payload(flat: Tensor, header: Any) -> str:
+    """Base64 of the pickle that hands a buffer to one of our loaders in the server, which reads `header` first."""
+    return _pickled([(json.dumps(header), flat)])
 
 
 def _pickled(found: Any) -> str:

@@ -7,9 +7,9 @@ would take. Byte-wise compression of the rest gains little and costs more time t
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,26 +95,10 @@ def apply_delta(parts: Sequence[Tensor], itemsizes: Sequence[int], delta: Delta)
             patch(part, distances, values, itemsize)
 
 
-def patch_bytes(entries: Sequence[Entry], delta: Delta) -> int:
-    """Size of what `write_patch` writes."""
-    return len(_patch_header(entries, delta)) + len(delta.distances) + len(delta.values)
-
-
-def write_patch(out: Tensor, entries: Sequence[Entry], delta: Delta) -> None:
-    """The delta as a server's loader reads it (compat/sglang_server/loaders): the size of a JSON header in 8 bytes, the
-    header with name, shape, dtype and count of each touched tensor, all distances, all values.
-    """
-    header = torch.frombuffer(bytearray(_patch_header(entries, delta)), dtype=torch.uint8)
-    end = 0
-    for part in (header, delta.distances, delta.values):
-        out[end : end + len(part)] = part
-        end += len(part)
-
-
-def _patch_header(entries: Sequence[Entry], delta: Delta) -> bytes:
+def patch_header(entries: Sequence[Entry], delta: Delta) -> list[Any]:
+    """What a server's loader must know of a delta: name, shape, dtype and count of each touched tensor."""
     counted = zip(entries, delta.counts.tolist(), strict=True)
-    text = json.dumps([[e.name, e.shape, e.dtype, count] for e, count in counted if count]).encode()
-    return len(text).to_bytes(8, "little") + text
+    return [[e.name, e.shape, e.dtype, count] for e, count in counted if count]
 
 
 def _split(delta: Delta, itemsizes: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:

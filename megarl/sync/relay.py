@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.compat.sglang_wire import bucket_payload, shared_buffer, tensor_payload
-from megarl.sync.delta import Delta, apply_delta, patch_bytes, write_patch
+from megarl.compat.sglang_wire import bucket_payload, loader_payload, shared_buffer
+from megarl.sync.delta import Delta, apply_delta, patch_header
 from megarl.sync.plan import ITEMSIZE, Entry
 
 KEY_VARIABLE = "MEGARL_RELAY_KEY"
@@ -126,6 +126,7 @@ class _Sender:
     bases: dict[int, _Base] = field(default_factory=dict)
     patch: Tensor = field(default_factory=lambda: shared_buffer(0, _HOST))
     patched: tuple[int, int, int] | None = None  # bucket, version, bytes
+    header: list[Any] = field(default_factory=list)
 
 
 class Relay:
@@ -170,18 +171,18 @@ class Relay:
         delta = Delta.from_bytes(bodies)
         apply_delta(held.parts, [ITEMSIZE[entry.dtype] for entry in held.entries], delta)
         held.version = version
-        size = patch_bytes(held.entries, delta)
+        size, split = len(delta.distances) + len(delta.values), len(delta.distances)
         if len(sender.patch) < size:
             sender.patch = shared_buffer(size, _HOST)
-        write_patch(sender.patch, held.entries, delta)
-        sender.patched = bucket, version, size
+        sender.patch[:split], sender.patch[split:size] = delta.distances, delta.values
+        sender.patched, sender.header = (bucket, version, size), patch_header(held.entries, delta)
         return {"taken": True}
 
     def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int) -> dict[str, Any]:
         """The payload that hands the changed elements to each rank of a server."""
         if sender.patched is None or sender.patched[:2] != (bucket, version):
             raise RelayRefused(f"the last changes are those of {sender.patched}, not of {(bucket, version)}")
-        return {"payload": tensor_payload("patch", sender.patch[: sender.patched[2]])}
+        return {"payload": loader_payload(sender.patch[: sender.patched[2]], sender.header)}
 
     def _handles(
         self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: list[list[int]]

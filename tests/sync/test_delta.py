@@ -205,7 +205,7 @@ def test_a_server_that_cannot_be_patched_gets_the_tensors_that_changed(relay, sa
     sender.send(1, None)
     name = sender.change(3)
     if not says_so:
-        sender.transport._patches[""] = True
+        sender.transport._loaders.found["", PATCH_LOADER] = True
     before = {other: id(tensor) for other, tensor in sender.api.receiver.tensors.items()}
     sender.api.receiver.tensors = {n: t for n, t in sender.api.receiver.tensors.items() if n != name}
     sent, formats = sender.send(2, 1)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from megarl.compat.sglang import (
+    LOADER,
     PATCH_LOADER,
     cpu_arguments,
     find_python,
@@ -86,7 +87,6 @@ class ServerSpec:
             "--context-length": c.context_length,
             "--attention-backend": c.attention_backend or (None if self.cuda else "torch_native"),
             "--load-format": "dummy" if self.random_weights else None,
-            "--custom-weight-loader": PATCH_LOADER,
         }
         listed = [str(part) for pair in values.items() if pair[1] is not None for part in pair]
         # Token ids in, token ids out: the server never sees text.
@@ -96,6 +96,7 @@ class ServerSpec:
             "--enable-memory-saver": c.colocated and self.cuda,
         }
         chosen = [switch for switch, wanted in switches.items() if wanted]
+        chosen += ["--custom-weight-loader", LOADER, PATCH_LOADER]
         return [*listed, *chosen, *([] if self.cuda else cpu_arguments()), *c.extra_args]
 
 

@@ -22,6 +22,31 @@ class Target:
     version: int | None = None
 
 
+class LoaderCheck:
+    """Which servers have megarl's loaders (compat/sglang_server/loaders): those that a run starts, and others that were
+    started with them. Each address is asked once.
+    """
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.found: dict[tuple[str, str], bool] = {}
+
+    def has(self, api: ServerApi, loader: str) -> bool:
+        """Whether the server has this one.
+
+        Raises:
+            ServerError: it does not say.
+        """
+        if (api.url, loader) not in self.found:
+            info = api.call("/get_server_info", deadline_s=self.deadline_s, phase="which loaders it has", method="GET")
+            self.found[api.url, loader] = loader in (info.get("custom_weight_loader") or [])
+        return self.found[api.url, loader]
+
+    def refused(self, api: ServerApi, loader: str) -> None:
+        """It has the loader, which does not work there."""
+        self.found[api.url, loader] = False
+
+
 class Transport(ABC):
     """Hands filled buckets to servers. One per trainer rank; `put` and `deliver` run in the courier's threads.
 

@@ -9,6 +9,7 @@ compare with.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import subprocess
@@ -31,7 +32,7 @@ from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.sync.delta import Delta, make_delta
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
 from megarl.sync.relay import KEY_VARIABLE, RelayClient, RelayRefused
-from megarl.sync.transports.base import Target, Transport
+from megarl.sync.transports.base import LoaderCheck, Target, Transport
 
 _BUFFERS = 2  # of a courier
 _WORTH = 0.5  # a delta of more than this part of the bucket is not worth its arithmetic
@@ -75,7 +76,7 @@ class DeltaTransport(Transport):
         self._put: dict[int, _Put] = {}  # what `put` found, by bucket
         self._relayed: dict[str, tuple[int, bool]] = {}  # host -> bucket it was given last, and whether by a delta
         self._current: set[int] = set()  # servers that hold what the last deltas led to
-        self._patches: dict[str, bool] = {}  # by address: whether the server has the loader
+        self._loaders = LoaderCheck(deadline_s)
         self._clients: dict[str, RelayClient] = {}
         self._locks = {host: threading.Lock() for host in relays}
 
@@ -88,15 +89,10 @@ class DeltaTransport(Transport):
         self._version, self.sent_bytes = version, 0
         self._relayed, self._current, self._put = {}, set(), {}
         for target in targets:
-            try:
-                holds = self._ask(target, "/get_model_info").get("weight_version")
-                if target.version is not None and holds == str(target.version):
+            with contextlib.suppress(ServerError):  # it gets everything; when it is gone, `deliver` says so
+                said = target.api.call("/get_model_info", deadline_s=self.deadline_s, phase="its version", method="GET")
+                if target.version is not None and said.get("weight_version") == str(target.version):
                     self._current.add(target.number)
-                if target.api.url not in self._patches:
-                    loaders = self._ask(target, "/get_server_info").get("custom_weight_loader") or []
-                    self._patches[target.api.url] = PATCH_LOADER in loaders
-            except ServerError:
-                continue  # it gets everything; when it is gone, `deliver` says so
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare with what was sent last, and remember this."""
@@ -137,7 +133,7 @@ class DeltaTransport(Transport):
 
     def _patched(self, target: Target, number: int) -> bool:
         """Hand over the changed elements alone; False when the server has to get whole tensors."""
-        if not self._patches.get(target.api.url):
+        if not self._loaders.has(target.api, PATCH_LOADER):
             return False
         answer = self._call(target, number, {"op": "patch", "version": self._version})
         try:
@@ -145,16 +141,13 @@ class DeltaTransport(Transport):
         except ServerError as error:
             if error.status != 200:
                 raise
-            self._patches[target.api.url] = False  # it does not keep some tensor in a form that can be patched
+            self._loaders.refused(target.api, PATCH_LOADER)  # it keeps some tensor in another form
             return False
         return True
 
     def _load(self, target: Target, payloads: list[str], load_format: str) -> None:
         payload = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
         target.api.call("/update_weights_from_tensor", payload, deadline_s=self.deadline_s, phase="bucket")
-
-    def _ask(self, target: Target, path: str) -> dict[str, Any]:
-        return target.api.call(path, deadline_s=self.deadline_s, phase="before a delta", method="GET")
 
     def forget(self) -> None:
         """Send everything the next time."""

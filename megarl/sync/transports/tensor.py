@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from megarl.compat.sglang_wire import bucket_payload, shared_buffer
-from megarl.sync.plan import Bucket, SyncPlan
-from megarl.sync.transports.base import Target, Transport
+from megarl.compat.sglang import LOADER
+from megarl.compat.sglang_wire import bucket_payload, loader_payload, shared_buffer
+from megarl.sync.plan import Bucket, Entry, SyncPlan
+from megarl.sync.transports.base import LoaderCheck, Target, Transport
 
 
 class TensorTransport(Transport):
@@ -19,6 +21,8 @@ class TensorTransport(Transport):
 
     def __init__(self, plan: SyncPlan, device: torch.device, deadline_s: float) -> None:
         self.plan, self.device, self.deadline_s = plan, device, deadline_s
+        self._loaders, self._sender = LoaderCheck(deadline_s), secrets.token_hex(8)
+        self._ends = {id(buckets[-1]) for route in plan.routes for buckets in route.senders.values() if buckets}
 
     def buffer(self, nbytes: int) -> Tensor:
         """Memory that the server can map."""
@@ -36,9 +40,17 @@ class TensorTransport(Transport):
             [entry for entry in bucket.entries if self.plan.needed_by(target.number, rank, entry)]
             for rank in range(ranks)
         )
+        ours = self._loaders.has(target.api, LOADER)
         payload = {
-            "serialized_named_tensors": [bucket_payload(flat, entries) for entries in needed],
-            "load_format": "flattened_bucket",
+            "serialized_named_tensors": [self._handles(bucket, flat, entries, ours=ours) for entries in needed],
+            "load_format": LOADER if ours else "flattened_bucket",
             "flush_cache": False,
         }
         target.api.call("/update_weights_from_tensor", payload, deadline_s=self.deadline_s, phase="bucket")
+
+    def _handles(self, bucket: Bucket, flat: Tensor, entries: list[Entry], *, ours: bool) -> str:
+        if not ours:
+            return bucket_payload(flat, entries)
+        tensors = [[entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes] for entry in entries]
+        last = id(bucket) in self._ends
+        return loader_payload(flat, {"tensors": tensors, "sender": self._sender, "last": last})

@@ -1,6 +1,7 @@
 """Changed elements find their places in a server's parameters through the model's own loading."""
 
 import importlib.util
+import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from megarl.compat.sglang import LOADERS
-from megarl.sync.delta import make_delta, patch_bytes, write_patch
+from megarl.sync.delta import make_delta, patch_header
 from megarl.sync.plan import Entry
 
 HIDDEN, HEADS, MIDDLE, EXPERTS, VOCABULARY = 6, 8, 12, 4, 10
@@ -28,9 +29,9 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def loader():
-    found = importlib.util.spec_from_file_location("megarl_patch", LOADERS / "megarl_patch.py")
+    found = importlib.util.spec_from_file_location("megarl_loader", LOADERS / "megarl_loader.py")
     made = importlib.util.module_from_spec(found)
-    sys.modules["megarl_patch"] = made
+    sys.modules["megarl_loader"] = made
     found.loader.exec_module(made)
     return made
 
@@ -93,13 +94,25 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=g).to(torch.bfloat16) for name, shape in SHAPES.items()}
 
 
-def patch_of(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> torch.Tensor:
+def patch_of(old: dict[str, torch.Tensor], new: dict[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
     entries = [Entry(name, tuple(t.shape), "bfloat16", 0, t.nbytes, name) for name, t in new.items()]
     base, now = ([t.clone().view(-1).view(torch.uint8) for t in side.values()] for side in (old, new))
     delta = make_delta(base, now, [2] * len(base), 10**6)
-    out = torch.empty(patch_bytes(entries, delta), dtype=torch.uint8)
-    write_patch(out, entries, delta)
-    return out
+    return [(json.dumps(patch_header(entries, delta)), torch.cat([delta.distances, delta.values]))]
+
+
+def test_a_bucket_is_loaded_and_kept_mapped_until_the_last(loader):
+    given = tensors(0)
+    model, expected = Model(1), Model(1)
+    expected.load_weights(given.items())
+    for number, (name, tensor) in enumerate(given.items(), 1):
+        header = {"tensors": [[name, tensor.shape, "bfloat16", 4, tensor.nbytes]], "sender": "a", "last": False}
+        header["last"] = number == len(given)
+        flat = torch.cat([torch.zeros(4, dtype=torch.uint8), tensor.view(-1).view(torch.uint8)])
+        loader.load(model, [(json.dumps(header), flat)])
+        assert len(loader._MAPPED.get("a", ())) == (0 if header["last"] else number)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(model.get_parameter(name), parameter), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -112,7 +125,7 @@ def test_a_patched_model_is_the_loaded_model(loader, rank, part, dtype):
     patched, expected = Model(rank, dtype), Model(rank, dtype)
     patched.load_weights(old.items())
     expected.load_weights(new.items())
-    loader.apply(patched, [("patch", patch_of(old, new))])
+    loader.patch(patched, patch_of(old, new))
     for name, parameter in expected.named_parameters():
         assert torch.equal(patched.get_parameter(name), parameter), name
     assert any((p != 0).any() for p in patched.parameters())
@@ -124,11 +137,11 @@ def test_places_are_looked_up_once_and_again_when_parameters_move(loader):
     model.loaded = 0
     for seed, lookups in ((1, len(SHAPES)), (2, 0)):
         new = tensors(seed)
-        loader.apply(model, [("patch", patch_of(old, new))])
+        loader.patch(model, patch_of(old, new))
         assert model.loaded == lookups
         old, model.loaded = new, 0
     model.w13.data = model.w13.data.clone()
-    loader.apply(model, [("patch", patch_of(old, tensors(3)))])
+    loader.patch(model, patch_of(old, tensors(3)))
     assert model.loaded == len(SHAPES)
     expected = Model(0)
     expected.load_weights(tensors(3).items())
@@ -138,4 +151,4 @@ def test_places_are_looked_up_once_and_again_when_parameters_move(loader):
 def test_a_tensor_that_loading_changes_is_refused(loader):
     old = {"padded": torch.zeros(HIDDEN, MIDDLE - 1, dtype=torch.bfloat16)}
     with pytest.raises(loader.CannotPatch, match="pad"):
-        loader.apply(Model(0), [("patch", patch_of(old, {"padded": old["padded"] + 1}))])
+        loader.patch(Model(0), patch_of(old, {"padded": old["padded"] + 1}))

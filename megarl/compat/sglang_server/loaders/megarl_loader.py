@@ -1,10 +1,11 @@
-"""Writes changed elements into the parameters of a running SGLang server: `--custom-weight-loader megarl_patch.apply`.
+"""Loaders for a running SGLang server: `--custom-weight-loader megarl_loader.load megarl_loader.patch`.
 
-This file runs in the servers' own interpreter, without megarl. Where an element of a Hugging Face tensor lies in the
-server's parameters (fused projections, tensor parallel parts, experts) only the model's own `load_weights` knows. So it
-is called once with probes in the place of tensors: their slices are followed, and where it would copy one into a
-parameter, the place is noted and nothing is written. This is as general as loading is. A tensor that loading does more
-with than slice and copy (padding, packing, quantising) is refused, and the trainer sends it whole.
+This file runs in the servers' own interpreter, without megarl. `load` takes a bucket of whole tensors. `patch` takes
+changed elements. Where an element of a Hugging Face tensor lies in the server's parameters (fused projections, tensor
+parallel parts, experts) only the model's own `load_weights` knows. So it is called once with probes in the place of
+tensors: their slices are followed, and where it would copy one into a parameter, the place is noted and nothing is
+written. This is as general as loading is. A tensor that loading does more with than slice and copy (padding, packing,
+quantising) is refused, and the trainer sends it whole.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-_HEADER = 8  # bytes that hold the header's size
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
 
 
@@ -113,6 +113,7 @@ class _Map:
 
 
 _MAP = _Map()
+_MAPPED: dict[str, dict[int, Tensor]] = {}  # buffers by sender and address
 
 
 def _probes(
@@ -122,24 +123,46 @@ def _probes(
         yield name, Probe(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), device, found[name])
 
 
-@torch.no_grad()
-def apply(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Write the changed elements of some tensors into the model's parameters.
+def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Load the tensors of a bucket.
+
+    The sender's memory stays mapped until its last bucket: mapping it for each bucket anew, page by page, takes a third
+    as long as copying from it.
 
     Args:
         model: of the server; called as for any update of its weights.
-        named_tensors: one, uint8: the size of a JSON header in 8 bytes; the header, a list of (name, shape, dtype,
-            number of elements); for each element its distance from the one before it, from element -1 at the start of
-            each tensor; the elements.
+        named_tensors: one, uint8 [bytes of the bucket]; in the place of its name a JSON header: `tensors`, a list of
+            (name, shape, dtype, first byte, bytes); `sender`, a name; `last`, whether this is its last bucket.
+    """
+    ((text, flat),) = named_tensors
+    header = json.loads(text)
+    _MAPPED.setdefault(header["sender"], {})[flat.untyped_storage().data_ptr()] = flat
+    found = [
+        (name, flat[start : start + nbytes].view(getattr(torch, dtype)).view(shape))
+        for name, shape, dtype, start, nbytes in header["tensors"]
+    ]
+    model.load_weights(found)
+    if header["last"]:
+        del _MAPPED[header["sender"]]
+
+
+@torch.no_grad()
+def patch(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
+    """Write the changed elements of some tensors into the model's parameters.
+
+    Args:
+        model: as for `load`.
+        named_tensors: one, uint8: for each element its distance from the one before it, from element -1 at the start of
+            each tensor; then the elements. In the place of its name a JSON header: a list of (name, shape, dtype,
+            number of elements).
 
     Raises:
         CannotPatch: a tensor cannot be changed in part. Some of the others may have been.
     """
-    ((_, flat),) = named_tensors
-    start = _HEADER + int.from_bytes(bytes(flat[:_HEADER].tolist()), "little")
-    header = json.loads(flat[_HEADER:start].cpu().numpy().tobytes())
+    ((text, flat),) = named_tensors
+    header = json.loads(text)
     places = _MAP.of(model, [(name, shape, dtype) for name, shape, dtype, _ in header])
-    steps, values = flat[start:], flat[start + sum(count for *_, count in header) :]
+    steps, values = flat, flat[sum(count for *_, count in header) :]
     for name, _, dtype, count in header:
         kind = getattr(torch, dtype)
         elements = values[: count * kind.itemsize].clone().view(kind)  # where they lie they may not be aligned
