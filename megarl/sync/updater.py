@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
 
 from megarl.comm import all_gather_json, broadcast_json, group_size
@@ -52,7 +51,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 T = TypeVar("T")
-_WIRE_DTYPES = {**DTYPES, "fp16": torch.float16}
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -116,7 +114,7 @@ class WeightSync:
         self.version: int | None = None
         self.rank = dist.get_rank() if group_size() > 1 else 0
         model_dtype = chunks[0].config.params_dtype
-        self.dtype = model_dtype if config.dtype == "model" else _WIRE_DTYPES[config.dtype]
+        self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks))
         names = _host_names()
         layouts = [dataclasses.replace(server, host=_host_of(s.api.url, names)) for s in fleet.servers]

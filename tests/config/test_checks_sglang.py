@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import get_args
 
 import pytest
+
+from megarl.config.rollout import RolloutConfig
+from megarl.config.sync import SyncConfig
+from megarl.device import DTYPES
 
 ON = ("rollout.engine=sglang", f"rollout.sglang.python={sys.executable}")
 
@@ -70,3 +75,8 @@ def test_a_setting_that_cannot_work_names_its_key(failures, overrides, key) -> N
 )
 def test_a_setting_that_works_passes(failures, overrides) -> None:
     assert failures(*ON, *overrides) == []
+
+
+@pytest.mark.parametrize("section", [SyncConfig, RolloutConfig])
+def test_every_dtype_that_can_be_chosen_is_known(section) -> None:
+    assert set(get_args(section.model_fields["dtype"].annotation)) - {"model"} <= DTYPES.keys()
