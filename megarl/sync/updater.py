@@ -36,6 +36,7 @@ from megarl.models.weights.export import iter_hf_tensors, layout_of_all
 from megarl.models.weights.fill import coordinate
 from megarl.phase import phase
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.launch import LOOPBACK
 from megarl.sync import verify
 from megarl.sync.courier import Courier, Sent
 from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 T = TypeVar("T")
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass

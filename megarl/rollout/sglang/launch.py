@@ -16,7 +16,7 @@ from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def host_address(configured: str | None, machines: int) -> str:
     if configured is not None:
         return configured
     if machines == 1:
-        return _LOOPBACK
+        return LOOPBACK[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # no packet is sent: this asks the routing table
         probe.connect((os.environ["MASTER_ADDR"], 1))
         return str(probe.getsockname()[0])
