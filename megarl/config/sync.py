@@ -36,7 +36,7 @@ class SyncConfig(Section):
     timeout_s: PositiveFloat = Field(300.0, description="deadline of every single step of a synchronisation")
     address: str | None = Field(
         None,
-        description="address at which servers reach the trainer rank that sends (distributed); null: loopback on one "
-        "machine, else the name of its machine",
+        description="address at which servers reach a trainer of one machine (distributed); null: every sender takes "
+        "that of its interface that reaches the server",
     )
     folder: str | None = Field(None, description="folder of the disk transport; null: sync/ of the run folder")

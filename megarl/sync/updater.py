@@ -117,7 +117,8 @@ class WeightSync:
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks))
         names = _host_names()
-        layouts = [dataclasses.replace(server, host=_host_of(s.api.url, names)) for s in fleet.servers]
+        hosts = _server_hosts([s.api.url for s in fleet.servers], names)
+        layouts = [dataclasses.replace(server, host=host) for host in hosts]
         self.transport_name = choose_transport(config.transport, [at.host for at in layouts], set(names.values()))
         kind = TRANSPORTS[self.transport_name]
         self.plan = make_plan(
@@ -163,7 +164,7 @@ class WeightSync:
         if self.transport_name == "tensor":
             return TensorTransport(self.plan, device(), limit)
         if self.transport_name == "distributed":
-            return DistributedTransport(self.plan, device(), limit, self.config.address or _address(names, self.rank))
+            return DistributedTransport(self.plan, device(), limit, self.config.address)
         if self.transport_name == "delta":
             hosts = {at.host for at in self.plan.servers}
             relays, key, mine = relays_of_all(hosts, names, self.config, run_dir)
@@ -350,11 +351,17 @@ def _host_names() -> dict[int, str]:
     return dict(enumerate(all_gather_json(socket.gethostname())))
 
 
+def _server_hosts(urls: Sequence[str], names: dict[int, str]) -> list[str]:
+    """Host of every server. The first rank resolves for all: ranks that disagree would follow different plans."""
+    is_first = group_size() == 1 or dist.get_rank() == 0
+    return broadcast_json([_host_of(url, names) for url in urls] if is_first else None, 0)
+
+
 def _host_of(url: str, names: dict[int, str]) -> str:
     """Host of a server, in the names of the trainer's hosts where it is one of them."""
     host = urlsplit(url).hostname or ""
     if host in LOOPBACK:
-        return socket.gethostname() if len(set(names.values())) == 1 else host
+        return names[0] if len(set(names.values())) == 1 else host
     for name in dict.fromkeys(names.values()):
         try:
             if host in (name, *socket.gethostbyname_ex(name)[2]):
@@ -362,8 +369,3 @@ def _host_of(url: str, names: dict[int, str]) -> str:
         except OSError:
             continue
     return host
-
-
-def _address(names: dict[int, str], rank: int) -> str:
-    """Where servers reach a rank when the recipe does not say."""
-    return LOOPBACK[0] if len(set(names.values())) == 1 else names[rank]

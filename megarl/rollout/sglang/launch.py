@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from megarl.comm import Group, broadcast_json
 from megarl.config.run import ClusterConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
+from megarl.processes import address_towards
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
@@ -138,6 +138,4 @@ def host_address(configured: str | None, machines: int) -> str:
         return configured
     if machines == 1:
         return LOOPBACK[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # no packet is sent: this asks the routing table
-        probe.connect((os.environ["MASTER_ADDR"], 1))
-        return str(probe.getsockname()[0])
+    return address_towards(os.environ["MASTER_ADDR"])

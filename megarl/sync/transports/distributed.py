@@ -15,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 
 from megarl.errors import ServerError
+from megarl.processes import address_towards
 from megarl.sync.plan import Bucket, SyncPlan
 from megarl.sync.transports.base import Target, Transport
 
@@ -38,12 +40,12 @@ class DistributedTransport(Transport):
     """Buckets as one flat broadcast each.
 
     Args:
-        address: of this host, as servers reach it.
+        address: of this host, as servers reach it; None: the one of the interface that reaches the server.
     """
 
     senders_per_stage: int | None = 1  # every sender has a connection to every server
 
-    def __init__(self, plan: SyncPlan, device: torch.device, deadline_s: float, address: str) -> None:
+    def __init__(self, plan: SyncPlan, device: torch.device, deadline_s: float, address: str | None = None) -> None:
         self.plan, self.device, self.deadline_s, self.address = plan, device, deadline_s, address
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[int, _Link] = {}
@@ -99,17 +101,19 @@ class DistributedTransport(Transport):
         name = f"megarl-{secrets.token_hex(8)}"
         size = 1 + self.plan.servers[target.number].tp
         timeout = datetime.timedelta(seconds=self.deadline_s)
+        address = self.address
         try:
-            listener = socket.create_server((self.address, 0))
+            address = address or address_towards(urlsplit(target.api.url).hostname or "")
+            listener = socket.create_server((address, 0))
         except OSError as error:
-            reason = f"cannot listen on sync.address {self.address!r}: {error}"
+            reason = f"cannot listen on {address or 'an interface that reaches the server'} (sync.address): {error}"
             raise ServerError(target.api.name, target.api.url, "group of the update", reason) from error
         port = listener.getsockname()[1]
         store = dist.TCPStore(
-            self.address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
         )
         payload = {
-            "master_address": self.address,
+            "master_address": address,
             "master_port": port,
             "rank_offset": 1,
             "world_size": size,
