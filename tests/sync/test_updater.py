@@ -101,6 +101,23 @@ def test_a_server_that_fails_does_not_stop_the_others(tmp_path, transport):
 
 
 @pytest.mark.procs
+def test_a_server_with_which_no_group_can_be_made_does_not_stop_the_others(tmp_path):
+    save_tiny(tmp_path / "model", "qwen3")
+    faults = {0: "mute:0", 1: "absent:0"}
+    cases = [({}, {"transport": "distributed", "timeout_s": 4.0})]
+    with receivers(tmp_path / "r", 3, faults) as urls:
+        (((first, second, *_),),) = run_distributed(
+            push_twice, 1, 120, str(tmp_path / "model"), str(tmp_path), urls, cases
+        )
+        assert first["updated"] == second["updated"] == [2]
+        for number in ("0", "1"):
+            assert first["failed"][number].startswith(f"server {number} at {urls[int(number)]}: group of the update")
+        assert "within 4 s" in first["failed"]["0"]
+        assert "the trainer's part" in first["failed"]["1"]
+        assert_holds(urls[2], tmp_path / "model", tmp_path, plus=1.0)
+
+
+@pytest.mark.procs
 def test_a_server_that_gives_no_checksums_has_failed_and_the_run_goes_on(tmp_path):
     save_tiny(tmp_path / "model", "qwen3")
     with receivers(tmp_path / "r", 1) as urls:  # these know of no /weights_checker
