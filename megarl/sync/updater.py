@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -287,6 +288,10 @@ class WeightSync:
             running = {number: pool.submit(action, value) for number, value in work.items()}
         for number, future in running.items():
             error = future.exception()
+            if isinstance(error, Exception) and not isinstance(error, ServerError):
+                traceback.print_exception(error)  # one server's failure ends no run, and the cause must not be lost
+                api, where = self.fleet.servers[number].api, f"update to version {report.version}"
+                error = ServerError(api.name, api.url, where, f"{type(error).__name__}: {error}")
             if isinstance(error, ServerError):
                 report.failed[number] = str(error)
             elif error is not None:
