@@ -1,4 +1,4 @@
-"""How long the fleet waits for servers that do not answer."""
+"""How long the fleet waits for servers that do not answer, and which servers it does not take."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
+from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.launch import Place, open_fleet
+from tests.dist import run_distributed
+from tests.rollout.fake_servers import ok, servers
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,49 @@ def test_servers_that_run_already_may_take_as_long_to_answer_as_own_ones() -> No
     fleet.mark_failed(fleet.servers[0], "test")
     fleet.refresh()
     assert fleet.servers[0].state == "catching_up"
+
+
+@pytest.mark.parametrize(
+    ("info", "where", "text"),
+    [
+        (
+            {"tp_size": 2},
+            "rollout.sglang.tp_size",
+            "set rollout.sglang.tp_size=2, or start the server with --tp-size",
+        ),
+        ({"ep_size": 2}, "rollout.sglang.ep_size", "was started with ep_size 2"),
+        ({"dp_size": 2}, "rollout.sglang.dp_size", "was started with dp_size 2"),
+        ({"dtype": "bfloat16"}, "rollout.dtype", "start the server with --dtype float32"),
+        ({"dtype": "half"}, "rollout.dtype", "computes in float16"),
+        ({"context_length": 99}, "rollout.sglang.urls", "--context-length 100"),
+    ],
+)
+def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, Any], where: str, text: str) -> None:
+    with servers(ok, ok) as made:
+        made[1].info |= info
+        urls = [server.api.url for server in made]
+        with pytest.raises(ConfigError) as caught:
+            open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, longest=100)  # type: ignore[arg-type]
+        assert caught.value.where == where
+        assert text in str(caught.value)
+        assert f"server 1 at {urls[1]}" in str(caught.value)
+        made[1].info |= {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "auto", "context_length": 100}
+        open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, longest=100)  # type: ignore[arg-type]
+
+
+def opened(urls: list[str]) -> str:
+    """What this rank learns; the first alone asks."""
+    import torch.distributed as dist
+
+    try:
+        open_fleet(SGLangConfig(urls=urls), Place(is_first=dist.get_rank() == 0), None, None, "float32", cuda=False)  # type: ignore[arg-type]
+    except ConfigError as error:
+        return str(error.where)
+    return "taken"
+
+
+@pytest.mark.procs
+def test_every_rank_refuses_it() -> None:
+    with servers(ok) as made:
+        made[0].info["tp_size"] = 4
+        assert run_distributed(opened, 2, 60, [made[0].api.url]) == ["rollout.sglang.tp_size"] * 2
