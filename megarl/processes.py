@@ -44,6 +44,17 @@ def free_port(host: str = "127.0.0.1") -> int:
         return listener.getsockname()[1]
 
 
+def address_towards(host: str) -> str:
+    """Address of this machine's interface that reaches `host`, by the routing table: no packet is sent.
+
+    Raises:
+        OSError: `host` has no address, or no route leads there.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))
+        return str(probe.getsockname()[0])
+
+
 def oom_kills(root: Path = Path("/")) -> int:
     """How often the kernel's out-of-memory killer struck: on this machine since boot and in this memory cgroup.
 

@@ -5,6 +5,7 @@ python -m megarl.benchmarks.sync.limits memory|tcp|gloo ...    the other process
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -152,6 +153,7 @@ def _follow(port: int, size: int, bucket: int) -> None:
         for part in held.split(bucket):
             dist.broadcast(part, src=0)
         dist.barrier()
+    os._exit(0)  # a communication thread can abort the interpreter's teardown
 
 
 if __name__ == "__main__":

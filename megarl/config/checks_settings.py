@@ -104,7 +104,9 @@ def check_objective(config: RunConfig, checks: Checklist) -> None:
     _check_options(config, checks)
     _check_aggregation(config, checks)
     _check_dapo(config, checks)
-    _check_kl(config, checks)
+    _check_kl_estimators(config, checks)
+    _check_kl_controller(config, checks)
+    _check_kl_use(config, checks)
 
 
 def _check_options(config: RunConfig, checks: Checklist) -> None:
@@ -185,9 +187,8 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
         )
 
 
-def _check_kl(config: RunConfig, checks: Checklist) -> None:
-    kl = config.algorithm.kl
-    distillation = config.algorithm.distillation
+def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
+    kl, distillation = config.algorithm.kl, config.algorithm.distillation
     for name, key, estimator, off in (
         ("KL", "algorithm.kl.estimator", kl.estimator, kl.use == "none"),
         ("distillation", "algorithm.distillation.estimator", distillation.estimator, distillation.coef == 0),
@@ -206,6 +207,10 @@ def _check_kl(config: RunConfig, checks: Checklist) -> None:
             )
         else:
             check_function_name(name, estimator, key, KL_ESTIMATORS, "KL estimator", checks)
+
+
+def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:
+    kl = config.algorithm.kl
     if kl.adaptive and kl.use != "reward":
         checks.fail(
             "KL",
@@ -226,6 +231,11 @@ def _check_kl(config: RunConfig, checks: Checklist) -> None:
             allowed=f"whole number > {0.2 * samples:g}",
             fix=f"set algorithm.kl.horizon={max(10_000, samples)}",
         )
+
+
+def _check_kl_use(config: RunConfig, checks: Checklist) -> None:
+    """What is computed for the KL and changes nothing."""
+    kl = config.algorithm.kl
     if kl.use == "none" and config.reference.path is not None:
         checks.warn(
             "KL",

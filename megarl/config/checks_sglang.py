@@ -187,6 +187,15 @@ def _check_colocated(config: RunConfig, checks: Checklist) -> None:
 def _check_sync(config: RunConfig, checks: Checklist) -> None:
     """What servers are sent must be what they, and the checksums, expect."""
     sync, model = config.sync, config.model.dtype
+    if sync.address is not None and config.cluster.nnodes > 1:
+        checks.fail(
+            _NAME,
+            "sync.address",
+            f"the trainer runs on {config.cluster.nnodes} machines, and this is the address of one of them at most",
+            found=sync.address,
+            allowed="null with cluster.nnodes > 1",
+            fix="set sync.address=null: every sender takes the address of its interface that reaches the server",
+        )
     held = model if config.rollout.dtype == "model" else config.rollout.dtype
     sent = model if sync.dtype == "model" else sync.dtype
     if sync.fp8 and not config.rollout.sglang.urls:

@@ -19,7 +19,7 @@ class SyncConfig(Section):
         "tensor where every server shares a host with the trainer, distributed otherwise",
     )
     bucket_mb: PositiveInt = Field(256, description="MB (10**6 bytes) of a bucket; two exist at a time on a sender")
-    dtype: Literal["model", "bf16", "fp16", "fp32"] = Field(
+    dtype: Literal["model", "bf16", "fp32"] = Field(
         "model", description="dtype on the wire; model: that of the trainer's parameters"
     )
     fp8: bool = Field(False, description="send projections as FP8 with one scale per 128 x 128 block")
@@ -36,7 +36,7 @@ class SyncConfig(Section):
     timeout_s: PositiveFloat = Field(300.0, description="deadline of every single step of a synchronisation")
     address: str | None = Field(
         None,
-        description="address at which servers reach the trainer rank that sends (distributed); null: loopback on one "
-        "machine, else the name of its machine",
+        description="address at which servers reach a trainer of one machine (distributed); null: every sender takes "
+        "that of its interface that reaches the server",
     )
     folder: str | None = Field(None, description="folder of the disk transport; null: sync/ of the run folder")

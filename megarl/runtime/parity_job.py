@@ -20,7 +20,7 @@ from megarl.runtime.parity import Parity, compare
 if TYPE_CHECKING:
     from rich.table import Table
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from megarl.models.policy import PolicyModel
 
@@ -40,6 +40,8 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
         ConfigError: no such model, or no interpreter for a server.
         ServerError: the server did not start or did not answer.
     """
+    from megarl.models.config import load_hf_config
+
     with ExitStack() as stack:
         python = find_python(None, cuda=has_cuda()) if server else None  # before anything that takes long
         if (source / "meta.json").is_file():
@@ -49,10 +51,12 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
             convert(source, folder)
         else:
             folder = source
-        reference, policy = _load_both(folder, DTYPES[dtype])
+        hf = load_hf_config(ModelConfig(path=str(folder)))
         g = torch.Generator().manual_seed(0)
-        sequences = [torch.randint(policy.hf_config.vocab_size, (n,), generator=g) for n in LENGTHS]
+        sequences = [torch.randint(hf.vocab_size, (n,), generator=g) for n in LENGTHS]
+        # First: a server takes most of a GPU's memory, and has given it back when the models come.
         others = {} if python is None else {"server": _server_logprobs(folder, dtype, sequences)}
+        reference, policy = _load_both(folder, hf, DTYPES[dtype])
         return compare(reference, policy, sequences, others)
 
 
@@ -82,16 +86,15 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
     return found
 
 
-def _load_both(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PolicyModel]:
+def _load_both(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, PolicyModel]:
     import torch.distributed as dist
     from transformers import AutoModelForCausalLM
 
     from megarl.models.build import build_policy
-    from megarl.models.config import load_hf_config, transformer_config
+    from megarl.models.config import transformer_config
     from megarl.models.weights import load_weights
     from megarl.training.parallel import init_parallel
 
-    hf = load_hf_config(ModelConfig(path=str(folder)))
     if not dist.is_initialized():
         dist.init_process_group(dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
     init_parallel(ParallelConfig())

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from megarl.compat.sglang_wire import bucket_payload, loader_payload, shared_buffer
+from megarl.processes import kill_with_parent
 from megarl.sync.delta import Delta, apply_delta, patch_header
 from megarl.sync.plan import ITEMSIZE, Entry
 
@@ -226,17 +227,8 @@ def _converse(relay: Relay, sock: socket.socket, key: str) -> None:
             return  # this trainer is gone; the next one begins with everything
 
 
-def _end_with_parent() -> None:
-    """The relay of a trainer that was killed must not hold the model's memory for ever."""
-    import ctypes
-    import signal
-
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
 if __name__ == "__main__":
     if "--end-with-parent" in sys.argv:
-        _end_with_parent()
+        kill_with_parent()  # the relay of a trainer that was killed must not hold the model's memory for ever
     torch.set_num_threads(1)
     serve(Relay(), (sys.argv[1], int(sys.argv[2])), os.environ[KEY_VARIABLE], Path(sys.argv[3]))

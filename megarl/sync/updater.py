@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
 
 from megarl.comm import all_gather_json, broadcast_json, group_size
@@ -37,6 +37,7 @@ from megarl.models.weights.export import iter_hf_tensors, layout_of_all
 from megarl.models.weights.fill import coordinate
 from megarl.phase import phase
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.launch import LOOPBACK
 from megarl.sync import verify
 from megarl.sync.courier import Courier, Sent
 from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
@@ -52,8 +53,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 T = TypeVar("T")
-_WIRE_DTYPES = {**DTYPES, "fp16": torch.float16}
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass
@@ -116,10 +115,11 @@ class WeightSync:
         self.version: int | None = None
         self.rank = dist.get_rank() if group_size() > 1 else 0
         model_dtype = chunks[0].config.params_dtype
-        self.dtype = model_dtype if config.dtype == "model" else _WIRE_DTYPES[config.dtype]
+        self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks))
         names = _host_names()
-        layouts = [dataclasses.replace(server, host=_host_of(s.api.url, names)) for s in fleet.servers]
+        hosts = _server_hosts([s.api.url for s in fleet.servers], names)
+        layouts = [dataclasses.replace(server, host=host) for host in hosts]
         self.transport_name = choose_transport(config.transport, [at.host for at in layouts], set(names.values()))
         kind = TRANSPORTS[self.transport_name]
         self.plan = make_plan(
@@ -166,7 +166,7 @@ class WeightSync:
         if self.transport_name == "tensor":
             return TensorTransport(self.plan, device(), limit)
         if self.transport_name == "distributed":
-            return DistributedTransport(self.plan, device(), limit, self.config.address or _address(names, self.rank))
+            return DistributedTransport(self.plan, device(), limit, self.config.address)
         if self.transport_name == "delta":
             hosts = {at.host for at in self.plan.servers}
             relays, key, mine = relays_of_all(hosts, names, self.config, run_dir)
@@ -289,6 +289,10 @@ class WeightSync:
             running = {number: pool.submit(action, value) for number, value in work.items()}
         for number, future in running.items():
             error = future.exception()
+            if isinstance(error, Exception) and not isinstance(error, ServerError):
+                traceback.print_exception(error)  # one server's failure ends no run, and the cause must not be lost
+                api, where = self.fleet.servers[number].api, f"update to version {report.version}"
+                error = ServerError(api.name, api.url, where, f"{type(error).__name__}: {error}")
             if isinstance(error, ServerError):
                 report.failed[number] = str(error)
             elif error is not None:
@@ -353,11 +357,17 @@ def _host_names() -> dict[int, str]:
     return dict(enumerate(all_gather_json(socket.gethostname())))
 
 
+def _server_hosts(urls: Sequence[str], names: dict[int, str]) -> list[str]:
+    """Host of every server. The first rank resolves for all: ranks that disagree would follow different plans."""
+    is_first = group_size() == 1 or dist.get_rank() == 0
+    return broadcast_json([_host_of(url, names) for url in urls] if is_first else None, 0)
+
+
 def _host_of(url: str, names: dict[int, str]) -> str:
     """Host of a server, in the names of the trainer's hosts where it is one of them."""
     host = urlsplit(url).hostname or ""
     if host in LOOPBACK:
-        return socket.gethostname() if len(set(names.values())) == 1 else host
+        return names[0] if len(set(names.values())) == 1 else host
     for name in dict.fromkeys(names.values()):
         try:
             if host in (name, *socket.gethostbyname_ex(name)[2]):
@@ -365,8 +375,3 @@ def _host_of(url: str, names: dict[int, str]) -> str:
         except OSError:
             continue
     return host
-
-
-def _address(names: dict[int, str], rank: int) -> str:
-    """Where servers reach a rank when the recipe does not say."""
-    return LOOPBACK[0] if len(set(names.values())) == 1 else names[rank]

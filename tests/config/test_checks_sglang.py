@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import get_args
 
 import pytest
+
+from megarl.config.rollout import RolloutConfig
+from megarl.config.sync import SyncConfig
+from megarl.device import DTYPES
 
 ON = ("rollout.engine=sglang", f"rollout.sglang.python={sys.executable}")
 
@@ -50,6 +55,7 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["cluster.nproc=2", "sync.timeout_s=600"], "sync.timeout_s"),
         (["rollout.sglang.colocated=true", "rollout.sglang.urls=[http://127.0.0.1:1]"], "rollout.sglang.colocated"),
         (["sync.fp8=true"], "sync.fp8"),
+        (["cluster.nproc=2", "cluster.nnodes=2", "rollout.sglang.servers=2", "sync.address=10.0.0.1"], "sync.address"),
         (["model.dtype=fp32", "rollout.dtype=bf16"], "sync.dtype"),
         (["model.dtype=fp32", "sync.dtype=bf16"], "sync.dtype"),
     ],
@@ -66,7 +72,13 @@ def test_a_setting_that_cannot_work_names_its_key(failures, overrides, key) -> N
         ["model.dtype=fp32", "sync.dtype=bf16", "sync.verify=off"],
         ["sync.fp8=true", "rollout.sglang.urls=[http://127.0.0.1:1]"],
         ["rollout.sglang.colocated=true"],  # only advice
+        ["sync.address=10.0.0.1"],
     ],
 )
 def test_a_setting_that_works_passes(failures, overrides) -> None:
     assert failures(*ON, *overrides) == []
+
+
+@pytest.mark.parametrize("section", [SyncConfig, RolloutConfig])
+def test_every_dtype_that_can_be_chosen_is_known(section) -> None:
+    assert set(get_args(section.model_fields["dtype"].annotation)) - {"model"} <= DTYPES.keys()

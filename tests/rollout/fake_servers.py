@@ -35,6 +35,7 @@ class FakeServer(ThreadingHTTPServer):
         self.rule, self.payloads, self.lock = rule, list[dict[str, Any]](), threading.Lock()
         self.running = self.most = 0
         self.hangs = threading.Event()
+        self.info = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": None}
 
     @property
     def api(self) -> ServerApi:
@@ -47,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.hangs.is_set():
             time.sleep(5)
-        self._send(200, {})
+        self._send(200, self.server.info if self.path == "/get_server_info" else {})
 
     def do_POST(self) -> None:
         assert self.headers["Authorization"] == f"Bearer {KEY}"

@@ -1,12 +1,15 @@
 """Where two implementations of a model part ways: nowhere with the same weights, else at the changed place."""
 
+import contextlib
 import math
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
+from megarl.runtime import parity_job
 from megarl.runtime.parity import compare
 from tests.dist import single_process
 from tests.models.tiny import build_tiny, save_tiny
@@ -53,6 +56,36 @@ def test_other_logprobs_are_compared_last(tmp_path):
     (policy,) = build_tiny(tmp_path)
     wrong = [torch.zeros(len(ids) - 1) for ids in SEQUENCES]
     assert compare(reference, policy, SEQUENCES, {"server": wrong}).first.name == "log-probs, server"
+
+
+def test_the_server_has_ended_before_the_models_are_loaded(tmp_path, monkeypatch):
+    order = []
+
+    @contextlib.contextmanager
+    def fleet(*args, **settings):
+        order.append("server")
+        yield types.SimpleNamespace(servers=[types.SimpleNamespace(api=Api())])
+        order.append("server has ended")
+
+    def load(*args):
+        order.append("models")
+        raise KeyboardInterrupt
+
+    save_tiny(tmp_path, "qwen3")
+    monkeypatch.setattr(parity_job, "find_python", lambda *args, **kind: tmp_path)
+    monkeypatch.setattr("megarl.rollout.sglang.launch.open_fleet", fleet)
+    monkeypatch.setattr(parity_job, "_load_both", load)
+    with pytest.raises(KeyboardInterrupt):
+        parity_job.parity(tmp_path)
+    assert order == ["server", "server has ended", "models"]
+
+
+class Api:
+    """Every token has log-prob -1."""
+
+    def call(self, path, payload, **settings):
+        rows = [[None, None, None]] + [[-1.0, token, None] for token in payload["input_ids"][1:]]
+        return {"meta_info": {"input_token_logprobs": rows}}
 
 
 @pytest.mark.procs

@@ -4,6 +4,8 @@ python -m tests.sync.faulty PORT_FILE die:3      dies at its third bucket
                                       refuse:3   refuses it with success=false under HTTP 200
                                       hang:3     does not answer
                                       open:0     was left with an open session by a dead trainer
+                                      mute:0     does not answer when a group is to be made
+                                      absent:0   answers and does not come to the group
 """
 
 from __future__ import annotations
@@ -35,6 +37,9 @@ class FaultyReceiver(Receiver):
                     raise Refused("no memory left")
                 if self.kind == "hang":
                     time.sleep(3600)
+        if path == "/init_weights_update_group" and self.kind in ("mute", "absent"):
+            time.sleep(3600 if self.kind == "mute" else 0)
+            return {"success": True, "message": ""}
         return super().handle(path, body)
 
 

@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.procs, pytest.mark.skipif(bool(MISSING), reason=f"no S
 @contextlib.contextmanager
 def serving(folder: Path, name: str, dtype: str = "float32", tp_size: int = 1, **changes):
     """Address of a server that was started with a tiny model, saved in folder/model."""
-    from megarl.rollout.sglang.server import ServerProcess, ServerSpec, wait_ready
+    from megarl.rollout.sglang.server import ServerProcess, ServerSpec, health
 
     save_tiny(folder / "model", name, **changes)
     config = SGLangConfig(max_total_tokens=4096, context_length=128, tp_size=tp_size)
@@ -39,7 +39,11 @@ def serving(folder: Path, name: str, dtype: str = "float32", tp_size: int = 1, *
     server = ServerProcess(spec)
     server.start()
     try:
-        wait_ready(server, time.monotonic() + 300)
+        end = time.monotonic() + 300
+        while why := health(server.api, end):
+            server.check()
+            assert time.monotonic() < end, why
+            time.sleep(0.5)
         yield server.api.url
     finally:
         server.stop()

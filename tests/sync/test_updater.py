@@ -101,6 +101,57 @@ def test_a_server_that_fails_does_not_stop_the_others(tmp_path, transport):
 
 
 @pytest.mark.procs
+def test_a_server_with_which_no_group_can_be_made_does_not_stop_the_others(tmp_path):
+    save_tiny(tmp_path / "model", "qwen3")
+    faults = {0: "mute:0", 1: "absent:0"}
+    cases = [({}, {"transport": "distributed", "timeout_s": 4.0})]
+    with receivers(tmp_path / "r", 3, faults) as urls:
+        (((first, second, *_),),) = run_distributed(
+            push_twice, 1, 120, str(tmp_path / "model"), str(tmp_path), urls, cases
+        )
+        assert first["updated"] == second["updated"] == [2]
+        for number in ("0", "1"):
+            assert first["failed"][number].startswith(f"server {number} at {urls[int(number)]}: group of the update")
+        assert "within 4 s" in first["failed"]["0"]
+        assert "the trainer's part" in first["failed"]["1"]
+        assert_holds(urls[2], tmp_path / "model", tmp_path, plus=1.0)
+
+
+def push_with_an_error(folder: str, run_dir: str, urls: list[str]) -> list:
+    """Something goes wrong at the end of one server's update that is no answer of the server."""
+    from megarl.config.sync import SyncConfig
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel()
+    chunks = build_tiny(folder)
+    config = SyncConfig(**(SETTINGS | {"transport": "disk"}))
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet_of(urls), ServerLayout(), config, Path(run_dir))
+    commit = sync.transport.commit
+
+    def wrong(target) -> None:
+        if target.number == 0:
+            raise RuntimeError("broken")
+        commit(target)
+
+    sync.transport.commit = wrong
+    report = sync.push(1)
+    return [report.updated, report.failed]
+
+
+@pytest.mark.procs
+def test_whatever_goes_wrong_with_one_server_does_not_stop_the_others(tmp_path):
+    save_tiny(tmp_path / "model", "qwen3")
+    with receivers(tmp_path / "r", 2) as urls:
+        run = (str(tmp_path / "model"), str(tmp_path), urls)
+        ((updated, failed),) = run_distributed(push_with_an_error, 1, 120, *run)
+        why = f"server 0 at {urls[0]}: update to version 1: RuntimeError: broken"
+        assert (updated, failed) == ([1], {"0": why})
+        assert state_of(urls[0])["paused"]
+        assert_holds(urls[1], tmp_path / "model", tmp_path)
+
+
+@pytest.mark.procs
 def test_a_server_that_gives_no_checksums_has_failed_and_the_run_goes_on(tmp_path):
     save_tiny(tmp_path / "model", "qwen3")
     with receivers(tmp_path / "r", 1) as urls:  # these know of no /weights_checker

@@ -51,8 +51,6 @@ def actor_loss(
 ) -> tuple[Tensor, Metrics]:
     """sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w KL to the teacher).
 
-    This part's share of the mini-batch's loss.
-
     Args:
         logp: float [N] or [B, T], differentiable.
         old_logp: same shape.
@@ -71,32 +69,35 @@ def actor_loss(
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
 
     Returns:
-        Scalar loss, and metrics. An empty or fully masked part gives zero, with zero gradients.
+        Scalar, this part's share of the mini-batch's loss, and metrics. An empty or fully masked part gives zero, with
+        zero gradients.
     """
     loss_fn = POLICY_LOSSES.get(cfg.name)
     token_loss, metrics = loss_fn(logp, old_logp, advantages, mask, cfg, offsets=offsets, **(prepared or {}))
     if is_weights is not None:
         token_loss = is_weights.detach() * token_loss
-    policy = (weights * token_loss).sum()
-    loss = policy
-    sums = {"count": mask.sum(), "policy": policy.detach()}  # the count first
+    loss = (weights * token_loss).sum()
+    sums = {"count": mask.sum(), "policy": loss.detach()}  # the count first
     if entropy is not None:
         entropy = torch.where(mask, entropy, 0)
         sums["entropy"] = entropy.detach().double().sum()
         if cfg.entropy_coef:
             loss = loss - cfg.entropy_coef * (weights * entropy).sum()
-    anchors = {"kl": (kl, ref_logp), "distillation": (distillation, teacher_logp)}
-    for name, (settings, anchor_logp) in anchors.items():
-        if settings is None:
-            continue
-        if anchor_logp is None:
-            raise ValueError(f"a {name} term needs the log-probs of its model")
-        distance = kl_tokens(settings.estimator, logp, anchor_logp, mask)
-        sums[name] = distance.detach().double().sum()
-        loss = loss + settings.coef * (weights * distance).sum()
-    coefs = {name: settings.coef for name, (settings, _) in anchors.items() if settings is not None}
+    coefs = {}
+    for name, settings, anchor_logp in (("kl", kl, ref_logp), ("distillation", distillation, teacher_logp)):
+        if settings is not None:
+            distance = _distance(name, settings, logp, anchor_logp, mask)
+            sums[name], coefs[name] = distance.detach().double().sum(), settings.coef
+            loss = loss + settings.coef * (weights * distance).sum()
     _record(metrics, sums, coefs, tokens)
     return loss, metrics
+
+
+def _distance(name: str, settings: KLSettings, logp: Tensor, anchor_logp: Tensor | None, mask: Tensor) -> Tensor:
+    """KL of every token to the model of the term `name`, which must have given its log-probs."""
+    if anchor_logp is None:
+        raise ValueError(f"a {name} term needs the log-probs of its model")
+    return kl_tokens(settings.estimator, logp, anchor_logp, mask)
 
 
 def _record(metrics: Metrics, sums: dict[str, Tensor], coefs: dict[str, float], tokens: float) -> None:

@@ -56,7 +56,7 @@ class EmbeddedEngine:
         eos_ids: Sequence[int],
         advance: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
-        """Completions of every request, in order; see `RolloutEngine`."""
+        """See `RolloutEngine`."""
         shares = share_out(requests, self._mesh.cp.size)
         mine = [requests[i] for i in shares[self._mesh.cp.rank]]
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]

@@ -78,7 +78,7 @@ class SglangEngine:
         eos_ids: Sequence[int],
         advance: Callable[[int], None] | None = None,
     ) -> list[list[Completion]]:
-        """Completions of every request, in order; see `RolloutEngine`.
+        """See `RolloutEngine`.
 
         Raises:
             ServerError: no server is left, or one refused a request as wrong.

@@ -19,8 +19,9 @@ from typing import Any, Literal
 from megarl.comm import Group, all_gather_json
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
+from megarl.phase import beat
 from megarl.rollout.sglang.api import ServerApi
-from megarl.rollout.sglang.server import HEALTH_S, ServerProcess, wait_ready
+from megarl.rollout.sglang.server import HEALTH_S, POLL_S, ServerProcess, health
 
 State = Literal["starting", "catching_up", "current", "failed"]
 
@@ -90,36 +91,40 @@ class Fleet:
         Raises:
             ServerError: on every rank, when no server is left and none may be restarted.
         """
-        for reports in all_gather_json([[s.number, s.why] for s in self.servers if s.state == "failed"], group):
-            for number, why in reports:
-                self.mark_failed(self.servers[number], why)
-        mine = [self._tend(server) for server in self.servers if self._is_mine(server.number)]
-        for reports in all_gather_json(mine, group):
-            for report in reports:
-                self._adopt(report)
-        if all(server.state == "failed" for server in self.servers):
-            first = self.servers[0]
-            reason = f"no server is left; what was wrong with this one: {first.why}"
-            raise ServerError(first.api.name, first.api.url, "start", reason)
+        self._share_failures(group)
+        self._restart()
+        self._check()
+        outside = [self.servers[number] for number in self._watched if self.servers[number].state == "failed"]
+        self._ask([*self._starting(), *outside], time.monotonic() + HEALTH_S)
+        self._agree(group)
 
     def wait_started(self, group: Group = None) -> None:
-        """Restart what failed and wait until every server answers or is given up. Collective over `group`.
+        """Restart what failed and wait until every server answers or is given up, for `start_timeout_s` at most.
+
+        Collective over `group`. Servers that run already are waited for, too.
 
         Raises:
             ServerError: on every rank, when no server is left.
         """
-        self.refresh(group)
         end = time.monotonic() + self._config.start_timeout_s  # they start side by side
-        for number, process in self._owned.items():
+        self._share_failures(group)
+        self._restart()
+        for number in self._watched:  # somebody else restarts them; they are waited for as often as own ones
             server = self.servers[number]
-            if server.state == "starting":
-                try:
-                    wait_ready(process, end)
-                except ServerError as error:
-                    process.stop(0)
-                    server.restarts = self._config.max_restarts  # what does not start now does not start the next time
-                    self.mark_failed(server, error.reason)
-        self.refresh(group)
+            if server.state == "failed" and server.restarts < self._config.max_restarts:
+                server.state, server.restarts = "starting", server.restarts + 1
+        waited = self._starting()
+        while True:
+            self._check()
+            self._ask(self._starting(), end)
+            if not self._starting() or time.monotonic() > end:
+                break
+            beat()
+            time.sleep(POLL_S)
+        for server in waited:
+            if server.state != "catching_up":
+                self._give_up(server)
+        self._agree(group)
 
     def close(self) -> None:
         """End the servers that this rank started, side by side."""
@@ -133,49 +138,80 @@ class Fleet:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _is_mine(self, number: int) -> bool:
-        return number in self._owned or number in self._watched
+    def _mine(self) -> list[Server]:
+        """Servers that this rank looks after."""
+        return [self.servers[number] for number in (*self._owned, *self._watched)]
 
-    def _tend(self, server: Server) -> dict[str, Any]:
-        """Restart or look at a server of this rank; what the other ranks must know of it."""
-        process = self._owned.get(server.number)
-        if process is not None:
-            self._tend_process(server, process)
-        elif server.state in ("starting", "failed"):
-            self._look_at(server)
-        return {
-            "number": server.number,
-            "url": server.api.url,
-            "state": server.state,
-            "why": server.why,
-            "restarts": server.restarts,
-        }
+    def _starting(self) -> list[Server]:
+        return [server for server in self._mine() if server.state == "starting"]
 
-    def _tend_process(self, server: Server, process: ServerProcess) -> None:
-        if process.pid is None and server.state in ("catching_up", "current"):
-            self.mark_failed(server, f"its process ended; see {process.spec.log}")
-        if server.state == "failed" and server.restarts < self._config.max_restarts:
-            process.stop(0)  # it may hang, and a hanging process takes no polite request
-            process.start()
-            server.state, server.restarts = "starting", server.restarts + 1
-        elif server.state == "starting":
-            try:
-                if process.ready():
+    def _share_failures(self, group: Group) -> None:
+        for reports in all_gather_json([[s.number, s.why] for s in self.servers if s.state == "failed"], group):
+            for number, why in reports:
+                self.mark_failed(self.servers[number], why)
+
+    def _restart(self) -> None:
+        """Start what failed again. From the main thread, see ServerProcess."""
+        for number, process in self._owned.items():
+            server = self.servers[number]
+            if process.pid is None and server.state in ("catching_up", "current"):
+                self.mark_failed(server, f"its process ended; see {process.spec.log}")
+            if server.state == "failed" and server.restarts < self._config.max_restarts:
+                process.stop(0)  # it may hang, and a hanging process takes no polite request
+                process.start()
+                server.state, server.restarts = "starting", server.restarts + 1
+
+    def _check(self) -> None:
+        """Starting processes that ended have failed. From the main thread, as `_restart`."""
+        for number, process in self._owned.items():
+            server = self.servers[number]
+            if server.state == "starting":
+                try:
+                    process.check()
+                except ServerError as error:
+                    self.mark_failed(server, error.reason)
+            server.api = process.api
+
+    def _ask(self, servers: Sequence[Server], end: float) -> None:
+        """See which of these servers of this rank answer, side by side, at most until `time.monotonic()` is `end`."""
+        if not servers:
+            return
+        with ThreadPoolExecutor(len(servers)) as pool:
+            for server, why in zip(servers, pool.map(lambda s: health(s.api, end), servers), strict=True):
+                if why is None:
                     server.state = "catching_up"
-            except ServerError as error:
-                self.mark_failed(server, error.reason)
-        server.api = process.api
+                else:
+                    server.why = why
 
-    def _look_at(self, server: Server) -> None:
-        try:
-            server.api.call("/health", deadline_s=HEALTH_S, phase="health", method="GET")
-            server.state = "catching_up"
-        except ServerError as error:
-            server.state, server.why = "failed", error.reason
+    def _give_up(self, server: Server) -> None:
+        """What does not start now does not start the next time."""
+        process, why = self._owned.get(server.number), server.why
+        if server.state == "starting":
+            limit = f"{self._config.start_timeout_s:g} s (rollout.sglang.start_timeout_s)"
+            why = f"not ready within {limit}: {why if process is None else f'see {process.spec.log}'}"
+        if process is not None:
+            process.stop(0)
+            server.restarts = self._config.max_restarts
+        self.mark_failed(server, why)
+
+    def _agree(self, group: Group) -> None:
+        """Every rank learns what those that look after servers know of them."""
+        mine = [
+            {"number": s.number, "url": s.api.url, "state": s.state, "why": s.why, "restarts": s.restarts}
+            for s in self._mine()
+        ]
+        for reports in all_gather_json(mine, group):
+            for report in reports:
+                self._adopt(report)
+        if all(server.state == "failed" for server in self.servers):
+            first = self.servers[0]
+            reason = f"no server is left; what was wrong with this one: {first.why}"
+            raise ServerError(first.api.name, first.api.url, "start", reason)
 
     def _adopt(self, report: dict[str, Any]) -> None:
         server = self.servers[report["number"]]
-        server.api = ServerApi(report["url"], server.api.api_key, server.api.name)
+        if report["url"] != server.api.url:
+            server.api = ServerApi(report["url"], server.api.api_key, server.api.name)
         server.restarts, server.why = report["restarts"], report["why"]
         if report["state"] != server.state:
             server.state = report["state"]

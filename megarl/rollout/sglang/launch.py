@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +11,13 @@ from megarl.comm import Group, broadcast_json
 from megarl.config.run import ClusterConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
+from megarl.processes import address_towards
 from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.external import check_external
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def open_fleet(
     *,
     cuda: bool,
     random_weights: bool = False,
+    longest: int = 0,
     group: Group = None,
 ) -> Fleet:
     """The servers of the run, started if they are ours, all of them answering. Collective over `group`.
@@ -55,10 +57,12 @@ def open_fleet(
         dtype: float32, bfloat16 or float16.
         cuda: servers run on GPUs.
         random_weights: see ServerSpec; for a first synchronisation that brings every weight.
+        longest: tokens of the longest sequence, which servers that run already must take; 0: any.
         group: ranks of the run.
 
     Raises:
-        ConfigError: no interpreter, the variable of `api_key_env` is not set, or experts spread over ranks of a CPU.
+        ConfigError: no interpreter, the variable of `api_key_env` is not set, experts spread over ranks of a CPU, or a
+            server that runs already is not what the recipe says.
         ServerError: on every rank, when no server came up.
     """
     if config.urls:
@@ -69,6 +73,8 @@ def open_fleet(
         fleet = _started(config, place, run_dir, model, dtype, key, cuda, random_weights)
     try:
         fleet.wait_started(group)
+        if config.urls:
+            check_external(fleet, config, dtype, longest, asks=_watches(place), group=group)
     except BaseException:
         fleet.close()
         raise
@@ -87,8 +93,12 @@ def _external(config: SGLangConfig, place: Place) -> Fleet:
                 fix="export it with the servers' API key, or set rollout.sglang.api_key_env=null",
             )
     servers = [Server(i, ServerApi(url.rstrip("/"), key, f"server {i}")) for i, url in enumerate(config.urls)]
-    watcher = place.is_first and place.machine == 0
-    return Fleet(servers, config, watched=range(len(servers)) if watcher else ())
+    return Fleet(servers, config, watched=range(len(servers)) if _watches(place) else ())
+
+
+def _watches(place: Place) -> bool:
+    """One rank of all looks after external servers."""
+    return place.is_first and place.machine == 0
 
 
 def _started(
@@ -137,7 +147,5 @@ def host_address(configured: str | None, machines: int) -> str:
     if configured is not None:
         return configured
     if machines == 1:
-        return _LOOPBACK
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # no packet is sent: this asks the routing table
-        probe.connect((os.environ["MASTER_ADDR"], 1))
-        return str(probe.getsockname()[0])
+        return LOOPBACK[0]
+    return address_towards(os.environ["MASTER_ADDR"])

@@ -22,14 +22,13 @@ from megarl.compat.sglang import (
 )
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
-from megarl.phase import beat
 from megarl.processes import free_port
 from megarl.rollout.sglang.api import ServerApi
 
 _CPU_TOKENS = 65536  # key/value cache on a CPU, where SGLang would take a share of the whole memory
 _GRACE_S = 10.0  # after SIGTERM a server removes its shared memory and sockets
 _PORT_TRIES = 3
-_POLL_S = 0.5
+POLL_S = 0.5
 HEALTH_S = 25.0  # /health answers after 20 s at the latest, healthy or not
 _CLASHES = ("address already in use", "is already in use", "eaddrinuse")
 
@@ -116,7 +115,7 @@ class ServerProcess:
         sglang_version(self._python)
 
     def start(self) -> None:
-        """Start the process and return at once; `ready` tells when it answers."""
+        """Start the process and return at once; `health` of its `api` tells when it answers."""
         spec = self.spec
         port = free_port(spec.host)
         self.api = ServerApi(f"http://{spec.host}:{port}", spec.api_key, spec.name)
@@ -140,19 +139,14 @@ class ServerProcess:
         """Process id, which is also that of its group; None when it does not run."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def ready(self) -> bool:
-        """True when the server answers. A port that was taken since it was chosen is exchanged for another.
+    def check(self) -> None:
+        """See that the process runs. A port that was taken since it was chosen is exchanged for another.
 
         Raises:
             ServerError: the process ended; the message quotes the log.
         """
         if self._process is None or self._process.poll() is not None:
             self._ended()
-            return False
-        with contextlib.suppress(ServerError):
-            self.api.call("/health", deadline_s=HEALTH_S, phase="start", method="GET")
-            return True
-        return False
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
         """End the server and all its processes; 0 for one that may hang."""
@@ -188,19 +182,14 @@ class ServerProcess:
         return ""
 
 
-def wait_ready(process: ServerProcess, end: float) -> None:
-    """Wait until the process answers, at most until `time.monotonic()` is `end`.
-
-    Raises:
-        ServerError: it ended, or did not answer in time.
-    """
-    while not process.ready():
-        beat()
-        if time.monotonic() > end:
-            limit = process.spec.config.start_timeout_s
-            reason = f"not ready within {limit:g} s (rollout.sglang.start_timeout_s); see {process.spec.log}"
-            raise ServerError(process.spec.name, process.api.url, "start", reason)
-        time.sleep(_POLL_S)
+def health(api: ServerApi, end: float) -> str | None:
+    """None when the server answers, else why it does not; takes no longer than until `time.monotonic()` is `end`."""
+    try:
+        left = max(end - time.monotonic(), POLL_S)
+        api.call("/health", deadline_s=min(HEALTH_S, left), phase="health", method="GET")
+    except ServerError as error:
+        return error.reason
+    return None
 
 
 def _end(file: IO[bytes]) -> int:

@@ -29,6 +29,7 @@ from megarl.comm import all_gather_json, broadcast_json, group_size
 from megarl.compat.sglang import PATCH_LOADER
 from megarl.config.sync import SyncConfig
 from megarl.errors import ConfigError, ServerError, WorkerError
+from megarl.phase import beat
 from megarl.sync.delta import Delta, make_delta
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
 from megarl.sync.relay import KEY_VARIABLE, RelayClient, RelayRefused
@@ -206,13 +207,14 @@ def start_relay(
     folder.mkdir(parents=True, exist_ok=True)
     port_file = folder / f"relay-{secrets.token_hex(4)}.port"
     command = [sys.executable, "-m", "megarl.sync.relay", host, "0", str(port_file), "--end-with-parent"]
-    log = (folder / "relay.log").open("ab")
-    process = subprocess.Popen(command, env=os.environ | {KEY_VARIABLE: key}, stdout=log, stderr=log)
+    with (folder / "relay.log").open("ab") as log:
+        process = subprocess.Popen(command, env=os.environ | {KEY_VARIABLE: key}, stdout=log, stderr=log)
     end = time.monotonic() + deadline_s
     while not port_file.exists():
         if process.poll() is not None or time.monotonic() > end:
             process.kill()
             raise WorkerError(f"the weight relay did not start; see {folder / 'relay.log'}")
+        beat()
         time.sleep(0.05)
     port = int(port_file.read_text())
     port_file.unlink()

@@ -3,27 +3,48 @@
 Each pair of sender and server has a process group of its own. A server takes the buckets of several senders in turn; in
 one group over many servers two of them could each wait for a different sender, for ever, and the death of one server
 would end the update of all.
+
+Our part of a collective runs in a thread of its own, beside the call that tells the server to do its part. nccl, unlike
+gloo, neither fails nor returns when the server is gone, so that thread is never waited for beyond the deadline, and the
+group of a server that failed is aborted, which takes nccl's kernel off the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+)
 
 from megarl.errors import ServerError
+from megarl.processes import address_towards
 from megarl.sync.plan import Bucket, SyncPlan
 from megarl.sync.transports.base import Target, Transport
+
+T = TypeVar("T")
+_POLL_S = 0.001
+_GRACE_S = 1.0  # the server has answered: our part has come as far, and ends at once
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_environment = threading.Lock()
 
 
 @dataclass
@@ -38,12 +59,12 @@ class DistributedTransport(Transport):
     """Buckets as one flat broadcast each.
 
     Args:
-        address: of this host, as servers reach it.
+        address: of this host, as servers reach it; None: the one of the interface that reaches the server.
     """
 
     senders_per_stage: int | None = 1  # every sender has a connection to every server
 
-    def __init__(self, plan: SyncPlan, device: torch.device, deadline_s: float, address: str) -> None:
+    def __init__(self, plan: SyncPlan, device: torch.device, deadline_s: float, address: str | None = None) -> None:
         self.plan, self.device, self.deadline_s, self.address = plan, device, deadline_s, address
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[int, _Link] = {}
@@ -67,31 +88,44 @@ class DistributedTransport(Transport):
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        path = "/update_weights_from_distributed"
-        self._beside(target, path, payload, lambda: self._broadcast(target, link, flat))
+        group, path = link.group, "/update_weights_from_distributed"
+        try:
+            self._beside(target, "bucket", path, payload, lambda: self._broadcast(group, flat))
+        except ServerError:
+            self._leave(target.number, abort=True)
+            raise
 
     def drop(self, target: Target) -> None:
         """Leave the group of a server that is gone."""
-        self._leave(target.number)
+        self._leave(target.number, abort=True)
 
-    def _leave(self, number: int) -> None:
+    def _leave(self, number: int, *, abort: bool = False) -> None:
         link = self._links.pop(number, None)
         if link is not None:
             with self._lock:
-                dist.destroy_process_group(link.group)
+                (_abort_process_group if abort else dist.destroy_process_group)(link.group)
 
     def close(self) -> None:
         """Leave all groups."""
         for number in list(self._links):
             self._leave(number)
 
-    def _broadcast(self, target: Target, link: _Link, flat: Tensor) -> None:
-        try:
-            dist.broadcast(flat, src=0, group=link.group)
-            if flat.is_cuda:
-                torch.cuda.synchronize(flat.device)
-        except RuntimeError as error:
-            raise ServerError(target.api.name, target.api.url, "broadcast", str(error).splitlines()[0]) from error
+    def _broadcast(self, group: dist.ProcessGroup, flat: Tensor) -> None:
+        """Returns when the device has sent everything.
+
+        Raises:
+            RuntimeError: the other side is gone.
+            TimeoutError: it was not done before the deadline.
+        """
+        end = time.monotonic() + self.deadline_s
+        work = dist.broadcast(flat, src=0, group=group, async_op=True)
+        while not work.is_completed():
+            if time.monotonic() > end:
+                raise TimeoutError
+            time.sleep(_POLL_S)
+        error = work.exception()  # nccl's wait() does not raise it
+        if error is not None:
+            raise error
 
     def _connect(self, target: Target) -> _Link:
         """Make the group of this sender and the server: rank 0 is the sender, 1 and on are the server's ranks."""
@@ -99,44 +133,82 @@ class DistributedTransport(Transport):
         name = f"megarl-{secrets.token_hex(8)}"
         size = 1 + self.plan.servers[target.number].tp
         timeout = datetime.timedelta(seconds=self.deadline_s)
+        address, phase = self.address, "group of the update"
         try:
-            listener = socket.create_server((self.address, 0))
-        except OSError as error:
-            reason = f"cannot listen on sync.address {self.address!r}: {error}"
-            raise ServerError(target.api.name, target.api.url, "group of the update", reason) from error
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
-            self.address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+            address = address or address_towards(urlsplit(target.api.url).hostname or "")
+            listener = socket.create_server((address, 0))
+            port = listener.getsockname()[1]
+            store = dist.TCPStore(
+                address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
+        except (OSError, RuntimeError) as error:
+            reason = f"cannot listen on {address or 'an interface that reaches the server'} (sync.address): {error}"
+            raise ServerError(target.api.name, target.api.url, phase, reason) from error
         payload = {
-            "master_address": self.address,
+            "master_address": address,
             "master_port": port,
             "rank_offset": 1,
             "world_size": size,
             "group_name": name,
             "backend": self.backend,
         }
-        made: list[dist.ProcessGroup] = []
-        self._beside(
-            target, "/init_weights_update_group", payload, lambda: made.append(self._join(store, name, size, timeout))
-        )
-        self._links[target.number] = link = _Link(name, target.api.url, made[0], store)
+        path = "/init_weights_update_group"
+        group = self._beside(target, phase, path, payload, lambda: self._join(store, name, size, timeout))
+        self._links[target.number] = link = _Link(name, target.api.url, group, store)
         return link
 
     def _join(self, store: dist.TCPStore, name: str, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
         """This sender's end of the group, made as the server makes its own (which must not be a subgroup of ours)."""
-        with self._lock:
+        # gloo meets the server here, which takes as long as the server does; nccl does so at the first broadcast.
+        with _without_watchdog() if self.backend == "nccl" else contextlib.nullcontext():
             group, _ = _new_process_group_helper(
                 size, 0, [], Backend(self.backend), PrefixStore(name, store), group_name=name, timeout=timeout
             )
-            _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         return group
 
-    def _beside(self, target: Target, path: str, payload: dict[str, Any], work: Callable[[], None]) -> None:
-        """Call the server and do our part of the collective at the same time; the server's own words come first."""
-        with ThreadPoolExecutor(1) as pool:
-            answer = pool.submit(target.api.call, path, payload, deadline_s=self.deadline_s, phase="bucket")
-            try:
-                work()
-            finally:
-                answer.result()
+    def _beside(self, target: Target, phase: str, path: str, payload: dict[str, Any], ours: Callable[[], T]) -> T:
+        """Call the server and do our part of the collective at the same time; the server's own words come first.
+
+        Raises:
+            ServerError: the server refused or is gone, or our part failed or was not done before the deadline.
+        """
+        end = time.monotonic() + self.deadline_s
+        part = _in_background(ours)
+        try:
+            target.api.call(path, payload, deadline_s=self.deadline_s, phase=phase)
+            return part.result(max(end - time.monotonic(), _GRACE_S))
+        except TimeoutError:
+            reason = f"the trainer's part was not done within {self.deadline_s:g} s"
+            raise ServerError(target.api.name, target.api.url, phase, reason) from None
+        except (RuntimeError, OSError) as error:
+            reason = f"the trainer's part failed: {str(error).partition(chr(10))[0]}"
+            raise ServerError(target.api.name, target.api.url, phase, reason) from error
+
+
+def _in_background(work: Callable[[], T]) -> Future[T]:
+    """Run `work` in a thread that nobody has to wait for."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="broadcast", daemon=True).start()
+    return future
+
+
+@contextlib.contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Groups that are made inside the block do not end this process for a server that is gone, as nccl's groups do."""
+    with _environment:
+        before = os.environ.get(_WATCHDOG)
+        os.environ[_WATCHDOG] = "0"  # read when a group is made
+        try:
+            yield
+        finally:
+            del os.environ[_WATCHDOG]
+            if before is not None:
+                os.environ[_WATCHDOG] = before

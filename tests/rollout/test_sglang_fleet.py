@@ -1,0 +1,113 @@
+"""How long the fleet waits for servers that do not answer, and which servers it does not take."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ConfigError, ServerError
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.launch import Place, open_fleet
+from tests.dist import run_distributed
+from tests.rollout.fake_servers import ok, servers
+
+
+@dataclass(frozen=True)
+class Told(ServerApi):
+    """`/health` fails after `hold` until it has been asked `late` times; keeps the deadlines it was asked with."""
+
+    late: int = 10**9
+    hold: Any = None
+    deadlines: list[float] = field(default_factory=list)
+
+    def call(self, path: str, payload: Any = None, *, deadline_s: float, phase: str, method: str = "POST") -> Any:
+        self.deadlines.append(deadline_s)
+        if self.hold is not None:
+            self.hold()
+        if len(self.deadlines) <= self.late:
+            raise ServerError(self.name, self.url, phase, "not yet")
+        return {}
+
+
+def fleet_of(apis: list[Told], timeout_s: float) -> Fleet:
+    servers = [Server(number, api) for number, api in enumerate(apis)]
+    return Fleet(servers, SGLangConfig(start_timeout_s=timeout_s), watched=range(len(apis)))
+
+
+def test_a_server_that_hangs_is_asked_no_longer_than_the_time_that_is_left() -> None:
+    apis = [Told("http://127.0.0.1:1", None, f"server {i}") for i in range(2)]
+    with pytest.raises(ServerError, match=r"not ready within 2 s \(rollout\.sglang\.start_timeout_s\): not yet"):
+        fleet_of(apis, 2.0).wait_started()
+    assert all(deadline <= 2.0 for api in apis for deadline in api.deadlines)
+
+
+def test_servers_that_hang_are_asked_side_by_side() -> None:
+    meet = threading.Barrier(3)  # passed only by three at the same time
+
+    def hold() -> None:
+        meet.wait(20)
+
+    apis = [Told("http://127.0.0.1:1", None, f"server {i}", late=0, hold=hold) for i in range(3)]
+    fleet = fleet_of(apis, 60.0)
+    fleet.wait_started()
+    assert [server.state for server in fleet.servers] == ["catching_up"] * 3
+
+
+def test_servers_that_run_already_may_take_as_long_to_answer_as_own_ones() -> None:
+    fleet = fleet_of([Told("http://127.0.0.1:1", None, "server 0", late=2)], 60.0)
+    fleet.wait_started()
+    assert [server.state for server in fleet.servers] == ["catching_up"]
+    fleet.mark_failed(fleet.servers[0], "test")
+    fleet.refresh()
+    assert fleet.servers[0].state == "catching_up"
+
+
+@pytest.mark.parametrize(
+    ("info", "where", "text"),
+    [
+        (
+            {"tp_size": 2},
+            "rollout.sglang.tp_size",
+            "set rollout.sglang.tp_size=2, or start the server with --tp-size",
+        ),
+        ({"ep_size": 2}, "rollout.sglang.ep_size", "was started with ep_size 2"),
+        ({"dp_size": 2}, "rollout.sglang.dp_size", "was started with dp_size 2"),
+        ({"dtype": "bfloat16"}, "rollout.dtype", "start the server with --dtype float32"),
+        ({"dtype": "half"}, "rollout.dtype", "computes in float16"),
+        ({"context_length": 99}, "rollout.sglang.urls", "--context-length 100"),
+    ],
+)
+def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, Any], where: str, text: str) -> None:
+    with servers(ok, ok) as made:
+        made[1].info |= info
+        urls = [server.api.url for server in made]
+        with pytest.raises(ConfigError) as caught:
+            open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, longest=100)  # type: ignore[arg-type]
+        assert caught.value.where == where
+        assert text in str(caught.value)
+        assert f"server 1 at {urls[1]}" in str(caught.value)
+        made[1].info |= {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "auto", "context_length": 100}
+        open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, longest=100)  # type: ignore[arg-type]
+
+
+def opened(urls: list[str]) -> str:
+    """What this rank learns; the first alone asks."""
+    import torch.distributed as dist
+
+    try:
+        open_fleet(SGLangConfig(urls=urls), Place(is_first=dist.get_rank() == 0), None, None, "float32", cuda=False)  # type: ignore[arg-type]
+    except ConfigError as error:
+        return str(error.where)
+    return "taken"
+
+
+@pytest.mark.procs
+def test_every_rank_refuses_it() -> None:
+    with servers(ok) as made:
+        made[0].info["tp_size"] = 4
+        assert run_distributed(opened, 2, 60, [made[0].api.url]) == ["rollout.sglang.tp_size"] * 2
