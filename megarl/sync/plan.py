@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m3fn": 1}
 FP8_BLOCK = 128
 SLAB_BYTES = 4 << 20  # pieces travel between trainer ranks in parts of at most this many bytes (one row at least)
+_FIRST = 4  # the first bucket has a fourth of the size of the others
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score")
 
@@ -331,16 +332,20 @@ def _assign(
 
 
 def _buckets(tensors: list[tuple[str, tuple[int, ...]]], dtype: str, fp8: bool, bucket_bytes: int) -> Iterable[Bucket]:
-    """Tensors in order, as many as fit into the bound less what gathering needs."""
-    room = max(bucket_bytes - SLAB_BYTES, 1)
+    """Tensors in order, as many as fit into the bound less what gathering needs.
+
+    The first of several buckets is small: while it is gathered nothing else happens.
+    """
+    bound = max(bucket_bytes - SLAB_BYTES, 1)
+    on_wire = [wire_tensors(name, shape, dtype, fp8) for name, shape in tensors]
+    sizes = [sum(part[3] for part in parts) for parts in on_wire]
+    room = bound if sum(sizes) <= bound else bound // _FIRST
     waiting: list[tuple[str, tuple[int, ...], str, int, str]] = []
     filled = 0
-    for name, shape in tensors:
-        parts = wire_tensors(name, shape, dtype, fp8)
-        size = sum(part[3] for part in parts)
+    for parts, size in zip(on_wire, sizes, strict=True):
         if waiting and filled + size > room:
             yield _pack(waiting)
-            waiting, filled = [], 0
+            waiting, filled, room = [], 0, bound
         waiting += parts
         filled += size
     if waiting:
