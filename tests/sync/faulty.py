@@ -4,6 +4,7 @@ python -m tests.sync.faulty PORT_FILE die:3      dies at its third bucket
                                       refuse:3   refuses it with success=false under HTTP 200
                                       hang:3     does not answer
                                       open:0     was left with an open session by a dead trainer
+                                      from:DIR   no fault: it was started with the weights in DIR and can say so
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,9 +23,11 @@ from megarl.benchmarks.sync.receiver import Receiver, Refused, serve
 class FaultyReceiver(Receiver):
     def __init__(self, fault: str) -> None:
         super().__init__()
-        self.kind, number = fault.split(":")
-        self.left = int(number)
+        self.kind, self.value = fault.split(":", 1)
+        self.left = int(self.value) if self.value.isdigit() else 0
         self.open = self.kind == "open"
+        if self.kind == "from":
+            self.do_update_weights_from_disk(self.value, "auto", False)
 
     def handle(self, path: str, body: dict) -> dict:
         if path.startswith("/update_weights_from"):
@@ -36,6 +40,12 @@ class FaultyReceiver(Receiver):
                 if self.kind == "hang":
                     time.sleep(3600)
         return super().handle(path, body)
+
+    def do_server_info(self) -> dict[str, Any]:
+        """What it was started with."""
+        if self.kind == "from":
+            return {"model_path": self.value, "load_format": "auto", "weight_version": "default"}
+        return {"model_path": "", "load_format": "dummy", "weight_version": "default"}
 
 
 if __name__ == "__main__":
