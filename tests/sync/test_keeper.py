@@ -132,7 +132,7 @@ def end_in_different_ways(folder: str, run_dir: str, urls: list[str]) -> dict:
             assert list(sync.push(2).failed) == [0]
             assert state_of(urls[0])["paused"]
         sync.close()
-        found[way] = [sync.keeper._process.poll(), state_of(urls[0])["version"], state_of(urls[0])["paused"]]
+        found[way] = [sync.keeper._process.wait(60), state_of(urls[0])["version"], state_of(urls[0])["paused"]]
     return found
 
 
