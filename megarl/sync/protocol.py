@@ -7,17 +7,23 @@
                                     refused, no answer before the deadline, gone
 
 A server that fails stays paused: it answers nothing with half of its weights exchanged. It is on a known version again
-after a whole synchronisation, which starts from any state the server may be found in.
+after a whole synchronisation, which starts from any state the server may be found in, or when the trainer ends and its
+keeper (keeper.py) brings the server back to weights that it can read by itself. An update does not begin before the
+keeper of an earlier trainer is done.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, Literal
 
 from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
+from megarl.sync.keeper import RESTORING
+
+_POLL_S = 0.5
 
 
 class State(Enum):
@@ -51,7 +57,7 @@ class ServerUpdate:
 
     def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop generation; `abort` ends running requests with what they have."""
-        self._step(State.SERVING, State.PAUSED, lambda: self._call("/pause_generation", {"mode": mode}))
+        self._step(State.SERVING, State.PAUSED, lambda: self._pause(mode))
 
     def begin(self) -> None:
         """Open the server for tensors. A session that a dead trainer left open is closed first."""
@@ -93,6 +99,15 @@ class ServerUpdate:
         phase = f"update to version {self.version}"
         return self.api.call(path, payload, deadline_s=self.deadline_s, phase=phase, method=method)
 
+    def _pause(self, mode: str) -> None:
+        end = time.monotonic() + self.deadline_s
+        while self._found_version().startswith(RESTORING):
+            if time.monotonic() > end:
+                self._name("taken over")  # the keeper is gone, or sees that the server is no longer its own
+                break
+            time.sleep(_POLL_S)
+        self._call("/pause_generation", {"mode": mode})
+
     def _begin(self) -> None:
         if not self.session:
             return
@@ -105,11 +120,17 @@ class ServerUpdate:
             self._call("/begin_weight_update", {})
 
     def _tag(self) -> None:
-        self._call("/update_weight_version", {"new_version": str(self.version), "abort_all_requests": False})
-        found = self._call("/get_model_info", None, "GET").get("weight_version")
+        self._name(str(self.version))
+        found = self._found_version()
         if found != str(self.version):
             where = f"update to version {self.version}"
             raise ServerError(self.api.name, self.api.url, where, f"the server says its version is {found!r}")
+
+    def _name(self, version: str) -> None:
+        self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+
+    def _found_version(self) -> str:
+        return str(self._call("/get_model_info", None, "GET").get("weight_version"))
 
     def _flush(self, mode: str) -> None:
         try:

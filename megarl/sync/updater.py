@@ -40,6 +40,7 @@ from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.launch import LOOPBACK
 from megarl.sync import verify
 from megarl.sync.courier import Courier, Sent
+from megarl.sync.keeper import Keeper
 from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
 from megarl.sync.protocol import ServerUpdate
 from megarl.sync.source import Source, held_pieces
@@ -99,7 +100,7 @@ class WeightSync:
         fleet: the servers; the same list on every rank.
         server: how each of them splits the model (its host is read from its URL).
         config: section `sync` of the recipe.
-        run_dir: the folder of the disk transport lies in it.
+        run_dir: the folder of the disk transport and the log of the keeper lie in it.
     """
 
     def __init__(
@@ -137,6 +138,8 @@ class WeightSync:
         at, live = self.transport.device, self.transport.live
         source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype, at, live=live)
         self.courier = Courier(source, self.transport)
+        leads = any(self.plan.route_of(server.number).lead == self.rank for server in fleet.servers)
+        self.keeper = Keeper(run_dir / "sync", config.timeout_s) if fleet.external and leads else None
 
     def push(self, version: int) -> SyncReport:
         """Bring every living server to the parameters as they are now, under the name `version`. Collective.
@@ -157,7 +160,9 @@ class WeightSync:
         return self._sync(lambda server: server.version != self.version)
 
     def close(self) -> None:
-        """Leave process groups, free buffers. Not collective."""
+        """Leave process groups, free buffers; the keeper brings back what is not done. Not collective."""
+        if self.keeper is not None:
+            self.keeper.close()
         self.transport.close()
         self.courier.release()
 
@@ -201,8 +206,16 @@ class WeightSync:
         return ServerUpdate(api, self.version or 0, session=self.transport.session, deadline_s=self.config.timeout_s)
 
     def _open(self, update: ServerUpdate) -> None:
+        if self.keeper is not None:
+            self.keeper.open(update.api)
         update.pause(self.config.pause)
+        if update.session:
+            self._tell_loading(update)
         update.begin()
+
+    def _tell_loading(self, update: ServerUpdate) -> None:
+        if self.keeper is not None:
+            self.keeper.loading(update.api)
 
     def _send(self, ready: list[int], report: SyncReport) -> Sent:
         """All rounds on this rank."""
@@ -230,6 +243,7 @@ class WeightSync:
 
         def load(number: int) -> None:
             update = mine[number]
+            self._tell_loading(update)
             update.load(lambda: self.transport.commit(self._target(number)))
             update.end()
             update.tag()
@@ -237,6 +251,8 @@ class WeightSync:
         def reopen(number: int) -> None:
             mine[number].flush(self.config.pause)
             mine[number].resume()
+            if self.keeper is not None:
+                self.keeper.done(mine[number].api, report.version, self.transport.folder_held())
 
         self._each({n: n for n in mine}, load, report)
         selected = self._to_verify(ready)

@@ -6,6 +6,7 @@ python -m tests.sync.faulty PORT_FILE die:3      dies at its third bucket
                                       open:0     was left with an open session by a dead trainer
                                       mute:0     does not answer when a group is to be made
                                       absent:0   answers and does not come to the group
+                                      from:DIR   no fault: it was started with the weights in DIR and can say so
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,9 +25,11 @@ from megarl.benchmarks.sync.receiver import Receiver, Refused, serve
 class FaultyReceiver(Receiver):
     def __init__(self, fault: str) -> None:
         super().__init__()
-        self.kind, number = fault.split(":")
-        self.left = int(number)
+        self.kind, self.value = fault.split(":", 1)
+        self.left = int(self.value) if self.value.isdigit() else 0
         self.open = self.kind == "open"
+        if self.kind == "from":
+            self.do_update_weights_from_disk(self.value, "auto", False)
 
     def handle(self, path: str, body: dict) -> dict:
         if path.startswith("/update_weights_from"):
@@ -41,6 +45,12 @@ class FaultyReceiver(Receiver):
             time.sleep(3600 if self.kind == "mute" else 0)
             return {"success": True, "message": ""}
         return super().handle(path, body)
+
+    def do_server_info(self) -> dict[str, Any]:
+        """What it was started with."""
+        if self.kind == "from":
+            return {"model_path": self.value, "load_format": "auto", "weight_version": "default"}
+        return {"model_path": "", "load_format": "dummy", "weight_version": "default"}
 
 
 if __name__ == "__main__":

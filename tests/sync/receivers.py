@@ -18,8 +18,8 @@ from megarl.rollout.sglang.fleet import Fleet, Server
 class ToldFleet(Fleet):
     """`told` keeps what synchronisation said."""
 
-    def __init__(self, servers: list[Server]) -> None:
-        super().__init__(servers, SGLangConfig())
+    def __init__(self, servers: list[Server], config: SGLangConfig) -> None:
+        super().__init__(servers, config)
         self.told: list[tuple[str, int | str]] = []
 
     def acknowledge(self, server: Server, version: int) -> None:
@@ -31,8 +31,10 @@ class ToldFleet(Fleet):
         self.told.append((server.api.name, why))
 
 
-def fleet_of(urls: list[str]) -> ToldFleet:
-    return ToldFleet([Server(i, ServerApi(url, None, f"server {i}"), "catching_up") for i, url in enumerate(urls)])
+def fleet_of(urls: list[str], *, external: bool = False) -> ToldFleet:
+    """`external`: the servers outlive the trainer, so they are given a keeper."""
+    servers = [Server(i, ServerApi(url, None, f"server {i}"), "catching_up") for i, url in enumerate(urls)]
+    return ToldFleet(servers, SGLangConfig(urls=urls if external else []))
 
 
 @contextlib.contextmanager

@@ -102,7 +102,7 @@ def oracle(folder: Path, token_ids: list[int], *, negated: bool) -> tuple[list[i
     return logits.argmax(-1).tolist(), logps.gather(1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
 
 
-def assert_answers(api: ServerApi, folder: Path, version: int, *, negated: bool) -> list[int]:
+def assert_answers(api: ServerApi, folder: Path, version: int | str, *, negated: bool) -> list[int]:
     probe = greedy_probe(api, PROMPT, 8, 60.0)
     choice, logps = oracle(folder, probe.token_ids, negated=negated)
     assert probe.version == str(version)
@@ -191,8 +191,13 @@ def push_wrong(folder: str, url: str, run_dir: str) -> None:
     sync.push(100)
 
 
-def push_scaled(folder: str, url: str, run_dir: str, cases: list[tuple[dict, dict]], tp: int = 1) -> list[dict]:
-    """For each (layout, settings): push parameters that the server did not hold before, to one of `tp` ranks."""
+def push_scaled(
+    folder: str, url: str, run_dir: str, cases: list[tuple[dict, dict]], tp: int = 1, first: int = 1
+) -> list[dict]:
+    """For each (layout, settings): push parameters that the server did not hold before, to one of `tp` ranks.
+
+    They are scaled by the number of the case, from `first` on.
+    """
     import dataclasses
 
     from megarl.config.sync import SyncConfig
@@ -201,7 +206,7 @@ def push_scaled(folder: str, url: str, run_dir: str, cases: list[tuple[dict, dic
     from megarl.sync.updater import WeightSync
 
     found = []
-    for number, (layout, settings) in enumerate(cases, 1):
+    for number, (layout, settings) in enumerate(cases, first):
         fresh_parallel(**layout)
         chunks = build_tiny(folder, **layout)
         with torch.no_grad():
@@ -216,33 +221,46 @@ def push_scaled(folder: str, url: str, run_dir: str, cases: list[tuple[dict, dic
     return found
 
 
+PP2, VPP2, TP2_PP2 = {"pp": 2}, {"pp": 2, "vpp": 2}, {"tp": 2, "pp": 2}
+
+
+def assert_all_verified(run_dir: Path, url: str, runs: list[tuple[int, list]], tp: int, parameters: int) -> None:
+    """Push from trainers of these (processes, cases), one after the other, to one server of `tp` ranks."""
+    first = 1
+    for processes, cases in runs:
+        run = (str(run_dir / "model"), url, str(run_dir), cases, tp, first)
+        for reports in run_distributed(push_scaled, processes, 240, *run):
+            for case, report in zip(cases, reports, strict=True):
+                assert (report["failed"], report["updated"], report["verified"]) == ({}, [0], tp * parameters), case
+        first += len(cases)
+
+
 @pytest.mark.parametrize(
-    ("name", "changes", "layout", "parameters"),
+    ("name", "changes", "layouts", "parameters"),
     [
         # 64: on a CPU the server pads the width of experts to a multiple of 32
-        ("qwen3_moe", {"moe_intermediate_size": 64}, {"ep": 2}, 39),
-        ("qwen2", {"tie_word_embeddings": True}, {"pp": 2, "vpp": 2}, 30),
-        ("llama", {}, {"pp": 2}, 27),
+        ("qwen3_moe", {"moe_intermediate_size": 64}, {2: [{"ep": 2}]}, 39),
+        ("qwen2", {"tie_word_embeddings": True}, {2: [VPP2], 4: [TP2_PP2]}, 30),
+        ("llama", {}, {2: [PP2, VPP2]}, 27),
     ],
 )
-def test_other_architectures_and_layouts(tmp_path, name, changes, layout, parameters):
+def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, parameters):
+    runs = [(processes, [(layout, {}) for layout in several]) for processes, several in layouts.items()]
     with serving(tmp_path, name, **changes) as url:
-        run = (str(tmp_path / "model"), url, str(tmp_path), [(layout, {})])
-        for (report,) in run_distributed(push_scaled, 2, 240, *run):
-            assert (report["updated"], report["verified"]) == ([0], parameters)
+        assert_all_verified(tmp_path, url, runs, 1, parameters)
 
 
-@pytest.mark.parametrize(("dtype", "wire"), [("float32", "fp32"), ("bfloat16", "bf16")])
-def test_a_server_of_two_ranks_holds_every_parameter_on_both(tmp_path, dtype, wire):
+@pytest.mark.parametrize(
+    ("name", "tied", "dtype", "wire", "parameters"),
+    [("qwen3", False, "float32", "fp32", PARAMETERS), ("qwen2", True, "bfloat16", "bf16", 30)],
+)
+def test_a_server_of_two_ranks_holds_every_parameter_on_both(tmp_path, name, tied, dtype, wire, parameters):
     # 128: on a CPU the server pads the width of the MLP to a multiple of 32 on each rank
-    changes = {"tie_word_embeddings": False, "intermediate_size": 128}
-    cases = [
-        (layout, {"transport": transport, "dtype": wire})
-        for layout in ({"tp": 2}, {"pp": 2})
-        for transport in ("tensor", "distributed")
+    changes = {"tie_word_embeddings": tied, "intermediate_size": 128}
+    tensor, distributed = ({"transport": transport, "dtype": wire} for transport in ("tensor", "distributed"))
+    runs = [
+        (2, [(layout, settings) for layout in ({"tp": 2}, PP2, VPP2) for settings in (tensor, distributed)]),
+        (4, [(TP2_PP2, tensor), (TP2_PP2, distributed)]),
     ]
-    with serving(tmp_path, "qwen3", dtype, tp_size=2, **changes) as url:
-        run = (str(tmp_path / "model"), url, str(tmp_path), cases, 2)
-        for reports in run_distributed(push_scaled, 2, 240, *run):
-            for case, report in zip(cases, reports, strict=True):
-                assert (report["failed"], report["verified"]) == ({}, 2 * PARAMETERS), case
+    with serving(tmp_path, name, dtype, tp_size=2, **changes) as url:
+        assert_all_verified(tmp_path, url, runs, 2, parameters)

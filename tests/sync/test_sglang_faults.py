@@ -1,11 +1,17 @@
-"""A real SGLang server is killed while it gets weights: the other goes on, and it comes back with all of them."""
+"""Somebody dies while a real SGLang server gets weights.
+
+A server: the other goes on, and it comes back with all weights. The trainer: a server that outlives it goes on with the
+weights it can read by itself.
+"""
 
 import pytest
 
+from megarl.rollout.sglang.api import ServerApi
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
 from tests.rollout.servers import engine, need_interpreter, start
-from tests.sync.test_sglang import PARAMETERS, assert_answers, negate_head
+from tests.sync.test_keeper import wait_for_log
+from tests.sync.test_sglang import KEY, PARAMETERS, TRANSPORTS, assert_answers, negate_head, serving
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
 
@@ -90,3 +96,59 @@ def test_a_server_killed_during_a_synchronisation_returns_with_all_weights(tmp_p
         "caught up": [0],
         "verified": PARAMETERS,
     }
+
+
+def push_and_be_killed(folder: str, url: str, run_dir: str, transport: str, die: bool) -> None:
+    """Version 1, verified; the trainer is killed after the first bucket of version 2, if at all."""
+    import os
+    import signal
+    import time
+    from pathlib import Path
+
+    from megarl.config.sglang import SGLangConfig
+    from megarl.config.sync import SyncConfig
+    from megarl.rollout.sglang.fleet import Fleet, Server
+    from megarl.sync.plan import ServerLayout
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel()
+    chunks = build_tiny(folder)
+    negate_head(chunks)
+    fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig(urls=[url]))
+    config = SyncConfig(transport=transport, verify="every", bucket_mb=5, timeout_s=60.0)
+    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    report = sync.push(1)
+    assert (report.updated, report.verified) == ([0], PARAMETERS), report
+    if die:
+        step = {"distributed": "_broadcast", "disk": "commit"}.get(transport, "deliver")
+        action, calls = getattr(sync.transport, step), iter(range(100))
+
+        def dying(*args) -> None:
+            if next(calls) == (0 if step == "commit" else 1):
+                time.sleep(1.0)  # the server of `distributed` has been told of the broadcast then, and waits in it
+                os.kill(os.getpid(), signal.SIGKILL)
+            action(*args)
+
+        setattr(sync.transport, step, dying)
+        for parameter in chunks[0].parameters():
+            parameter.data.mul_(1.5)
+        sync.push(2)
+    sync.close()
+
+
+def test_a_server_whose_trainer_is_killed_serves_one_version_again(tmp_path):
+    """Each trainer but the first finds the server as the keeper of the one before it left it."""
+    need_interpreter()
+    with serving(tmp_path, "qwen3", tie_word_embeddings=False, vocab_size=20_000) as url:
+        api, model = ServerApi(url, KEY, "server 0"), tmp_path / "model"
+        for transport in TRANSPORTS:
+            run_dir = tmp_path / transport
+            with pytest.raises(AssertionError, match="-9"):
+                run_distributed(push_and_be_killed, 1, 240, str(model), url, str(run_dir), transport, True)
+            wait_for_log(run_dir, "again, under version")
+            if transport == "disk":  # the last version that it read as a whole
+                assert_answers(api, model, 1, negated=True)
+            else:
+                assert_answers(api, model, "default", negated=False)
+        run_distributed(push_and_be_killed, 1, 240, str(model), url, str(tmp_path / "last"), "tensor", False)
+        assert_answers(api, model, 1, negated=True)

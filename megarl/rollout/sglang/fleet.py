@@ -66,6 +66,11 @@ class Fleet:
         self.servers = list(servers)
         self._config, self._owned, self._watched = config, owned or {}, tuple(watched)
 
+    @property
+    def external(self) -> bool:
+        """The servers were there before the run and will be after it."""
+        return bool(self._config.urls)
+
     def current(self, version: int) -> list[Server]:
         """Servers that hold weight version `version` and may be asked."""
         return [server for server in self.servers if server.state == "current" and server.version == version]

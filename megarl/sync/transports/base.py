@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -97,6 +98,10 @@ class Transport(ABC):
 
     def commit(self, target: Target) -> None:  # noqa: B027
         """All buckets of all senders were delivered; called by the rank that leads this server's update."""
+
+    def folder_held(self) -> Path | None:
+        """Where a server that took this version can read all of it again; None: nowhere."""
+        return None
 
     def drop(self, target: Target) -> None:  # noqa: B027
         """The server failed or is gone: let go of what belongs to it."""

@@ -82,11 +82,15 @@ class DiskTransport(Transport):
     def commit(self, target: Target) -> None:
         """The server reads the folder."""
         payload = {
-            "model_path": str((self.folder / _name(self._version)).resolve()),
+            "model_path": str(self.folder_held()),
             "load_format": "safetensors",
             "flush_cache": False,
         }
         target.api.call("/update_weights_from_disk", payload, deadline_s=self.deadline_s, phase="reading the weights")
+
+    def folder_held(self) -> Path:
+        """The folder of this version."""
+        return (self.folder / _name(self._version)).resolve()
 
     def _partial(self) -> Path:
         return self.folder / f".{_name(self._version)}.partial"
