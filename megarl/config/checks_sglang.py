@@ -184,6 +184,21 @@ def _check_colocated(config: RunConfig, checks: Checklist) -> None:
         )
 
 
+def _check_pause(config: RunConfig, checks: Checklist) -> None:
+    """A prefix cache cannot be dropped while requests run, and later requests would be answered out of it."""
+    servers, switch = config.rollout.sglang, "--disable-radix-cache"
+    if config.sync.pause == "in_place" and (servers.urls or switch not in servers.extra_args):
+        checks.fail(
+            _NAME,
+            "sync.pause",
+            "the prefix cache of the old weights would stay, and answer requests after the synchronisation",
+            found="in_place",
+            allowed=f"abort or retract; in_place with {switch} in rollout.sglang.extra_args, for servers that megarl "
+            "starts",
+            fix=f"set sync.pause=retract, or rollout.sglang.extra_args=[{switch}]",
+        )
+
+
 def _check_sync(config: RunConfig, checks: Checklist) -> None:
     """What servers are sent must be what they, and the checksums, expect."""
     sync, model = config.sync, config.model.dtype
@@ -198,6 +213,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
         )
     held = model if config.rollout.dtype == "model" else config.rollout.dtype
     sent = model if sync.dtype == "model" else sync.dtype
+    _check_pause(config, checks)
     if sync.fp8 and not config.rollout.sglang.urls:
         checks.fail(
             _NAME,

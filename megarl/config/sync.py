@@ -26,7 +26,8 @@ class SyncConfig(Section):
     pause: Literal["abort", "retract", "in_place"] = Field(
         "retract",
         description="running requests at a synchronisation. abort: end with what they have; retract: go on under the "
-        "new weights, their cache computed again; in_place: go on with the old cache",
+        "new weights, their cache computed again; in_place: go on with the old cache, for servers without a prefix "
+        "cache",
     )
     verify: Literal["off", "first", "every"] = Field(
         "first",

@@ -129,7 +129,6 @@ def _record(c: Controller, report: SyncReport) -> None:
     m.max("sync/servers", len(report.updated))
     m.max("sync/failed", len(report.failed))
     m.max("sync/verified_tensors", report.verified)
-    m.max("sync/stale_cache", len(report.stale_cache))
     if report.failed and c.layout.rank == 0:
         for number, why in sorted(report.failed.items()):
             print(f"server {number} did not take version {report.version}: {why}", flush=True)

@@ -53,7 +53,6 @@ class ServerUpdate:
     def __init__(self, api: ServerApi, version: int, *, session: bool, deadline_s: float) -> None:
         self.api, self.version, self.session, self.deadline_s = api, version, session, deadline_s
         self.state = State.SERVING
-        self.stale_cache = False  # the prefix cache of the old weights could not be dropped
 
     def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Stop generation; `abort` ends running requests with what they have."""
@@ -76,7 +75,10 @@ class ServerUpdate:
         self._step(State.LOADED, State.TAGGED, self._tag)
 
     def flush(self, mode: Literal["abort", "retract", "in_place"]) -> None:
-        """Drop the prefix cache that the old weights filled. With `in_place`, running requests may keep it."""
+        """Drop the prefix cache that the old weights filled.
+
+        With `in_place` requests may be running, which keep their cache; such a server has no other (checks_sglang).
+        """
         self._step(State.TAGGED, State.FLUSHED, lambda: self._flush(mode))
 
     def resume(self) -> None:
@@ -138,4 +140,3 @@ class ServerUpdate:
         except ServerError as error:
             if mode != "in_place" or error.status is None:
                 raise
-            self.stale_cache = True

@@ -72,7 +72,6 @@ class SyncReport:
     gather_s: float = 0.0
     send_s: float = 0.0
     verified: int = 0
-    stale_cache: list[int] = field(default_factory=list)
     to_probe: list[int] = field(default_factory=list)
 
 
@@ -258,7 +257,6 @@ class WeightSync:
         selected = self._to_verify(ready)
         self._verify(mine, [] if self.config.fp8 else selected, report)
         self._each({n: n for n in mine if n not in report.failed}, reopen, report)
-        report.stale_cache = [n for n, update in mine.items() if update.stale_cache]
         report.to_probe = selected
 
     def _verify(self, mine: dict[int, ServerUpdate], chosen: list[int], report: SyncReport) -> None:
@@ -324,12 +322,11 @@ class WeightSync:
     def _close_report(self, report: SyncReport, sent: Sent, seconds: float, agreed: list[int]) -> None:
         """Make the report the same on every rank, and tell the fleet."""
         self._agree(agreed, report)
-        mine = [sent.nbytes, seconds, sent.gather_s, sent.send_s, report.verified, report.stale_cache]
+        mine = [sent.nbytes, seconds, sent.gather_s, sent.send_s, report.verified]
         everyone = all_gather_json(mine)
         report.nbytes = sum(part[0] for part in everyone)
         report.seconds, report.gather_s, report.send_s = (max(part[i] for part in everyone) for i in (1, 2, 3))
         report.verified = sum(part[4] for part in everyone)
-        report.stale_cache = sorted(n for part in everyone for n in part[5])
         report.updated = [number for number in agreed if number not in report.failed]
         report.to_probe = [number for number in report.to_probe if number in report.updated]
         for number in agreed:

@@ -55,6 +55,15 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["cluster.nproc=2", "sync.timeout_s=600"], "sync.timeout_s"),
         (["rollout.sglang.colocated=true", "rollout.sglang.urls=[http://127.0.0.1:1]"], "rollout.sglang.colocated"),
         (["sync.fp8=true"], "sync.fp8"),
+        (["sync.pause=in_place"], "sync.pause"),
+        (
+            [
+                "sync.pause=in_place",
+                "rollout.sglang.extra_args=[--disable-radix-cache]",
+                "rollout.sglang.urls=[http://127.0.0.1:1]",
+            ],
+            "sync.pause",
+        ),
         (["cluster.nproc=2", "cluster.nnodes=2", "rollout.sglang.servers=2", "sync.address=10.0.0.1"], "sync.address"),
         (["model.dtype=fp32", "rollout.dtype=bf16"], "sync.dtype"),
         (["model.dtype=fp32", "sync.dtype=bf16"], "sync.dtype"),
@@ -73,6 +82,7 @@ def test_a_setting_that_cannot_work_names_its_key(failures, overrides, key) -> N
         ["sync.fp8=true", "rollout.sglang.urls=[http://127.0.0.1:1]"],
         ["rollout.sglang.colocated=true"],  # only advice
         ["sync.address=10.0.0.1"],
+        ["sync.pause=in_place", "rollout.sglang.extra_args=[--disable-radix-cache]"],
     ],
 )
 def test_a_setting_that_works_passes(failures, overrides) -> None:
