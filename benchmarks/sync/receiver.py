@@ -127,11 +127,11 @@ class Receiver:
         """Take the version's name."""
         self.version = new_version
 
-    def do_get_model_info(self) -> dict[str, Any]:
+    def do_model_info(self) -> dict[str, Any]:
         """The version's name."""
         return {"weight_version": self.version}
 
-    def do_get_server_info(self) -> dict[str, Any]:
+    def do_server_info(self) -> dict[str, Any]:
         """What it was started with."""
         return {"custom_weight_loader": [LOADER, PATCH_LOADER]}
 

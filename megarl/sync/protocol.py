@@ -132,7 +132,7 @@ class ServerUpdate:
         self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
 
     def _found_version(self) -> str:
-        return str(self._call("/get_model_info", None, "GET").get("weight_version"))
+        return str(self._call("/model_info", None, "GET").get("weight_version"))
 
     def _flush(self, mode: str) -> None:
         try:

@@ -48,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.hangs.is_set():
             time.sleep(5)
-        self._send(200, self.server.info if self.path == "/get_server_info" else {})
+        self._send(200, self.server.info if self.path == "/server_info" else {})
 
     def do_POST(self) -> None:
         assert self.headers["Authorization"] == f"Bearer {KEY}"

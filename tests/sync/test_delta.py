@@ -87,7 +87,7 @@ class InProcessApi:
         self.receiver.open = True
 
     def call(self, path, payload=None, **_):
-        if path == "/get_server_info":
+        if path == "/server_info":
             return {"custom_weight_loader": self.loaders}
         if payload and "load_format" in payload:
             self.formats.append(payload["load_format"])

@@ -36,7 +36,7 @@ def check_external(
         if server.state != "failed":
             try:
                 info = server.api.call(
-                    "/get_server_info", deadline_s=config.start_timeout_s, phase="start", method="GET"
+                    "/server_info", deadline_s=config.start_timeout_s, phase="start", method="GET"
                 )
             except ServerError as error:
                 fleet.mark_failed(server, error.reason)

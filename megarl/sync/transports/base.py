@@ -39,7 +39,7 @@ class LoaderCheck:
             ServerError: it does not say.
         """
         if (api.url, loader) not in self.found:
-            info = api.call("/get_server_info", deadline_s=self.deadline_s, phase="which loaders it has", method="GET")
+            info = api.call("/server_info", deadline_s=self.deadline_s, phase="which loaders it has", method="GET")
             self.found[api.url, loader] = loader in (info.get("custom_weight_loader") or [])
         return self.found[api.url, loader]
 

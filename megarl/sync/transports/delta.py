@@ -91,7 +91,7 @@ class DeltaTransport(Transport):
         self._relayed, self._current, self._put = {}, set(), {}
         for target in targets:
             with contextlib.suppress(ServerError):  # it gets everything; when it is gone, `deliver` says so
-                said = target.api.call("/get_model_info", deadline_s=self.deadline_s, phase="its version", method="GET")
+                said = target.api.call("/model_info", deadline_s=self.deadline_s, phase="its version", method="GET")
                 if target.version is not None and said.get("weight_version") == str(target.version):
                     self._current.add(target.number)
 
