@@ -35,9 +35,7 @@ def check_external(
     for server in fleet.servers if asks else []:
         if server.state != "failed":
             try:
-                info = server.api.call(
-                    "/server_info", deadline_s=config.start_timeout_s, phase="start", method="GET"
-                )
+                info = server.api.call("/server_info", deadline_s=config.start_timeout_s, phase="start", method="GET")
             except ServerError as error:
                 fleet.mark_failed(server, error.reason)
             else:

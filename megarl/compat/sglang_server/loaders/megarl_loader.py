@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default}
 
 
@@ -41,11 +42,12 @@ class Place:
 
     def write(self, positions: Tensor, values: Tensor) -> None:
         """Elements `positions` of the tensor, int64 [n], rising, become `values` [n], where they lie in this part."""
-        values = values.to(self.target.dtype)
+        word = _WORDS[self.target.itemsize]  # not every dtype can be written by index
+        values, target = values.to(self.target.dtype).view(word), self.target.view(word)
         if self.target.is_contiguous() and self.target.stride() == self.strides:  # one run of elements on both sides
             run = torch.tensor([self.offset, self.offset + self.target.numel()], device=positions.device)
             first, last = torch.searchsorted(positions, run).tolist()
-            self.target.view(-1)[positions[first:last] - self.offset] = values[first:last]
+            target.view(-1)[positions[first:last] - self.offset] = values[first:last]
             return
         left = positions - self.offset
         inside, where = left >= 0, [torch.zeros_like(left)] * self.target.dim()
@@ -55,7 +57,7 @@ class Place:
                 left = left - where[dim] * self.strides[dim]
                 inside &= where[dim] < self.target.shape[dim]
         inside &= left == 0
-        self.target[tuple(index[inside] for index in where)] = values[inside]
+        target[tuple(index[inside] for index in where)] = values[inside]
 
 
 class Probe(Tensor):
