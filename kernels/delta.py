@@ -37,9 +37,10 @@ def diff(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, T
     kernels = _load()
     if kernels is None:
         return diff_reference(base, new, itemsize, room)
+    n = len(new) // itemsize
+    room = min(room, n)
     distances = torch.empty(room, dtype=torch.uint8)
     values = torch.empty(room * itemsize, dtype=torch.uint8)
-    n = len(new) // itemsize
     pointers = base.data_ptr(), new.data_ptr(), n, distances.data_ptr(), values.data_ptr()
     count = kernels.megarl_diff(itemsize, *pointers, room)
     return None if count < 0 else (distances[:count], values[: count * itemsize])
@@ -79,9 +80,9 @@ def diff_reference(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple
     last = np.cumsum(between + 1) - 1  # where the changed elements come to stand
     distances = np.full(len(at) + between.sum(), FAR, np.uint8)
     distances[last] = gaps - between * FAR
-    positions = np.cumsum(distances, dtype=np.int64) - 1
+    written = np.cumsum(distances, dtype=np.int64) - 1
     old_words[at] = new_words[at]
-    return torch.from_numpy(distances), torch.from_numpy(new_words[positions].view(np.uint8))
+    return torch.from_numpy(distances), torch.from_numpy(new_words[written].view(np.uint8))
 
 
 def patch_reference(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> None:

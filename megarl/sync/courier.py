@@ -95,7 +95,7 @@ class Courier:
         start = time.perf_counter()
         put.result()
         healthy = [target for target in targets if target.number not in sent.failed]
-        reasons = servers.map(lambda target: self._deliver(target, number, bucket, flat), healthy)
+        reasons = list(servers.map(lambda target: self._deliver(target, number, bucket, flat), healthy))
         for target, why in zip(healthy, reasons, strict=True):
             if why is not None:
                 sent.failed[target.number] = why

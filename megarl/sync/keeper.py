@@ -4,7 +4,7 @@
 
     trainer                        pipe                             keeper                 server
     before `pause`                 open   url, API key       --->   remembers it
-    before tensors may be loaded   loading                   --->
+    before tensors may be loaded   loading   versions        --->
     after `resume`                 done   folder it holds    --->   forgets it
     closes, or is killed           end of file               --->   nothing open: ends
                                                                     else, per server  ---> old weights, go on
@@ -62,6 +62,7 @@ class Keeper:
 
     def __init__(self, folder: Path, deadline_s: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._deadline_s = deadline_s
         self._lock = threading.Lock()
         self._log = folder / "keeper.log"
         with self._log.open("ab") as log:
@@ -77,9 +78,13 @@ class Keeper:
         """An update of this server begins."""
         self._tell({"event": "open", "url": api.url, "api_key": api.api_key, "name": api.name})
 
-    def loading(self, api: ServerApi) -> None:
-        """From here on the server may hold tensors of two versions."""
-        self._tell({"event": "loading", "url": api.url})
+    def loading(self, api: ServerApi, version: int) -> None:
+        """From here on the server may hold tensors of the version it was on and of `version`.
+
+        Raises:
+            ServerError: it does not say which version it is on.
+        """
+        self._tell({"event": "loading", "url": api.url, "versions": [_version_of(api, self._deadline_s), str(version)]})
 
     def done(self, api: ServerApi, version: int, folder: Path | None) -> None:
         """The server serves `version`; `folder`: where it can read all of it again, if anywhere."""
@@ -111,12 +116,14 @@ class Watch:
 
     Attributes:
         opened: servers whose update is not done, by URL.
+        versions: what a server that may hold parts is called unless somebody else has taken it since.
         whole: those that hold all of a version that this trainer sent. What others hold is not known.
         folders: where servers can read that version.
     """
 
     def __init__(self) -> None:
         self.opened: dict[str, ServerApi] = {}
+        self.versions: dict[str, list[str]] = {}
         self.whole: set[str] = set()
         self.folders: dict[str, Weights] = {}
 
@@ -127,8 +134,10 @@ class Watch:
             event, url = message["event"], message["url"]
             if event == "open":
                 self.opened[url] = ServerApi(url, message["api_key"], message["name"])
+                self.versions.pop(url, None)
             elif event == "loading":
                 self.whole.discard(url)
+                self.versions[url] = message["versions"]
             else:
                 self.opened.pop(url, None)
                 self.whole.add(url)
@@ -148,7 +157,10 @@ class Watch:
     def _bring_back(self, api: ServerApi, deadline_s: float) -> None:
         recovery = Recovery(api, deadline_s)
         try:
-            if api.url in self.whole:
+            found = _version_of(api, deadline_s)
+            if found not in self.versions.get(api.url, [found]):
+                recovery.say(f"another trainer has it ({found!r})")
+            elif api.url in self.whole:
                 recovery.resume()
             else:
                 recovery.restore(self.folders.get(api.url))
@@ -228,6 +240,10 @@ class Recovery:
     def _call(self, path: str, payload: dict[str, Any] | None, method: str = "POST") -> dict[str, Any]:
         """One step, with its deadline."""
         return self.api.call(path, payload, deadline_s=self.deadline_s, phase=_PHASE, method=method)
+
+
+def _version_of(api: ServerApi, deadline_s: float) -> str:
+    return str(api.call("/model_info", None, deadline_s=deadline_s, phase=_PHASE, method="GET").get("weight_version"))
 
 
 def _say(text: str) -> None:

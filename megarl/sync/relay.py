@@ -179,11 +179,12 @@ class Relay:
         sender.patched, sender.header = (bucket, version, size), patch_header(held.entries, delta)
         return {"taken": True}
 
-    def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int) -> dict[str, Any]:
-        """The payload that hands the changed elements to each rank of a server."""
+    def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int) -> dict[str, Any]:
+        """Payloads that hand the changed elements to the ranks of a server: each gives back one reference."""
         if sender.patched is None or sender.patched[:2] != (bucket, version):
             raise RelayRefused(f"the last changes are those of {sender.patched}, not of {(bucket, version)}")
-        return {"payload": loader_payload(sender.patch[: sender.patched[2]], sender.header)}
+        flat = sender.patch[: sender.patched[2]]
+        return {"payloads": [loader_payload(flat, sender.header) for _ in range(ranks)]}
 
     def _handles(
         self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: list[list[int]]

@@ -214,7 +214,7 @@ class WeightSync:
 
     def _tell_loading(self, update: ServerUpdate) -> None:
         if self.keeper is not None:
-            self.keeper.loading(update.api)
+            self.keeper.loading(update.api, update.version)
 
     def _send(self, ready: list[int], report: SyncReport) -> Sent:
         """All rounds on this rank."""
@@ -233,7 +233,7 @@ class WeightSync:
         if self.rank == 0 and ready:
             try:
                 self.transport.publish()
-            except OSError as error:
+            except (OSError, WorkerError) as error:
                 problem = f"cannot publish version {report.version}: {error}"
         problem = broadcast_json(problem, 0)
         if problem is not None:

@@ -123,7 +123,7 @@ def test_another_base_is_not_brought_forward(relay):
     with pytest.raises(RelayRefused, match="version 4 instead of 3"):
         client.call(at | {"op": "handles", "version": 3, "ranks": [[0]]})
     with pytest.raises(RelayRefused, match="not of"):
-        client.call(at | {"op": "patch", "version": 3})
+        client.call(at | {"op": "patch", "version": 3, "ranks": 1})
     client.close()
 
 

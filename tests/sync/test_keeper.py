@@ -1,6 +1,7 @@
 """What becomes of a server that outlives its trainer: trainer processes, keepers, receiver processes."""
 
 import contextlib
+import json
 import threading
 import time
 from pathlib import Path
@@ -164,6 +165,23 @@ def test_an_update_waits_for_the_keeper_of_an_earlier_trainer(tmp_path):
         name(f"{RESTORING} 2")  # by a keeper that is gone
         ServerUpdate(api, 3, session=True, deadline_s=1.0).pause("retract")
         assert state_of(urls[0])["version"] == "taken over"
+
+
+def test_a_server_that_another_trainer_has_since_is_left_alone(tmp_path):
+    from megarl.sync.keeper import Watch
+
+    with receivers(tmp_path, 1) as urls:
+        api, watch = ServerApi(urls[0], None, "server 0"), Watch()
+        opened = {"event": "open", "url": urls[0], "api_key": None, "name": "server 0"}
+        loading = {"event": "loading", "url": urls[0], "versions": ["default", "3"]}
+        watch.hear(json.dumps(message) for message in (opened, loading))
+        api.call(
+            "/update_weight_version", {"new_version": "8", "abort_all_requests": False}, deadline_s=9, phase="test"
+        )
+        watch.bring_back(5.0)
+        found = state_of(urls[0])
+        assert found["version"] == "8"
+        assert "/pause_generation" not in found["log"]
 
 
 def test_a_keeper_that_ended_fails_the_update(tmp_path):

@@ -106,13 +106,21 @@ def test_a_bucket_is_loaded_and_kept_mapped_until_the_last(loader):
     model, expected = Model(1), Model(1)
     expected.load_weights(given.items())
     for number, (name, tensor) in enumerate(given.items(), 1):
-        header = {"tensors": [[name, tensor.shape, "bfloat16", 4, tensor.nbytes]], "sender": "a", "last": False}
+        header = {
+            "tensors": [[name, tensor.shape, "bfloat16", 4, tensor.nbytes]],
+            "update": "1",
+            "sender": "a",
+            "last": False,
+        }
         header["last"] = number == len(given)
         flat = torch.cat([torch.zeros(4, dtype=torch.uint8), tensor.view(-1).view(torch.uint8)])
         loader.load(model, [(json.dumps(header), flat)])
-        assert len(loader._MAPPED.get("a", ())) == (0 if header["last"] else number)
+        assert len(loader._MAPPED.get(("1", "a"), ())) == (0 if header["last"] else number)
     for name, parameter in expected.named_parameters():
         assert torch.equal(model.get_parameter(name), parameter), name
+    for update in ("2", "3"):  # the first of these is never ended
+        loader.load(model, [(json.dumps(header | {"update": update, "last": False}), flat)])
+        assert list(loader._MAPPED) == [(update, "a")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])

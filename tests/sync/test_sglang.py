@@ -127,8 +127,11 @@ def test_all_transports_with_checksums_and_fresh_answers(served):
         assert (answer == before.token_ids) is not flips[1]
 
 
-def push_parts(folder: str, url: str, run_dir: str, first: int, tp: int = 1) -> list[dict]:
-    """Everything, then one element in fifty of every tensor, then nothing, as deltas to a server of `tp` ranks."""
+def push_parts(folder: str, url: str, run_dir: str, first: int, tp: int, dtype: str) -> list[dict]:
+    """Everything, then one element in fifty of every tensor, twice, then nothing, as deltas to a server of `tp` ranks.
+
+    Every tensor is a bucket of its own: the relay uses the memory that it hands over again and again.
+    """
     import dataclasses
 
     from megarl.config.sync import SyncConfig
@@ -139,26 +142,28 @@ def push_parts(folder: str, url: str, run_dir: str, first: int, tp: int = 1) -> 
     fresh_parallel()
     chunks = build_tiny(folder)
     fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
-    config = SyncConfig(transport="delta", verify="every", timeout_s=60.0)
+    config = SyncConfig(transport="delta", verify="every", timeout_s=60.0, bucket_mb=4, dtype=dtype)
     sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(tp=tp), config, Path(run_dir))
     found = [dataclasses.asdict(sync.push(first))]
-    with torch.no_grad():
-        for param in chunks[0].parameters():
-            param.view(-1)[::50] += 0.01
-    found += [dataclasses.asdict(sync.push(version)) for version in (first + 1, first + 2)]
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            for param in chunks[0].parameters() if version < 3 else ():
+                param.view(-1)[version::50] += 0.05
+        found.append(dataclasses.asdict(sync.push(first + version)))
     sync.close()
     return found
 
 
-def assert_patched(folder: Path, url: str, first: int, tp: int = 1) -> None:
+def assert_patched(folder: Path, url: str, first: int, tp: int = 1, dtype: str = "fp32", parameters=PARAMETERS) -> None:
     log = folder / "server_0.log"
     loads = log.read_text().count("/update_weights_from_tensor")
-    (reports,) = run_distributed(push_parts, 1, 240, str(folder / "model"), url, str(folder), first, tp)
-    assert [report["updated"] for report in reports] == [[0]] * 3
-    assert all(report["verified"] == tp * PARAMETERS for report in reports)
-    whole, some, none = (report["nbytes"] for report in reports)
-    assert 0 < none < 1000 < some < whole / 20  # five bytes of every two hundred
-    assert log.read_text().count("/update_weights_from_tensor") == loads + 2
+    (reports,) = run_distributed(push_parts, 1, 240, str(folder / "model"), url, str(folder), first, tp, dtype)
+    assert [report["updated"] for report in reports] == [[0]] * 4
+    assert all(report["verified"] == tp * parameters for report in reports)
+    whole, some, more, none = (report["nbytes"] for report in reports)
+    assert 0 < none < 1000 < some == more < whole / 20  # five bytes of every two hundred, three of every hundred
+    buckets = none // 8
+    assert log.read_text().count("/update_weights_from_tensor") == loads + 3 * buckets
     assert "a weight update failed" not in log.read_text()
 
 
@@ -264,3 +269,4 @@ def test_a_server_of_two_ranks_holds_every_parameter_on_both(tmp_path, name, tie
     ]
     with serving(tmp_path, name, dtype, tp_size=2, **changes) as url:
         assert_all_verified(tmp_path, url, runs, 2, parameters)
+        assert_patched(tmp_path, url, 60, 2, wire, parameters)

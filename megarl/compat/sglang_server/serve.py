@@ -90,15 +90,25 @@ def extend_path() -> None:
 
 
 def refuse_instead_of_dying() -> None:
-    """Answer a tensor update that raised with its message."""
+    """Answer a tensor update that raised with its message, on whatever rank: SGLang itself answers for rank 0 alone."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def update(call: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+        import torch
+        from sglang.srt.runtime_context import get_parallel
+
         try:
-            return call(*args, **kwargs)
+            success, message = call(*args, **kwargs)
         except Exception as error:
             logging.getLogger(__name__).exception("a weight update failed")
-            return False, f"{type(error).__name__}: {error}"
+            success, message = False, f"{type(error).__name__}: {error}"
+        if get_parallel().tp_size > 1:
+            everywhere = torch.tensor(int(success))
+            group = get_parallel().tp_group.cpu_group
+            torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN, group=group)
+            if success and not everywhere.item():
+                return False, "another rank of this server failed; see its log"
+        return success, message
 
     target = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
     HookRegistry.register(target, update, HookType.AROUND)

@@ -47,6 +47,10 @@ class LoaderCheck:
         """It has the loader, which does not work there."""
         self.found[api.url, loader] = False
 
+    def forget(self, api: ServerApi) -> None:
+        """There may be another server under this address."""
+        self.found = {key: found for key, found in self.found.items() if key[0] != api.url}
+
 
 class Transport(ABC):
     """Hands filled buckets to servers. One per trainer rank; `put` and `deliver` run in the courier's threads.

@@ -9,7 +9,6 @@ compare with.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import subprocess
@@ -17,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,7 @@ class DeltaTransport(Transport):
     """
 
     live = True
+    one_replica = True  # a relay holds what one sender of each tensor gave it
 
     def __init__(
         self,
@@ -79,6 +80,7 @@ class DeltaTransport(Transport):
         self._current: set[int] = set()  # servers that hold what the last deltas led to
         self._loaders = LoaderCheck(deadline_s)
         self._clients: dict[str, RelayClient] = {}
+        self._connecting = threading.Lock()
         self._locks = {host: threading.Lock() for host in relays}
 
     def buffer(self, nbytes: int) -> Tensor:
@@ -89,11 +91,18 @@ class DeltaTransport(Transport):
         """Buckets that follow are of this version. Servers say what they hold: somebody else may have loaded it."""
         self._version, self.sent_bytes = version, 0
         self._relayed, self._current, self._put = {}, set(), {}
-        for target in targets:
-            with contextlib.suppress(ServerError):  # it gets everything; when it is gone, `deliver` says so
-                said = target.api.call("/model_info", deadline_s=self.deadline_s, phase="its version", method="GET")
-                if target.version is not None and said.get("weight_version") == str(target.version):
-                    self._current.add(target.number)
+        if self._process is not None and self._process.poll() is not None:
+            raise WorkerError(f"the weight relay of this host ended (exit code {self._process.returncode})")
+        with ThreadPoolExecutor(max(len(targets), 1)) as pool:
+            current = pool.map(self._holds_what_it_was_given, targets)
+            self._current = {target.number for target, holds in zip(targets, current, strict=True) if holds}
+
+    def _holds_what_it_was_given(self, target: Target) -> bool:
+        try:
+            said = target.api.call("/model_info", deadline_s=self.deadline_s, phase="its version", method="GET")
+        except ServerError:
+            return False  # it gets everything; when it is gone, `deliver` says so
+        return target.version is not None and said.get("weight_version") == str(target.version)
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare with what was sent last, and remember this."""
@@ -136,9 +145,10 @@ class DeltaTransport(Transport):
         """Hand over the changed elements alone; False when the server has to get whole tensors."""
         if not self._loaders.has(target.api, PATCH_LOADER):
             return False
-        answer = self._call(target, number, {"op": "patch", "version": self._version})
+        ask = {"op": "patch", "version": self._version, "ranks": self.plan.servers[target.number].tp}
+        payloads = self._call(target, number, ask)["payloads"]
         try:
-            self._load(target, [answer["payload"]] * self.plan.servers[target.number].tp, PATCH_LOADER)
+            self._load(target, payloads, PATCH_LOADER)
         except ServerError as error:
             if error.status != 200:
                 raise
@@ -164,21 +174,22 @@ class DeltaTransport(Transport):
             self._process.wait()
 
     def drop(self, target: Target) -> None:
-        """A connection that failed in the middle of a message is of no more use."""
-        host = self.plan.servers[target.number].host
-        with self._locks[host]:
-            client = self._clients.pop(host, None)
-            if client is not None:
-                client.close()
+        """Under this address there may be another server the next time."""
+        self._loaders.forget(target.api)
 
     def _call(self, target: Target, number: int, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:
         """Ask the relay on the target's host about a bucket of this sender."""
         host = self.plan.servers[target.number].host
+        client = None
         try:
-            if host not in self._clients:
-                self._clients[host] = RelayClient(self.relays[host], self.key, self.deadline_s)
-            return self._clients[host].call({"sender": self.name, "bucket": number} | header, *bodies)
+            with self._connecting:
+                client = self._clients.get(host) or RelayClient(self.relays[host], self.key, self.deadline_s)
+                self._clients[host] = client
+            return client.call({"sender": self.name, "bucket": number} | header, *bodies)
         except (OSError, RelayRefused) as error:
+            with self._connecting:
+                if isinstance(error, OSError) and self._clients.get(host) is client:
+                    self._clients.pop(host, None)  # in the middle of a message it is of no more use
             raise ServerError(target.api.name, target.api.url, f"relay on {host}", str(error)) from error
 
     def _relay(self, target: Target, number: int, bucket: Bucket) -> bool:

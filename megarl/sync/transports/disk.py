@@ -44,6 +44,8 @@ class DiskTransport(Transport):
     def __init__(self, folder: Path, rank: int, hf: PretrainedConfig, deadline_s: float) -> None:
         self.folder, self.rank, self.hf, self.deadline_s = folder, rank, hf, deadline_s
         self._version, self._files = 0, 0
+        if rank == 0:  # nobody writes before the first update, in which all ranks meet
+            remove_partial(folder)
 
     def buffer(self, nbytes: int) -> Tensor:
         """Host memory."""
@@ -100,10 +102,15 @@ def _name(version: int) -> str:
     return f"v{version:08d}"
 
 
-def remove_old(folder: Path, version: int) -> None:
-    """Remove what is left of interrupted writes, and all complete versions but `version` and the one before it."""
+def remove_partial(folder: Path) -> None:
+    """Remove what is left of interrupted writes."""
     for stale in folder.glob(".v*.partial"):
         shutil.rmtree(stale, ignore_errors=True)
+
+
+def remove_old(folder: Path, version: int) -> None:
+    """Remove what is left of interrupted writes, and all complete versions but `version` and the one before it."""
+    remove_partial(folder)
     older = sorted(path for path in folder.glob("v????????") if path.name != _name(version))
     for path in older[: len(older) - _KEPT]:
         shutil.rmtree(path, ignore_errors=True)

@@ -117,6 +117,8 @@ class DistributedTransport(Transport):
             RuntimeError: the other side is gone, or gloo's deadline passed, which is the group's.
             TimeoutError: it was not done before the deadline.
         """
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # this thread begins on device 0
         if self.backend == "gloo":
             dist.broadcast(flat, src=0, group=group)
             return

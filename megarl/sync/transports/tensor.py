@@ -22,7 +22,12 @@ class TensorTransport(Transport):
     def __init__(self, plan: SyncPlan, device: torch.device, deadline_s: float) -> None:
         self.plan, self.device, self.deadline_s = plan, device, deadline_s
         self._loaders, self._sender = LoaderCheck(deadline_s), secrets.token_hex(8)
+        self._update = ""
         self._ends = {id(buckets[-1]) for route in plan.routes for buckets in route.senders.values() if buckets}
+
+    def start(self, version: int, targets: Sequence[Target]) -> None:
+        """All senders of an update name it alike."""
+        self._update = str(version)
 
     def buffer(self, nbytes: int) -> Tensor:
         """Memory that the server can map."""
@@ -53,4 +58,8 @@ class TensorTransport(Transport):
             return bucket_payload(flat, entries)
         tensors = [[entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes] for entry in entries]
         last = id(bucket) in self._ends
-        return loader_payload(flat, {"tensors": tensors, "sender": self._sender, "last": last})
+        return loader_payload(flat, {"tensors": tensors, "update": self._update, "sender": self._sender, "last": last})
+
+    def drop(self, target: Target) -> None:
+        """Under this address there may be another server the next time."""
+        self._loaders.forget(target.api)

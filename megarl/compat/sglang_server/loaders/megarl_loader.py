@@ -115,7 +115,7 @@ class _Map:
 
 
 _MAP = _Map()
-_MAPPED: dict[str, dict[int, Tensor]] = {}  # buffers by sender and address
+_MAPPED: dict[tuple[str, str], dict[int, Tensor]] = {}  # buffers by address, of each update and sender
 
 
 def _probes(
@@ -128,24 +128,31 @@ def _probes(
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load the tensors of a bucket.
 
-    The sender's memory stays mapped until its last bucket: mapping it for each bucket anew, page by page, takes a third
-    as long as copying from it.
+    A sender's host memory stays mapped until its last bucket: mapping it for each bucket anew, page by page, takes a
+    third as long as copying from it. What a sender that died has left is let go of in the next update.
 
     Args:
         model: of the server; called as for any update of its weights.
         named_tensors: one, uint8 [bytes of the bucket]; in the place of its name a JSON header: `tensors`, a list of
-            (name, shape, dtype, first byte, bytes); `sender`, a name; `last`, whether this is its last bucket.
+            (name, shape, dtype, first byte, bytes); `update`, a name that all its senders share; `sender`; `last`,
+            whether this is its last bucket.
     """
     ((text, flat),) = named_tensors
     header = json.loads(text)
-    _MAPPED.setdefault(header["sender"], {})[flat.untyped_storage().data_ptr()] = flat
+    for stale in [key for key in _MAPPED if key[0] != header["update"]]:
+        del _MAPPED[stale]
+    key = header["update"], header["sender"]
+    if not flat.is_cuda:  # there it may be a copy, which nobody reuses
+        _MAPPED.setdefault(key, {})[flat.untyped_storage().data_ptr()] = flat
     found = [
         (name, flat[start : start + nbytes].view(getattr(torch, dtype)).view(shape))
         for name, shape, dtype, start, nbytes in header["tensors"]
     ]
     model.load_weights(found)
+    if flat.is_cuda:
+        torch.cuda.synchronize(flat.device)  # the sender fills its buffer again when this is answered
     if header["last"]:
-        del _MAPPED[header["sender"]]
+        _MAPPED.pop(key, None)
 
 
 @torch.no_grad()
@@ -163,6 +170,8 @@ def patch(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """
     ((text, flat),) = named_tensors
     header = json.loads(text)
+    if hasattr(model, "post_load_weights"):
+        raise CannotPatch("this model derives other weights from those it loads")
     places = _MAP.of(model, [(name, shape, dtype) for name, shape, dtype, _ in header])
     steps, values = flat, flat[sum(count for *_, count in header) :]
     for name, _, dtype, count in header:
