@@ -34,7 +34,18 @@ def check_servers(config: RunConfig, checks: Checklist) -> None:
 def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
     servers = config.rollout.sglang
     if servers.urls:
-        checks.ok(_NAME, f"{len(servers.urls)} servers run already")
+        wrong = [url for url in servers.urls if not url.startswith(("http://", "https://"))]
+        if wrong or len(set(servers.urls)) < len(servers.urls):
+            checks.fail(
+                _NAME,
+                "rollout.sglang.urls",
+                "these are not addresses of different servers",
+                found=wrong or servers.urls,
+                allowed="a list of http://host:port, each once",
+                fix="write every address with http:// in front, and once",
+            )
+            return
+        checks.ok(_NAME, f"{', '.join(servers.urls)}: asked when the run starts")
         return
     try:
         checks.ok(_NAME, f"their interpreter is {find_python(servers.python, cuda=None)}")
@@ -114,6 +125,15 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
             found=servers.context_length,
             allowed=f"whole number from {longest}",
             fix=f"set it to {longest} or to null",
+        )
+    if servers.max_total_tokens is not None and servers.max_total_tokens < longest:
+        checks.fail(
+            _NAME,
+            "rollout.sglang.max_total_tokens",
+            f"one sample alone has up to {longest} tokens",
+            found=servers.max_total_tokens,
+            allowed=f"whole number from {longest}",
+            fix="raise it, or set it to null",
         )
     deadlines = {
         "rollout.sglang.start_timeout_s": (servers.start_timeout_s, "a restart"),
@@ -195,14 +215,23 @@ def _check_pause(config: RunConfig, checks: Checklist) -> None:
             found="in_place",
             allowed=f"abort or retract; in_place with {switch} in rollout.sglang.extra_args, for servers that megarl "
             "starts",
-            fix=f"set sync.pause=retract, or rollout.sglang.extra_args=[{switch}]",
+            fix="set sync.pause=retract" + ("" if servers.urls else f", or rollout.sglang.extra_args=[{switch}]"),
         )
 
 
 def _check_sync(config: RunConfig, checks: Checklist) -> None:
     """What servers are sent must be what they, and the checksums, expect."""
     sync, model = config.sync, config.model.dtype
-    if sync.address is not None and config.cluster.nnodes > 1:
+    if sync.address in EVERY_INTERFACE:
+        checks.fail(
+            _NAME,
+            "sync.address",
+            "weights must not be offered on every interface",
+            found=sync.address,
+            allowed="the address of one interface, or null",
+            fix="set sync.address=null",
+        )
+    elif sync.address is not None and config.cluster.nnodes > 1:
         checks.fail(
             _NAME,
             "sync.address",

@@ -36,6 +36,9 @@ def use_servers(c: Controller) -> None:
 
     config, layout = c.config, c.layout
     dtype = config.model.dtype if config.rollout.dtype == "model" else config.rollout.dtype
+    if layout.rank == 0:
+        logs = c.run_dir / "servers"
+        print(f"waiting for SGLang servers, usually half a minute; logs of own ones: {logs}", flush=True)
     with phase("start_servers"), keep_beating():
         c.fleet = open_fleet(
             config.rollout.sglang,

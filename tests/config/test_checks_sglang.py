@@ -55,6 +55,10 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["cluster.nproc=2", "sync.timeout_s=600"], "sync.timeout_s"),
         (["rollout.sglang.colocated=true", "rollout.sglang.urls=[http://127.0.0.1:1]"], "rollout.sglang.colocated"),
         (["sync.fp8=true"], "sync.fp8"),
+        (["rollout.sglang.urls=[127.0.0.1:1]"], "rollout.sglang.urls"),
+        (["rollout.sglang.urls=[http://127.0.0.1:1,http://127.0.0.1:1]"], "rollout.sglang.urls"),
+        (["rollout.sglang.max_total_tokens=20"], "rollout.sglang.max_total_tokens"),
+        (["sync.address=0.0.0.0"], "sync.address"),
         (["sync.pause=in_place"], "sync.pause"),
         (
             [

@@ -91,7 +91,7 @@ def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, An
         assert caught.value.where == where
         assert text in str(caught.value)
         assert f"server 1 at {urls[1]}" in str(caught.value)
-        made[1].info |= {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "auto", "context_length": 100}
+        made[1].info |= {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": 100}
         open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, longest=100)  # type: ignore[arg-type]
 
 

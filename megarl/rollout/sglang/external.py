@@ -18,7 +18,7 @@ def check_external(
 ) -> None:
     """Compare what every server was started with with the recipe. Collective over `group`.
 
-    A dtype of `auto` passes: the server does not tell what it stands for, and checksums show it.
+    A dtype of `auto` does not pass: the server does not tell what it stands for.
 
     Args:
         fleet: of servers that answer, or have failed.
@@ -60,7 +60,7 @@ def _differences(
                 "fix": f"set rollout.sglang.{name}={there}, or start the server with {option} {wanted}",
             }
     there = _SHORT_NAMES.get(str(info.get("dtype")), info.get("dtype"))
-    if there not in (dtype, "auto"):
+    if there != dtype:
         yield {
             "what": f"{where} computes in {there}",
             "where": "rollout.dtype",
