@@ -43,7 +43,7 @@ def check_config(
         check_objective(config, checks)
         check_correction(config, checks)
     check_sampling(config, facts, checks)
-    check_servers(config, checks)
+    check_servers(config, facts, checks)
     check_job(config, job, checks)
     check_data(config, job, checks)
     if job != "generate":

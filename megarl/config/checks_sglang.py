@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.compat.sglang import find_python
 from megarl.config.checklist import Checklist, divisors
+from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
@@ -18,12 +19,14 @@ _OURS = (
 )
 
 
-def check_servers(config: RunConfig, checks: Checklist) -> None:
-    """All checks of the servers; none when another engine generates."""
+def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+    """All checks of the servers; none when another engine generates. `facts`: of the model, None: not known."""
     if config.rollout.engine != "sglang":
         return
     _check_interpreter(config, checks)
     _check_layout(config, checks)
+    if facts is not None:
+        _check_model(config, facts, checks)
     _check_arguments(config, checks)
     _check_limits(config, checks)
     _check_abilities(config, checks)
@@ -96,6 +99,29 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
             found=servers.gpus,
             allowed=f"a list of {needed} devices",
             fix="name one device per rank, or none",
+        )
+
+
+def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
+    """Servers split heads and experts evenly, or pad them, and hold something else than the trainer."""
+    servers = config.rollout.sglang
+    if facts.heads % servers.tp_size:
+        checks.fail(
+            _NAME,
+            "rollout.sglang.tp_size",
+            f"the ranks of a server share the model's {facts.heads} attention heads",
+            found=servers.tp_size,
+            allowed=divisors(facts.heads),
+            fix="change tp_size",
+        )
+    if servers.ep_size > 1 and (not facts.experts or facts.experts % servers.ep_size):
+        checks.fail(
+            _NAME,
+            "rollout.sglang.ep_size",
+            f"expert-parallel ranks share the model's {facts.experts} experts",
+            found=servers.ep_size,
+            allowed=divisors(facts.experts) if facts.experts else "1",
+            fix="change ep_size",
         )
 
 

@@ -84,7 +84,10 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
                 train_on(c, batch)
             if last or due(step, settings.eval_every):
                 accuracy = evaluate(c, recorder, step)
-        last = last or (accuracy is not None and goal is not None and accuracy >= goal)
+        if accuracy is not None and goal is not None and accuracy >= goal:
+            last = True
+            if c.layout.rank == 0:
+                print(f"sft.stop_at_accuracy = {goal:g} is reached: {accuracy:.3f} at step {step}", flush=True)
         numbers = recorder.end_step(step)
         if checkpoints is not None:
             c.step = step

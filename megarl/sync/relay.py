@@ -8,8 +8,8 @@
     handle                       ---------------------- HTTP ------------------->  maps it, writes them, or copies
 
 A bucket moves from version to version whole: a message is read to its end before anything changes. The base must be
-the one that the delta was made from; otherwise the answer says so and the trainer sends everything. The trainer proves
-that it knows the run's key before it is listened to; messages are JSON and raw bytes, never pickles.
+the one that the delta was made from; otherwise the answer says so and the trainer sends everything. Both sides prove
+that they know the run's key before anything is said; messages are JSON and raw bytes, never pickles.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import secrets
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ from megarl.sync.plan import ITEMSIZE, Entry
 KEY_VARIABLE = "MEGARL_RELAY_KEY"
 _HOST = torch.device("cpu")
 _NONCE = 32
+_PROOF_S = 30.0
 _LIMIT = 64 << 30  # bytes of a message; more is not a message of ours
 
 
@@ -44,30 +46,41 @@ class RelayRefused(Exception):
     """The relay answered that it cannot do what was asked."""
 
 
-def send_message(sock: socket.socket, header: dict[str, Any], *bodies: memoryview) -> None:
-    """A JSON header, and bytes after it."""
+def send_message(sock: socket.socket, header: dict[str, Any], *bodies: memoryview, end: float | None = None) -> None:
+    """A JSON header, and bytes after it, before `end` on the monotonic clock if that is given."""
     text = json.dumps(header | {"bytes": [len(body) for body in bodies]}).encode()
-    sock.sendall(len(text).to_bytes(4, "little") + text)
-    for body in bodies:
-        sock.sendall(body)
+    parts: list[bytes | memoryview] = [len(text).to_bytes(4, "little") + text, *bodies]
+    for part in parts:
+        _wait_until(sock, end)
+        sock.sendall(part)
 
 
-def read_message(sock: socket.socket) -> tuple[dict[str, Any], list[bytearray]]:
+def read_message(sock: socket.socket, end: float | None = None) -> tuple[dict[str, Any], list[bytearray]]:
     """The counterpart of `send_message`.
 
     Raises:
         ConnectionError: the other side is gone.
+        TimeoutError: not all of it was there before `end`.
     """
-    header = json.loads(_read(sock, int.from_bytes(_read(sock, 4), "little")))
-    return header, [_read(sock, size) for size in header.pop("bytes")]
+    header = json.loads(_read(sock, int.from_bytes(_read(sock, 4, end), "little"), end))
+    return header, [_read(sock, size, end) for size in header.pop("bytes")]
 
 
-def _read(sock: socket.socket, size: int) -> bytearray:
+def _wait_until(sock: socket.socket, end: float | None) -> None:
+    """A socket's timeout is per call; shrinking it before each makes the deadline that of a whole message."""
+    left = None if end is None else end - time.monotonic()
+    if left is not None and left <= 0:
+        raise TimeoutError("no whole answer before the deadline")
+    sock.settimeout(left)
+
+
+def _read(sock: socket.socket, size: int, end: float | None = None) -> bytearray:
     if not 0 <= size <= _LIMIT:
         raise ConnectionError(f"a message of {size} bytes")
     data = bytearray(size)
     view, got = memoryview(data), 0
     while got < size:
+        _wait_until(sock, end)
         count = sock.recv_into(view[got:])
         if count == 0:
             raise ConnectionError("the other side closed the connection")
@@ -76,15 +89,26 @@ def _read(sock: socket.socket, size: int) -> bytearray:
 
 
 class RelayClient:
-    """The trainer's end. Calls are serialised; each has the deadline `deadline_s`."""
+    """The trainer's end. Calls are serialised; each has the deadline `deadline_s`.
+
+    Raises:
+        ConnectionError: who answers does not know the key.
+        OSError: nobody answers.
+    """
 
     def __init__(self, address: tuple[str, int], key: str, deadline_s: float) -> None:
         self._sock = socket.create_connection(address, timeout=deadline_s)
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._lock = threading.Lock()
-        nonce = _read(self._sock, _NONCE)
-        self._sock.sendall(hmac.digest(key.encode(), bytes(nonce), "sha256"))
-        self.call({"op": "hello"})
+        self._lock, self._deadline_s = threading.Lock(), deadline_s
+        end = time.monotonic() + deadline_s
+        try:
+            nonce = secrets.token_bytes(_NONCE)
+            self._sock.sendall(_proof(key, b"trainer", _read(self._sock, _NONCE, end)) + nonce)
+            if not hmac.compare_digest(_read(self._sock, _NONCE, end), _proof(key, b"relay", nonce)):
+                raise ConnectionError("who answers is not this run's relay")
+        except OSError:
+            self._sock.close()
+            raise
 
     def call(self, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:
         """Send a message and return the answer.
@@ -94,9 +118,10 @@ class RelayClient:
             OSError: the relay is gone, or did not answer in time; the connection is of no more use.
         """
         with self._lock:
+            end = time.monotonic() + self._deadline_s
             try:
-                send_message(self._sock, header, *bodies)
-                answer, _ = read_message(self._sock)
+                send_message(self._sock, header, *bodies, end=end)
+                answer, _ = read_message(self._sock, end)
             except OSError:
                 self._sock.close()  # the answer may still come, and the next call would take it for its own
                 raise
@@ -107,6 +132,11 @@ class RelayClient:
     def close(self) -> None:
         """Hang up."""
         self._sock.close()
+
+
+def _proof(key: str, who: bytes, nonce: bytes | bytearray) -> bytes:
+    """What only those can answer who know the key; `who` keeps one side's answer from serving as the other's."""
+    return hmac.digest(key.encode(), who + nonce, "sha256")
 
 
 @dataclass
@@ -145,12 +175,9 @@ class Relay:
             "patch": self._patch,
             "handles": self._handles,
         }
-        op = header.pop("op")
-        if op == "hello":
-            return {}
         with self._lock:
             sender = self._senders.setdefault(header.pop("sender"), _Sender())
-            return actions[op](sender, bodies=bodies, **header)
+            return actions[header.pop("op")](sender, bodies=bodies, **header)
 
     def _full(
         self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, entries: list[list[Any]]
@@ -211,12 +238,12 @@ def _converse(relay: Relay, sock: socket.socket, key: str) -> None:
     with sock:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.settimeout(30.0)  # to prove the key
+            end = time.monotonic() + _PROOF_S
             nonce = secrets.token_bytes(_NONCE)
             sock.sendall(nonce)
-            if not hmac.compare_digest(bytes(_read(sock, 32)), hmac.digest(key.encode(), nonce, "sha256")):
+            if not hmac.compare_digest(_read(sock, _NONCE, end), _proof(key, b"trainer", nonce)):
                 return
-            sock.settimeout(None)
+            sock.sendall(_proof(key, b"relay", _read(sock, _NONCE, end)))
             while True:
                 header, bodies = read_message(sock)
                 try:

@@ -41,6 +41,8 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
     [
         (["rollout.sglang.python=/no/such/python"], "rollout.sglang.python"),
         (["rollout.sglang.tp_size=4", "rollout.sglang.ep_size=3"], "rollout.sglang.ep_size"),
+        (["rollout.sglang.tp_size=2", "rollout.sglang.ep_size=2"], "rollout.sglang.ep_size"),  # no experts
+        (["rollout.sglang.tp_size=3"], "rollout.sglang.tp_size"),
         (["cluster.nproc=2", "cluster.nnodes=2", "rollout.sglang.servers=3"], "rollout.sglang.servers"),
         (["rollout.sglang.tp_size=2", "rollout.sglang.gpus=[0]"], "rollout.sglang.gpus"),
         (["rollout.sglang.context_length=20"], "rollout.sglang.context_length"),

@@ -1,5 +1,6 @@
 """Deltas: exact, small, and refused by a relay that holds another base."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -15,7 +16,7 @@ from megarl.errors import ServerError
 from megarl.kernels import delta as kernels
 from megarl.sync.delta import Delta, apply_delta, make_delta
 from megarl.sync.plan import Place, ServerLayout, make_plan
-from megarl.sync.relay import Relay, RelayClient, RelayRefused, read_message, send_message, serve
+from megarl.sync.relay import Relay, RelayClient, RelayRefused, _proof, read_message, send_message, serve
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.delta import DeltaTransport
 from tests.sync.layouts import config, trainer
@@ -112,6 +113,40 @@ def test_a_relay_talks_to_nobody_without_the_key(relay):
     RelayClient(relay[1], KEY, 5.0).close()
 
 
+def test_a_trainer_talks_to_no_relay_that_does_not_know_the_key():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=pretend, args=(listener,), daemon=True).start()
+        with pytest.raises(ConnectionError, match="not this run's relay"):
+            RelayClient(listener.getsockname(), KEY, 5.0)
+
+
+def pretend(listener: socket.socket) -> None:
+    """Somebody on the relay's port who sends the trainer's own proof back."""
+    sock, _ = listener.accept()
+    sock.sendall(bytes(32))
+    sock.sendall(sock.recv(64, socket.MSG_WAITALL)[:32])
+
+
+def test_the_deadline_is_that_of_the_whole_answer():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, args=(listener,), daemon=True).start()
+        client = RelayClient(listener.getsockname(), KEY, 0.5)
+        with pytest.raises(TimeoutError):
+            client.call({"op": "handles"})
+
+
+def drip(listener: socket.socket) -> None:
+    """A relay whose answer comes byte by byte, each well before the deadline."""
+    sock, _ = listener.accept()
+    sock.sendall(bytes(32))
+    sock.sendall(_proof(KEY, b"relay", sock.recv(64, socket.MSG_WAITALL)[32:]))
+    read_message(sock)
+    with contextlib.suppress(OSError):
+        for byte in (2).to_bytes(4, "little") + b"{}" + b" " * 100:
+            sock.sendall(bytes([byte]))
+            time.sleep(0.2)
+
+
 def test_another_base_is_not_brought_forward(relay):
     client = RelayClient(relay[1], KEY, 5.0)
     at = {"sender": "0", "bucket": 0}
@@ -139,14 +174,13 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
 
 
 def late(listener: socket.socket) -> None:
-    """A relay whose second answer comes after one second."""
+    """A relay whose answer comes after one second."""
     sock, _ = listener.accept()
     sock.sendall(bytes(32))
-    sock.recv(32, socket.MSG_WAITALL)
-    for delay in (0.0, 1.0):
-        read_message(sock)
-        time.sleep(delay)
-        send_message(sock, {"payloads": ["of the first call"]})
+    sock.sendall(_proof(KEY, b"relay", sock.recv(64, socket.MSG_WAITALL)[32:]))
+    read_message(sock)
+    time.sleep(1.0)
+    send_message(sock, {"payloads": ["of the first call"]})
 
 
 class Sender:
