@@ -123,6 +123,12 @@ logging.info("arguments %s", sys.argv[1:])
 import torchvision.transforms.functional as f; f.InterpolationMode.BICUBIC
 time.sleep(600)
 """
+HOOKS = """
+class HookRegistry:
+    register = staticmethod(lambda *arguments: None)
+class HookType:
+    AFTER = AROUND = None
+"""
 PARENT = """
 import os, subprocess, sys, threading
 def start():
@@ -134,10 +140,12 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.timeout(120)
 def test_the_server_gets_its_key_unseen_and_ends_with_a_parent_that_started_it_from_a_thread(tmp_path: Path) -> None:
-    (tmp_path / "sglang").mkdir()
-    (tmp_path / "sglang" / "__init__.py").touch()
+    plugins = tmp_path / "sglang" / "srt" / "plugins"
+    plugins.mkdir(parents=True)
     (tmp_path / "sglang" / "launch_server.py").write_text(SERVER)
+    (plugins / "hook_registry.py").write_text(HOOKS)
     env = os.environ | {"PYTHONPATH": str(tmp_path), "MEGARL_SERVER_KEY": "secret", "MEGARL_SERVER_PDEATHSIG": "0"}
     command = [sys.executable, "-c", PARENT, str(FOLDER / "serve.py"), "--port", "1"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as parent:
