@@ -151,7 +151,7 @@ def test_the_server_gets_its_key_unseen_and_ends_with_a_parent_that_started_it_f
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as parent:
         assert parent.stdout is not None
         server = psutil.Process(int(parent.stdout.readline()))
-        assert parent.stdout.readline() == "INFO:root:arguments ['--port', '1', '--api-key', '***']\n"
+        assert parent.stdout.readline() == "INFO:root:arguments ['--port', '1', '--api-key=***']\n"
         assert "secret" not in " ".join(server.cmdline())
         parent.kill()
         server.wait(30)

@@ -15,7 +15,7 @@ from megarl.sync.verify import greedy_probe
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
 
-KEY = "a key of the test"
+KEY = "-a key of the test"
 PARAMETERS = 35  # of the server: 8 in each of 4 layers, embedding, norm, head
 PROMPT = [5, 17, 99, 4, 42, 7, 7, 88, 120, 3] * 8  # long enough to be kept in the prefix cache
 TRANSPORTS = ("tensor", "distributed", "disk", "delta")

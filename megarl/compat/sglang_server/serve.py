@@ -143,5 +143,5 @@ if ON_CPU:
     honour_seeds()
 if __name__ == "__main__":
     if KEY:
-        sys.argv += ["--api-key", KEY]
+        sys.argv.append(f"--api-key={KEY}")  # a key may begin with a dash
     runpy.run_module("sglang.launch_server", run_name="__main__")
