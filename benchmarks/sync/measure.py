@@ -8,8 +8,8 @@ One process holds 200 random tensors of a million elements, as a trainer of one 
 way an SGLang server does and copies the tensors into its own. Seconds are wall seconds of a whole update from begin
 to end, gathering included, the least of several after a first one that is not counted. Limits, measured in the same
 run: copying through shared memory, a loopback connection, a gloo broadcast, and comparing all words with a copy, below
-which no delta can be found. Then the time to plan: 1,000 tensors, and
-a model like DeepSeek-V3 from EP64 x PP16 to 32 servers of tp 8 x ep 8 (names and shapes alone). Wall seconds mean
+which no delta can be found. Then the time to plan: 1,000 tensors, and a model like DeepSeek-V3 from EP64 x PP16 to 32
+servers of tp 8 x ep 8 (names and shapes alone). Wall seconds mean
 something only while nothing else runs: the share that others took is printed.
 """
 

@@ -206,7 +206,7 @@ class Recovery:
             if error.status is None:  # any answer will do: what it refuses to end is not open
                 raise
         weights = self._reload(held)
-        found = self._call("/model_info", None, "GET").get("weight_version")
+        found = _version_of(self.api, self.deadline_s)
         if found != self._claim:
             self.say(f"another trainer has it ({found!r})")
             return

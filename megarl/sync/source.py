@@ -72,10 +72,10 @@ class Source:
         live: bool = False,
     ) -> None:
         self.held, self.plan, self.rank, self.dtype, self.device, self.group = held, plan, rank, dtype, device, group
-        self.live = live
         self.peak_staged = 0  # bytes beside the buckets, for tests
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
+        self._given_alone = _given_alone(plan, self.my_route(), rank) if live else set()
 
     def my_route(self) -> int | None:
         """Number of the route this rank sends on; None when it only passes pieces on."""
@@ -99,12 +99,7 @@ class Source:
 
     def _live(self, entry: Entry) -> Tensor | None:
         """The parameter, where it can stand for the entry's place in the bucket."""
-        route = self.my_route()
-        if (
-            not self.live
-            or route is None
-            or {giver for _, giver in self.plan.routes[route].givers[entry.source]} != {self.rank}
-        ):
+        if entry.source not in self._given_alone:
             return None
         found = self.held.get((entry.source, tuple((0, size) for size in entry.shape)))
         if found is None or found.dtype != self.dtype or found.device != self.device:
@@ -204,6 +199,14 @@ def _slabs(box: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
     """Row blocks of at most SLAB_BYTES, `itemsize` bytes per element; giver and taker must cut alike."""
     row = max(box[0].numel() * (itemsize or box.element_size()), 1)
     yield from box.split(max(SLAB_BYTES // row, 1))
+
+
+def _given_alone(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
+    """Tensors of the route that no other rank has a part in."""
+    if route is None:
+        return set()
+    givers = plan.routes[route].givers
+    return {source for source, boxes in givers.items() if {giver for _, giver in boxes} == {rank}}
 
 
 def _moves(route: Route, rank: int) -> dict[int, list[tuple[Entry, list[Move]]]]:

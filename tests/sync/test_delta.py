@@ -135,11 +135,17 @@ def test_the_deadline_is_that_of_the_whole_answer():
             client.call({"op": "handles"})
 
 
-def drip(listener: socket.socket) -> None:
-    """A relay whose answer comes byte by byte, each well before the deadline."""
+def greeted(listener: socket.socket) -> socket.socket:
+    """A trainer's connection to a relay that has proved its key."""
     sock, _ = listener.accept()
     sock.sendall(bytes(32))
     sock.sendall(_proof(KEY, b"relay", sock.recv(64, socket.MSG_WAITALL)[32:]))
+    return sock
+
+
+def drip(listener: socket.socket) -> None:
+    """A relay whose answer comes byte by byte, each well before the deadline."""
+    sock = greeted(listener)
     read_message(sock)
     with contextlib.suppress(OSError):
         for byte in (2).to_bytes(4, "little") + b"{}" + b" " * 100:
@@ -175,9 +181,7 @@ def test_a_late_answer_is_not_taken_for_the_next_one():
 
 def late(listener: socket.socket) -> None:
     """A relay whose answer comes after one second."""
-    sock, _ = listener.accept()
-    sock.sendall(bytes(32))
-    sock.sendall(_proof(KEY, b"relay", sock.recv(64, socket.MSG_WAITALL)[32:]))
+    sock = greeted(listener)
     read_message(sock)
     time.sleep(1.0)
     send_message(sock, {"payloads": ["of the first call"]})
