@@ -117,15 +117,17 @@ class _Update:
         self.courier, self.transport, self.api, self.version = courier, transport, api, 0
 
     def __call__(self) -> None:
-        from megarl.sync.protocol import ServerUpdate
+        from megarl.sync.protocol import ServerUpdate, version_tag
         from megarl.sync.transports.base import Target
 
         held = self.version or None
         self.version += 1
-        update = ServerUpdate(self.api, self.version, session=self.transport.session, deadline_s=DEADLINE_S)
+        update = ServerUpdate(
+            self.api, version_tag(self.version, "bench"), session=self.transport.session, deadline_s=DEADLINE_S
+        )
         update.pause("abort")
         update.begin()
-        target = Target(0, self.api, held)
+        target = Target(0, self.api, held, None if held is None else version_tag(held, "bench"))
         self.transport.start(self.version, [target])
         failed = self.courier.run([0], [target]).failed
         if failed:

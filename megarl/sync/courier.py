@@ -32,6 +32,16 @@ class Sent:
     failed: dict[int, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class _Load:
+    """A bucket on the belt, and the transport's preparations for it."""
+
+    number: int
+    bucket: Bucket
+    flat: Tensor
+    put: Future[None]
+
+
 class Courier:
     """Two buffers, and the thread that empties them. Buffers are made at the first use and kept."""
 
@@ -65,7 +75,8 @@ class Courier:
                 sent.gather_s += time.perf_counter() - start
                 if bucket is not None and flat is not None:
                     put = putting.submit(self.transport.put, number, bucket, self.source.parts(bucket, flat))
-                    waiting.append(courier.submit(self._send, put, number, bucket, flat, targets, servers, sent))
+                    load = _Load(number, bucket, flat, put)
+                    waiting.append(courier.submit(self._send, load, targets, servers, sent))
             while waiting:
                 waiting.popleft().result()
         if targets and self.transport.sent_bytes is not None:
@@ -82,31 +93,22 @@ class Courier:
         if len(self._buffers) != wanted or any(len(buffer) != size for buffer in self._buffers):
             self._buffers = [self.transport.buffer(size) for _ in range(wanted)]
 
-    def _send(
-        self,
-        put: Future[None],
-        number: int,
-        bucket: Bucket,
-        flat: Tensor,
-        targets: Sequence[Target],
-        servers: ThreadPoolExecutor,
-        sent: Sent,
-    ) -> None:
+    def _send(self, load: _Load, targets: Sequence[Target], servers: ThreadPoolExecutor, sent: Sent) -> None:
         start = time.perf_counter()
-        put.result()
+        load.put.result()
         healthy = [target for target in targets if target.number not in sent.failed]
-        reasons = list(servers.map(lambda target: self._deliver(target, number, bucket, flat), healthy))
+        reasons = list(servers.map(lambda target: self._deliver(target, load), healthy))
         for target, why in zip(healthy, reasons, strict=True):
             if why is not None:
                 sent.failed[target.number] = why
                 self.transport.drop(target)
-        sent.nbytes += bucket.nbytes * (len(healthy) or 1)
+        sent.nbytes += load.bucket.nbytes * (len(healthy) or 1)
         sent.send_s += time.perf_counter() - start
 
-    def _deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> str | None:
+    def _deliver(self, target: Target, load: _Load) -> str | None:
         """None, or why the server did not take the bucket."""
         try:
-            self.transport.deliver(target, number, bucket, flat)
+            self.transport.deliver(target, load.number, load.bucket, load.flat)
         except ServerError as error:
             return str(error)
         return None

@@ -78,18 +78,18 @@ class Keeper:
         """An update of this server begins."""
         self._tell({"event": "open", "url": api.url, "api_key": api.api_key, "name": api.name})
 
-    def loading(self, api: ServerApi, version: int) -> None:
+    def loading(self, api: ServerApi, version: str) -> None:
         """From here on the server may hold tensors of the version it was on and of `version`.
 
         Raises:
             ServerError: it does not say which version it is on.
         """
-        self._tell({"event": "loading", "url": api.url, "versions": [_version_of(api, self._deadline_s), str(version)]})
+        self._tell({"event": "loading", "url": api.url, "versions": [_version_of(api, self._deadline_s), version]})
 
-    def done(self, api: ServerApi, version: int, folder: Path | None) -> None:
+    def done(self, api: ServerApi, version: str, folder: Path | None) -> None:
         """The server serves `version`; `folder`: where it can read all of it again, if anywhere."""
         where = None if folder is None else str(folder)
-        self._tell({"event": "done", "url": api.url, "version": str(version), "folder": where})
+        self._tell({"event": "done", "url": api.url, "version": version, "folder": where})
 
     def close(self) -> None:
         """The trainer ends. Servers whose update was not done are brought back."""

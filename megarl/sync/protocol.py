@@ -26,6 +26,11 @@ from megarl.sync.keeper import RESTORING
 _POLL_S = 0.5
 
 
+def version_tag(number: int, run: str) -> str:
+    """What servers call version `number` of a run. Two runs may push to one server in turn, and both count from 0."""
+    return f"{number}@{run}"
+
+
 class State(Enum):
     """Where a server is in an update."""
 
@@ -42,6 +47,7 @@ class ServerUpdate:
     """Drives one server through one update. Each method is one step: one or two calls, one deadline.
 
     Args:
+        version: what the server is to call it (`version_tag`).
         session: True when tensors come in buckets between begin and end; False when the server loads them in one call.
         deadline_s: seconds for each step.
 
@@ -50,7 +56,7 @@ class ServerUpdate:
         ValueError: the step does not follow from the present state, which is a defect of the caller.
     """
 
-    def __init__(self, api: ServerApi, version: int, *, session: bool, deadline_s: float) -> None:
+    def __init__(self, api: ServerApi, version: str, *, session: bool, deadline_s: float) -> None:
         self.api, self.version, self.session, self.deadline_s = api, version, session, deadline_s
         self.state = State.SERVING
 
@@ -122,9 +128,9 @@ class ServerUpdate:
             self._call("/begin_weight_update", {})
 
     def _tag(self) -> None:
-        self._name(str(self.version))
+        self._name(self.version)
         found = self._found_version()
-        if found != str(self.version):
+        if found != self.version:
             where = f"update to version {self.version}"
             raise ServerError(self.api.name, self.api.url, where, f"the server says its version is {found!r}")
 

@@ -16,6 +16,7 @@ A server that fails at any point is marked failed on every rank; the others go o
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import socket
 import time
 import traceback
@@ -42,7 +43,7 @@ from megarl.sync import verify
 from megarl.sync.courier import Courier, Sent
 from megarl.sync.keeper import Keeper
 from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
-from megarl.sync.protocol import ServerUpdate
+from megarl.sync.protocol import ServerUpdate, version_tag
 from megarl.sync.source import Source, held_pieces
 from megarl.sync.transports.base import Target, Transport
 from megarl.sync.transports.delta import DeltaTransport, relays_of_all
@@ -113,6 +114,7 @@ class WeightSync:
     ) -> None:
         self.chunks, self.hf, self.fleet, self.config = chunks, hf, fleet, config
         self.version: int | None = None
+        self.run = broadcast_json(secrets.token_hex(4), 0)  # part of versions' names
         self.rank = dist.get_rank() if group_size() > 1 else 0
         model_dtype = chunks[0].config.params_dtype
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
@@ -198,11 +200,13 @@ class WeightSync:
 
     def _target(self, number: int) -> Target:
         server = self.fleet.servers[number]
-        return Target(number, server.api, server.version)
+        held = server.version
+        return Target(number, server.api, held, None if held is None else version_tag(held, self.run))
 
     def _update(self, number: int) -> ServerUpdate:
         api = self.fleet.servers[number].api
-        return ServerUpdate(api, self.version or 0, session=self.transport.session, deadline_s=self.config.timeout_s)
+        tag, limit = version_tag(self.version or 0, self.run), self.config.timeout_s
+        return ServerUpdate(api, tag, session=self.transport.session, deadline_s=limit)
 
     def _open(self, update: ServerUpdate) -> None:
         if self.keeper is not None:
@@ -251,7 +255,7 @@ class WeightSync:
             mine[number].flush(self.config.pause)
             mine[number].resume()
             if self.keeper is not None:
-                self.keeper.done(mine[number].api, report.version, self.transport.folder_held())
+                self.keeper.done(mine[number].api, mine[number].version, self.transport.folder_held())
 
         self._each({n: n for n in mine}, load, report)
         selected = self._to_verify(ready)

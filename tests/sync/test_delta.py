@@ -206,7 +206,7 @@ class Sender:
 
     def send(self, version: int, held: int | None) -> tuple[int, list[str]]:
         """Bytes to the relay, and in which forms the server was handed anything. It holds everything afterwards."""
-        target, self.api.formats = Target(0, self.api, held), []
+        target, self.api.formats = Target(0, self.api, held, None if held is None else str(held)), []
         self.transport.start(version, [target])
         self.transport.put(0, self.bucket, self.flat.split([entry.nbytes for entry in self.bucket.entries]))
         self.transport.deliver(target, 0, self.bucket, self.flat)

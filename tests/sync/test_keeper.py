@@ -114,6 +114,26 @@ def test_a_server_that_was_started_with_random_weights_stays_paused(tmp_path):
         assert first["updated"] == [0]
 
 
+def push_in_turn(folder: str, run_dir: str, urls: list[str]) -> None:
+    """Two trainers of one server, both at version 1; the first one's weights have not changed when it has its turn."""
+    first = make_sync(folder, run_dir, urls, "delta")
+    first.push(1)
+    other = make_sync(folder, run_dir, urls, "tensor")
+    add_one(other)
+    other.push(1)
+    first.push(2)
+    first.close()
+    other.close()
+
+
+@pytest.mark.procs
+def test_a_version_of_another_run_is_no_base_of_a_delta(tmp_path):
+    save_tiny(tmp_path / "model", "qwen3", vocab_size=2_000)
+    with receivers(tmp_path / "r", 1) as urls:
+        run_distributed(push_in_turn, 1, 120, str(tmp_path / "model"), str(tmp_path), urls)
+        assert_holds(urls[0], tmp_path / "model", tmp_path)
+
+
 def end_in_different_ways(folder: str, run_dir: str, urls: list[str]) -> dict:
     """One update fails, and the trainer closes; another trainer's update does not."""
     found = {}
@@ -155,7 +175,7 @@ def test_an_update_waits_for_the_keeper_of_an_earlier_trainer(tmp_path):
     with receivers(tmp_path / "r", 1) as urls:
         api = ServerApi(urls[0])
         name(f"{RESTORING} 1")
-        waiting = threading.Thread(target=ServerUpdate(api, 3, session=True, deadline_s=60).pause, args=("retract",))
+        waiting = threading.Thread(target=ServerUpdate(api, "3", session=True, deadline_s=60).pause, args=("retract",))
         waiting.start()
         waiting.join(1.0)
         assert not state_of(urls[0])["paused"]
@@ -163,7 +183,7 @@ def test_an_update_waits_for_the_keeper_of_an_earlier_trainer(tmp_path):
         waiting.join(60)
         assert state_of(urls[0])["paused"]
         name(f"{RESTORING} 2")  # by a keeper that is gone
-        ServerUpdate(api, 3, session=True, deadline_s=1.0).pause("retract")
+        ServerUpdate(api, "3", session=True, deadline_s=1.0).pause("retract")
         assert state_of(urls[0])["version"] == "taken over"
 
 

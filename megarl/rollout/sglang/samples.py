@@ -90,10 +90,15 @@ def samples_of(requests: Sequence[Request]) -> list[Sample]:
     ]
 
 
+def _version_number(tag: str) -> int:
+    """The trainer's count in what a server calls its weights, `NUMBER@RUN`."""
+    return int(tag.partition("@")[0])
+
+
 def _per_token(meta: dict[str, Any], count: int) -> list[int]:
     """Weight version of each of `count` tokens, out of the spans the server gives."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
-    versions = [int(span["version"]) for span in spans for _ in range(span["end"] - span["start"])]
+    versions = [_version_number(span["version"]) for span in spans for _ in range(span["end"] - span["start"])]
     if len(versions) != count:
         raise ValueError(f"weight versions of {len(versions)} tokens for {count} tokens")
     return versions

@@ -16,11 +16,19 @@ from megarl.sync.plan import Bucket
 
 @dataclass(frozen=True)
 class Target:
-    """A server as transports see it: its number in the plan, the way to call it, the version it holds if any."""
+    """A server as transports see it.
+
+    Attributes:
+        number: in the plan.
+        api: the way to call it.
+        version: the last one that it got as a whole, if any.
+        tag: what it calls that version, unless somebody else has loaded it since.
+    """
 
     number: int
     api: ServerApi
     version: int | None = None
+    tag: str | None = None
 
 
 class LoaderCheck:

@@ -102,7 +102,7 @@ class DeltaTransport(Transport):
             said = target.api.call("/model_info", deadline_s=self.deadline_s, phase="its version", method="GET")
         except ServerError:
             return False  # it gets everything; when it is gone, `deliver` says so
-        return target.version is not None and said.get("weight_version") == str(target.version)
+        return target.tag is not None and said.get("weight_version") == target.tag
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare with what was sent last, and remember this."""
