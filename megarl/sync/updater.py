@@ -122,7 +122,9 @@ class WeightSync:
         names = _host_names()
         hosts = _server_hosts([s.api.url for s in fleet.servers], names)
         layouts = [dataclasses.replace(server, host=host) for host in hosts]
-        self.transport_name = choose_transport(config.transport, [at.host for at in layouts], set(names.values()))
+        # A server cannot map memory of a GPU that it does not see.
+        apart = has_cuda() and fleet.on_other_gpus
+        self.transport_name = choose_transport(config.transport, hosts, set(names.values()), apart=apart)
         kind = TRANSPORTS[self.transport_name]
         self.plan = make_plan(
             holdings(hf, ranks),
@@ -350,15 +352,20 @@ TRANSPORTS: dict[str, type[Transport]] = {
 }
 
 
-def choose_transport(wanted: str, servers: Sequence[str], trainers: set[str]) -> str:
+def choose_transport(wanted: str, servers: Sequence[str], trainers: set[str], *, apart: bool = False) -> str:
     """The transport that `auto` stands for.
+
+    Args:
+        servers: the host of each.
+        trainers: hosts of trainer ranks.
+        apart: the servers' GPUs are not the trainer's.
 
     Raises:
         ConfigError: `tensor` is asked for and a server runs where no trainer rank does.
     """
     away = [host for host in servers if host not in trainers]
     if wanted == "auto":
-        return "distributed" if away else "tensor"
+        return "distributed" if away or apart else "tensor"
     if wanted == "tensor" and away:
         raise ConfigError(
             f"no trainer rank runs on {away[0]}, so memory cannot be shared with the server there",

@@ -71,6 +71,11 @@ class Fleet:
         """The servers were there before the run and will be after it."""
         return bool(self._config.urls)
 
+    @property
+    def on_other_gpus(self) -> bool:
+        """The run's servers have GPUs of their own, which are not the trainer's."""
+        return self._config.gpus is not None and not self._config.colocated
+
     def current(self, version: int) -> list[Server]:
         """Servers that hold weight version `version` and may be asked."""
         return [server for server in self.servers if server.state == "current" and server.version == version]
