@@ -87,6 +87,15 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
             allowed="the address of one private interface, or null",
             fix="set rollout.sglang.host=null",
         )
+    if servers.host is not None and nnodes > 1:
+        checks.fail(
+            _NAME,
+            "rollout.sglang.host",
+            f"one address cannot be that of {nnodes} machines",
+            found=servers.host,
+            allowed="null: on each machine the address of the interface that reaches the first one",
+            fix="set rollout.sglang.host=null",
+        )
     key = "rollout.sglang.servers"
     if not checks.divides(_NAME, key, servers.servers, nnodes, key, "cluster.nnodes"):
         return

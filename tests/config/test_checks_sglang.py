@@ -51,6 +51,10 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["validation.sampling.min_new_tokens=2"], "validation.sampling.min_new_tokens"),
         (["rollout.stale_steps=1"], "rollout.stale_steps"),
         (["rollout.sglang.host=0.0.0.0"], "rollout.sglang.host"),
+        (
+            ["cluster.nproc=2", "cluster.nnodes=2", "rollout.sglang.servers=2", "rollout.sglang.host=10.0.0.1"],
+            "rollout.sglang.host",
+        ),
         (["rollout.sglang.dp_size=2"], "rollout.sglang.dp_size"),
         (["rollout.sglang.extra_args=[--host,0.0.0.0]"], "rollout.sglang.extra_args"),
         (["rollout.sglang.extra_args=[--hos=0.0.0.0]"], "rollout.sglang.extra_args"),
