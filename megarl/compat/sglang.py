@@ -30,6 +30,7 @@ LOADERS = _FOLDER / "loaders"
 LOADER, PATCH_LOADER = "megarl_loader.load", "megarl_loader.patch"  # what a server calls with whole tensors, with parts
 STAND_INS = (_FOLDER / "stand_ins/cpu", _FOLDER / "stand_ins/text")
 _KEY = "rollout.sglang.python"
+_ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
 _INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TESTED}"
 # Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them.
 _TRAINER_ONLY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -78,10 +79,13 @@ def sglang_version(python: Path) -> str:
     """
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     try:
-        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=_ANSWER_S)
         found = done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"this interpreter does not run: {error}", where=_KEY, found=str(python)) from error
+        what = f"no answer within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+        raise ConfigError(
+            f"this interpreter does not run: {what}", where=_KEY, found=str(python), fix=_INSTALL
+        ) from error
     if not found.startswith(SERIES):
         what = f"sglang {found}" if found else "no sglang"
         raise ConfigError(
