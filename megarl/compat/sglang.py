@@ -29,6 +29,7 @@ _FOLDER = Path(__file__).with_name("sglang_server")
 LOADERS = _FOLDER / "loaders"
 LOADER, PATCH_LOADER = "megarl_loader.load", "megarl_loader.patch"  # what a server calls with whole tensors, with parts
 STAND_INS = (_FOLDER / "stand_ins/cpu", _FOLDER / "stand_ins/text")
+SHARED_MEMORY = Path("/dev/shm")
 _KEY = "rollout.sglang.python"
 _ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
 _INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TESTED}"
@@ -79,7 +80,9 @@ def sglang_version(python: Path) -> str:
     """
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     try:
-        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=_ANSWER_S)
+        done = subprocess.run(
+            [python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=_ANSWER_S
+        )
         found = done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
         what = f"no answer within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
@@ -104,14 +107,30 @@ def cpu_arguments() -> list[str]:
     return ["--device", "cpu", "--sampling-backend", "pytorch", "--disable-overlap-schedule", "--sleep-on-idle"]
 
 
+def shared_memory(instance: str) -> list[Path]:
+    """Files in which the processes of a server tell each other its load; SGLang itself never removes them.
+
+    Args:
+        instance: what `server_environment` was given.
+    """
+    return list(SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"))
+
+
 def server_environment(
-    base: Mapping[str, str], *, api_key: str, cuda: bool, tp_size: int = 1, gpus: Sequence[int] | None = None
+    base: Mapping[str, str],
+    *,
+    api_key: str,
+    instance: str,
+    cuda: bool,
+    tp_size: int = 1,
+    gpus: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """Environment of a server process that is started by this one.
 
     Args:
         base: environment to start from; what belongs to the trainer is taken out.
         api_key: handed over here, so that no process list shows it.
+        instance: what the server calls its shared memory, a word that no other server has.
         cuda: the server runs on GPUs.
         tp_size: ranks of the server; on a CPU each gets a core of its own.
         gpus: devices it may use; None: those this process sees.
@@ -123,6 +142,7 @@ def server_environment(
     }
     env |= {
         "MEGARL_SERVER_KEY": api_key,
+        "MEGARL_SERVER_INSTANCE": instance,
         "MEGARL_SERVER_PARENT": str(os.getpid()),
         "MEGARL_SERVER_PDEATHSIG": str(int(threading.current_thread() is threading.main_thread())),
         "PYTHONUNBUFFERED": "1",
