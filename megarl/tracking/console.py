@@ -127,8 +127,8 @@ class ConsoleView:
 def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]:
     """(metric, {before, first, last, best, best_step}) of the key metrics that occur.
 
-    `before` is the value of step 0 where other steps follow; `first` and `last` leave it out, `best` does not. `best` only
-    where better is known.
+    `before` is the value of step 0 where other steps follow; `first` and `last` leave it out, `best` does not. There is
+    a `best` only where better is known.
     """
     rows = []
     trained = any(record["step"] > 0 for record in records)

@@ -117,7 +117,7 @@ def refuse_instead_of_dying() -> None:
 
 
 def name_shared_memory() -> None:
-    """Call this server INSTANCE; SGLang invents a name that nobody else learns, and names its shared memory after it."""
+    """Call this server INSTANCE: SGLang names shared memory after a word that it invents and tells nobody."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     def name(ports: Any, *args: Any, **kwargs: Any) -> None:

@@ -159,7 +159,7 @@ class ServerProcess:
             self._ended()
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """End the server and all its processes, and remove what they leave in shared memory; 0 for one that may hang."""
+        """End the server and all its processes, and remove its shared memory; 0 for one that may hang."""
         if self._process is None:
             return
         if grace_s > 0 and self._process.poll() is None:
