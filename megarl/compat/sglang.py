@@ -29,7 +29,9 @@ _FOLDER = Path(__file__).with_name("sglang_server")
 LOADERS = _FOLDER / "loaders"
 LOADER, PATCH_LOADER = "megarl_loader.load", "megarl_loader.patch"  # what a server calls with whole tensors, with parts
 STAND_INS = (_FOLDER / "stand_ins/cpu", _FOLDER / "stand_ins/text")
+SHARED_MEMORY = Path("/dev/shm")
 _KEY = "rollout.sglang.python"
+_ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
 _INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TESTED}"
 # Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them.
 _TRAINER_ONLY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -78,10 +80,15 @@ def sglang_version(python: Path) -> str:
     """
     code = "import importlib.metadata as m; print(m.version('sglang'))"
     try:
-        done = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(
+            [python, "-I", "-c", code], capture_output=True, text=True, check=False, timeout=_ANSWER_S
+        )
         found = done.stdout.strip()
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"this interpreter does not run: {error}", where=_KEY, found=str(python)) from error
+        what = f"no answer within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
+        raise ConfigError(
+            f"this interpreter does not run: {what}", where=_KEY, found=str(python), fix=_INSTALL
+        ) from error
     if not found.startswith(SERIES):
         what = f"sglang {found}" if found else "no sglang"
         raise ConfigError(
@@ -100,14 +107,30 @@ def cpu_arguments() -> list[str]:
     return ["--device", "cpu", "--sampling-backend", "pytorch", "--disable-overlap-schedule", "--sleep-on-idle"]
 
 
+def shared_memory(instance: str) -> list[Path]:
+    """Files in which the processes of a server tell each other its load; SGLang itself never removes them.
+
+    Args:
+        instance: what `server_environment` was given.
+    """
+    return list(SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"))
+
+
 def server_environment(
-    base: Mapping[str, str], *, api_key: str, cuda: bool, tp_size: int = 1, gpus: Sequence[int] | None = None
+    base: Mapping[str, str],
+    *,
+    api_key: str,
+    instance: str,
+    cuda: bool,
+    tp_size: int = 1,
+    gpus: Sequence[int] | None = None,
 ) -> dict[str, str]:
     """Environment of a server process that is started by this one.
 
     Args:
         base: environment to start from; what belongs to the trainer is taken out.
         api_key: handed over here, so that no process list shows it.
+        instance: what the server calls its shared memory, a word that no other server has.
         cuda: the server runs on GPUs.
         tp_size: ranks of the server; on a CPU each gets a core of its own.
         gpus: devices it may use; None: those this process sees.
@@ -119,6 +142,7 @@ def server_environment(
     }
     env |= {
         "MEGARL_SERVER_KEY": api_key,
+        "MEGARL_SERVER_INSTANCE": instance,
         "MEGARL_SERVER_PARENT": str(os.getpid()),
         "MEGARL_SERVER_PDEATHSIG": str(int(threading.current_thread() is threading.main_thread())),
         "PYTHONUNBUFFERED": "1",

@@ -73,7 +73,7 @@ class Checklist:
             key,
             f"{noun} {number} is not divisible by {divisor} ({by})",
             found=number,
-            allowed=f"a multiple of {divisor}, nearest: {_words(near)}",
+            allowed=f"a multiple of {divisor}",
             fix=f"set {key} to {_words(near, ' or ')}",
         )
         return False

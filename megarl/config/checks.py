@@ -23,7 +23,8 @@ class ConfigWarning(UserWarning):
 def check_config(
     config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None, job: str = "train"
 ) -> list[Check]:
-    """Run all checks and return them in order, failed ones included. Nothing is started, downloaded or imported.
+    """Run all checks and return them in order, failed ones included. Nothing is downloaded or imported, and nothing
+    started but the servers' interpreter, which is asked for its version.
 
     Args:
         hf: sizes of the model; None: read from the local files that the recipe names.

@@ -335,5 +335,5 @@ def _check_function(name: str, reference: str, key: str, checks: Checklist) -> N
         checks.ok(name, f"{key}: {reference}")
 
 
-def _did_you_mean(close: list[str]) -> str:
-    return f"did you mean {close[0]}?" if close else "use one of the values above"
+def _did_you_mean(close: list[str]) -> str | None:
+    return f"did you mean {close[0]}?" if close else None

@@ -174,7 +174,7 @@ def _check_pipeline(key: str, role: str, parallel: ParallelConfig, facts: ModelF
             f"a stage's {per_stage} layers cannot be split into {parallel.vpp} chunks",
             found=parallel.vpp,
             allowed=divisors(per_stage),
-            fix=f"set {key}.vpp to a divisor of {facts.layers} layers / pp {parallel.pp} = {per_stage}",
+            fix=None,
         )
 
 
@@ -199,7 +199,7 @@ def _check_moe(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts,
             f"{facts.experts} experts cannot be split evenly over ep {parallel.ep}",
             found=parallel.ep,
             allowed=divisors(facts.experts),
-            fix=f"set {key}.ep to a divisor of {facts.experts}",
+            fix=None,
         )
     elif facts.ffn % etp:
         checks.fail(
@@ -208,7 +208,7 @@ def _check_moe(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts,
             f"the expert width {facts.ffn} cannot be split evenly over etp {etp}",
             found=etp,
             allowed=[size for size in divisors(facts.ffn) if size <= 64],
-            fix=f"set {key}.etp to a divisor of {facts.ffn}",
+            fix=None,
         )
     else:
         checks.ok(

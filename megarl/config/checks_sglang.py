@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.compat.sglang import find_python
+from megarl.compat.sglang import find_python, sglang_version
+from megarl.config.base import Section
 from megarl.config.checklist import Checklist, divisors
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
@@ -20,8 +21,9 @@ _OURS = (
 
 
 def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
-    """All checks of the servers; none when another engine generates. `facts`: of the model, None: not known."""
+    """All checks of the servers, or that none is set up for nothing. `facts`: of the model, None: not known."""
     if config.rollout.engine != "sglang":
+        _check_unused(config, checks)
         return
     _check_interpreter(config, checks)
     _check_layout(config, checks)
@@ -32,6 +34,25 @@ def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist
     _check_abilities(config, checks)
     _check_colocated(config, checks)
     _check_sync(config, checks)
+
+
+def _check_unused(config: RunConfig, checks: Checklist) -> None:
+    """Whoever sets keys of the servers expects servers."""
+    keys = [*_changed("rollout.sglang", config.rollout.sglang), *_changed("sync", config.sync)]
+    if keys:
+        checks.warn(
+            _NAME,
+            "rollout.engine",
+            f"no server takes part, so nothing uses {', '.join(keys)}",
+            found=config.rollout.engine,
+            fix=f"set rollout.engine=sglang, or leave {'these keys' if len(keys) > 1 else 'this key'} out",
+        )
+
+
+def _changed(path: str, section: Section) -> list[str]:
+    """Keys of `section` that are not at their defaults."""
+    default = type(section)()
+    return [f"{path}.{name}" for name in type(section).model_fields if getattr(section, name) != getattr(default, name)]
 
 
 def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
@@ -51,7 +72,8 @@ def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
         checks.ok(_NAME, f"{', '.join(servers.urls)}: asked when the run starts")
         return
     try:
-        checks.ok(_NAME, f"their interpreter is {find_python(servers.python, cuda=None)}")
+        python = find_python(servers.python, cuda=None)
+        checks.ok(_NAME, f"their interpreter is {python}, with sglang {sglang_version(python)}")
     except ConfigError as error:
         checks.from_error(_NAME, error)
 
@@ -286,6 +308,14 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
             found=True,
             allowed="true with rollout.sglang.urls, servers that were started on a block-FP8 configuration",
             fix="set sync.fp8=false",
+        )
+    elif sync.fp8 and sync.verify != "off":
+        checks.warn(
+            _NAME,
+            "sync.verify",
+            "with sync.fp8 no checksums are compared; what is left is the gap of a probe, sync/probe_gap",
+            found=sync.verify,
+            fix="watch sync/probe_gap, or set sync.verify=off to leave that out as well",
         )
     elif sent != held and sync.verify != "off" and not sync.fp8:
         checks.fail(

@@ -158,7 +158,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
             where=source,
             found=model_type,
             allowed=sorted(ARCHITECTURES),
-            fix=f"did you mean {near[0]}?" if near else "use a model with one of these values of model_type",
+            fix=f"did you mean {near[0]}?" if near else None,
         )
     _refuse_variants(raw, source)
     values = {**ARCHITECTURES[model_type], **raw}

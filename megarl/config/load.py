@@ -307,6 +307,7 @@ def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document
         value = value[part]
     out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
     allowed = describe_allowed(key.info)
+    fix: str | None
     if value is None and key.section:
         what, fix = f"the section {dotted} is empty", "give it keys, or remove the line to use the defaults"
     elif isinstance(value, str) and _fits_unquoted(value, alternatives(key.info.annotation)):
@@ -315,7 +316,7 @@ def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document
         what = f"{dotted} is out of range" if out_of_range else f"{dotted} has a wrong type"
         if get_origin(key.info.annotation) is Literal and isinstance(value, str):
             what = f"{dotted} has an unknown value"
-        fix = _suggest(value, key) or f"set {dotted} to: {allowed}"
+        fix = _suggest(value, key)
     # `found=None` would be left out of the message.
     return ConfigError(
         what, where=_origin(document, path, file), found="null" if value is None else value, allowed=allowed, fix=fix

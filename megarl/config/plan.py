@@ -31,7 +31,7 @@ ROWS_SHOWN = 64
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan as text, and what stands in the way of running it."""
+    """A plan as text, and what stands in the way of running it; the text names these problems, and no more."""
 
     text: str
     problems: list[ConfigError]
@@ -205,5 +205,7 @@ def _memory_text(config: RunConfig) -> str:
 def _check_lines(check: Check) -> str:
     if check.status in ("ok", "skip"):
         return f"[{check.status:>4}] {check.name}: {check.message}"
+    if check.status == "fail":  # the command ends with all problems, where they are seen
+        return f"[fail] {check.name}: {f'{check.key}, ' if check.key else ''}see the end"
     lines = str(check.problem()).splitlines()
     return "\n".join([f"[{check.status:>4}] {check.name}: {lines[0]}", *(f"       {line}" for line in lines[1:])])

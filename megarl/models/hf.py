@@ -100,7 +100,6 @@ def _check_architecture(model_type: object, where: str) -> None:
             where=where,
             found=model_type,
             allowed=sorted(ARCHITECTURES),
-            fix="use a model of a supported model_type",
         )
 
 
@@ -147,9 +146,7 @@ def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     stages = parallel.pp * (parallel.vpp or 1)
     experts = num_experts(hf)
     if experts is None and parallel.ep > 1:
-        raise ConfigError(
-            "this model has no experts", where="parallel.ep", found=parallel.ep, allowed=[1], fix="set ep to 1"
-        )
+        raise ConfigError("this model has no experts", where="parallel.ep", found=parallel.ep, allowed=[1])
     wanted = [
         ("parallel.tp", parallel.tp, hf.num_key_value_heads, "key/value heads"),
         ("parallel.tp", parallel.tp, hf.num_attention_heads, "attention heads"),

@@ -127,21 +127,22 @@ class ConsoleView:
 def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]:
     """(metric, {before, first, last, best, best_step}) of the key metrics that occur.
 
-    `before` is the value of step 0 where other steps follow, which is left out of the rest; `best` only where better is
-    known.
+    `before` is the value of step 0 where other steps follow; `first` and `last` leave it out, `best` does not. There is
+    a `best` only where better is known.
     """
     rows = []
     trained = any(record["step"] > 0 for record in records)
     for shown in FINAL_TABLE:
         points = [(r["step"], r[shown.name]) for r in records if isinstance(r.get(shown.name), (int, float))]
-        row: dict[str, Any] = {}
-        if trained and points and points[0][0] == 0:
-            row["before"] = points.pop(0)[1]
-        if points:
-            row |= {"first": points[0][1], "last": points[-1][1]}
-        if not row:
+        if not points:
             continue
-        if points and shown.better is not None:
+        row: dict[str, Any] = {}
+        after = points
+        if trained and points[0][0] == 0:
+            row["before"], after = points[0][1], points[1:]
+        if after:
+            row |= {"first": after[0][1], "last": after[-1][1]}
+        if shown.better is not None:
             pick = max if shown.better == "up" else min
             row["best_step"], row["best"] = pick(points, key=lambda point: point[1])
         rows.append((shown, row))

@@ -67,12 +67,12 @@ def test_an_interpreter_without_sglang_is_refused() -> None:
 
 def test_the_environment_has_nothing_of_the_trainer_and_the_key_nowhere_else() -> None:
     base = {"PATH": "/bin", "RANK": "1", "MASTER_PORT": "1", "PYTHONPATH": "/x", "TORCHELASTIC_RUN_ID": "1"}
-    env = sglang.server_environment(base, api_key="secret", cuda=False, tp_size=2)
+    env = sglang.server_environment(base, api_key="secret", instance="a", cuda=False, tp_size=2)
     assert not set(env) & (set(base) - {"PATH"})
     assert [name for name, value in env.items() if "secret" in value] == ["MEGARL_SERVER_KEY"]
     assert env["SGLANG_USE_CPU_ENGINE"] == "1"
     assert env["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
-    on_gpu = sglang.server_environment(base, api_key="secret", cuda=True, gpus=[2, 3])
+    on_gpu = sglang.server_environment(base, api_key="secret", instance="a", cuda=True, gpus=[2, 3])
     assert on_gpu["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "SGLANG_USE_CPU_ENGINE" not in on_gpu
     assert "secret" not in " ".join(sglang.server_command(Path("python"), ["--port", "1"]))

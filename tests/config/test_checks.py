@@ -31,11 +31,11 @@ def test_a_good_recipe_passes_every_check(config_of):
     ("overrides", "key", "words"),
     [
         # processes
-        (["cluster.nproc=3", "actor.parallel.tp=2"], "cluster.nproc", ["3 is not divisible by 2", "2, 4"]),
+        (["cluster.nproc=3", "actor.parallel.tp=2"], "cluster.nproc", ["3 is not divisible by 2", "2 or 4"]),
         (
             ["cluster.nproc=6", "cluster.nnodes=4", "data.batch_size=6"],
             "cluster.nproc",
-            ["6 is not divisible by 4", "4, 8"],
+            ["6 is not divisible by 4", "4 or 8"],
         ),
         (["cluster.nproc=2", "cluster.timeout_s=300"], "reward.timeout_s", ["give up after", "timeout_s=150"]),
         (["cluster.nnodes=2"], "cluster.nnodes", ["cannot be spread over 2 machines"]),
@@ -43,16 +43,16 @@ def test_a_good_recipe_passes_every_check(config_of):
         (
             ["cluster.nproc=4", "data.batch_size=30"],
             "data.batch_size",
-            ["data.batch_size 30 is not divisible by 4 (the data parallel size)", "28, 32"],
+            ["data.batch_size 30 is not divisible by 4 (the data parallel size)", "28 or 32"],
         ),
         (["data.batch_size=32", "actor.mini_batch_size=12"], "actor.mini_batch_size", ["8, 16, 32"]),
         (["data.batch_size=32", "actor.mini_batch_size=64"], "actor.mini_batch_size", ["mini-batches of 64"]),
         (
             ["cluster.nproc=2", "data.batch_size=6", "actor.mini_batch_size=3"],
             "actor.mini_batch_size",
-            ["actor.mini_batch_size 3 is not divisible by 2", "2, 4"],
+            ["actor.mini_batch_size 3 is not divisible by 2", "2 or 4"],
         ),
-        (["cluster.nproc=2", "sft.steps=1", "sft.batch_size=5"], "sft.batch_size", ["4, 6"]),
+        (["cluster.nproc=2", "sft.steps=1", "sft.batch_size=5"], "sft.batch_size", ["4 or 6"]),
         # layout rules
         (["actor.parallel.vpp=2"], "actor.parallel.vpp", ["more than one pipeline stage"]),
         (["actor.parallel.sp=true"], "actor.parallel.sp", ["tp is 1"]),
@@ -72,7 +72,7 @@ def test_a_good_recipe_passes_every_check(config_of):
         (["actor.parallel.etp=1"], "actor.parallel.etp", ["qwen3 has none"]),
         # objective
         (["algorithm.advantage.name=gpro"], "algorithm.advantage.name", ["unknown advantage estimator", "mean grpo?"]),
-        (["algorithm.loss.name=vtrace"], "algorithm.loss.name", ["unknown policy loss", "one of the values above"]),
+        (["algorithm.loss.name=vtrace"], "algorithm.loss.name", ["unknown policy loss", "allowed: cispo, "]),
         (["algorithm.loss.name=pppo"], "algorithm.loss.name", ["unknown policy loss", "mean ppo?"]),
         (["algorithm.pipeline=grop"], "algorithm.pipeline", ["unknown pipeline", "mean grpo?"]),
         (["algorithm.kl.estimator=low_var"], "algorithm.kl.estimator", ["unknown KL estimator", "low_var_kl"]),

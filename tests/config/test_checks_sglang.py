@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from megarl.compat import sglang
 from megarl.config.rollout import RolloutConfig
 from megarl.config.sync import SyncConfig
 from megarl.device import DTYPES
 
-ON = ("rollout.engine=sglang", f"rollout.sglang.python={sys.executable}")
+URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
+
+
+@pytest.fixture
+def on(tmp_path: Path) -> list[str]:
+    """Overrides that choose servers, with an interpreter that says it has the tested sglang."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {sglang.TESTED}\n")
+    python.chmod(0o755)
+    return ["rollout.engine=sglang", f"rollout.sglang.python={python}"]
 
 
 def test_the_embedded_engine_needs_no_server(failures, monkeypatch, tmp_path) -> None:
@@ -19,8 +30,39 @@ def test_the_embedded_engine_needs_no_server(failures, monkeypatch, tmp_path) ->
     assert failures() == []
 
 
-def test_a_complete_setting_passes(failures) -> None:
-    assert failures(*ON) == []
+def test_a_complete_setting_passes(failures, on) -> None:
+    assert failures(*on) == []
+
+
+def test_an_interpreter_without_sglang_is_found_before_a_run(failures) -> None:
+    (check,) = failures("rollout.engine=sglang", f"rollout.sglang.python={sys.executable}")
+    assert check.key == "rollout.sglang.python"
+    assert check.message == "there is no sglang in this interpreter"
+    assert check.found == sys.executable
+    assert "make sglang-env" in check.fix
+
+
+def test_an_interpreter_that_does_not_answer_is_found_before_a_run(failures, on, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(sglang, "_ANSWER_S", 0.1)
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
+    (check,) = failures(*on)
+    assert "no answer within 0.1 s" in check.message
+    assert "make sglang-env" in check.fix
+
+
+def test_keys_of_servers_that_nobody_starts_are_told_once(warned) -> None:
+    (check,) = warned("rollout.sglang.tp_size=2", "sync.transport=disk", "rollout.sglang.servers=1")
+    assert check.key == "rollout.engine"
+    assert check.message.endswith(" rollout.sglang.tp_size, sync.transport")  # servers: 1 is the default
+    assert "rollout.engine=sglang" in check.fix
+
+
+@pytest.mark.parametrize("verify", ["first", "every"])
+def test_fp8_is_told_to_leave_out_checksums(warned, verify) -> None:
+    (check,) = warned("rollout.engine=sglang", URLS, "sync.fp8=true", f"sync.verify={verify}")
+    assert check.key == "sync.verify"
+    assert "no checksums" in check.message
+    assert warned("rollout.engine=sglang", URLS, "sync.fp8=true", "sync.verify=off") == []
 
 
 def test_a_missing_interpreter_is_told_with_the_command_that_makes_one(failures, monkeypatch, tmp_path) -> None:
@@ -79,8 +121,8 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["model.dtype=fp32", "sync.dtype=bf16"], "sync.dtype"),
     ],
 )
-def test_a_setting_that_cannot_work_names_its_key(failures, overrides, key) -> None:
-    assert key in [check.key for check in failures(*ON, *overrides)]
+def test_a_setting_that_cannot_work_names_its_key(failures, on, overrides, key) -> None:
+    assert key in [check.key for check in failures(*on, *overrides)]
 
 
 @pytest.mark.parametrize(
@@ -95,8 +137,8 @@ def test_a_setting_that_cannot_work_names_its_key(failures, overrides, key) -> N
         ["sync.pause=in_place", "rollout.sglang.extra_args=[--disable-radix-cache]"],
     ],
 )
-def test_a_setting_that_works_passes(failures, overrides) -> None:
-    assert failures(*ON, *overrides) == []
+def test_a_setting_that_works_passes(failures, on, overrides) -> None:
+    assert failures(*on, *overrides) == []
 
 
 @pytest.mark.parametrize("section", [SyncConfig, RolloutConfig])

@@ -27,7 +27,7 @@ def megarl(write, capsys):
         (RECIPE + "actr: {}", [], ["recipe.yaml:12: unknown key actr", "did you mean actor?"]),
         (RECIPE + "trainer: {steps: many}", [], ["recipe.yaml:12: trainer.steps has a wrong type"]),
         (RECIPE, ["data.train_files=missing.jsonl"], ["data.train_files: there is no such file or folder"]),
-        (RECIPE, ["cluster.nproc=4", "data.batch_size=30"], ["28, 32"]),
+        (RECIPE, ["cluster.nproc=4", "data.batch_size=30"], ["a multiple of 4", "to 28 or 32"]),
         (RECIPE, ["algorithm.advantage.name=gpro"], ["unknown advantage estimator", "did you mean grpo?"]),
         (RECIPE, ["cluster.nproc=4", "actor.parallel.tp=4"], ["tp 4 does not divide", "allowed: 1, 2"]),
         (RECIPE, ["model.hf_config.model_type=gpt2"], ["architecture is not supported", "qwen3"]),
@@ -42,6 +42,12 @@ def test_bad_recipe(megarl, tmp_path, text, overrides, words, options):
     for word in words:
         assert word in err
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_tells_every_problem_and_every_warning_once(megarl):
+    _, out, err = megarl("cluster.nproc=3", "rollout.sampling.top_k=1", options=["--dry-run"])
+    for told in ("is not divisible by 3", "from a truncated distribution"):
+        assert (out + err).count(told) == 1
 
 
 def test_missing_recipe(capsys):

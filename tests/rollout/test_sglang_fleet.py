@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megarl.compat import sglang
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.launch import Place, open_fleet
+from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import ok, servers
+
+# A server that leaves shared memory behind; its name is all that the process knows of it.
+LEAVES = """#!/bin/sh
+[ "$1" = -I ] && echo {version} && exit
+touch "{folder}/sglang_loads_${{MEGARL_SERVER_INSTANCE}}_0.shm"
+exec sleep 600
+"""
 
 
 @dataclass(frozen=True)
@@ -111,3 +122,24 @@ def test_every_rank_refuses_it() -> None:
     with servers(ok) as made:
         made[0].info["tp_size"] = 4
         assert run_distributed(opened, 2, 60, [made[0].api.url]) == ["rollout.sglang.tp_size"] * 2
+
+
+def test_a_stopped_server_leaves_no_shared_memory_and_others_keep_theirs(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sglang, "SHARED_MEMORY", tmp_path)
+    python = tmp_path / "python"
+    python.write_text(LEAVES.format(version=sglang.TESTED, folder=tmp_path))
+    python.chmod(0o755)
+    config = SGLangConfig(python=str(python))
+    spec = ServerSpec(0, config, tmp_path, "float32", "127.0.0.1", "key", tmp_path / "logs", cuda=False)
+    stopped, other = ServerProcess(spec), ServerProcess(spec)
+    for server in (stopped, other):
+        server.start()
+        while not sglang.shared_memory(server.instance):
+            server.check()
+            time.sleep(0.01)
+    stopped.stop(0)
+    try:
+        assert list(tmp_path.glob("sglang_loads_*")) == sglang.shared_memory(other.instance)
+    finally:
+        other.stop(0)
+    assert list(tmp_path.glob("sglang_loads_*")) == []

