@@ -25,7 +25,10 @@ def token(prompt: list[int], seed: int, place: int) -> int:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """`rule(server, payload)` says how a request is treated: ok, abort, die, hang, or an HTTP status."""
+    """`rule(server, payload)` says how a request is treated: ok, abort, die, hang, or an HTTP status.
+
+    `info`: what it says of itself; bytes go as they are, at None it hangs up.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -35,7 +38,7 @@ class FakeServer(ThreadingHTTPServer):
         self.rule, self.payloads, self.lock = rule, list[dict[str, Any]](), threading.Lock()
         self.running = self.most = 0
         self.hangs = threading.Event()
-        self.info = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": None}
+        self.info: Any = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": None}
 
     @property
     def api(self) -> ServerApi:
@@ -48,7 +51,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.hangs.is_set():
             time.sleep(5)
-        self._send(200, self.server.info if self.path == "/server_info" else {})
+        if self.path != "/server_info":
+            self._send(200, {})
+        elif self.server.info is None:
+            self.close_connection = True
+        else:
+            self._send(200, self.server.info)
 
     def do_POST(self) -> None:
         assert self.headers["Authorization"] == f"Bearer {KEY}"
@@ -71,8 +79,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send(200, _answer(payload, cut=verdict == "abort"))
 
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
+    def _send(self, status: int, body: Any) -> None:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))

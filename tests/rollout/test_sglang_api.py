@@ -95,3 +95,9 @@ def test_the_deadline_is_that_of_the_whole_answer(url: str, path: str) -> None:
 def test_a_server_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ServerError, match="ConnectionRefusedError"):
         ServerApi(f"http://127.0.0.1:{free_port()}").call("/health", deadline_s=5, phase="health", method="GET")
+
+
+@pytest.mark.parametrize("host", ["a" * 70, "127.0.0.1:port"])
+def test_a_url_that_cannot_be_one_is_an_error(host: str) -> None:
+    with pytest.raises(ServerError, match=f"server at http://{host}: health"):
+        ServerApi(f"http://{host}").call("/health", deadline_s=5, phase="health", method="GET")

@@ -143,3 +143,64 @@ def test_a_stopped_server_leaves_no_shared_memory_and_others_keep_theirs(tmp_pat
     finally:
         other.stop(0)
     assert list(tmp_path.glob("sglang_loads_*")) == []
+
+
+SAID = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": None}
+NONSENSE = [
+    (b"<html>welcome</html>", "no tp_size in its answer"),
+    (b"[" * 100_000, "no tp_size in its answer"),
+    ([SAID], "no tp_size in its answer"),
+    ({}, "no tp_size in its answer"),
+    ({name: value for name, value in SAID.items() if name != "dtype"}, "no dtype in its answer"),
+    (SAID | {"context_length": "many"}, "context_length is 'many'"),
+    (SAID | {"dp_size": [1]}, "dp_size is [1]"),
+    ({"success": False, "message": "not now"}, "refused: not now"),
+]
+
+
+def opened_each(urls: list[str]) -> list[list[str]]:
+    """For each of these servers what this rank learns; the first alone asks."""
+    import torch.distributed as dist
+
+    found, place = [], Place(is_first=dist.get_rank() == 0)
+    for url in urls:
+        try:
+            open_fleet(SGLangConfig(urls=[url]), place, None, None, "float32", cuda=False)  # type: ignore[arg-type]
+        except (ConfigError, ServerError) as error:
+            found.append([type(error).__name__, str(error)])
+    return found
+
+
+@pytest.mark.procs
+def test_every_rank_learns_that_a_server_answers_nonsense() -> None:
+    with servers(*[ok] * len(NONSENSE)) as made:
+        for server, (info, _) in zip(made, NONSENSE, strict=True):
+            server.info = info
+        urls = [server.api.url for server in made]
+        for found in run_distributed(opened_each, 2, 120, urls):
+            for (kind, text), url, (_, why) in zip(found, urls, NONSENSE, strict=True):
+                assert kind == "ConfigError"
+                assert f"rollout.sglang.urls: server 0 at {url} does not say how it was started: /server_info" in text
+                assert why in text
+
+
+def opened_states(urls: list[str]) -> list[str]:
+    """What this rank takes the servers for; the first alone asks."""
+    import torch.distributed as dist
+
+    place = Place(is_first=dist.get_rank() == 0)
+    try:
+        fleet = open_fleet(SGLangConfig(urls=urls), place, None, None, "float32", cuda=False)  # type: ignore[arg-type]
+    except ServerError as error:
+        return [str(error)]
+    return [server.state for server in fleet.servers]
+
+
+@pytest.mark.procs
+def test_every_rank_learns_that_a_server_is_gone_when_it_is_asked() -> None:
+    with servers(ok, ok) as made:
+        made[1].info = None
+        urls = [server.api.url for server in made]
+        assert run_distributed(opened_states, 2, 120, urls) == [["catching_up", "failed"]] * 2
+        for (text,) in run_distributed(opened_states, 2, 120, urls[1:]):
+            assert text.startswith(f"server 0 at {urls[1]}: start: no server is left")

@@ -48,9 +48,8 @@ class FaultyReceiver(Receiver):
 
     def do_server_info(self) -> dict[str, Any]:
         """What it was started with."""
-        if self.kind == "from":
-            return {"model_path": self.value, "load_format": "auto", "weight_version": "default"}
-        return {"model_path": "", "load_format": "dummy", "weight_version": "default"}
+        model = {"model_path": self.value, "load_format": "auto"} if self.kind == "from" else {"load_format": "dummy"}
+        return super().do_server_info() | {"model_path": "", "weight_version": "default"} | model
 
 
 if __name__ == "__main__":

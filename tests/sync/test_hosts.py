@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, WorkerError
+from megarl.sync.transports import delta
 from megarl.sync.updater import choose_transport
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
@@ -57,6 +58,57 @@ def test_ranks_agree_on_hosts_and_every_sender_has_its_own_address(tmp_path):
         found = run_distributed(on_two_machines, 2, 120, str(tmp_path / "model"), str(tmp_path), urls)
         assert found == [{"transport": "tensor", "hosts": ["machine1"], "updated": [0], "failed": {}}] * 2
         assert_holds(urls[0], tmp_path / "model", tmp_path)
+
+
+NAMES = {0: "machine0", 1: "machine0", 2: "machine1", 3: "machine2"}
+WAYS = {"machine0": {"10.0.0.2": "10.0.0.1"}, "machine1": {"first": "10.0.0.2"}, "machine2": {"first": "10.0.1.3"}}
+
+
+def test_a_relay_listens_on_the_interface_that_leads_to_the_other_machines(monkeypatch):
+    def address(rank: int, names: dict[int, str]) -> str:
+        # A machine may know its own name as a loopback address.
+        monkeypatch.setattr(delta, "address_towards", lambda host: WAYS[NAMES[rank]].get(host, "127.0.1.1"))
+        return delta.address_of_host(names, rank)
+
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.setattr(delta, "all_gather_json", lambda mine: [WAYS[name].get("first") for name in NAMES.values()])
+    assert [address(rank, NAMES) for rank in NAMES] == ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.1.3"]
+    assert {address(rank, dict.fromkeys(NAMES, "machine0")) for rank in NAMES} == {"127.0.0.1"}
+
+
+def no_way(host: str) -> str:
+    raise OSError("Network is unreachable")
+
+
+def test_a_machine_without_a_way_to_the_others_says_so(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.setattr(delta, "address_towards", no_way)
+    with pytest.raises(WorkerError, match="no address of machine1 leads to first"):
+        delta.address_of_host(NAMES, 2)
+
+
+def relays_of_two_machines(run_dir: str) -> list[str]:
+    """Each rank is a machine with servers, whose name nobody can look up; the hosts whose relays this one reaches."""
+    import torch.distributed as dist
+
+    from megarl.config.sync import SyncConfig
+    from megarl.sync.relay import RelayClient
+    from megarl.sync.transports.delta import relays_of_all
+
+    names = {0: "machine0.invalid", 1: "machine1.invalid"}
+    relays, key, process = relays_of_all(set(names.values()), names, SyncConfig(), Path(run_dir))
+    for address in relays.values():
+        RelayClient(address, key, 60.0).close()
+    dist.barrier()
+    process.kill()
+    process.wait()
+    return sorted(relays)
+
+
+@pytest.mark.procs
+def test_relays_are_reached_by_address_not_by_name(tmp_path):
+    found = run_distributed(relays_of_two_machines, 2, 120, str(tmp_path))
+    assert found == [["machine0.invalid", "machine1.invalid"]] * 2
 
 
 def test_shared_memory_needs_a_trainer_on_every_servers_host():

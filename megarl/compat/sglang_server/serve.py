@@ -6,7 +6,8 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * the API key comes from the environment, so that no process list shows it, and is blotted out of the log;
 * the store where its ranks meet listens on one address, where torch's listens on every interface;
 * its shared memory has a name that its parent knows, and can remove when the server was killed;
-* megarl's loaders are on the path, and an update that fails is refused, where it would end the server;
+* megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
+  or pass unseen;
 * without CUDA, stand-ins for two packages are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that in its deterministic mode alone, whose kernels need a GPU.
 
@@ -91,29 +92,49 @@ def extend_path() -> None:
         sys.path.insert(0, str(folder / "text"))
 
 
+def succeeded_everywhere(success: bool) -> bool:
+    """Whether an update succeeded on all ranks of this server. Each calls this once per update."""
+    import torch
+    from sglang.srt.runtime_context import get_parallel
+
+    if get_parallel().tp_size == 1:
+        return success
+    everywhere = torch.tensor(int(success))
+    group = get_parallel().tp_group.cpu_group
+    torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN, group=group)
+    return bool(everywhere.item())
+
+
 def refuse_instead_of_dying() -> None:
-    """Answer a tensor update that raised with its message, on whatever rank: SGLang itself answers for rank 0 alone."""
+    """Answer an update that failed on whatever rank with its message, also a tensor update that raised.
+
+    SGLang itself ends when a tensor update raises, and answers every update for rank 0 alone.
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def update(call: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-        import torch
-        from sglang.srt.runtime_context import get_parallel
+    elsewhere = "another rank of this server failed; see its log"
 
+    def update(call: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         try:
             success, message = call(*args, **kwargs)
         except Exception as error:
             logging.getLogger(__name__).exception("a weight update failed")
             success, message = False, f"{type(error).__name__}: {error}"
-        if get_parallel().tp_size > 1:
-            everywhere = torch.tensor(int(success))
-            group = get_parallel().tp_group.cpu_group
-            torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN, group=group)
-            if success and not everywhere.item():
-                return False, "another rank of this server failed; see its log"
-        return success, message
+        everywhere = succeeded_everywhere(success)
+        return everywhere, elsewhere if success and not everywhere else message
 
-    target = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_tensor"
-    HookRegistry.register(target, update, HookType.AROUND)
+    def handle(call: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = call(*args, **kwargs)
+        if not succeeded_everywhere(answer.success) and answer.success:
+            answer.success, answer.message = False, elsewhere
+        return answer
+
+    updater = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+    HookRegistry.register(f"{updater}.update_weights_from_tensor", update, HookType.AROUND)
+    # These answer what went wrong, in more than one step each, so ranks meet where all steps end.
+    manager = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    for way in ("disk", "distributed"):
+        HookRegistry.register(f"{manager}.update_weights_from_{way}", handle, HookType.AROUND)
 
 
 def name_shared_memory() -> None:

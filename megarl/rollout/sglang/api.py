@@ -63,7 +63,7 @@ class ServerApi:
             status, text = self._exchange(path, payload, method, time.monotonic() + deadline_s)
         except TimeoutError:
             raise self._error(phase, path, f"no answer within {deadline_s:g} s") from None
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a URL that cannot be one
             raise self._error(phase, path, f"{type(error).__name__}: {error}") from error
         answer = _decode(text)
         if status >= 400:
@@ -113,6 +113,6 @@ def _wait_at_most(sock: socket.socket, end: float) -> None:
 def _decode(text: str) -> dict[str, Any]:
     try:
         answer = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # of brackets that go too deep
         return {"text": text}
     return answer if isinstance(answer, dict) else {"text": text}

@@ -11,6 +11,7 @@ from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.fleet import Fleet, Server
 
 _SHORT_NAMES = {"float": "float32", "half": "float16"}
+_SAID = {"tp_size": int, "ep_size": int, "dp_size": int, "dtype": str, "context_length": int | None}
 
 
 def check_external(
@@ -29,28 +30,53 @@ def check_external(
         group: ranks of the run.
 
     Raises:
-        ConfigError: on every rank, when one server differs.
+        ConfigError: on every rank, when one server differs, or does not say how it was started.
+        ServerError: on every rank, when no server is left.
     """
     found: list[dict[str, Any]] = []
+    gone: list[list[Any]] = []
     for server in fleet.servers if asks else []:
         if server.state != "failed":
             try:
                 info = server.api.call("/server_info", deadline_s=config.start_timeout_s, phase="start", method="GET")
             except ServerError as error:
-                fleet.mark_failed(server, error.reason)
+                if error.status is None:
+                    gone.append([server.number, error.reason])
+                else:
+                    found.append(_unclear(server, error.reason))
             else:
                 found += _differences(server, info, config, dtype, longest)
-    for problem in broadcast_json(found, 0, group):
+    # The other ranks wait here, so nothing that a server answers may raise above.
+    found, gone = broadcast_json([found, gone], 0, group)
+    for problem in found:
         raise ConfigError(**problem)
+    for number, why in gone:
+        fleet.mark_failed(fleet.servers[number], why)
+    fleet.need_one()
+
+
+def _unclear(server: Server, why: str) -> dict[str, Any]:
+    """Arguments of ConfigError for a server that does not say how it was started."""
+    return {
+        "what": f"{server.api.name} at {server.api.url} does not say how it was started: /server_info: {why}",
+        "where": "rollout.sglang.urls",
+        "found": server.api.url,
+        "allowed": "SGLang servers",
+        "fix": "name SGLang's own address, not that of a router; rollout.sglang.api_key_env names the key",
+    }
 
 
 def _differences(
     server: Server, info: dict[str, Any], config: SGLangConfig, dtype: str, longest: int
 ) -> Iterator[dict[str, Any]]:
     """Arguments of ConfigError for everything that does not fit."""
+    for name, kind in _SAID.items():
+        if not isinstance(info.get(name), kind):
+            yield _unclear(server, f"{name} is {info[name]!r}" if name in info else f"no {name} in its answer")
+            return
     where = f"{server.api.name} at {server.api.url}"
     for name in ("tp_size", "ep_size", "dp_size"):
-        wanted, there, option = getattr(config, name), info.get(name), f"--{name.replace('_', '-')}"
+        wanted, there, option = getattr(config, name), info[name], f"--{name.replace('_', '-')}"
         if there != wanted:
             yield {
                 "what": f"{where} was started with {name} {there}",
@@ -59,7 +85,7 @@ def _differences(
                 "allowed": f"{there}, as all servers in rollout.sglang.urls have it",
                 "fix": f"set rollout.sglang.{name}={there}, or start the server with {option} {wanted}",
             }
-    there = _SHORT_NAMES.get(str(info.get("dtype")), info.get("dtype"))
+    there = _SHORT_NAMES.get(info["dtype"], info["dtype"])
     if there != dtype:
         yield {
             "what": f"{where} computes in {there}",

@@ -95,6 +95,17 @@ class Fleet:
             raise ValueError(f"{server.api.name} is {server.state} and cannot hold weights")
         server.state, server.version = "current", version
 
+    def need_one(self) -> None:
+        """The run cannot go on without any server.
+
+        Raises:
+            ServerError: every server has failed.
+        """
+        if all(server.state == "failed" for server in self.servers):
+            first = self.servers[0]
+            reason = f"no server is left; what was wrong with this one: {first.why}"
+            raise ServerError(first.api.name, first.api.url, "start", reason)
+
     def refresh(self, group: Group = None) -> None:
         """Agree on every server's state. Collective over `group`: failed servers are restarted, started ones looked at.
 
@@ -213,10 +224,7 @@ class Fleet:
         for reports in all_gather_json(mine, group):
             for report in reports:
                 self._adopt(report)
-        if all(server.state == "failed" for server in self.servers):
-            first = self.servers[0]
-            reason = f"no server is left; what was wrong with this one: {first.why}"
-            raise ServerError(first.api.name, first.api.url, "start", reason)
+        self.need_one()
 
     def _adopt(self, report: dict[str, Any]) -> None:
         server = self.servers[report["number"]]
