@@ -79,6 +79,7 @@ class DeltaTransport(Transport):
         self._put: dict[int, _Put] = {}  # what `put` found, by bucket
         self._relayed: dict[str, tuple[int, bool]] = {}  # host -> bucket it was given last, and whether by a delta
         self._current: set[int] = set()  # servers that hold what the last deltas led to
+        self._lost: dict[str, str] = {}  # host -> why its relay is asked nothing more in this update
         self._loaders = LoaderCheck(deadline_s)
         self._clients: dict[str, RelayClient] = {}
         self._connecting = threading.Lock()
@@ -91,7 +92,7 @@ class DeltaTransport(Transport):
     def start(self, version: int, targets: Sequence[Target]) -> None:
         """Buckets that follow are of this version. Servers say what they hold: somebody else may have loaded it."""
         self._version, self.sent_bytes = version, 0
-        self._relayed, self._current, self._put = {}, set(), {}
+        self._relayed, self._current, self._put, self._lost = {}, set(), {}, {}
         if self._process is not None and self._process.poll() is not None:
             raise WorkerError(f"the weight relay of this host ended (exit code {self._process.returncode})")
         with ThreadPoolExecutor(max(len(targets), 1)) as pool:
@@ -183,14 +184,18 @@ class DeltaTransport(Transport):
         host = self.plan.servers[target.number].host
         client = None
         try:
+            if host in self._lost:
+                raise RelayRefused(self._lost[host])  # the next server need not wait for a deadline, too
             with self._connecting:
                 client = self._clients.get(host) or RelayClient(self.relays[host], self.key, self.deadline_s)
                 self._clients[host] = client
             return client.call({"sender": self.name, "bucket": number} | header, *bodies)
         except (OSError, RelayRefused) as error:
             with self._connecting:
-                if isinstance(error, OSError) and self._clients.get(host) is client:
-                    self._clients.pop(host, None)  # in the middle of a message it is of no more use
+                if isinstance(error, OSError):
+                    self._lost[host] = str(error)
+                    if self._clients.get(host) is client:
+                        self._clients.pop(host, None)  # in the middle of a message it is of no more use
             raise ServerError(target.api.name, target.api.url, f"relay on {host}", str(error)) from error
 
     def _relay(self, target: Target, number: int, bucket: Bucket) -> bool:
