@@ -317,7 +317,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
             found=sync.verify,
             fix="watch sync/probe_gap, or set sync.verify=off to leave that out as well",
         )
-    elif sent != held and sync.verify != "off" and not sync.fp8:
+    elif sent != held and sync.verify != "off":
         checks.fail(
             _NAME,
             "sync.dtype",

@@ -122,7 +122,6 @@ class WeightSync:
         names = _host_names()
         hosts = _server_hosts([s.api.url for s in fleet.servers], names)
         layouts = [dataclasses.replace(server, host=host) for host in hosts]
-        # A server cannot map memory of a GPU that it does not see.
         apart = has_cuda() and fleet.on_other_gpus
         self.transport_name = choose_transport(config.transport, hosts, set(names.values()), apart=apart)
         kind = TRANSPORTS[self.transport_name]
@@ -187,7 +186,11 @@ class WeightSync:
         report = SyncReport(self.version, self.transport_name)
         start = time.perf_counter()
         numbers = [s.number for s in self.fleet.servers if s.state in ("catching_up", "current") and wanted(s)]
-        agreed = sorted(set.intersection(*(set(part) for part in all_gather_json(numbers))))
+        everyone = all_gather_json([numbers, self.transport.broken()])
+        broken = [why for _, why in everyone if why is not None]
+        if broken:
+            raise WorkerError(broken[0])
+        agreed = sorted(set.intersection(*(set(part) for part, _ in everyone)))
         if not agreed:
             return report
         with phase("weight_sync"):
@@ -358,10 +361,10 @@ def choose_transport(wanted: str, servers: Sequence[str], trainers: set[str], *,
     Args:
         servers: the host of each.
         trainers: hosts of trainer ranks.
-        apart: the servers' GPUs are not the trainer's.
+        apart: the servers' GPUs are not the trainer's, whose memory they cannot map.
 
     Raises:
-        ConfigError: `tensor` is asked for and a server runs where no trainer rank does.
+        ConfigError: `tensor` is asked for and a server runs where no trainer rank does, or is `apart`.
     """
     away = [host for host in servers if host not in trainers]
     if wanted == "auto":
@@ -369,6 +372,13 @@ def choose_transport(wanted: str, servers: Sequence[str], trainers: set[str], *,
     if wanted == "tensor" and away:
         raise ConfigError(
             f"no trainer rank runs on {away[0]}, so memory cannot be shared with the server there",
+            where="sync.transport",
+            found=wanted,
+            allowed="auto, distributed, disk or delta",
+        )
+    if wanted == "tensor" and apart:
+        raise ConfigError(
+            "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's",
             where="sync.transport",
             found=wanted,
             allowed="auto, distributed, disk or delta",

@@ -125,9 +125,25 @@ time.sleep(600)
 """
 HOOKS = """
 class HookRegistry:
-    register = staticmethod(lambda *arguments: None)
+    _hooks, _patched = {}, set()
+    register = apply_hooks = staticmethod(lambda *arguments: None)
 class HookType:
     AFTER = AROUND = None
+"""
+LOST_HOOK = """
+import sys, types
+class HookRegistry:
+    _hooks, _patched = {}, set()
+    register = classmethod(lambda cls, target, *rest: cls._hooks.setdefault(target, rest))
+    apply_hooks = classmethod(lambda cls: cls._patched.update([t for t in cls._hooks if not t.endswith("_disk")]))
+name = "sglang.srt.plugins.hook_registry"
+for end in range(1, 5):
+    part = ".".join(name.split(".")[:end])
+    sys.modules[part] = types.ModuleType(part)
+sys.modules[name].__dict__.update(HookRegistry=HookRegistry, HookType=types.SimpleNamespace(AROUND=1, AFTER=2))
+sys.path.insert(0, sys.argv[1])
+import serve
+HookRegistry.apply_hooks()
 """
 PARENT = """
 import os, subprocess, sys, threading
@@ -155,3 +171,10 @@ def test_the_server_gets_its_key_unseen_and_ends_with_a_parent_that_started_it_f
         assert "secret" not in " ".join(server.cmdline())
         parent.kill()
         server.wait(30)
+
+
+def test_a_server_that_lacks_the_place_of_a_hook_does_not_start() -> None:
+    done = subprocess.run([sys.executable, "-c", LOST_HOOK, str(FOLDER)], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert done.stderr.strip().endswith("SchedulerWeightUpdaterManager.update_weights_from_disk")
+    assert "RuntimeError: megarl cannot work with this version of SGLang, which lacks" in done.stderr

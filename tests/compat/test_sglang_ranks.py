@@ -34,7 +34,12 @@ def update_all(raises: bool) -> dict[str, list[list[Any]]]:
     from tests.compat.test_sglang import FOLDER, load
 
     hooks: dict[str, Any] = {}
-    registry = SimpleNamespace(register=lambda target, hook, kind: hooks.update({target: hook}))
+    registry = SimpleNamespace(
+        register=lambda target, hook, kind: hooks.update({target: hook}),
+        apply_hooks=lambda: None,
+        _hooks=hooks,
+        _patched=hooks.keys(),
+    )
     group = SimpleNamespace(cpu_group=dist.group.WORLD)
     parallel = SimpleNamespace(tp_size=2, tp_group=group)
     stand_in("sglang.srt.plugins.hook_registry", HookRegistry=registry, HookType=SimpleNamespace(AROUND=None))

@@ -15,7 +15,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.launch import Place, open_fleet
+from megarl.rollout.sglang.launch import Place, open_fleet, visible_gpus
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import ok, servers
@@ -124,6 +124,15 @@ def test_every_rank_refuses_it() -> None:
         assert run_distributed(opened, 2, 60, [made[0].api.url]) == ["rollout.sglang.tp_size"] * 2
 
 
+def test_servers_share_a_machines_gpus_and_colocated_ones_see_all() -> None:
+    def seen(**more: Any) -> list[tuple[int, ...] | None]:
+        return [visible_gpus(SGLangConfig(servers=2, tp_size=2, **more), local) for local in (0, 1)]
+
+    assert seen() == [None, None]
+    assert seen(gpus=[4, 5, 6, 7]) == [(4, 5), (6, 7)]
+    assert seen(gpus=[4, 5, 6, 7], colocated=True) == [(4, 5, 6, 7), (6, 7, 4, 5)]
+
+
 def test_a_stopped_server_leaves_no_shared_memory_and_others_keep_theirs(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sglang, "SHARED_MEMORY", tmp_path)
     python = tmp_path / "python"
@@ -132,15 +141,16 @@ def test_a_stopped_server_leaves_no_shared_memory_and_others_keep_theirs(tmp_pat
     config = SGLangConfig(python=str(python))
     spec = ServerSpec(0, config, tmp_path, "float32", "127.0.0.1", "key", tmp_path / "logs", cuda=False)
     stopped, other = ServerProcess(spec), ServerProcess(spec)
-    for server in (stopped, other):
-        server.start()
-        while not sglang.shared_memory(server.instance):
-            server.check()
-            time.sleep(0.01)
-    stopped.stop(0)
     try:
+        for server in (stopped, other):
+            server.start()
+            while not sglang.shared_memory(server.instance):
+                server.check()  # raises when it has ended
+                time.sleep(0.01)
+        stopped.stop(0)
         assert list(tmp_path.glob("sglang_loads_*")) == sglang.shared_memory(other.instance)
     finally:
+        stopped.stop(0)
         other.stop(0)
     assert list(tmp_path.glob("sglang_loads_*")) == []
 
@@ -182,6 +192,18 @@ def test_every_rank_learns_that_a_server_answers_nonsense() -> None:
                 assert kind == "ConfigError"
                 assert f"rollout.sglang.urls: server 0 at {url} does not say how it was started: /server_info" in text
                 assert why in text
+
+
+def test_a_server_that_comes_back_otherwise_is_not_used() -> None:
+    with servers(ok, ok) as made:
+        fits, made[1].info = made[1].info, None
+        urls = [server.api.url for server in made]
+        fleet = open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False)  # type: ignore[arg-type]
+        for info, state in ((fits | {"tp_size": 4}, "failed"), (fits, "catching_up")):
+            made[1].info = info
+            fleet.refresh()
+            assert fleet.servers[1].state == state
+            assert "was started with tp_size 4" in fleet.servers[1].why
 
 
 def opened_states(urls: list[str]) -> list[str]:

@@ -115,5 +115,7 @@ def test_shared_memory_needs_a_trainer_on_every_servers_host():
     assert choose_transport("auto", ["a", "b"], {"a", "b"}) == "tensor"
     assert choose_transport("auto", ["a", "c"], {"a", "b"}) == "distributed"
     assert choose_transport("auto", ["a", "b"], {"a", "b"}, apart=True) == "distributed"
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.gpus"):
+        choose_transport("tensor", ["a", "b"], {"a", "b"}, apart=True)
     with pytest.raises(ConfigError, match="no trainer rank runs on c"):
         choose_transport("tensor", ["a", "c"], {"a", "b"})

@@ -7,7 +7,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * the store where its ranks meet listens on one address, where torch's listens on every interface;
 * its shared memory has a name that its parent knows, and can remove when the server was killed;
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
-  or pass unseen;
+  or pass unseen (not when memory cannot be mapped: that still ends it);
 * without CUDA, stand-ins for two packages are on the path, and `sampling_seed` of a request is honoured: SGLang itself
   does that in its deterministic mode alone, whose kernels need a GPU.
 
@@ -147,6 +147,21 @@ def name_shared_memory() -> None:
     HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", name, HookType.AFTER)
 
 
+def insist_on_hooks() -> None:
+    """End a server that lacks the place of a hook: SGLang itself logs that and goes on without."""
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    apply, wanted = HookRegistry.apply_hooks, set(HookRegistry._hooks)
+
+    def apply_all() -> None:
+        apply()
+        missing = wanted - HookRegistry._patched
+        if missing:
+            raise RuntimeError(f"megarl cannot work with this version of SGLang, which lacks {', '.join(missing)}")
+
+    HookRegistry.apply_hooks = apply_all
+
+
 def honour_seeds() -> None:
     """Give every batch the `sampling_seed` of its requests, through SGLang's own registry of hooks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -176,6 +191,7 @@ if INSTANCE:
     name_shared_memory()
 if ON_CPU:
     honour_seeds()
+insist_on_hooks()
 if __name__ == "__main__":
     if KEY:
         sys.argv.append(f"--api-key={KEY}")  # a key may begin with a dash

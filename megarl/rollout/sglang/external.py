@@ -2,50 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from megarl.comm import Group, broadcast_json
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.server import HEALTH_S
 
 _SHORT_NAMES = {"float": "float32", "half": "float16"}
 _SAID = {"tp_size": int, "ep_size": int, "dp_size": int, "dtype": str, "context_length": int | None}
 
 
-def check_external(
-    fleet: Fleet, config: SGLangConfig, dtype: str, longest: int, *, asks: bool, group: Group = None
-) -> None:
+Problem = dict[str, Any]  # arguments of ConfigError
+
+
+def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | None, group: Group = None) -> None:
     """Compare what every server was started with with the recipe. Collective over `group`.
 
-    A dtype of `auto` does not pass: the server does not tell what it stands for.
+    A server that was away, or is restarted by somebody later, is examined before it is used.
 
     Args:
         fleet: of servers that answer, or have failed.
-        config: `rollout.sglang`.
-        dtype: of the weights that servers are to hold: float32 or bfloat16.
-        longest: tokens of the longest sequence; 0 is not checked.
-        asks: this rank does it for all; it is rank 0.
+        examine: `differences` on rank 0, which asks for all; None on the others.
         group: ranks of the run.
 
     Raises:
         ConfigError: on every rank, when one server differs, or does not say how it was started.
         ServerError: on every rank, when no server is left.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Problem] = []
     gone: list[list[Any]] = []
-    for server in fleet.servers if asks else []:
-        if server.state != "failed":
+    asked = [server for server in fleet.servers if server.state != "failed"] if examine is not None else []
+    if examine is not None and asked:
+        fleet.examine = functools.partial(_unfit, examine)
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = [pool.submit(examine, server) for server in asked]
+        for server, answer in zip(asked, answers, strict=True):
             try:
-                info = server.api.call("/server_info", deadline_s=config.start_timeout_s, phase="start", method="GET")
+                found += answer.result()
             except ServerError as error:
-                if error.status is None:
-                    gone.append([server.number, error.reason])
-                else:
-                    found.append(_unclear(server, error.reason))
-            else:
-                found += _differences(server, info, config, dtype, longest)
+                gone.append([server.number, error.reason])
     # The other ranks wait here, so nothing that a server answers may raise above.
     found, gone = broadcast_json([found, gone], 0, group)
     for problem in found:
@@ -55,7 +55,38 @@ def check_external(
     fleet.need_one()
 
 
-def _unclear(server: Server, why: str) -> dict[str, Any]:
+def differences(server: Server, *, config: SGLangConfig, dtype: str, longest: int) -> list[Problem]:
+    """What a server was started with that does not fit the recipe.
+
+    A dtype of `auto` does not fit: the server does not tell what it stands for.
+
+    Args:
+        config: `rollout.sglang`.
+        dtype: of the weights that servers are to hold: float32 or bfloat16.
+        longest: tokens of the longest sequence; 0 is not checked.
+
+    Raises:
+        ServerError: it does not answer.
+    """
+    try:
+        info = server.api.call("/server_info", deadline_s=HEALTH_S, phase="start", method="GET")
+    except ServerError as error:
+        if error.status is None:
+            raise
+        return [_unclear(server, error.reason)]
+    return list(_differences(server, info, config, dtype, longest))
+
+
+def _unfit(examine: Callable[[Server], list[Problem]], server: Server) -> str | None:
+    """Why a server that answers cannot be used."""
+    try:
+        problems = examine(server)
+    except ServerError as error:
+        return error.reason
+    return problems[0]["what"] if problems else None
+
+
+def _unclear(server: Server, why: str) -> Problem:
     """Arguments of ConfigError for a server that does not say how it was started."""
     return {
         "what": f"{server.api.name} at {server.api.url} does not say how it was started: /server_info: {why}",
@@ -68,7 +99,7 @@ def _unclear(server: Server, why: str) -> dict[str, Any]:
 
 def _differences(
     server: Server, info: dict[str, Any], config: SGLangConfig, dtype: str, longest: int
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Problem]:
     """Arguments of ConfigError for everything that does not fit."""
     for name, kind in _SAID.items():
         if not isinstance(info.get(name), kind):

@@ -11,7 +11,7 @@ acknowledged. The first rank of each machine owns the processes there; `refresh`
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,6 +54,9 @@ class Fleet:
         config: deadlines and the number of restarts.
         owned: processes that this rank started, by server number.
         watched: external servers whose health this rank looks after, by number.
+
+    Attributes:
+        examine: says why a server that answers cannot be used, or None; asked of those that come up from then on.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class Fleet:
     ) -> None:
         self.servers = list(servers)
         self._config, self._owned, self._watched = config, owned or {}, tuple(watched)
+        self.examine: Callable[[Server], str | None] | None = None
 
     @property
     def external(self) -> bool:
@@ -198,11 +202,16 @@ class Fleet:
         if not servers:
             return
         with ThreadPoolExecutor(len(servers)) as pool:
-            for server, why in zip(servers, pool.map(lambda s: health(s.api, end), servers), strict=True):
+            for server, why in zip(servers, pool.map(lambda s: self._ailing(s, end), servers), strict=True):
                 if why is None:
                     server.state = "catching_up"
                 else:
                     server.why = why
+
+    def _ailing(self, server: Server, end: float) -> str | None:
+        """Why this server cannot be used."""
+        why = health(server.api, end)
+        return self.examine(server) if why is None and self.examine is not None else why
 
     def _give_up(self, server: Server) -> None:
         """What does not start now does not start the next time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 from megarl.processes import address_towards
 from megarl.rollout.sglang.api import ServerApi
-from megarl.rollout.sglang.external import check_external
+from megarl.rollout.sglang.external import check_external, differences
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 
@@ -74,7 +75,8 @@ def open_fleet(
     try:
         fleet.wait_started(group)
         if config.urls:
-            check_external(fleet, config, dtype, longest, asks=_watches(place), group=group)
+            fits = functools.partial(differences, config=config, dtype=dtype, longest=longest)
+            check_external(fleet, fits if _watches(place) else None, group)
     except BaseException:
         fleet.close()
         raise
@@ -123,7 +125,6 @@ def _started(
     owned: dict[int, ServerProcess] = {}
     for local in range(here if place.is_first else 0):
         number = place.machine * here + local
-        gpus = None if config.gpus is None else tuple(config.gpus[local * config.ranks : (local + 1) * config.ranks])
         spec = ServerSpec(
             number,
             config,
@@ -133,13 +134,25 @@ def _started(
             key,
             run_dir / "servers",
             cuda,
-            gpus,
+            visible_gpus(config, local),
             random_weights,
         )
         owned[number] = ServerProcess(spec)
         owned[number].start()
     servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(config.servers)]  # addresses: wait_started
     return Fleet(servers, config, owned)
+
+
+def visible_gpus(config: SGLangConfig, local: int) -> tuple[int, ...] | None:
+    """Devices that server `local` of a machine sees, its own first; None: all that this process sees.
+
+    A colocated one sees those of the others, too: trainer ranks on all of them hand it memory to map.
+    """
+    if config.gpus is None:
+        return None
+    first, end = local * config.ranks, (local + 1) * config.ranks
+    own, others = config.gpus[first:end], config.gpus[:first] + config.gpus[end:]
+    return (*own, *others) if config.colocated else tuple(own)
 
 
 def host_address(configured: str | None, machines: int) -> str:

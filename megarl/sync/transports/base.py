@@ -85,6 +85,10 @@ class Transport(ABC):
     def buffer(self, nbytes: int) -> Tensor:
         """uint8 [nbytes] to fill buckets into."""
 
+    def broken(self) -> str | None:
+        """Why no update can succeed any more, as far as this rank knows. Every rank is asked before an update."""
+        return None
+
     def start(self, version: int, targets: Sequence[Target]) -> None:  # noqa: B027 (most have nothing to do)
         """An update of `targets` begins; they are open for tensors."""
 

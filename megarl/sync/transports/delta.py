@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import subprocess
 import sys
 import threading
@@ -89,12 +90,16 @@ class DeltaTransport(Transport):
         """Host memory."""
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def broken(self) -> str | None:
+        """The relay that this rank started has ended."""
+        if self._process is None or self._process.poll() is None:
+            return None
+        return f"the weight relay of {socket.gethostname()} ended (exit code {self._process.returncode})"
+
     def start(self, version: int, targets: Sequence[Target]) -> None:
         """Buckets that follow are of this version. Servers say what they hold: somebody else may have loaded it."""
         self._version, self.sent_bytes = version, 0
         self._relayed, self._current, self._put, self._lost = {}, set(), {}, {}
-        if self._process is not None and self._process.poll() is not None:
-            raise WorkerError(f"the weight relay of this host ended (exit code {self._process.returncode})")
         with ThreadPoolExecutor(max(len(targets), 1)) as pool:
             current = pool.map(self._holds_what_it_was_given, targets)
             self._current = {target.number for target, holds in zip(targets, current, strict=True) if holds}
@@ -185,18 +190,19 @@ class DeltaTransport(Transport):
         client = None
         try:
             if host in self._lost:
-                raise RelayRefused(self._lost[host])  # the next server need not wait for a deadline, too
+                raise RelayRefused(self._lost[host])  # the next server need not wait for the deadline, too
             with self._connecting:
                 client = self._clients.get(host) or RelayClient(self.relays[host], self.key, self.deadline_s)
                 self._clients[host] = client
             return client.call({"sender": self.name, "bucket": number} | header, *bodies)
         except (OSError, RelayRefused) as error:
+            reason = str(error)
             with self._connecting:
                 if isinstance(error, OSError):
-                    self._lost[host] = str(error)
+                    reason = self._lost.setdefault(host, reason)  # of the first one: it closed the others' connection
                     if self._clients.get(host) is client:
                         self._clients.pop(host, None)  # in the middle of a message it is of no more use
-            raise ServerError(target.api.name, target.api.url, f"relay on {host}", str(error)) from error
+            raise ServerError(target.api.name, target.api.url, f"relay on {host}", reason) from error
 
     def _relay(self, target: Target, number: int, bucket: Bucket) -> bool:
         """Bring the relay's bucket to this version: by the delta if it has the base (True), else whole."""
