@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
 from megarl.config.checklist import Checklist, divisors
@@ -14,7 +16,7 @@ EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
 #: Arguments of the server that megarl gives itself; the last one counts, so another of these would undo a check.
 _OURS = (
     *("--model-path", "--model", "--dtype", "--load-format", "--skip-tokenizer-init", "--device"),
-    *("--host", "--port", "--api-key", "--admin-api-key"),
+    *("--custom-weight-loader", "--host", "--port", "--api-key", "--admin-api-key"),
     *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep", "--tp"),
     *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
 )
@@ -69,6 +71,16 @@ def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
                 fix="write every address with http:// in front, and once",
             )
             return
+        if servers.api_key_env is not None and servers.api_key_env not in os.environ:
+            checks.fail(
+                _NAME,
+                "rollout.sglang.api_key_env",
+                "this environment variable is not set",
+                found=servers.api_key_env,
+                allowed="the name of a variable with the servers' API key, or null",
+                fix="export it, or set rollout.sglang.api_key_env=null",
+            )
+            return
         checks.ok(_NAME, f"{', '.join(servers.urls)}: asked when the run starts")
         return
     try:
@@ -119,7 +131,7 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
             fix="set rollout.sglang.host=null",
         )
     key = "rollout.sglang.servers"
-    if not checks.divides(_NAME, key, servers.servers, nnodes, key, "cluster.nnodes"):
+    if not checks.divides(_NAME, key, servers.servers, nnodes, "the number", "cluster.nnodes"):
         return
     needed = servers.servers // nnodes * servers.ranks
     if servers.gpus is not None and len(servers.gpus) != needed:
@@ -172,8 +184,7 @@ def _check_arguments(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_limits(config: RunConfig, checks: Checklist) -> None:
-    servers, cluster = config.rollout.sglang, config.cluster
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    servers, cluster, longest = config.rollout.sglang, config.cluster, config.longest_sequence()
     if servers.context_length is not None and servers.context_length < longest:
         checks.fail(
             _NAME,

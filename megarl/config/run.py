@@ -87,6 +87,11 @@ class RunConfig(Section):
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")
 
+    def longest_sequence(self) -> int:
+        """Tokens of the longest prompt and response that are generated, held-out ones included."""
+        sampled = [self.rollout.sampling, *([self.validation.sampling] if self.data.val_files else [])]
+        return self.data.max_prompt_tokens + max(sampling.max_new_tokens for sampling in sampled)
+
     def updates(self, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
         """Optimizer steps of a role in the whole run, when it does not train in the first `resting` training steps."""
         minis = self.data.batch_size // (role.mini_batch_size or self.data.batch_size)

@@ -16,7 +16,7 @@ class SyncConfig(Section):
         "auto",
         description="tensor: shared memory or CUDA IPC on the server's host; distributed: broadcast over gloo or nccl; "
         "disk: safetensors in a folder that both see; delta: changed elements to a relay on the server's host; auto: "
-        "tensor where every server shares a host with the trainer, distributed otherwise",
+        "tensor where every server shares a host with the trainer and has no GPUs of its own, distributed otherwise",
     )
     bucket_mb: PositiveInt = Field(256, description="MB (10**6 bytes) of a bucket; two exist at a time on a sender")
     dtype: Literal["model", "bf16", "fp32"] = Field(

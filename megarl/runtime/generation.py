@@ -48,7 +48,7 @@ def use_servers(c: Controller) -> None:
             str(DTYPES[dtype]).removeprefix("torch."),
             cuda=has_cuda(),
             random_weights=True,
-            longest=config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens,
+            longest=config.longest_sequence(),
         )
     server = ServerLayout(config.rollout.sglang.tp_size, config.rollout.sglang.ep_size)
     if config.rollout.sglang.colocated:

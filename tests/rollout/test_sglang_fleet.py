@@ -124,6 +124,16 @@ def test_every_rank_refuses_it() -> None:
         assert run_distributed(opened, 2, 60, [made[0].api.url]) == ["rollout.sglang.tp_size"] * 2
 
 
+def test_an_address_of_another_machine_is_refused_with_its_key(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {sglang.TESTED}\n")
+    python.chmod(0o755)
+    config = SGLangConfig(python=str(python))
+    spec = ServerSpec(0, config, tmp_path, "float32", "192.0.2.1", "key", tmp_path / "logs", cuda=False)
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.host"):
+        ServerProcess(spec).start()
+
+
 def test_servers_share_a_machines_gpus_and_colocated_ones_see_all() -> None:
     def seen(**more: Any) -> list[tuple[int, ...] | None]:
         return [visible_gpus(SGLangConfig(servers=2, tp_size=2, **more), local) for local in (0, 1)]

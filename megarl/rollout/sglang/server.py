@@ -23,7 +23,7 @@ from megarl.compat.sglang import (
     shared_memory,
 )
 from megarl.config.sglang import SGLangConfig
-from megarl.errors import ServerError
+from megarl.errors import ConfigError, ServerError
 from megarl.processes import free_port
 from megarl.rollout.sglang.api import ServerApi
 
@@ -119,9 +119,22 @@ class ServerProcess:
         sglang_version(self._python)
 
     def start(self) -> None:
-        """Start the process and return at once; `health` of its `api` tells when it answers."""
+        """Start the process and return at once; `health` of its `api` tells when it answers.
+
+        Raises:
+            ConfigError: this machine does not have the address that it is to listen on.
+        """
         spec = self.spec
-        port = free_port(spec.host)
+        try:
+            port = free_port(spec.host)
+        except OSError as error:
+            raise ConfigError(
+                f"servers cannot listen there: {error}",
+                where="rollout.sglang.host",
+                found=spec.host,
+                allowed="the address of an interface of this machine, or null",
+                fix="set rollout.sglang.host=null",
+            ) from error
         self.api = ServerApi(f"http://{spec.host}:{port}", spec.api_key, spec.name)
         self.instance = f"megarl_{secrets.token_hex(8)}"
         environment = server_environment(
