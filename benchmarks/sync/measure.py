@@ -9,8 +9,8 @@ way an SGLang server does and copies the tensors into its own. Seconds are wall 
 to end, gathering included, the least of several after a first one that is not counted. Limits, measured in the same
 run: copying through shared memory, a loopback connection, a gloo broadcast, and comparing all words with a copy, below
 which no delta can be found. Then the time to plan: 1,000 tensors, and a model like DeepSeek-V3 from EP64 x PP16 to 32
-servers of tp 8 x ep 8 (names and shapes alone). Wall seconds mean
-something only while nothing else runs: the share that others took is printed.
+servers of tp 8 x ep 8 (names and shapes alone). Wall seconds mean something only while nothing else runs: the share
+that others took is printed.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ BUCKET_MB = 100
 DEADLINE_S = 120.0
 CHANGED = 0.01  # elements that a delta brings
 REPEATS = 10
+_RUN = "bench"  # in versions' names
 _LINKED = "MEGARL_BENCH_LINK"  # set in the process that runs on the slow interface
 _SLOW = 'ip link set lo up && tc qdisc add dev lo root tbf rate "$0"gbit burst 1mb latency 50ms && exec "$@"'
 
@@ -122,12 +123,11 @@ class _Update:
 
         held = self.version or None
         self.version += 1
-        update = ServerUpdate(
-            self.api, version_tag(self.version, "bench"), session=self.transport.session, deadline_s=DEADLINE_S
-        )
+        tag = version_tag(self.version, _RUN)
+        update = ServerUpdate(self.api, tag, session=self.transport.session, deadline_s=DEADLINE_S)
         update.pause("abort")
         update.begin()
-        target = Target(0, self.api, held, None if held is None else version_tag(held, "bench"))
+        target = Target(0, self.api, held, _RUN)
         self.transport.start(self.version, [target])
         failed = self.courier.run([0], [target]).failed
         if failed:

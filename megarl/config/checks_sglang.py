@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
 from megarl.config.checklist import Checklist, divisors
@@ -71,15 +69,10 @@ def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
                 fix="write every address with http:// in front, and once",
             )
             return
-        if servers.api_key_env is not None and servers.api_key_env not in os.environ:
-            checks.fail(
-                _NAME,
-                "rollout.sglang.api_key_env",
-                "this environment variable is not set",
-                found=servers.api_key_env,
-                allowed="the name of a variable with the servers' API key, or null",
-                fix="export it, or set rollout.sglang.api_key_env=null",
-            )
+        try:
+            servers.external_key()
+        except ConfigError as error:
+            checks.from_error(_NAME, error)
             return
         checks.ok(_NAME, f"{', '.join(servers.urls)}: asked when the run starts")
         return

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
+from megarl.errors import ConfigError
 
 
 class SGLangConfig(Section):
@@ -58,6 +61,23 @@ class SGLangConfig(Section):
         60.0, description="a server that gives no sign of life for so long is taken for dead"
     )
     max_restarts: NonNegativeInt = Field(3, description="restarts of each server in a run")
+
+    def external_key(self) -> str | None:
+        """API key of the servers in `urls`, out of the environment; None: they have none.
+
+        Raises:
+            ConfigError: the variable is not set.
+        """
+        name = self.api_key_env
+        if name is not None and name not in os.environ:
+            raise ConfigError(
+                "this environment variable is not set",
+                where="rollout.sglang.api_key_env",
+                found=name,
+                allowed="the name of a variable with the servers' API key, or null",
+                fix="export it, or set rollout.sglang.api_key_env=null",
+            )
+        return None if name is None else os.environ[name]
 
     @property
     def count(self) -> int:

@@ -205,8 +205,7 @@ class WeightSync:
 
     def _target(self, number: int) -> Target:
         server = self.fleet.servers[number]
-        held = server.version
-        return Target(number, server.api, held, None if held is None else version_tag(held, self.run))
+        return Target(number, server.api, server.version, self.run)
 
     def _update(self, number: int) -> ServerUpdate:
         api = self.fleet.servers[number].api
@@ -369,16 +368,11 @@ def choose_transport(wanted: str, servers: Sequence[str], trainers: set[str], *,
     away = [host for host in servers if host not in trainers]
     if wanted == "auto":
         return "distributed" if away or apart else "tensor"
-    if wanted == "tensor" and away:
+    if wanted == "tensor" and (away or apart):
         raise ConfigError(
-            f"no trainer rank runs on {away[0]}, so memory cannot be shared with the server there",
-            where="sync.transport",
-            found=wanted,
-            allowed="auto, distributed, disk or delta",
-        )
-    if wanted == "tensor" and apart:
-        raise ConfigError(
-            "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's",
+            f"no trainer rank runs on {away[0]}, so memory cannot be shared with the server there"
+            if away
+            else "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's",
             where="sync.transport",
             found=wanted,
             allowed="auto, distributed, disk or delta",

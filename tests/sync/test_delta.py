@@ -16,12 +16,13 @@ from megarl.errors import ServerError
 from megarl.kernels import delta as kernels
 from megarl.sync.delta import Delta, apply_delta, make_delta
 from megarl.sync.plan import Place, ServerLayout, make_plan
+from megarl.sync.protocol import version_tag
 from megarl.sync.relay import Relay, RelayClient, RelayRefused, _proof, read_message, send_message, serve
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.delta import DeltaTransport
 from tests.sync.layouts import config, trainer
 
-KEY = "a key"
+KEY, RUN = "a key", "a run"
 
 
 ITEMSIZES = (1, 2, 4)
@@ -206,11 +207,11 @@ class Sender:
 
     def send(self, version: int, held: int | None) -> tuple[int, list[str]]:
         """Bytes to the relay, and in which forms the server was handed anything. It holds everything afterwards."""
-        target, self.api.formats = Target(0, self.api, held, None if held is None else str(held)), []
+        target, self.api.formats = Target(0, self.api, held, RUN), []
         self.transport.start(version, [target])
         self.transport.put(0, self.bucket, self.flat.split([entry.nbytes for entry in self.bucket.entries]))
         self.transport.deliver(target, 0, self.bucket, self.flat)
-        self.api.receiver.version = str(version)
+        self.api.receiver.version = own(version)
         for entry in self.bucket.entries:
             got = self.api.receiver.tensors[entry.name].view(torch.uint8).flatten()
             assert torch.equal(got, self.flat[entry.offset : entry.offset + entry.nbytes])
@@ -218,6 +219,11 @@ class Sender:
 
 
 WHOLE = "flattened_bucket"
+
+
+def own(version: int) -> str:
+    """What a server calls a version of this run."""
+    return version_tag(version, RUN)
 
 
 def test_only_what_changed_travels_and_is_written(relay):
@@ -255,7 +261,7 @@ def test_a_server_that_cannot_be_patched_gets_the_tensors_that_changed(relay, sa
 def test_a_server_without_the_base_gets_everything_without_the_network(relay):
     sender = Sender(relay[1])
     sender.send(1, None)
-    for version, held, said in ((2, None, "1"), (3, 2, "somebody else's"), (4, 2, "2")):
+    for version, held, said in ((2, None, own(1)), (3, 2, "somebody else's"), (4, 2, own(2))):
         sender.change(3)
         sender.api.receiver.version, sender.api.receiver.tensors = said, {}
         sent, formats = sender.send(version, held)

@@ -75,8 +75,8 @@ def open_fleet(
     try:
         fleet.wait_started(group)
         if config.urls:
-            fits = functools.partial(differences, config=config, dtype=dtype, longest=longest)
-            check_external(fleet, fits if _watches(place) else None, group)
+            examine = functools.partial(differences, config=config, dtype=dtype, longest=longest)
+            check_external(fleet, examine if _watches(place) else None, group)
     except BaseException:
         fleet.close()
         raise
@@ -84,16 +84,7 @@ def open_fleet(
 
 
 def _external(config: SGLangConfig, place: Place) -> Fleet:
-    key = None
-    if config.api_key_env is not None:
-        key = os.environ.get(config.api_key_env)
-        if key is None:
-            raise ConfigError(
-                "this environment variable is not set",
-                where="rollout.sglang.api_key_env",
-                found=config.api_key_env,
-                fix="export it with the servers' API key, or set rollout.sglang.api_key_env=null",
-            )
+    key = config.external_key()
     servers = [Server(i, ServerApi(url.rstrip("/"), key, f"server {i}")) for i, url in enumerate(config.urls)]
     return Fleet(servers, config, watched=range(len(servers)) if _watches(place) else ())
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megarl.rollout.sglang.api import ServerApi
 from megarl.sync.plan import Bucket
+from megarl.sync.protocol import version_tag
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,18 @@ class Target:
         number: in the plan.
         api: the way to call it.
         version: the last one that it got as a whole, if any.
-        tag: what it calls that version, unless somebody else has loaded it since.
+        run: name of the run, part of what it calls its versions.
     """
 
     number: int
     api: ServerApi
     version: int | None = None
-    tag: str | None = None
+    run: str = ""
+
+    @property
+    def tag(self) -> str | None:
+        """What it calls its version, unless somebody else has loaded it since."""
+        return None if self.version is None else version_tag(self.version, self.run)
 
 
 class LoaderCheck:
