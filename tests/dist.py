@@ -39,7 +39,7 @@ def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 24
         ]
         for process in ranks:
             process.start()
-        _wait(ranks, Path(folder), time.monotonic() + timeout)
+        wait_for_ranks(ranks, Path(folder), time.monotonic() + timeout)
         return [_read(Path(folder), rank) for rank in range(world_size)]
 
 
@@ -101,30 +101,33 @@ def _import_root(module: str) -> str:
     return str(path.parents[module.count(".")])
 
 
-def _wait(ranks: list, folder: Path, deadline: float) -> None:
+def wait_for_ranks(ranks: list, folder: Path, deadline: float) -> None:
+    """Until every rank has ended; AssertionError with the first traceback when one fails, however many end at once."""
     try:
         while any(p.is_alive() for p in ranks):
-            errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime)
-            if errors:
-                raise AssertionError(f"rank {errors[0].stem} failed:\n{errors[0].read_text()}")
+            _raise_first_error(folder)
             if any(p.exitcode not in (None, 0) for p in ranks):
-                time.sleep(0.5)
-                if not any(folder.glob("*.error")):
-                    raise AssertionError(f"exit codes without a traceback: {[p.exitcode for p in ranks]}")
+                time.sleep(0.5)  # a traceback that is just being written
+                break
             if time.monotonic() > deadline:
                 raise AssertionError(
                     f"still running at the deadline: {[i for i, p in enumerate(ranks) if p.is_alive()]}"
                 )
             time.sleep(0.05)
-        errors = sorted(folder.glob("*.error"))
-        if errors or any(p.exitcode for p in ranks):
-            text = errors[0].read_text() if errors else "no traceback"
-            raise AssertionError(f"exit codes {[p.exitcode for p in ranks]}:\n{text}")
+        _raise_first_error(folder)
+        if any(p.exitcode for p in ranks):
+            raise AssertionError(f"exit codes without a traceback: {[p.exitcode for p in ranks]}")
     finally:
         for process in ranks:
             if process.is_alive():
                 process.kill()
             process.join(5)
+
+
+def _raise_first_error(folder: Path) -> None:
+    errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime)
+    if errors:
+        raise AssertionError(f"rank {errors[0].stem} failed:\n{errors[0].read_text()}")
 
 
 def _rank_main(names: tuple, rank: int, world_size: int, port: int, folder: str, timeout: float, args: tuple) -> None:
