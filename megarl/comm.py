@@ -7,6 +7,7 @@ They move CPU tensors, so the group's backend must serve the CPU (`megarl.device
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -14,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl.errors import WorkerError
 from megarl.metrics import Metrics
+from megarl.processes import LOOPBACK, address_towards
 
 Group: TypeAlias = dist.ProcessGroup | None
 
@@ -94,6 +97,43 @@ def reduce_metrics(metrics: Metrics, group: Group = None) -> Metrics:
     for part in all_gather_json(metrics.to_json(), group):
         total.merge(Metrics.from_json(part))
     return total
+
+
+def address_for_others(machine: str, group: Group = None) -> str:
+    """Address at which the ranks of other machines reach this one, loopback when there are none; collective.
+
+    A machine's name will not do: others need not know it, and on the machine itself it may stand for a loopback
+    address.
+
+    Args:
+        machine: name that tells this rank's machine from others.
+        group: ranks of all machines; its first rank is on the one that MASTER_ADDR names.
+
+    Raises:
+        WorkerError: no interface of a machine leads to the first one, or of the first one to the others.
+    """
+    machines = all_gather_json(machine, group)
+    if len(set(machines)) == 1:
+        return LOOPBACK[0]
+    # Every other machine reaches the first, which learns from them which of its own interfaces leads back.
+    first = machine == machines[0]
+    mine = (None, None) if first else _way(os.environ["MASTER_ADDR"], machine)
+    found = all_gather_json(mine, group)
+    if first:
+        mine = _way(next((address for address, _ in found if address), os.environ["MASTER_ADDR"]), machine)
+    address, error = mine
+    error = next((error for _, error in found if error), error)
+    if address is None or error is not None:
+        raise WorkerError(f"machines cannot reach each other: {error}")
+    return address
+
+
+def _way(other: str, machine: str) -> tuple[str | None, str | None]:
+    """Address of this machine that leads to `other`, or what is wrong."""
+    try:
+        return address_towards(other), None
+    except OSError as error:
+        return None, f"no address of {machine} leads to {other}: {error}"
 
 
 def _block(data: bytes, width: int) -> Tensor:

@@ -13,6 +13,7 @@ import threading
 import time
 from pathlib import Path
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PR_SET_PDEATHSIG = 1
 
 

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from megarl.comm import all_gather_json, broadcast_json, group_size
+from megarl.comm import address_for_others, all_gather_json, broadcast_json, group_size
 from megarl.config.sync import SyncConfig
 from megarl.device import DTYPES, device, has_cuda
 from megarl.errors import ConfigError, ServerError, WorkerError
@@ -37,8 +37,8 @@ from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_hf_tensors, layout_of_all
 from megarl.models.weights.fill import coordinate
 from megarl.phase import phase
+from megarl.processes import LOOPBACK
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.launch import LOOPBACK
 from megarl.sync import verify
 from megarl.sync.courier import Courier, Sent
 from megarl.sync.keeper import Keeper
@@ -119,8 +119,8 @@ class WeightSync:
         model_dtype = chunks[0].config.params_dtype
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks))
-        names = _host_names()
-        hosts = _server_hosts([s.api.url for s in fleet.servers], names)
+        names, addresses = hosts_of_ranks()
+        hosts = _server_hosts([s.api.url for s in fleet.servers], names, addresses)
         layouts = [dataclasses.replace(server, host=host) for host in hosts]
         apart = has_cuda() and fleet.on_other_gpus
         self.transport_name = choose_transport(config.transport, hosts, set(names.values()), apart=apart)
@@ -136,7 +136,7 @@ class WeightSync:
             one_replica=kind.one_replica,
             senders_per_stage=kind.senders_per_stage,
         )
-        self.transport = self._make_transport(run_dir, names)
+        self.transport = self._make_transport(run_dir, names, addresses)
         at, live = self.transport.device, self.transport.live
         source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype, at, live=live)
         self.courier = Courier(source, self.transport)
@@ -168,7 +168,7 @@ class WeightSync:
         self.transport.close()
         self.courier.release()
 
-    def _make_transport(self, run_dir: Path, names: dict[int, str]) -> Transport:
+    def _make_transport(self, run_dir: Path, names: dict[int, str], addresses: dict[str, str]) -> Transport:
         limit = self.config.timeout_s
         if self.transport_name == "tensor":
             return TensorTransport(self.plan, device(), limit)
@@ -176,7 +176,7 @@ class WeightSync:
             return DistributedTransport(self.plan, device(), limit, self.config.address)
         if self.transport_name == "delta":
             hosts = {at.host for at in self.plan.servers}
-            relays, key, mine = relays_of_all(hosts, names, self.config, run_dir)
+            relays, key, mine = relays_of_all(hosts, names, addresses, self.config, run_dir)
             return DeltaTransport(self.plan, relays, key, f"{self.rank}", limit, mine)
         folder = Path(self.config.folder) if self.config.folder else run_dir / "sync"
         return DiskTransport(folder, self.rank, self.hf, limit)
@@ -380,26 +380,43 @@ def choose_transport(wanted: str, servers: Sequence[str], trainers: set[str], *,
     return wanted
 
 
-def _host_names() -> dict[int, str]:
-    """Host of every rank."""
-    return dict(enumerate(all_gather_json(socket.gethostname())))
+def hosts_of_ranks() -> tuple[dict[int, str], dict[str, str]]:
+    """Name of every rank's host, and the address at which others reach each host; collective.
+
+    Raises:
+        WorkerError: a host finds no way to the others.
+    """
+    mine = socket.gethostname()
+    found = all_gather_json([mine, address_for_others(mine)])
+    return {rank: name for rank, (name, _) in enumerate(found)}, dict(found)
 
 
-def _server_hosts(urls: Sequence[str], names: dict[int, str]) -> list[str]:
+def _server_hosts(urls: Sequence[str], names: dict[int, str], addresses: dict[str, str]) -> list[str]:
     """Host of every server. The first rank resolves for all: ranks that disagree would follow different plans."""
     is_first = group_size() == 1 or dist.get_rank() == 0
-    return broadcast_json([_host_of(url, names) for url in urls] if is_first else None, 0)
+    return broadcast_json([host_of(url, names[0], addresses) for url in urls] if is_first else None, 0)
 
 
-def _host_of(url: str, names: dict[int, str]) -> str:
-    """Host of a server, in the names of the trainer's hosts where it is one of them."""
+def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
+    """Host of a server, in the names of the trainer's hosts where it is one of them.
+
+    Args:
+        url: of the server.
+        here: name of this host.
+        addresses: at which others reach each of the trainer's hosts. A host may know its own name as a loopback
+            address only.
+    """
     host = urlsplit(url).hostname or ""
     if host in LOOPBACK:
-        return names[0] if len(set(names.values())) == 1 else host
-    for name in dict.fromkeys(names.values()):
-        try:
-            if host in (name, *socket.gethostbyname_ex(name)[2]):
-                return name
-        except OSError:
-            continue
+        return here if len(addresses) == 1 else host
+    for name, address in addresses.items():
+        if host in (name, address, *_looked_up(name)):
+            return name
     return host
+
+
+def _looked_up(name: str) -> list[str]:
+    try:
+        return socket.gethostbyname_ex(name)[2]
+    except OSError:
+        return []

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl import comm
 from megarl.errors import ConfigError, WorkerError
-from megarl.sync.transports import delta
-from megarl.sync.updater import choose_transport
+from megarl.sync.updater import choose_transport, host_of
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
 from tests.sync.receivers import fleet_of, receivers
@@ -64,27 +64,57 @@ NAMES = {0: "machine0", 1: "machine0", 2: "machine1", 3: "machine2"}
 WAYS = {"machine0": {"10.0.0.2": "10.0.0.1"}, "machine1": {"first": "10.0.0.2"}, "machine2": {"first": "10.0.1.3"}}
 
 
-def test_a_relay_listens_on_the_interface_that_leads_to_the_other_machines(monkeypatch):
-    def address(rank: int, names: dict[int, str]) -> str:
-        # A machine may know its own name as a loopback address.
-        monkeypatch.setattr(delta, "address_towards", lambda host: WAYS[NAMES[rank]].get(host, "127.0.1.1"))
-        return delta.address_of_host(names, rank)
-
+def addresses(monkeypatch, machine: str) -> str:
+    """The address of `machine`; a machine may know its own name as a loopback address."""
     monkeypatch.setenv("MASTER_ADDR", "first")
-    monkeypatch.setattr(delta, "all_gather_json", lambda mine: [WAYS[name].get("first") for name in NAMES.values()])
-    assert [address(rank, NAMES) for rank in NAMES] == ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.1.3"]
-    assert {address(rank, dict.fromkeys(NAMES, "machine0")) for rank in NAMES} == {"127.0.0.1"}
+    monkeypatch.setattr(comm, "address_towards", lambda host: WAYS[machine].get(host, "127.0.1.1"))
+    # The first collective tells who is where, the second what the others found.
+    told = iter([list(NAMES.values()), [(WAYS[name].get("first"), None) for name in NAMES.values()]])
+    monkeypatch.setattr(comm, "all_gather_json", lambda mine, group: next(told))
+    return comm.address_for_others(machine)
+
+
+def test_a_machine_is_reached_at_the_interface_that_leads_to_the_others(monkeypatch):
+    found = [addresses(monkeypatch, machine) for machine in NAMES.values()]
+    assert found == ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.1.3"]
+
+
+def test_one_machine_needs_no_other_address_than_loopback():
+    assert comm.address_for_others("machine0") == "127.0.0.1"
+
+
+def test_a_server_is_found_on_the_first_machine_even_where_its_name_is_a_loopback_address(monkeypatch):
+    known = {"machine0": ["127.0.1.1"], "machine1": ["10.0.0.2", "192.168.0.2"]}
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], known[name]))
+    addresses = {"machine0": "10.0.0.1", "machine1": "10.0.0.2"}
+    hosts = ["10.0.0.1", "machine1", "192.168.0.2", ELSEWHERE, "127.0.0.1"]
+    found = [host_of(f"http://{host}:30000", "machine0", addresses) for host in hosts]
+    assert found == ["machine0", "machine1", "machine1", ELSEWHERE, "127.0.0.1"]
+    assert host_of("http://127.0.0.1:30000", "machine0", {"machine0": "127.0.0.1"}) == "machine0"
 
 
 def no_way(host: str) -> str:
     raise OSError("Network is unreachable")
 
 
-def test_a_machine_without_a_way_to_the_others_says_so(monkeypatch):
-    monkeypatch.setenv("MASTER_ADDR", "first")
-    monkeypatch.setattr(delta, "address_towards", no_way)
-    with pytest.raises(WorkerError, match="no address of machine1 leads to first"):
-        delta.address_of_host(NAMES, 2)
+def without_a_way() -> str:
+    """Each rank is a machine, and the second does not find the first."""
+    import torch.distributed as dist
+
+    from megarl import comm
+
+    if dist.get_rank() == 1:
+        comm.address_towards = no_way
+    try:
+        comm.address_for_others(f"machine{dist.get_rank()}")
+    except WorkerError as error:
+        return str(error)
+
+
+@pytest.mark.procs
+def test_a_machine_without_a_way_to_the_others_ends_the_run_everywhere():
+    error = "machines cannot reach each other: no address of machine1 leads to 127.0.0.1: Network is unreachable"
+    assert run_distributed(without_a_way, 2, 60) == [error] * 2
 
 
 def relays_of_two_machines(run_dir: str) -> list[str]:
@@ -94,9 +124,13 @@ def relays_of_two_machines(run_dir: str) -> list[str]:
     from megarl.config.sync import SyncConfig
     from megarl.sync.relay import RelayClient
     from megarl.sync.transports.delta import relays_of_all
+    from megarl.sync.updater import hosts_of_ranks
 
-    names = {0: "machine0.invalid", 1: "machine1.invalid"}
-    relays, key, process = relays_of_all(set(names.values()), names, SyncConfig(), Path(run_dir))
+    rank, look_up = dist.get_rank(), socket.gethostname
+    socket.gethostname = lambda: f"machine{rank}.invalid"
+    names, addresses = hosts_of_ranks()
+    socket.gethostname = look_up
+    relays, key, process = relays_of_all(set(names.values()), names, addresses, SyncConfig(), Path(run_dir))
     for address in relays.values():
         RelayClient(address, key, 60.0).close()
     dist.barrier()

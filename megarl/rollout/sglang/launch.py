@@ -8,17 +8,14 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.comm import Group, broadcast_json
+from megarl.comm import Group, address_for_others, broadcast_json
 from megarl.config.run import ClusterConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
-from megarl.processes import address_towards
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.external import check_external, differences
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,8 @@ def open_fleet(
     else:
         # In memory alone: no file and no command line has it.
         key = broadcast_json(secrets.token_urlsafe(32), 0, group)
-        fleet = _started(config, place, run_dir, model, dtype, key, cuda, random_weights)
+        host = config.host or address_for_others(f"machine {place.machine}", group)
+        fleet = _started(config, place, run_dir, model, dtype, host, key, cuda, random_weights)
     try:
         fleet.wait_started(group)
         if config.urls:
@@ -100,6 +98,7 @@ def _started(
     run_dir: Path,
     model: Path,
     dtype: str,
+    host: str,
     key: str,
     cuda: bool,
     random_weights: bool,
@@ -121,7 +120,7 @@ def _started(
             config,
             model,
             dtype,
-            host_address(config.host, place.machines),
+            host,
             key,
             run_dir / "servers",
             cuda,
@@ -144,12 +143,3 @@ def visible_gpus(config: SGLangConfig, local: int) -> tuple[int, ...] | None:
     first, end = local * config.ranks, (local + 1) * config.ranks
     own, others = config.gpus[first:end], config.gpus[:first] + config.gpus[end:]
     return (*own, *others) if config.colocated else tuple(own)
-
-
-def host_address(configured: str | None, machines: int) -> str:
-    """Address that servers of this machine listen on: one interface, loopback when it can be."""
-    if configured is not None:
-        return configured
-    if machines == 1:
-        return LOOPBACK[0]
-    return address_towards(os.environ["MASTER_ADDR"])

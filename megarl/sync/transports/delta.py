@@ -31,7 +31,6 @@ from megarl.compat.sglang import PATCH_LOADER
 from megarl.config.sync import SyncConfig
 from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.phase import beat
-from megarl.processes import address_towards
 from megarl.sync.delta import Delta, make_delta
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
 from megarl.sync.relay import KEY_VARIABLE, RelayClient, RelayRefused
@@ -245,7 +244,7 @@ def start_relay(
 
 
 def relays_of_all(
-    hosts: set[str], names: dict[int, str], config: SyncConfig, run_dir: Path
+    hosts: set[str], names: dict[int, str], addresses: dict[str, str], config: SyncConfig, run_dir: Path
 ) -> tuple[dict[str, tuple[str, int]], str, subprocess.Popen[bytes] | None]:
     """A relay on every host of servers, started by the first trainer rank there; collective.
 
@@ -268,32 +267,9 @@ def relays_of_all(
     key = broadcast_json(secrets.token_urlsafe(32), 0)
     mine: list[tuple[str, int]] = []
     process = None
-    address = address_of_host(names, rank)
+    address = addresses[names[rank]]
     if names[rank] in hosts and rank == min(other for other, name in names.items() if name == names[rank]):
         process, port = start_relay(run_dir / "sync", key, config.timeout_s, address)
         mine.append((address, port))
     relays = {names[other]: (at[0], at[1]) for other, found in enumerate(all_gather_json(mine)) for at in found}
     return relays, key, process
-
-
-def address_of_host(names: dict[int, str], rank: int) -> str:
-    """Address at which the ranks of other hosts reach this one, loopback when there are none; collective.
-
-    A host's name will not do: others need not know it, and on the host itself it may stand for a loopback address.
-
-    Raises:
-        WorkerError: no interface of this host leads to another one.
-    """
-    if len(set(names.values())) == 1:
-        return "127.0.0.1"
-    # Every other host reaches the first, which learns from them which of its own interfaces leads back.
-    first = names[rank] == names[0]
-    found = all_gather_json(None if first else _towards(os.environ["MASTER_ADDR"], names[rank]))
-    return _towards(next(address for address in found if address), names[rank]) if first else str(found[rank])
-
-
-def _towards(other: str, name: str) -> str:
-    try:
-        return address_towards(other)
-    except OSError as error:
-        raise WorkerError(f"no address of {name} leads to {other}, so no weight relay can listen: {error}") from error
