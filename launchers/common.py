@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from megarl.errors import ConfigError, MegarlError, UserError
 from megarl.launchers.output import OutputLog
-from megarl.processes import write_atomically
+from megarl.processes import has_nvidia_device, write_atomically
 from megarl.runtime.health import forget
 from megarl.runtime.worker import WATCHED
 from megarl.tracking.close import close_run
@@ -256,8 +256,3 @@ def warn_of_few_cores(job: Job, environment: Mapping[str, str], workers_here: in
 def available_cores() -> int:
     """CPU cores this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def has_nvidia_device() -> bool:
-    """True when an NVIDIA driver is loaded; answered without importing torch."""
-    return Path("/dev/nvidiactl").exists()

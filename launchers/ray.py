@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError, WorkerError
-from megarl.launchers.common import Job, available_cores, has_nvidia_device, process_environment
+from megarl.launchers.common import Job, available_cores, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.supervise import signal_rank
+from megarl.processes import has_nvidia_device
 
 if TYPE_CHECKING:
     from megarl.config.run import ClusterConfig

@@ -56,6 +56,11 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def has_nvidia_device() -> bool:
+    """True when an NVIDIA driver is loaded; answered without importing torch."""
+    return Path("/dev/nvidiactl").exists()
+
+
 def oom_kills(root: Path = Path("/")) -> int:
     """How often the kernel's out-of-memory killer struck: on this machine since boot and in this memory cgroup.
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+
 from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
 from megarl.config.checklist import Checklist, divisors
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
+from megarl.processes import has_nvidia_device
 
 _NAME = "servers"
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
@@ -18,6 +21,13 @@ _OURS = (
     *("--tp-size", "--tensor-parallel-size", "--ep-size", "--expert-parallel-size", "--ep", "--tp"),
     *("--dp-size", "--data-parallel-size", "--dp", "--pp-size", "--pipeline-parallel-size", "--pp"),
 )
+#: Keys of `rollout.sglang` that say how a server is started.
+_STARTED = (
+    *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
+    *("deterministic", "extra_args"),
+)
+#: Keys of `sync` that one transport alone looks at.
+_OF_TRANSPORT = {"folder": "disk", "address": "distributed"}
 
 
 def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
@@ -25,8 +35,10 @@ def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist
     if config.rollout.engine != "sglang":
         _check_unused(config, checks)
         return
+    _check_ignored(config, checks)
     _check_interpreter(config, checks)
     _check_layout(config, checks)
+    _check_gpus(config, checks)
     if facts is not None:
         _check_model(config, facts, checks)
     _check_arguments(config, checks)
@@ -53,6 +65,30 @@ def _changed(path: str, section: Section) -> list[str]:
     """Keys of `section` that are not at their defaults."""
     default = type(section)()
     return [f"{path}.{name}" for name in type(section).model_fields if getattr(section, name) != getattr(default, name)]
+
+
+def _check_ignored(config: RunConfig, checks: Checklist) -> None:
+    """Keys that nothing looks at, given what others say."""
+    servers, sync = config.rollout.sglang, config.sync
+    keys = [key for key in _changed("rollout.sglang", servers) if key.rpartition(".")[2] in _STARTED]
+    if servers.urls and keys:
+        checks.warn(
+            _NAME,
+            "rollout.sglang.urls",
+            f"these servers run already, so nothing uses {', '.join(keys)}",
+            found=servers.urls,
+            fix="start the servers that way yourself, and leave the keys out; or leave rollout.sglang.urls out",
+        )
+    for name, transport in _OF_TRANSPORT.items():
+        # auto may stand for distributed
+        if getattr(sync, name) is not None and sync.transport not in (transport, "auto"):
+            checks.warn(
+                _NAME,
+                f"sync.{name}",
+                f"the transport {sync.transport} does not use it",
+                found=getattr(sync, name),
+                fix=f"set sync.transport={transport}, or leave sync.{name} out",
+            )
 
 
 def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
@@ -136,6 +172,34 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
             allowed=f"a list of {needed} devices",
             fix="name one device per rank, or none",
         )
+
+
+def _check_gpus(config: RunConfig, checks: Checklist) -> None:
+    """Servers are on GPUs of their own, or know that they are not."""
+    servers, cluster = config.rollout.sglang, config.cluster
+    workers, here = cluster.nproc // cluster.nnodes, servers.servers // cluster.nnodes
+    if servers.urls or (servers.gpus is None and not has_nvidia_device()):
+        return
+    first = 0 if servers.colocated else workers
+    own = list(range(first, first + max(1, here) * servers.ranks))
+    key = "rollout.sglang.gpus"
+    if servers.gpus is None and here > 1:
+        what = f"each of the {here} servers of a machine starts on its first GPU"
+        checks.warn(_NAME, key, what, fix=f"set {key}={_compact(own)}")
+    elif not servers.colocated and (servers.gpus is None or min(servers.gpus, default=workers) < workers):
+        checks.warn(
+            _NAME,
+            key,
+            f"servers share GPUs with the trainer, which is on the first {workers} of a machine, and take most of "
+            "their memory",
+            found=servers.gpus,
+            fix=f"set {key}={_compact(own)}, or rollout.sglang.colocated=true",
+        )
+
+
+def _compact(devices: list[int]) -> str:
+    """A list as one word of a command line."""
+    return f"[{','.join(map(str, devices))}]"
 
 
 def _check_model(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
@@ -301,6 +365,15 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
             allowed="null with cluster.nnodes > 1",
             fix="set sync.address=null: every sender takes the address of its interface that reaches the server",
         )
+    elif sync.address is not None and not _stands_for_an_address(sync.address):
+        checks.fail(
+            _NAME,
+            "sync.address",
+            "this name stands for no address",
+            found=sync.address,
+            allowed="the address of one interface, or null",
+            fix="set sync.address=null, which takes that of the interface that reaches the server",
+        )
     held = model if config.rollout.dtype == "model" else config.rollout.dtype
     sent = model if sync.dtype == "model" else sync.dtype
     _check_pause(config, checks)
@@ -330,3 +403,10 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
             allowed=held,
             fix=f"set sync.dtype={held}, or sync.verify=off",
         )
+
+
+def _stands_for_an_address(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False

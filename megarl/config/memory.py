@@ -71,6 +71,14 @@ def cache_bytes(config: RunConfig, facts: ModelFacts, dp: int) -> float:
     return tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * facts.layers / parallel.pp * _BYTES[dtype]
 
 
+def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
+    """Bytes of weights on every GPU of a server; its cache takes what `rollout.sglang.memory_fraction` leaves."""
+    servers = config.rollout.sglang
+    split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
+    dtype = config.model.dtype if config.rollout.dtype == "model" else config.rollout.dtype
+    return sum(stage_parameters(facts, split)) * _BYTES[dtype]
+
+
 def estimate_memory(config: RunConfig, facts: ModelFacts, dp: int) -> Memory:
     """Estimate for the fullest rank. `dp`: data parallel size of the actor."""
     actor = config.actor
@@ -88,8 +96,11 @@ def estimate_memory(config: RunConfig, facts: ModelFacts, dp: int) -> Memory:
         critic = sum(values.values())
         parts += [(f"critic {name}", value) for name, value in values.items()]
     activations = activation_bytes(config, facts, actor.parallel, actor.engine)
-    cache = cache_bytes(config, facts, dp)
-    parts += [("activations and logits (training)", activations), ("key/value cache (generation)", cache)]
+    parts.append(("activations and logits (training)", activations))
+    cache = 0.0
+    if config.rollout.engine == "embedded":
+        cache = cache_bytes(config, facts, dp)
+        parts.append(("key/value cache (generation)", cache))
     total, weights = sum(state.values()), state["parameters"]
     stays = 0.0 if config.critic.engine.offload else critic
     if actor.engine.offload:

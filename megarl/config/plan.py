@@ -18,7 +18,7 @@ from megarl.config.checks_settings import PIPELINES
 from megarl.config.correction import describe_correction
 from megarl.config.facts import ModelFacts
 from megarl.config.load import dump_config
-from megarl.config.memory import estimate_memory
+from megarl.config.memory import estimate_memory, server_bytes
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, UserError
@@ -197,9 +197,19 @@ def _memory_text(config: RunConfig) -> str:
             "the model's sizes are not known here" if facts is None else "the layout does not divide"
         )
     memory = estimate_memory(config, facts, dp)
-    lines = [f"{name:<36}{size / 1e9:>10.3f} GB" for name, size in memory.parts]
+    lines = [_memory_line(*part) for part in memory.parts]
     note = "roles offloaded in turn" if config.actor.engine.offload else "everything resident"
-    return "\n".join([*lines, f"{'peak (' + note + ')':<36}{memory.peak / 1e9:>10.3f} GB"])
+    lines.append(_memory_line(f"peak ({note})", memory.peak))
+    if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
+        lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
+        lines.append("(a server's cache fills what rollout.sglang.memory_fraction leaves, on a CPU max_total_tokens)")
+        if config.rollout.sglang.gpus is None:
+            lines.append("(on GPUs, servers are on the trainer's devices unless rollout.sglang.gpus names others)")
+    return "\n".join(lines)
+
+
+def _memory_line(name: str, size: float) -> str:
+    return f"{name:<36}{size / 1e9:>10.3f} GB"
 
 
 def _check_lines(check: Check) -> str:

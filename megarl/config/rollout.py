@@ -31,11 +31,11 @@ class RolloutConfig(Section):
     )
     sglang: SGLangConfig = Field(default_factory=SGLangConfig, description="servers of the engine sglang")
     sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(n=8), description="training samples")
-    max_running: PositiveInt = Field(256, description="sequences decoded at the same time per replica")
-    max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens per prefill pass")
+    max_running: PositiveInt = Field(256, description="sequences decoded at the same time per replica (embedded)")
+    max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens per prefill pass (embedded)")
     dtype: Literal["model", "fp32", "bf16"] = Field("model", description="dtype of decoding; model: the trainer's")
     stale_steps: NonNegativeInt = Field(0, description="training steps that the generating weights lag behind")
-    cuda_graphs: bool = Field(True, description="capture decode steps on GPUs")
+    cuda_graphs: bool = Field(True, description="capture decode steps on GPUs (embedded)")
 
 
 class ValidationConfig(Section):

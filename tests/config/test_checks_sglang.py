@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from megarl.compat import sglang
+from megarl.config import checks_sglang
 from megarl.config.rollout import RolloutConfig
 from megarl.config.sync import SyncConfig
 from megarl.device import DTYPES
@@ -57,6 +58,46 @@ def test_keys_of_servers_that_nobody_starts_are_told_once(warned) -> None:
     assert "rollout.engine=sglang" in check.fix
 
 
+def test_keys_that_start_servers_are_not_for_servers_that_run_already(warned) -> None:
+    (check,) = warned("rollout.engine=sglang", URLS, "rollout.sglang.servers=2", "rollout.sglang.tp_size=2")
+    assert check.key == "rollout.sglang.urls"
+    assert check.message.endswith("nothing uses rollout.sglang.servers")  # how they split the model must be known
+
+
+@pytest.mark.parametrize(
+    ("key", "transport", "used"),
+    [
+        ("sync.folder=/tmp", "tensor", "disk"),
+        ("sync.folder=/tmp", "disk", None),
+        ("sync.address=10.0.0.1", "delta", "distributed"),
+        ("sync.address=10.0.0.1", "auto", None),
+    ],
+)
+def test_a_key_of_another_transport_is_told(warned, on, key, transport, used) -> None:
+    found = warned(*on, key, f"sync.transport={transport}")
+    assert [(check.key, check.fix) for check in found] == (
+        [(key.partition("=")[0], f"set sync.transport={used}, or leave {key.partition('=')[0]} out")] if used else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu", "fix"),
+    [
+        ([], False, None),
+        ([], True, "set rollout.sglang.gpus=[2], or rollout.sglang.colocated=true"),
+        (["rollout.sglang.gpus=[2]"], True, None),
+        (["rollout.sglang.gpus=[1]"], False, "set rollout.sglang.gpus=[2], or rollout.sglang.colocated=true"),
+        (["rollout.sglang.servers=2"], True, "set rollout.sglang.gpus=[2,3]"),
+        (["rollout.sglang.servers=2", "rollout.sglang.colocated=true"], True, "set rollout.sglang.gpus=[0,1]"),
+        (["rollout.sglang.gpus=[0]", "rollout.sglang.colocated=true"], True, None),
+    ],
+)
+def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings, gpu, fix) -> None:
+    monkeypatch.setattr(checks_sglang, "has_nvidia_device", lambda: gpu)
+    found = [check for check in warned(*on, "cluster.nproc=2", *settings) if check.key == "rollout.sglang.gpus"]
+    assert [check.fix for check in found] == ([] if fix is None else [fix])
+
+
 @pytest.mark.parametrize("verify", ["first", "every"])
 def test_fp8_is_told_to_leave_out_checksums(warned, verify) -> None:
     (check,) = warned("rollout.engine=sglang", URLS, "sync.fp8=true", f"sync.verify={verify}")
@@ -95,6 +136,7 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["validation.sampling.min_new_tokens=2"], "validation.sampling.min_new_tokens"),
         (["rollout.stale_steps=1"], "rollout.stale_steps"),
         (["rollout.sglang.host=0.0.0.0"], "rollout.sglang.host"),
+        (["sync.address=no.such.host.invalid"], "sync.address"),
         (
             ["cluster.nproc=2", "cluster.nnodes=2", "rollout.sglang.servers=2", "rollout.sglang.host=10.0.0.1"],
             "rollout.sglang.host",

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.config.facts import model_facts
 from megarl.config.load import load_config
-from megarl.config.memory import stage_parameters, state_bytes
+from megarl.config.memory import server_bytes, stage_parameters, state_bytes
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.plan import ROWS_SHOWN, coordinates, make_plan
 from megarl.config.training import EngineConfig
@@ -49,6 +49,20 @@ def test_plan_shows_everything_and_starts_nothing(config_of, tmp_path):
     assert plan.problems == []
     assert "rollout" in plan.text.partition("== Task graph ==")[2].partition("== Ranks")[0]
     assert set(tmp_path.iterdir()) == before
+
+
+def test_memory_of_servers_is_theirs(config_of):
+    embedded = make_plan(config_of("cluster.nproc=2"), "local").text.partition("== Memory")[2]
+    served = make_plan(config_of("cluster.nproc=2", "rollout.engine=sglang"), "local").text.partition("== Memory")[2]
+    assert ("key/value cache" in embedded, "a server's weights" in embedded) == (True, False)
+    assert ("key/value cache" in served, "a server's weights" in served) == (False, True)
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, 1), (4, 1), (4, 4), (4, 2)])
+def test_ranks_of_a_server_share_its_weights(config_of, tp, ep):
+    facts = model_facts(ModelConfig(path="Qwen/Qwen3-30B-A3B"))
+    config = config_of(f"rollout.sglang.tp_size={tp}", f"rollout.sglang.ep_size={ep}", "model.dtype=bf16")
+    assert server_bytes(config, facts) == pytest.approx(30_532_122_624 * 2 / tp, rel=1e-3)
 
 
 @pytest.mark.parametrize(
