@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 import sys
@@ -227,12 +228,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes overrides only where they stand together; here they may follow options as well.
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in arguments]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if rest:
+    if rest and not unknown:
         arguments.overrides = [*arguments.overrides, *rest]
     warnings.showwarning = _show_warning
-    return _guarded(arguments.run, arguments)
+    return _guarded(functools.partial(_refuse, unknown) if unknown else arguments.run, arguments)
+
+
+def _refuse(unknown: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
+    """Arguments that the command does not have."""
+    command = f"megarl {arguments.command}"
+    keys = "; keys of the recipe are written key.path=value" if "recipe" in arguments else ""
+    raise UserError(
+        "this command has no such argument" if len(unknown) == 1 else "this command has no such arguments",
+        where=command,
+        found=" ".join(unknown),
+        fix=f"{command} --help tells which it has{keys}",
+    )
 
 
 def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:

@@ -47,11 +47,21 @@ def test_overrides_may_follow_options(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen[0].overrides == ["a.b=1", "c=2"]
 
 
-def test_an_unknown_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        cli.main(["train", "r.yaml", "--bogus", "a=1"])
-    assert exit_info.value.code == 2
-    assert "unrecognized arguments: --bogus\n" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("command", "found", "fix"),
+    [
+        (["train", "r.yaml", "--bogus", "a=1"], "'--bogus'", "megarl train --help"),
+        (["report", "run", "another", "--bogus"], "'another --bogus'", "megarl report --help"),
+    ],
+)
+def test_an_unknown_argument_is_named(
+    command: list[str], found: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(command) == 2
+    shown = capsys.readouterr().err
+    assert f"megarl: megarl {command[0]}: this command has no such argument" in shown
+    assert f"found:   {found}\n" in shown
+    assert f"fix:     {fix}" in shown
 
 
 @pytest.mark.parametrize(
