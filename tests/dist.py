@@ -19,8 +19,15 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from megarl.processes import has_nvidia_device
+
+_OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 240.0, *args: Any) -> list[Any]:
@@ -29,18 +36,37 @@ def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 24
     Raises:
         AssertionError: with the traceback of the first rank that failed, or the ranks that did not end in `timeout` s.
     """
-    context = multiprocessing.get_context("spawn")
-    port = _free_port()
+    context = _context()
+    environment = os.environ | {
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+    }
     with tempfile.TemporaryDirectory() as folder:
         names = (fn.__module__, fn.__qualname__, _import_root(fn.__module__))
         ranks = [
-            context.Process(target=_rank_main, args=(names, rank, world_size, port, folder, timeout, args), daemon=True)
+            context.Process(
+                target=_rank_main, args=(names, rank, world_size, environment, folder, timeout, args), daemon=True
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
             process.start()
         wait_for_ranks(ranks, Path(folder), time.monotonic() + timeout)
         return [_read(Path(folder), rank) for rank in range(world_size)]
+
+
+def _context() -> Any:
+    """How ranks start: forked from a process that has imported what takes five seconds in each of them."""
+    if has_nvidia_device():  # what looks for GPUs leaves the driver in a state that a fork does not survive
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    with pytest.MonkeyPatch.context() as patch:  # OpenMP reads these when it is loaded
+        for name, value in _OPENMP.items():
+            patch.setenv(name, value)
+        forkserver.ensure_running()
+    return context
 
 
 def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None):
@@ -130,16 +156,11 @@ def _raise_first_error(folder: Path) -> None:
         raise AssertionError(f"rank {errors[0].stem} failed:\n{errors[0].read_text()}")
 
 
-def _rank_main(names: tuple, rank: int, world_size: int, port: int, folder: str, timeout: float, args: tuple) -> None:
-    os.environ.update(
-        OMP_NUM_THREADS="1",
-        OMP_WAIT_POLICY="passive",
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+def _rank_main(
+    names: tuple, rank: int, world_size: int, environment: dict, folder: str, timeout: float, args: tuple
+) -> None:
+    os.environ.clear()  # that of the process it is forked from
+    os.environ.update(environment, **_OPENMP, RANK=str(rank), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
 
