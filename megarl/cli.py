@@ -227,6 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes overrides only where they stand together; here they may follow options as well.
+    rest = [text for text in rest if text != "--"]
     unknown = [text for text in rest if text.startswith("-") or "overrides" not in arguments]
     if rest and not unknown:
         arguments.overrides = [*arguments.overrides, *rest]
@@ -236,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refuse(unknown: Sequence[str], arguments: argparse.Namespace) -> NoReturn:
     """Arguments that the command does not have."""
-    command = f"megarl {arguments.command}"
+    command = " ".join(filter(None, ["megarl", arguments.command, getattr(arguments, "check", None)]))
     keys = "; keys of the recipe are written key.path=value" if "recipe" in arguments else ""
     raise UserError(
         "this command has no such argument" if len(unknown) == 1 else "this command has no such arguments",

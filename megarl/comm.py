@@ -116,24 +116,29 @@ def address_for_others(machine: str, group: Group = None) -> str:
     if len(set(machines)) == 1:
         return LOOPBACK[0]
     # Every other machine reaches the first, which learns from them which of its own interfaces leads back.
-    first = machine == machines[0]
-    mine = (None, None) if first else _way(os.environ["MASTER_ADDR"], machine)
-    found = all_gather_json(mine, group)
-    if first:
-        mine = _way(next((address for address, _ in found if address), os.environ["MASTER_ADDR"]), machine)
-    address, error = mine
-    error = next((error for _, error in found if error), error)
-    if address is None or error is not None:
-        raise WorkerError(f"machines cannot reach each other: {error}")
-    return address
+    is_first = machine == machines[0]
+    way = None if is_first else _way(os.environ["MASTER_ADDR"], machine)
+    found = _ways(way, group)
+    if is_first:
+        way = _way(next(address for address in found if address), machine)
+    return _ways(way, group)[dist.get_rank(group)]
 
 
-def _way(other: str, machine: str) -> tuple[str | None, str | None]:
+def _way(other: str, machine: str) -> dict[str, str]:
     """Address of this machine that leads to `other`, or what is wrong."""
     try:
-        return address_towards(other), None
+        return {"address": address_towards(other)}
     except OSError as error:
-        return None, f"no address of {machine} leads to {other}: {error}"
+        return {"error": f"no address of {machine} leads to {other}: {error}"}
+
+
+def _ways(mine: dict[str, str] | None, group: Group) -> list[str]:
+    """Address that every rank found, "" where it did not look; WorkerError everywhere when one found none."""
+    found = [way or {} for way in all_gather_json(mine, group)]
+    for way in found:
+        if "error" in way:
+            raise WorkerError(f"machines cannot reach each other: {way['error']}")
+    return [way.get("address", "") for way in found]
 
 
 def _block(data: bytes, width: int) -> Tensor:

@@ -51,9 +51,21 @@ def address_towards(host: str) -> str:
     Raises:
         OSError: `host` has no address, or no route leads there.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))
+    family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def is_address_here(host: str) -> bool:
+    """Whether `host` is the address of one of this machine's interfaces."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(address)
+    except (OSError, UnicodeError):  # the second: of a name that cannot be one
+        return False
+    return True
 
 
 def has_nvidia_device() -> bool:

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import json
 import multiprocessing
@@ -27,6 +28,7 @@ import pytest
 
 from megarl.processes import has_nvidia_device
 
+_ROOT = Path(__file__).parents[1]
 _OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
@@ -36,7 +38,6 @@ def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 24
     Raises:
         AssertionError: with the traceback of the first rank that failed, or the ranks that did not end in `timeout` s.
     """
-    context = _context()
     environment = os.environ | {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
@@ -44,29 +45,47 @@ def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 24
     }
     with tempfile.TemporaryDirectory() as folder:
         names = (fn.__module__, fn.__qualname__, _import_root(fn.__module__))
-        ranks = [
-            context.Process(
-                target=_rank_main, args=(names, rank, world_size, environment, folder, timeout, args), daemon=True
-            )
-            for rank in range(world_size)
-        ]
-        for process in ranks:
-            process.start()
-        wait_for_ranks(ranks, Path(folder), time.monotonic() + timeout)
+        ranks: list[Any] = []
+        try:
+            for rank in range(world_size):
+                ranks.append(_start(rank, (names, rank, world_size, environment, folder, timeout, args)))
+            wait_for_ranks(ranks, Path(folder), time.monotonic() + timeout)
+        finally:
+            for process in ranks:
+                if process.is_alive():
+                    process.kill()
+                process.join(5)
         return [_read(Path(folder), rank) for rank in range(world_size)]
 
 
-def _context() -> Any:
-    """How ranks start: forked from a process that has imported what takes five seconds in each of them."""
+def _start(rank: int, args: tuple) -> Any:
+    """The process of a rank, forked from one that has imported what takes five seconds in each of them."""
     if has_nvidia_device():  # what looks for GPUs leaves the driver in a state that a fork does not survive
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
-    with pytest.MonkeyPatch.context() as patch:  # OpenMP reads these when it is loaded
-        for name, value in _OPENMP.items():
+        process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=args, daemon=True)
+        process.start()
+        return process
+    server = _servers()[rank % 2]
+    process = multiprocessing.get_context("forkserver").Process(target=_rank_main, args=args, daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
+        process.start()
+    return process
+
+
+@functools.cache
+def _servers() -> list[forkserver.ForkServer]:
+    """Two, with hash seeds of their own: ranks that go through a set in their own order must not agree by chance."""
+    servers = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _OPENMP.items():  # OpenMP reads these when it is loaded
             patch.setenv(name, value)
-        forkserver.ensure_running()
-    return context
+        patch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)  # tests.preload is found from any folder
+        for _ in range(2):
+            server = forkserver.ForkServer()
+            server.set_forkserver_preload(["tests.preload"])
+            server.ensure_running()
+            servers.append(server)
+    return servers
 
 
 def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None):
@@ -129,31 +148,24 @@ def _import_root(module: str) -> str:
 
 def wait_for_ranks(ranks: list, folder: Path, deadline: float) -> None:
     """Until every rank has ended; AssertionError with the first traceback when one fails, however many end at once."""
-    try:
-        while any(p.is_alive() for p in ranks):
-            _raise_first_error(folder)
-            if any(p.exitcode not in (None, 0) for p in ranks):
-                time.sleep(0.5)  # a traceback that is just being written
-                break
-            if time.monotonic() > deadline:
-                raise AssertionError(
-                    f"still running at the deadline: {[i for i, p in enumerate(ranks) if p.is_alive()]}"
-                )
-            time.sleep(0.05)
-        _raise_first_error(folder)
-        if any(p.exitcode for p in ranks):
-            raise AssertionError(f"exit codes without a traceback: {[p.exitcode for p in ranks]}")
-    finally:
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-            process.join(5)
+    while any(p.is_alive() for p in ranks):
+        _raise_first_error(ranks, folder)
+        if any(p.exitcode not in (None, 0) for p in ranks):
+            time.sleep(0.5)  # a traceback that is just being written
+            break
+        if time.monotonic() > deadline:
+            raise AssertionError(f"still running at the deadline: {[i for i, p in enumerate(ranks) if p.is_alive()]}")
+        time.sleep(0.05)
+    _raise_first_error(ranks, folder)
+    if any(p.exitcode for p in ranks):
+        raise AssertionError(f"exit codes without a traceback: {[p.exitcode for p in ranks]}")
 
 
-def _raise_first_error(folder: Path) -> None:
+def _raise_first_error(ranks: list, folder: Path) -> None:
     errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime)
     if errors:
-        raise AssertionError(f"rank {errors[0].stem} failed:\n{errors[0].read_text()}")
+        codes = [p.exitcode for p in ranks]  # a rank that was killed has no traceback, and may be why another has one
+        raise AssertionError(f"rank {errors[0].stem} failed:\n{errors[0].read_text()}\nexit codes: {codes}")
 
 
 def _rank_main(

@@ -1,11 +1,13 @@
 """The multi-process harness itself."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.processes import has_nvidia_device
 from tests.dist import run_distributed, wait_for_ranks
 
 
@@ -34,14 +36,28 @@ def test_error_of_one_rank_is_shown():
         run_distributed(_one_rank_raises, 2, 60)
 
 
+def _imported_and_order() -> list:
+    """What was there before this rank imported anything, and a number that follows from its hash seed."""
+    return ["megarl.training.engine" in sys.modules, hash("a")]
+
+
+@pytest.mark.procs
+@pytest.mark.skipif(has_nvidia_device(), reason="ranks are not forked where there is a GPU")
+def test_ranks_begin_with_imports_and_differ_in_the_order_of_sets(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (first, a), (second, b) = run_distributed(_imported_and_order, 2, 60)
+    assert (first, second) == (True, True)
+    assert a != b
+
+
 def test_the_first_error_is_shown_when_all_ranks_ended_before_anybody_looked(tmp_path):
-    ranks = [SimpleNamespace(exitcode=1, is_alive=lambda: False, join=lambda timeout: None) for _ in range(2)]
+    ranks = [SimpleNamespace(exitcode=1, is_alive=lambda: False) for _ in range(2)]
     (tmp_path / "1.error").write_text("rank one is unwell")
     with pytest.raises(AssertionError, match="rank 1 failed:\nrank one is unwell"):
         wait_for_ranks(ranks, tmp_path, deadline=0.0)
 
 
 def test_an_end_without_a_traceback_is_an_error(tmp_path):
-    ranks = [SimpleNamespace(exitcode=-9, is_alive=lambda: False, join=lambda timeout: None)]
+    ranks = [SimpleNamespace(exitcode=-9, is_alive=lambda: False)]
     with pytest.raises(AssertionError, match=r"exit codes without a traceback: \[-9\]"):
         wait_for_ranks(ranks, tmp_path, deadline=0.0)

@@ -44,7 +44,8 @@ def check_config(
         check_objective(config, checks)
         check_correction(config, checks)
     check_sampling(config, facts, checks)
-    check_servers(config, facts, checks)
+    if job != "sft":
+        check_servers(config, facts, checks, launcher)
     check_job(config, job, checks)
     check_data(config, job, checks)
     if job != "generate":

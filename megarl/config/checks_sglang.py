@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Iterable
 
 from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
@@ -26,11 +28,9 @@ _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
     *("deterministic", "extra_args"),
 )
-#: Keys of `sync` that one transport alone looks at.
-_OF_TRANSPORT = {"folder": "disk", "address": "distributed"}
 
 
-def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist, launcher: str | None = None) -> None:
     """All checks of the servers, or that none is set up for nothing. `facts`: of the model, None: not known."""
     if config.rollout.engine != "sglang":
         _check_unused(config, checks)
@@ -38,7 +38,8 @@ def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist
     _check_ignored(config, checks)
     _check_interpreter(config, checks)
     _check_layout(config, checks)
-    _check_gpus(config, checks)
+    if launcher != "ray" and "CUDA_VISIBLE_DEVICES" not in os.environ:  # else the trainer's GPUs are not known
+        _check_gpus(config, checks)
     if facts is not None:
         _check_model(config, facts, checks)
     _check_arguments(config, checks)
@@ -79,16 +80,30 @@ def _check_ignored(config: RunConfig, checks: Checklist) -> None:
             found=servers.urls,
             fix="start the servers that way yourself, and leave the keys out; or leave rollout.sglang.urls out",
         )
-    for name, transport in _OF_TRANSPORT.items():
-        # auto may stand for distributed
-        if getattr(sync, name) is not None and sync.transport not in (transport, "auto"):
-            checks.warn(
-                _NAME,
-                f"sync.{name}",
-                f"the transport {sync.transport} does not use it",
-                found=getattr(sync, name),
-                fix=f"set sync.transport={transport}, or leave sync.{name} out",
-            )
+    if servers.api_key_env is not None and not servers.urls:
+        checks.warn(
+            _NAME,
+            "rollout.sglang.api_key_env",
+            "it is for servers that run already; those of a run get a key of their own",
+            found=servers.api_key_env,
+            fix="set rollout.sglang.urls, or leave it out",
+        )
+    _check_transport_key("sync.folder", sync.folder, sync.transport, ("disk",), checks)
+    _check_transport_key("sync.address", sync.address, sync.transport, ("distributed", "auto"), checks)
+
+
+def _check_transport_key(
+    key: str, found: str | None, transport: str, users: tuple[str, ...], checks: Checklist
+) -> None:
+    if found is not None and transport not in users:
+        what = "takes tensor or distributed, which do not use it" if transport == "auto" else "does not use it"
+        checks.warn(
+            _NAME,
+            key,
+            f"the transport {transport} {what}",
+            found=found,
+            fix=f"set sync.transport={users[0]}, or leave {key} out",
+        )
 
 
 def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
@@ -180,10 +195,14 @@ def _check_gpus(config: RunConfig, checks: Checklist) -> None:
     workers, here = cluster.nproc // cluster.nnodes, servers.servers // cluster.nnodes
     if servers.urls or (servers.gpus is None and not has_nvidia_device()):
         return
-    first = 0 if servers.colocated else workers
-    own = list(range(first, first + max(1, here) * servers.ranks))
+    needed = max(1, here) * servers.ranks
     key = "rollout.sglang.gpus"
+    if servers.gpus is not None and len(set(servers.gpus)) < len(servers.gpus):
+        checks.warn(_NAME, key, "ranks of servers share a GPU", found=servers.gpus, fix="name every device once")
+    if any(argument.startswith("--base-gpu-id") for argument in servers.extra_args):
+        return
     if servers.gpus is None and here > 1:
+        own = range(needed) if servers.colocated else range(workers, workers + needed)
         what = f"each of the {here} servers of a machine starts on its first GPU"
         checks.warn(_NAME, key, what, fix=f"set {key}={_compact(own)}")
     elif not servers.colocated and (servers.gpus is None or min(servers.gpus, default=workers) < workers):
@@ -193,11 +212,12 @@ def _check_gpus(config: RunConfig, checks: Checklist) -> None:
             f"servers share GPUs with the trainer, which is on the first {workers} of a machine, and take most of "
             "their memory",
             found=servers.gpus,
-            fix=f"set {key}={_compact(own)}, or rollout.sglang.colocated=true",
+            fix="set rollout.sglang.colocated=true, or, where a machine has so many GPUs, "
+            f"{key}={_compact(range(workers, workers + needed))}",
         )
 
 
-def _compact(devices: list[int]) -> str:
+def _compact(devices: Iterable[int]) -> str:
     """A list as one word of a command line."""
     return f"[{','.join(map(str, devices))}]"
 
@@ -365,13 +385,12 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
             allowed="null with cluster.nnodes > 1",
             fix="set sync.address=null: every sender takes the address of its interface that reaches the server",
         )
-    elif sync.address is not None and not _stands_for_an_address(sync.address):
-        checks.fail(
+    elif sync.address is not None and sync.transport in ("auto", "distributed") and not _is_known(sync.address):
+        checks.warn(
             _NAME,
             "sync.address",
-            "this name stands for no address",
+            "this machine knows no address of that name",
             found=sync.address,
-            allowed="the address of one interface, or null",
             fix="set sync.address=null, which takes that of the interface that reaches the server",
         )
     held = model if config.rollout.dtype == "model" else config.rollout.dtype
@@ -405,8 +424,8 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
         )
 
 
-def _stands_for_an_address(name: str) -> bool:
+def _is_known(name: str) -> bool:
     try:
         return bool(socket.getaddrinfo(name, None))
-    except OSError:
+    except (OSError, UnicodeError):  # the second: of a name that cannot be one, as a..b
         return False

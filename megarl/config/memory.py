@@ -72,7 +72,7 @@ def cache_bytes(config: RunConfig, facts: ModelFacts, dp: int) -> float:
 
 
 def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
-    """Bytes of weights on every GPU of a server; its cache takes what `rollout.sglang.memory_fraction` leaves."""
+    """Bytes of weights on every GPU of a server; its cache comes on top, up to `memory_fraction`."""
     servers = config.rollout.sglang
     split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
     dtype = config.model.dtype if config.rollout.dtype == "model" else config.rollout.dtype

@@ -202,7 +202,7 @@ def _memory_text(config: RunConfig) -> str:
     lines.append(_memory_line(f"peak ({note})", memory.peak))
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
         lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
-        lines.append("(a server's cache fills what rollout.sglang.memory_fraction leaves, on a CPU max_total_tokens)")
+        lines.append("(and its cache, up to rollout.sglang.memory_fraction of a GPU or, on a CPU, max_total_tokens)")
         if config.rollout.sglang.gpus is None:
             lines.append("(on GPUs, servers are on the trainer's devices unless rollout.sglang.gpus names others)")
     return "\n".join(lines)

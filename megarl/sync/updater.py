@@ -37,7 +37,7 @@ from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_hf_tensors, layout_of_all
 from megarl.models.weights.fill import coordinate
 from megarl.phase import phase
-from megarl.processes import LOOPBACK
+from megarl.processes import LOOPBACK, is_address_here
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.sync import verify
 from megarl.sync.courier import Courier, Sent
@@ -410,9 +410,11 @@ def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
     if host in LOOPBACK:
         return here if len(addresses) == 1 else host
     for name, address in addresses.items():
-        if host in (name, address, *_looked_up(name)):
+        if host in (name, address):
             return name
-    return host
+    if is_address_here(host):
+        return here
+    return next((name for name in addresses if host in _looked_up(name)), host)
 
 
 def _looked_up(name: str) -> list[str]:

@@ -17,6 +17,13 @@ from megarl.device import DTYPES
 URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
 
 
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch) -> None:
+    """The same checks on any machine."""
+    monkeypatch.setattr(checks_sglang, "has_nvidia_device", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
 @pytest.fixture
 def on(tmp_path: Path) -> list[str]:
     """Overrides that choose servers, with an interpreter that says it has the tested sglang."""
@@ -71,6 +78,7 @@ def test_keys_that_start_servers_are_not_for_servers_that_run_already(warned) ->
         ("sync.folder=/tmp", "disk", None),
         ("sync.address=10.0.0.1", "delta", "distributed"),
         ("sync.address=10.0.0.1", "auto", None),
+        ("sync.folder=/tmp", "auto", "disk"),
     ],
 )
 def test_a_key_of_another_transport_is_told(warned, on, key, transport, used) -> None:
@@ -80,22 +88,43 @@ def test_a_key_of_another_transport_is_told(warned, on, key, transport, used) ->
     )
 
 
+@pytest.mark.parametrize("name", ["no.such.host.invalid", "10..0.0.1"])
+def test_an_address_that_nobody_knows_is_told(warned, on, name) -> None:
+    (check,) = warned(*on, f"sync.address={name}")
+    assert (check.key, check.found) == ("sync.address", name)
+    assert "knows no address" in check.message
+
+
+def test_a_key_of_other_servers_is_told(warned, on) -> None:
+    (check,) = warned(*on, "rollout.sglang.api_key_env=HOME")
+    assert check.key == "rollout.sglang.api_key_env"
+
+
 @pytest.mark.parametrize(
-    ("settings", "gpu", "fix"),
+    ("settings", "gpu", "message", "fix"),
     [
-        ([], False, None),
-        ([], True, "set rollout.sglang.gpus=[2], or rollout.sglang.colocated=true"),
-        (["rollout.sglang.gpus=[2]"], True, None),
-        (["rollout.sglang.gpus=[1]"], False, "set rollout.sglang.gpus=[2], or rollout.sglang.colocated=true"),
-        (["rollout.sglang.servers=2"], True, "set rollout.sglang.gpus=[2,3]"),
-        (["rollout.sglang.servers=2", "rollout.sglang.colocated=true"], True, "set rollout.sglang.gpus=[0,1]"),
-        (["rollout.sglang.gpus=[0]", "rollout.sglang.colocated=true"], True, None),
+        ([], False, None, None),
+        ([], True, "share GPUs with the trainer", "colocated=true, or, where a machine has so many GPUs, {}=[2]"),
+        (["gpus=[2]"], True, None, None),
+        (["gpus=[1]"], False, "share GPUs with the trainer", "{}=[2]"),
+        (["gpus=[2,2]", "servers=2"], False, "share a GPU", "once"),
+        (["servers=2"], True, "each of the 2 servers", "set {}=[2,3]"),
+        (["servers=2", "colocated=true"], True, "each of the 2 servers", "set {}=[0,1]"),
+        (["gpus=[0]", "colocated=true"], True, None, None),
+        (["extra_args=[--base-gpu-id=2]"], True, None, None),
     ],
 )
-def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings, gpu, fix) -> None:
+def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings, gpu, message, fix) -> None:
     monkeypatch.setattr(checks_sglang, "has_nvidia_device", lambda: gpu)
-    found = [check for check in warned(*on, "cluster.nproc=2", *settings) if check.key == "rollout.sglang.gpus"]
-    assert [check.fix for check in found] == ([] if fix is None else [fix])
+    key = "rollout.sglang.gpus"
+    settings = [f"rollout.sglang.{setting}" for setting in settings]
+    found = [check for check in warned(*on, "cluster.nproc=2", *settings) if check.key == key]
+    assert len(found) == (0 if message is None else 1)
+    for check in found:
+        assert message in check.message
+        assert check.fix.endswith(fix.format(key))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")  # the trainer's GPUs are others then
+    assert [check for check in warned(*on, "cluster.nproc=2", *settings) if check.key == key] == []
 
 
 @pytest.mark.parametrize("verify", ["first", "every"])
@@ -136,7 +165,6 @@ def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp
         (["validation.sampling.min_new_tokens=2"], "validation.sampling.min_new_tokens"),
         (["rollout.stale_steps=1"], "rollout.stale_steps"),
         (["rollout.sglang.host=0.0.0.0"], "rollout.sglang.host"),
-        (["sync.address=no.such.host.invalid"], "sync.address"),
         (
             ["cluster.nproc=2", "cluster.nnodes=2", "rollout.sglang.servers=2", "rollout.sglang.host=10.0.0.1"],
             "rollout.sglang.host",

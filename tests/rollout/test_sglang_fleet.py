@@ -136,11 +136,11 @@ def test_an_address_of_another_machine_is_refused_with_its_key(tmp_path: Path) -
 
 def test_servers_share_a_machines_gpus_and_colocated_ones_see_all() -> None:
     def seen(**more: Any) -> list[tuple[int, ...] | None]:
-        return [visible_gpus(SGLangConfig(servers=2, tp_size=2, **more), local) for local in (0, 1)]
+        return [visible_gpus(SGLangConfig(servers=2, tp_size=2, **more), local, workers=6) for local in (0, 1)]
 
     assert seen() == [None, None]
     assert seen(gpus=[4, 5, 6, 7]) == [(4, 5), (6, 7)]
-    assert seen(gpus=[4, 5, 6, 7], colocated=True) == [(4, 5, 6, 7), (6, 7, 4, 5)]
+    assert seen(gpus=[2, 3, 4, 5], colocated=True) == [(2, 3, 4, 5, 0, 1), (4, 5, 2, 3, 0, 1)]
 
 
 def test_a_stopped_server_leaves_no_shared_memory_and_others_keep_theirs(tmp_path: Path, monkeypatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from megarl import comm
 from megarl.errors import ConfigError, WorkerError
+from megarl.sync import updater
 from megarl.sync.updater import choose_transport, host_of
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
@@ -64,18 +65,21 @@ NAMES = {0: "machine0", 1: "machine0", 2: "machine1", 3: "machine2"}
 WAYS = {"machine0": {"10.0.0.2": "10.0.0.1"}, "machine1": {"first": "10.0.0.2"}, "machine2": {"first": "10.0.1.3"}}
 
 
-def addresses(monkeypatch, machine: str) -> str:
-    """The address of `machine`; a machine may know its own name as a loopback address."""
+def addresses(monkeypatch, rank: int) -> str:
+    """The address of a rank's machine; a machine may know its own name as a loopback address."""
+    ways = WAYS[NAMES[rank]]
     monkeypatch.setenv("MASTER_ADDR", "first")
-    monkeypatch.setattr(comm, "address_towards", lambda host: WAYS[machine].get(host, "127.0.1.1"))
-    # The first collective tells who is where, the second what the others found.
-    told = iter([list(NAMES.values()), [(WAYS[name].get("first"), None) for name in NAMES.values()]])
-    monkeypatch.setattr(comm, "all_gather_json", lambda mine, group: next(told))
-    return comm.address_for_others(machine)
+    monkeypatch.setattr(comm, "address_towards", lambda host: ways.get(host, "127.0.1.1"))
+    monkeypatch.setattr(comm.dist, "get_rank", lambda group: rank)
+    # The collectives tell who is where, what the others found, and what all found.
+    towards_first = [{"address": WAYS[name]["first"]} if "first" in WAYS[name] else None for name in NAMES.values()]
+    told = iter([lambda mine: list(NAMES.values()), lambda mine: towards_first, lambda mine: [mine] * len(NAMES)])
+    monkeypatch.setattr(comm, "all_gather_json", lambda mine, group: next(told)(mine))
+    return comm.address_for_others(NAMES[rank])
 
 
 def test_a_machine_is_reached_at_the_interface_that_leads_to_the_others(monkeypatch):
-    found = [addresses(monkeypatch, machine) for machine in NAMES.values()]
+    found = [addresses(monkeypatch, rank) for rank in NAMES]
     assert found == ["10.0.0.1", "10.0.0.1", "10.0.0.2", "10.0.1.3"]
 
 
@@ -90,31 +94,40 @@ def test_a_server_is_found_on_the_first_machine_even_where_its_name_is_a_loopbac
     hosts = ["10.0.0.1", "machine1", "192.168.0.2", ELSEWHERE, "127.0.0.1"]
     found = [host_of(f"http://{host}:30000", "machine0", addresses) for host in hosts]
     assert found == ["machine0", "machine1", "machine1", ELSEWHERE, "127.0.0.1"]
-    assert host_of("http://127.0.0.1:30000", "machine0", {"machine0": "127.0.0.1"}) == "machine0"
+    alone = {"machine0": "127.0.0.1"}
+    assert [host_of(f"http://{host}:1", "machine0", alone) for host in hosts[::4]] == ["10.0.0.1", "machine0"]
+    monkeypatch.setattr(updater, "is_address_here", lambda host: host == "10.0.0.1")  # of another interface
+    assert host_of("http://10.0.0.1:1", "machine0", alone) == "machine0"
 
 
 def no_way(host: str) -> str:
     raise OSError("Network is unreachable")
 
 
-def without_a_way() -> str:
-    """Each rank is a machine, and the second does not find the first."""
+def without_a_way(lost: int) -> str:
+    """Each rank is a machine, and one does not find the other."""
     import torch.distributed as dist
 
     from megarl import comm
 
-    if dist.get_rank() == 1:
+    if dist.get_rank() == lost:
         comm.address_towards = no_way
     try:
-        comm.address_for_others(f"machine{dist.get_rank()}")
+        return comm.address_for_others(f"machine{dist.get_rank()}")
     except WorkerError as error:
         return str(error)
 
 
 @pytest.mark.procs
-def test_a_machine_without_a_way_to_the_others_ends_the_run_everywhere():
-    error = "machines cannot reach each other: no address of machine1 leads to 127.0.0.1: Network is unreachable"
-    assert run_distributed(without_a_way, 2, 60) == [error] * 2
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_machine_without_a_way_to_the_others_ends_the_run_everywhere(lost):
+    way = f"no address of machine{lost} leads to 127.0.0.1: Network is unreachable"
+    assert run_distributed(without_a_way, 2, 60, lost) == [f"machines cannot reach each other: {way}"] * 2
+
+
+@pytest.mark.procs
+def test_machines_reach_each_other():
+    assert run_distributed(without_a_way, 2, 60, -1) == ["127.0.0.1"] * 2
 
 
 def relays_of_two_machines(run_dir: str) -> list[str]:

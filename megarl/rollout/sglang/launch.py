@@ -20,17 +20,19 @@ from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 
 @dataclass(frozen=True)
 class Place:
-    """Where this rank is: `machine` of `machines`, and whether it is the first rank there."""
+    """Where this rank is: `machine` of `machines`, and whether it is the first of the `workers` there."""
 
     machine: int = 0
     machines: int = 1
     is_first: bool = True
+    workers: int = 1
 
     @classmethod
     def from_environment(cls, cluster: ClusterConfig) -> Place:
         """The place of a worker; ranks of a machine are consecutive."""
         rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-        return cls(rank // (cluster.nproc // cluster.nnodes), cluster.nnodes, local == 0)
+        workers = cluster.nproc // cluster.nnodes
+        return cls(rank // workers, cluster.nnodes, local == 0, workers)
 
 
 def open_fleet(
@@ -124,7 +126,7 @@ def _started(
             key,
             run_dir / "servers",
             cuda,
-            visible_gpus(config, local),
+            visible_gpus(config, local, place.workers),
             random_weights,
         )
         owned[number] = ServerProcess(spec)
@@ -133,13 +135,14 @@ def _started(
     return Fleet(servers, config, owned)
 
 
-def visible_gpus(config: SGLangConfig, local: int) -> tuple[int, ...] | None:
+def visible_gpus(config: SGLangConfig, local: int, workers: int) -> tuple[int, ...] | None:
     """Devices that server `local` of a machine sees, its own first; None: all that this process sees.
 
-    A colocated one sees those of the others, too: trainer ranks on all of them hand it memory to map.
+    A colocated one sees the others, too: trainer ranks on all of them, the first `workers`, hand it memory to map.
     """
     if config.gpus is None:
         return None
     first, end = local * config.ranks, (local + 1) * config.ranks
-    own, others = config.gpus[first:end], config.gpus[:first] + config.gpus[end:]
-    return (*own, *others) if config.colocated else tuple(own)
+    own = config.gpus[first:end]
+    others = (*config.gpus, *range(workers)) if config.colocated else ()
+    return tuple(dict.fromkeys((*own, *others)))
