@@ -9,9 +9,10 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
   or pass unseen (not when memory cannot be mapped: that still ends it);
 * without CUDA, stand-ins for two packages are on the path, and `sampling_seed` of a request is honoured: SGLang itself
-  does that in its deterministic mode alone, whose kernels need a GPU.
+  does that in its deterministic mode alone, whose kernels need a GPU;
+* without CUDA, the server's processes are forked from this one.
 
-SGLang starts its processes by importing this file again, so what they need stands at the top level.
+With CUDA SGLang starts its processes by importing this file again, so what they need stands at the top level.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ctypes
 import importlib
 import importlib.util
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
@@ -178,6 +180,19 @@ def honour_seeds() -> None:
     HookRegistry.register(target, add_seeds, HookType.AFTER)
 
 
+def fork_processes() -> None:
+    """Fork the server's processes from this one: SGLang starts them anew, and each imports for ten seconds again.
+
+    Without CUDA there is nothing that a fork does not survive; OpenMP has started no threads yet.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def fork(*args: Any, **kwargs: Any) -> None:
+        multiprocessing.set_start_method("fork", force=True)
+
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", fork, HookType.AFTER)
+
+
 if KEY:
     blot_out_key()
 if __name__ == "__main__":
@@ -191,6 +206,7 @@ if INSTANCE:
     name_shared_memory()
 if ON_CPU:
     honour_seeds()
+    fork_processes()
 insist_on_hooks()
 if __name__ == "__main__":
     if KEY:
