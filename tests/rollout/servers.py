@@ -1,4 +1,4 @@
-"""Real SGLang servers for tests, on a tiny model. They take a quarter of a minute to start: start them once per module."""
+"""Real SGLang servers for tests, on a tiny model. They take 17 s to start: start them once per module."""
 
 from __future__ import annotations
 
