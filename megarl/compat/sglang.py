@@ -124,6 +124,7 @@ def server_environment(
     cuda: bool,
     tp_size: int = 1,
     gpus: Sequence[int] | None = None,
+    temporary: Path | None = None,
 ) -> dict[str, str]:
     """Environment of a server process that is started by this one.
 
@@ -134,6 +135,7 @@ def server_environment(
         cuda: the server runs on GPUs.
         tp_size: ranks of the server; on a CPU each gets a core of its own.
         gpus: devices it may use; None: those this process sees.
+        temporary: folder for its sockets, which it never removes; None: the system's.
     """
     env = {
         name: value
@@ -148,6 +150,8 @@ def server_environment(
         "PYTHONUNBUFFERED": "1",
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",  # log-probs at the sampling temperature, as Completion has them
     }
+    if temporary is not None:
+        env["TMPDIR"] = str(temporary)
     if gpus is not None:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
     if not cuda:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from tests.rollout.fake_servers import ok, servers
 # A server that leaves shared memory behind; its name is all that the process knows of it.
 LEAVES = """#!/bin/sh
 [ "$1" = -I ] && echo {version} && exit
+touch "$TMPDIR/socket"
 touch "{folder}/sglang_loads_${{MEGARL_SERVER_INSTANCE}}_0.shm"
 exec sleep 600
 """
@@ -143,8 +145,9 @@ def test_servers_share_a_machines_gpus_and_colocated_ones_see_all() -> None:
     assert seen(gpus=[2, 3, 4, 5], colocated=True) == [(2, 3, 4, 5, 0, 1), (4, 5, 2, 3, 0, 1)]
 
 
-def test_a_stopped_server_leaves_no_shared_memory_and_others_keep_theirs(tmp_path: Path, monkeypatch) -> None:
+def test_a_stopped_server_leaves_nothing_and_others_keep_what_is_theirs(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(sglang, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     python = tmp_path / "python"
     python.write_text(LEAVES.format(version=sglang.TESTED, folder=tmp_path))
     python.chmod(0o755)
@@ -159,10 +162,11 @@ def test_a_stopped_server_leaves_no_shared_memory_and_others_keep_theirs(tmp_pat
                 time.sleep(0.01)
         stopped.stop(0)
         assert list(tmp_path.glob("sglang_loads_*")) == sglang.shared_memory(other.instance)
+        assert len(list(tmp_path.glob("megarl-*/socket"))) == 1
     finally:
         stopped.stop(0)
-        other.stop(0)
-    assert list(tmp_path.glob("sglang_loads_*")) == []
+        other.stop()
+    assert {path.name for path in tmp_path.iterdir()} == {"python", "logs"}
 
 
 SAID = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": None}

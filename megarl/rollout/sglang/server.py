@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +30,7 @@ from megarl.processes import free_port
 from megarl.rollout.sglang.api import ServerApi
 
 _CPU_TOKENS = 65536  # key/value cache on a CPU, where SGLang would take a share of the whole memory
-_GRACE_S = 10.0  # after SIGTERM a server removes its shared memory and sockets
+_GRACE_S = 10.0  # after SIGTERM, for what a server on a GPU shares with other processes
 _PORT_TRIES = 3
 POLL_S = 0.5
 HEALTH_S = 25.0  # /health answers after 20 s at the latest, healthy or not
@@ -114,6 +116,7 @@ class ServerProcess:
         self.api = ServerApi("", spec.api_key, spec.name)
         self._process: subprocess.Popen[bytes] | None = None
         self.instance = ""
+        self._temporary: Path | None = None
         self._log_start, self._clashes = 0, 0
         self._python = find_python(spec.config.python, cuda=spec.cuda)
         sglang_version(self._python)
@@ -137,6 +140,8 @@ class ServerProcess:
             ) from error
         self.api = ServerApi(f"http://{spec.host}:{port}", spec.api_key, spec.name)
         self.instance = f"megarl_{secrets.token_hex(8)}"
+        if not spec.cuda:  # on a GPU compilers keep what they made in the system's folder for the next start
+            self._temporary = Path(tempfile.mkdtemp(prefix="megarl-"))  # paths of sockets must be short
         environment = server_environment(
             os.environ,
             api_key=spec.api_key,
@@ -144,6 +149,7 @@ class ServerProcess:
             cuda=spec.cuda,
             tp_size=spec.config.tp_size,
             gpus=spec.gpus,
+            temporary=self._temporary,
         )
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
@@ -172,10 +178,11 @@ class ServerProcess:
             self._ended()
 
     def stop(self, grace_s: float = _GRACE_S) -> None:
-        """End the server and all its processes, and remove its shared memory; 0 for one that may hang."""
+        """End the server and all its processes, and remove what they leave; 0 for one that may hang."""
         if self._process is None:
             return
-        if grace_s > 0 and self._process.poll() is None:
+        # SGLang looks for a SIGTERM every five seconds only, and without a GPU there is nothing to take leave of.
+        if grace_s > 0 and self.spec.cuda and self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
@@ -185,6 +192,8 @@ class ServerProcess:
         self._process = None
         for file in shared_memory(self.instance):
             file.unlink(missing_ok=True)
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _ended(self) -> None:
         """Start again after a clash of ports, else tell why the process ended."""
