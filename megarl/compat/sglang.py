@@ -108,12 +108,12 @@ def cpu_arguments() -> list[str]:
 
 
 def shared_memory(instance: str) -> list[Path]:
-    """Files in which the processes of a server tell each other its load; SGLang itself never removes them.
+    """Files through which the processes of a server talk to each other; SGLang itself never removes them.
 
     Args:
         instance: what `server_environment` was given.
     """
-    return list(SHARED_MEMORY.glob(f"sglang_loads_{instance}_*"))
+    return [file for kind in ("sglang_loads", "sgl_shm") for file in SHARED_MEMORY.glob(f"{kind}_{instance}_*")]
 
 
 def server_environment(

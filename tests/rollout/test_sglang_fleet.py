@@ -24,7 +24,7 @@ from tests.rollout.fake_servers import ok, servers
 # A server that leaves shared memory behind; its name is all that the process knows of it.
 LEAVES = """#!/bin/sh
 [ "$1" = -I ] && echo {version} && exit
-touch "$TMPDIR/socket"
+touch "$TMPDIR/socket" "{folder}/sgl_shm_${{MEGARL_SERVER_INSTANCE}}_mq_1_a"
 touch "{folder}/sglang_loads_${{MEGARL_SERVER_INSTANCE}}_0.shm"
 exec sleep 600
 """
@@ -157,11 +157,12 @@ def test_a_stopped_server_leaves_nothing_and_others_keep_what_is_theirs(tmp_path
     try:
         for server in (stopped, other):
             server.start()
-            while not sglang.shared_memory(server.instance):
+            while len(sglang.shared_memory(server.instance)) < 2:
                 server.check()  # raises when it has ended
                 time.sleep(0.01)
         stopped.stop(0)
-        assert list(tmp_path.glob("sglang_loads_*")) == sglang.shared_memory(other.instance)
+        assert set(tmp_path.glob("sgl*")) == set(sglang.shared_memory(other.instance))
+        assert len(sglang.shared_memory(other.instance)) == 2
         assert len(list(tmp_path.glob("megarl-*/socket"))) == 1
     finally:
         stopped.stop(0)

@@ -140,13 +140,18 @@ def refuse_instead_of_dying() -> None:
 
 
 def name_shared_memory() -> None:
-    """Call this server INSTANCE: SGLang names shared memory after a word that it invents and tells nobody."""
+    """Call what this server shares INSTANCE: SGLang names it after words and processes that nobody knows afterwards."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def name(ports: Any, *args: Any, **kwargs: Any) -> None:
+    def name_loads(ports: Any, *args: Any, **kwargs: Any) -> None:
         ports.instance_id = INSTANCE
 
-    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", name, HookType.AFTER)
+    def name_queue(call: Any, *args: Any, **kwargs: Any) -> str:
+        return str(call(*args, **kwargs)).replace("sgl_shm_", f"sgl_shm_{INSTANCE}_", 1)
+
+    HookRegistry.register("sglang.srt.server_args.PortArgs.init_new", name_loads, HookType.AFTER)
+    queue = "sglang.srt.distributed.device_communicators.shm_broadcast.make_shm_name"  # of ranks to each other
+    HookRegistry.register(queue, name_queue, HookType.AROUND)
 
 
 def insist_on_hooks() -> None:
