@@ -14,6 +14,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import pickle
 import socket
 import sys
 import tempfile
@@ -43,12 +44,13 @@ def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 24
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
     }
+    by_value = pickle.dumps(args)  # multiprocessing would hand over a descriptor per tensor, and has too few
     with tempfile.TemporaryDirectory() as folder:
         names = (fn.__module__, fn.__qualname__, _import_root(fn.__module__))
         ranks: list[Any] = []
         try:
             for rank in range(world_size):
-                ranks.append(_start(rank, (names, rank, world_size, environment, folder, timeout, args)))
+                ranks.append(_start(rank, (names, rank, world_size, environment, folder, timeout, by_value)))
             wait_for_ranks(ranks, Path(folder), time.monotonic() + timeout)
         finally:
             for process in ranks:
@@ -169,7 +171,7 @@ def _raise_first_error(ranks: list, folder: Path) -> None:
 
 
 def _rank_main(
-    names: tuple, rank: int, world_size: int, environment: dict, folder: str, timeout: float, args: tuple
+    names: tuple, rank: int, world_size: int, environment: dict, folder: str, timeout: float, args: bytes
 ) -> None:
     os.environ.clear()  # that of the process it is forked from
     os.environ.update(environment, **_OPENMP, RANK=str(rank), LOCAL_RANK=str(rank))
@@ -187,7 +189,7 @@ def _rank_main(
         dist.init_process_group(
             "gloo", rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=min(timeout, 120))
         )
-        _write(Path(folder), rank, target(*args))
+        _write(Path(folder), rank, target(*pickle.loads(args)))
         dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()

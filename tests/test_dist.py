@@ -30,6 +30,15 @@ def test_results_come_back_in_rank_order():
     assert results[0]["nested"][0].item() == 10.0
 
 
+def _total(tensors: list[torch.Tensor]) -> float:
+    return sum(tensor.item() for tensor in tensors)
+
+
+@pytest.mark.procs
+def test_ranks_are_given_any_number_of_tensors():
+    assert run_distributed(_total, 2, 60, [torch.tensor(1.0) for _ in range(300)]) == [300.0, 300.0]
+
+
 @pytest.mark.procs
 def test_error_of_one_rank_is_shown():
     with pytest.raises(AssertionError, match="rank one is unwell"):
