@@ -393,7 +393,7 @@ def _check_sync(config: RunConfig, checks: Checklist) -> None:
             found=sync.address,
             fix="set sync.address=null, which takes that of the interface that reaches the server",
         )
-    held = model if config.rollout.dtype == "model" else config.rollout.dtype
+    held = config.rollout_dtype
     sent = model if sync.dtype == "model" else sync.dtype
     _check_pause(config, checks)
     if sync.fp8 and not config.rollout.sglang.urls:

@@ -191,9 +191,8 @@ def describe_correction(config: RunConfig) -> list[str]:
 def gap_source(config: RunConfig) -> str:
     """The two policies that the gap lies between: engine, precision and age of the weights."""
     rollout = config.rollout
-    dtype = config.model.dtype if rollout.dtype == "model" else rollout.dtype
     age = f", weights {rollout.stale_steps} steps old" if rollout.stale_steps else ""
-    return f"{rollout.engine} engine {dtype}{age} -> trainer {config.model.dtype}"
+    return f"{rollout.engine} engine {config.rollout_dtype}{age} -> trainer {config.model.dtype}"
 
 
 def knob_names() -> list[str]:

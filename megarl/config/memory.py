@@ -67,16 +67,15 @@ def cache_bytes(config: RunConfig, facts: ModelFacts, dp: int) -> float:
     parallel, sampling = config.actor.parallel, config.rollout.sampling
     share = -(-config.data.batch_size * sampling.n // (dp * parallel.cp))
     tokens = min(config.rollout.max_running, share) * (config.data.max_prompt_tokens + sampling.max_new_tokens)
-    dtype = config.model.dtype if config.rollout.dtype == "model" else config.rollout.dtype
-    return tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * facts.layers / parallel.pp * _BYTES[dtype]
+    element = _BYTES[config.rollout_dtype]
+    return tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * facts.layers / parallel.pp * element
 
 
 def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of weights on every GPU of a server; its cache comes on top, up to `memory_fraction`."""
     servers = config.rollout.sglang
     split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
-    dtype = config.model.dtype if config.rollout.dtype == "model" else config.rollout.dtype
-    return sum(stage_parameters(facts, split)) * _BYTES[dtype]
+    return sum(stage_parameters(facts, split)) * _BYTES[config.rollout_dtype]
 
 
 def estimate_memory(config: RunConfig, facts: ModelFacts, dp: int) -> Memory:

@@ -92,6 +92,11 @@ class RunConfig(Section):
         sampled = [self.rollout.sampling, *([self.validation.sampling] if self.data.val_files else [])]
         return self.data.max_prompt_tokens + max(sampling.max_new_tokens for sampling in sampled)
 
+    @property
+    def rollout_dtype(self) -> str:
+        """fp32 or bf16, in which responses are generated: `rollout.dtype`, with `model` resolved."""
+        return self.model.dtype if self.rollout.dtype == "model" else self.rollout.dtype
+
     def updates(self, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
         """Optimizer steps of a role in the whole run, when it does not train in the first `resting` training steps."""
         minis = self.data.batch_size // (role.mini_batch_size or self.data.batch_size)

@@ -35,7 +35,7 @@ def use_servers(c: Controller) -> None:
     from megarl.sync.updater import WeightSync
 
     config, layout = c.config, c.layout
-    dtype = config.model.dtype if config.rollout.dtype == "model" else config.rollout.dtype
+    dtype = config.rollout_dtype
     if layout.rank == 0:
         logs = c.run_dir / "servers"
         print(f"waiting for SGLang servers, usually half a minute; logs of own ones: {logs}", flush=True)
