@@ -1,8 +1,9 @@
 """DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
 
 rollout -> reward_submit -> reward -> dynamic_sampling -> [filter] -> [overlong] -> [kl_in_reward] -> advantage -.
-   ^                                        |                  \\-> [old_logp], [ref_logp] -/              actor_train
-   '------------- more prompts -------------'   (inside the node, until the batch is full)
+   ^                                        |                  |-> [old_logp -> rollout_correction] ---^          v
+   '------------- more prompts -------------'                  '-> [ref_logp], [teacher_logp],         |     actor_train
+      (inside the node, until the batch is full)                   [greedy_rollout] -------------------'
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_kl, add_logprobs, add_overlong
-from megarl.runtime.stages import advantage, reward, rollout, sampling, shaping, update
+from megarl.recipes.grpo import add_greedy, add_kl, add_logprobs, add_overlong, add_reward, add_update
+from megarl.runtime.stages import reward, rollout, sampling, shaping
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -24,14 +25,13 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p = Pipeline("dapo", "decoupled clip and dynamic sampling policy optimisation")
     p.add_node("rollout", rollout.rollout, type=NodeType.MODEL_INFERENCE, role=Role.ROLLOUT, only_forward=True)
     p.add_node("reward_submit", reward.reward_submit, deps=["rollout"], role=Role.REWARD)
-    p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD)
+    add_reward(p, config)
     p.add_node("dynamic_sampling", sampling.dynamic_sampling, deps=["reward"], role=Role.DYNAMIC_SAMPLING)
     chosen = "dynamic_sampling"
     if config.algorithm.filter.active:
         p.add_node("filter", shaping.filter_samples, deps=[chosen], role=Role.ADVANTAGE)
         chosen = "filter"
     shaped = add_overlong(p, config, chosen)  # before the log-probs: they hand on the rewards of what they score
-    ends = add_kl(p, config, [shaped, *add_logprobs(p, config, shaped)])
-    p.add_node("advantage", advantage.advantage, deps=ends, role=Role.ADVANTAGE)
-    p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
+    ends = add_kl(p, config, [shaped, *add_logprobs(p, config, shaped), *add_greedy(p, config, shaped)])
+    add_update(p, config, ends)
     return p.build()

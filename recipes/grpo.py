@@ -38,16 +38,11 @@ def build_graph(config: RunConfig) -> TaskGraph:
     """The task graph of one training step."""
     p = Pipeline("grpo", "group-relative policy optimisation")
     p.add_node("rollout", rollout.rollout, type=NodeType.MODEL_INFERENCE, role=Role.ROLLOUT, only_forward=True)
-    scored = add_scoring(p, config)
-    if config.algorithm.advantage.name == "remax":
-        scored.append(_add_pass(p, "greedy_rollout", rollout.greedy_rollout, "rollout", Role.ACTOR))
+    scored = [*add_scoring(p, config), *add_greedy(p, config, "rollout")]
     if config.algorithm.filter.active:
         p.add_node("filter", shaping.filter_samples, deps=scored, role=Role.ADVANTAGE)
         scored = ["filter"]
-    needed = ESTIMATOR_FIELDS.get(config.algorithm.advantage.name, [])
-    reads = [*contract_of(advantage.advantage).reads, *needed]
-    p.add_node("advantage", advantage.advantage, deps=scored, role=Role.ADVANTAGE, reads=reads)
-    p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
+    add_update(p, config, scored)
     return p.build()
 
 
@@ -59,9 +54,29 @@ def add_scoring(p: Pipeline, config: RunConfig, source: str = "rollout") -> list
     """
     p.add_node("reward_submit", reward.reward_submit, deps=[source], role=Role.REWARD)
     logprobs = add_logprobs(p, config, source)
+    add_reward(p, config)
+    return add_kl(p, config, [add_overlong(p, config, "reward"), *logprobs])
+
+
+def add_reward(p: Pipeline, config: RunConfig) -> None:
+    """The node `reward`, which collects what `reward_submit` started."""
     writes = [*contract_of(reward.reward).writes, *(["reward_parts"] if config.algorithm.advantage.parts else [])]
     p.add_node("reward", reward.reward, deps=["reward_submit"], role=Role.REWARD, writes=writes)
-    return add_kl(p, config, [add_overlong(p, config, "reward"), *logprobs])
+
+
+def add_greedy(p: Pipeline, config: RunConfig, source: str) -> list[str]:
+    """Greedy responses to the prompts of node `source`, for the estimator that compares with them. Returns the ids."""
+    if config.algorithm.advantage.name != "remax":
+        return []
+    return [_add_pass(p, "greedy_rollout", rollout.greedy_rollout, source, Role.ACTOR)]
+
+
+def add_update(p: Pipeline, config: RunConfig, scored: list[str]) -> None:
+    """Advantages from what the nodes `scored` hand on, fields of the estimator included, and the policy update."""
+    needed = ESTIMATOR_FIELDS.get(config.algorithm.advantage.name, [])
+    reads = [*contract_of(advantage.advantage).reads, *needed]
+    p.add_node("advantage", advantage.advantage, deps=scored, role=Role.ADVANTAGE, reads=reads)
+    p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
 
 
 def add_logprobs(p: Pipeline, config: RunConfig, source: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megarl.config.algorithm import SCORED_ESTIMATORS
 from megarl.config.checklist import Checklist
 from megarl.config.run import RunConfig
 
@@ -21,13 +20,15 @@ def check_algorithm(config: RunConfig, checks: Checklist) -> None:
 
 def _check_pipeline(config: RunConfig, checks: Checklist) -> None:
     name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
-    fix = "set algorithm.pipeline=grpo, or another estimator"
-    if name == "remax" and pipeline in ("ppo", "dapo"):
-        what = f"remax needs a greedy rollout of every prompt, and the {pipeline} pipeline makes none"
-        checks.fail("estimator", "algorithm.pipeline", what, found=pipeline, allowed=["grpo", "pkg.mod:fn"], fix=fix)
-    if name in SCORED_ESTIMATORS and pipeline == "dapo":
-        what = f"{name} reads log-probs, and the dapo pipeline estimates advantages before it has them"
-        checks.fail("estimator", "algorithm.pipeline", what, found=pipeline, allowed=["grpo", "pkg.mod:fn"], fix=fix)
+    if name == "remax" and pipeline == "ppo":
+        checks.fail(
+            "estimator",
+            "algorithm.pipeline",
+            "remax needs a greedy rollout of every prompt, and the ppo pipeline makes none",
+            found=pipeline,
+            allowed=["grpo", "dapo", "pkg.mod:fn"],
+            fix="set algorithm.pipeline=grpo, or another estimator",
+        )
 
 
 def _check_parts(config: RunConfig, checks: Checklist) -> None:
@@ -73,15 +74,6 @@ def _check_teacher(config: RunConfig, checks: Checklist) -> None:
             "a teacher is named, and nothing uses it",
             found=path,
             fix="set algorithm.advantage.name=reverse_kl or algorithm.distillation.coef, or remove teacher.path",
-        )
-    if needed and config.algorithm.pipeline == "dapo":
-        checks.fail(
-            "teacher",
-            "algorithm.pipeline",
-            "the dapo pipeline has no teacher",
-            found="dapo",
-            allowed=["grpo", "ppo", "pkg.mod:fn"],
-            fix="set algorithm.pipeline=grpo, and algorithm.distillation.coef=0 for dapo",
         )
 
 
