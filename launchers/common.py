@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from megarl.errors import ConfigError, MegarlError, UserError
 from megarl.launchers.output import OutputLog
 from megarl.processes import has_nvidia_device, write_atomically
+from megarl.rendezvous import forget_token, write_token
 from megarl.runtime.health import forget
 from megarl.runtime.worker import WATCHED
 from megarl.tracking.close import close_run
@@ -155,6 +156,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> 
                 ignore_signals()
                 if workers is not None:
                     workers.stop()
+                    if node_rank() == 0:
+                        forget_token(run_dir)
                     if ended != "finished" and node_rank() == 0:
                         close_run(run_dir, ended)
 
@@ -165,6 +168,7 @@ def _prepare(job: Job) -> None:
     if node_rank() == 0:
         forget(job.run_dir)
         write_atomically(job.config_path, dump_config(job.config))
+        write_token(job.run_dir)
 
 
 def node_rank() -> int:
@@ -234,6 +238,8 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
         chosen |= KEEP_FREED_MEMORY
     if config.cluster.nnodes == 1:
         chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses
+        if not config.rollout.sglang.urls:  # servers on other machines may join an nccl group of the trainer
+            chosen["NCCL_SOCKET_IFNAME"] = "lo"
     if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it draw its progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     environment = {WATCHED: "1"} | {name: os.environ.get(name, value) for name, value in chosen.items()}

@@ -9,17 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 from megarl.errors import ConfigError
 from megarl.launchers.common import Job, process_environment, warn_of_few_cores
 from megarl.launchers.output import pump
-from megarl.processes import free_port
+from megarl.processes import LOOPBACK
+from megarl.rendezvous import LISTENER, listen
 
 GRACE_S = 3.0
 
 
 def start(job: Job) -> LocalWorkers:
-    """Start `cluster.nproc` workers that meet at a free port of the loopback device."""
+    """Start `cluster.nproc` workers that meet at a port of the loopback device."""
     cluster = job.config.cluster
     if cluster.nnodes != 1:
         raise ConfigError(
@@ -32,12 +34,16 @@ def start(job: Job) -> LocalWorkers:
     workers = LocalWorkers()
     shared = os.environ | process_environment(job.config, cluster.nproc)
     warn_of_few_cores(job, shared, cluster.nproc)
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(cluster.nproc)}
-    shared["LOCAL_WORLD_SIZE"] = shared["WORLD_SIZE"]
+    shared |= {"MASTER_ADDR": LOOPBACK[0], "WORLD_SIZE": str(cluster.nproc), "LOCAL_WORLD_SIZE": str(cluster.nproc)}
     command = [sys.executable, "-m", "megarl.runtime.worker", "--entry", job.entry, "--config", str(job.config_path)]
     try:
-        for rank in range(cluster.nproc):
-            workers.add(command, shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, job)
+        with listen(LOOPBACK[0]) as listener:  # rank 0 has a copy of it: nobody else can take the port in between
+            shared["MASTER_PORT"] = str(listener.getsockname()[1])
+            for rank in range(cluster.nproc):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if rank == 0:
+                    own[LISTENER] = str(listener.fileno())
+                workers.add(command, shared | own, job, [listener.fileno()] if rank == 0 else [])
     except BaseException:
         workers.stop()
         raise
@@ -51,8 +57,8 @@ class LocalWorkers:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pumps: list[threading.Thread] = []
 
-    def add(self, command: list[str], environment: dict[str, str], job: Job) -> None:
-        """Start the next rank."""
+    def add(self, command: list[str], environment: dict[str, str], job: Job, handles: Sequence[int]) -> None:
+        """Start the next rank, which inherits the file descriptors `handles`."""
         process = subprocess.Popen(
             command,
             env=environment,
@@ -60,6 +66,7 @@ class LocalWorkers:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=handles,
         )
         assert process.stdout is not None
         self._pumps.append(pump(process.stdout, len(self._processes), job.log))

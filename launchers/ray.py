@@ -37,11 +37,14 @@ class Actor:
 
         return ray.util.get_node_ip_address(), [int(i) for i in ray.get_gpu_ids()]
 
-    def port(self, host: str) -> int:
-        """A free port on this actor's node."""
-        from megarl.processes import free_port
+    def listen(self, host: str) -> int:
+        """Port on `host` where this process, rank 0, listens for the store of the run from now on."""
+        from megarl.rendezvous import LISTENER, listen
 
-        return free_port(host)
+        listener = listen(host)
+        port = int(listener.getsockname()[1])
+        os.environ[LISTENER] = str(listener.detach())
+        return port
 
     def run(self, entry: str, config_path: str, log_dir: str, environment: dict[str, str]) -> int:
         """Be one rank; returns its exit code."""
@@ -135,7 +138,7 @@ class RayWorkers:
 
         job = self._job
         host = "127.0.0.1" if len(set(self._hosts)) == 1 else self._hosts[0]
-        port = ray.get(self._actors[0].port.remote(host), timeout=self._left())
+        port = ray.get(self._actors[0].listen.remote(host), timeout=self._left())
         for rank, actor in enumerate(self._actors):
             environment = {
                 "RANK": str(rank),

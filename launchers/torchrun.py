@@ -11,15 +11,18 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.errors import ConfigError
 from megarl.launchers.common import Job, node_rank, process_environment, warn_of_few_cores
 from megarl.launchers.output import Follower
-from megarl.processes import free_port, kill_with_parent, watch_parent, write_atomically
+from megarl.processes import LOOPBACK, kill_with_parent, watch_parent, write_atomically
+from megarl.rendezvous import LISTENER, given_listener, listen
 
 GRACE_S = 3.0
 AGENT_REPORT = "MEGARL_AGENT_REPORT"
@@ -37,19 +40,33 @@ def start(job: Job) -> TorchrunWorkers:
         )
     here = cluster.nproc // cluster.nnodes
     address, port = _rendezvous(cluster.nnodes)
-    arguments = [f"--nnodes={cluster.nnodes}", f"--nproc-per-node={here}", f"--node-rank={node_rank()}"]
+    # The agent of the first machine has a copy of it: a port in use is named here, and nobody takes it in between.
+    first = node_rank() == 0
+    with listen(address, port, one_machine=cluster.nnodes == 1) if first else contextlib.nullcontext() as listener:
+        port = port if listener is None else listener.getsockname()[1]
+        return _start_agent(job, here, address, port, listener)
+
+
+def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.socket | None) -> TorchrunWorkers:
+    """The agent of this machine, with `here` ranks; `listener` is where the store of the run listens, if here."""
+    nnodes = job.config.cluster.nnodes
+    arguments = [f"--nnodes={nnodes}", f"--nproc-per-node={here}", f"--node-rank={node_rank()}"]
     arguments += [f"--master-addr={address}", f"--master-port={port}", "--max-restarts=0"]
     arguments += ["-m", "megarl.runtime.worker", "--entry", job.entry]
     arguments += ["--config", str(job.config_path), "--log-dir", str(job.log_dir)]
     ranks = list(range(node_rank() * here, (node_rank() + 1) * here))
     environment = os.environ | process_environment(job.config, here)
     warn_of_few_cores(job, environment, here)
-    return TorchrunWorkers(job, ranks, arguments, environment)
+    handles = []
+    if listener is not None:
+        handles = [listener.fileno()]
+        environment[LISTENER] = str(listener.fileno())
+    return TorchrunWorkers(job, ranks, arguments, environment, handles)
 
 
 def _rendezvous(nnodes: int) -> tuple[str, int]:
     if nnodes == 1:
-        return "127.0.0.1", free_port()
+        return LOOPBACK[0], 0
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK") if name not in os.environ]
     if missing:
         raise ConfigError(
@@ -64,7 +81,9 @@ def _rendezvous(nnodes: int) -> tuple[str, int]:
 class TorchrunWorkers:
     """The ranks below one torchrun agent."""
 
-    def __init__(self, job: Job, ranks: list[int], arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, job: Job, ranks: list[int], arguments: list[str], environment: dict[str, str], handles: Sequence[int]
+    ) -> None:
         self._job, self._ranks = job, ranks
         self._report = job.run_dir / "errors" / f"agent_{node_rank()}.json"
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
@@ -77,6 +96,7 @@ class TorchrunWorkers:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=handles,
             )
 
     def ranks(self) -> list[int]:
@@ -118,6 +138,11 @@ def agent(arguments: list[str], report: Path) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    from megarl.compat.torch_store import serve_on
+
+    listener = given_listener()
+    if listener is not None:
+        serve_on(listener)
     try:
         torchrun(arguments)
     except ChildFailedError as error:

@@ -29,6 +29,7 @@ from pathlib import Path
 from megarl import phase
 from megarl.errors import MegarlError, UserError
 from megarl.processes import write_atomically
+from megarl.rendezvous import ranks_text
 
 _HEADER = struct.Struct("<QQqQdH")  # sequence (odd: being written), changes, step, pid, unix time, text length
 _SIZE = 512
@@ -212,11 +213,6 @@ class Watch:
         if stuck:
             return f"{ranks_text(stuck)} made no progress for {self._timeout_s:g} s (cluster.timeout_s)"
         return None
-
-
-def ranks_text(ranks: list[int]) -> str:
-    """`rank 1` or `ranks 0, 2`."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def where_text(beat: Beat | None) -> str:

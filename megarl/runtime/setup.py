@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from megarl.algorithms.kl import KLController
 from megarl.comm import all_gather_json
@@ -21,6 +19,7 @@ from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
 from megarl.models.weights import init_random, load_weights
 from megarl.phase import keep_beating, phase
+from megarl.rendezvous import join
 from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
@@ -33,14 +32,12 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
-def init_processes(config: RunConfig) -> Layout:
+def init_processes(config: RunConfig, run_dir: Path) -> Layout:
     """Join the other ranks and make the process groups; one deadline for every collective."""
     if has_cuda():
         torch.cuda.set_device(device())
     with phase("join"):
-        if not dist.is_initialized():
-            timeout = datetime.timedelta(seconds=config.cluster.timeout_s)
-            dist.init_process_group(dist_backend(), timeout=timeout)
+        join(dist_backend(), config.cluster.timeout_s, run_dir)
         if has_cuda():
             refuse_shared_gpu(all_gather_json(gpu_id()))
         return init_parallel(config.actor.parallel, config.cluster.timeout_s)
@@ -52,7 +49,7 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
     Without `trainable` there is no optimizer and no training data, without `scored` no reward function.
     """
     torch.manual_seed(config.trainer.seed)
-    layout = init_processes(config)
+    layout = init_processes(config, run_dir)
     with phase("load_data"), keep_beating():  # downloads, and reading and tokenizing all rows
         tokenizer = load_tokenizer(config.model)
         hf_config = load_hf_config(config.model)

@@ -8,9 +8,12 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
+
 from megarl.config.run import RunConfig
 from megarl.errors import UserError
 from megarl.phase import phase, set_step
+from megarl.rendezvous import join
 
 HERE_FOR_LONG_S = 60.0  # far beyond every deadline of the tests
 
@@ -19,12 +22,23 @@ def _wait_for_ever() -> None:
     time.sleep(HERE_FOR_LONG_S)
 
 
+def _listening() -> list[str]:
+    """Addresses that this process and its parent, a launcher's agent or the launcher, listen on."""
+    here = psutil.Process()
+    return [
+        connection.laddr.ip
+        for process in (here, here.parent())
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+
+
 def write_environment(config: RunConfig, run_dir: Path) -> None:
     """Every rank adds its number to a sum over gloo and leaves what it was given."""
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    join("gloo", config.cluster.timeout_s, run_dir)
     total = torch.tensor([int(os.environ["RANK"]) + 1])
     dist.all_reduce(total)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MALLOC_TRIM_THRESHOLD_", "OMP_WAIT_POLICY")
@@ -32,6 +46,10 @@ def write_environment(config: RunConfig, run_dir: Path) -> None:
     seen |= {"sum": int(total), "threads": torch.get_num_threads(), "name": config.name}
     (run_dir / f"seen_{seen['RANK']}.json").write_text(json.dumps(seen))
     print(f"hello from {seen['RANK']}")
+    others = dist.new_group()  # more of gloo's sockets
+    dist.barrier(others)
+    (run_dir / f"listens_{seen['RANK']}.json").write_text(json.dumps(_listening()))
+    dist.barrier(others)
     dist.destroy_process_group()
 
 
@@ -52,7 +70,7 @@ def rank_1_is_killed(config: RunConfig, run_dir: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    join("gloo", config.cluster.timeout_s, run_dir)
     dist.barrier()
     set_step(3)
     with phase("rollout"), phase("decode"):

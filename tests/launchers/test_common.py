@@ -74,9 +74,17 @@ def test_freed_memory_is_kept_on_the_cpu_only(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_loopback_device_is_for_one_machine_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    assert process_environment(config(), 1)["GLOO_SOCKET_IFNAME"] == "lo"
-    assert "GLOO_SOCKET_IFNAME" not in process_environment(config(nproc=2, nnodes=2), 1)
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+        assert process_environment(config(), 1)[name] == "lo"
+        assert name not in process_environment(config(nproc=2, nnodes=2), 1)
+
+
+def test_nccl_keeps_its_choice_where_servers_may_be_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    with_urls = config()
+    with_urls.rollout.sglang.urls = ["http://gpu3:30000"]
+    assert "NCCL_SOCKET_IFNAME" not in process_environment(with_urls, 1)
 
 
 def test_an_unknown_launcher_is_refused(tmp_path: Path) -> None:

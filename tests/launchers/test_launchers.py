@@ -98,6 +98,11 @@ def test_ranks_meet_and_the_run_folder_tells_what_happened(launcher: str, tmp_pa
     assert [(s["RANK"], s["LOCAL_RANK"], s["WORLD_SIZE"]) for s in seen] == [(str(r), str(r), "3") for r in range(3)]
     assert {(s["name"], s["threads"], s["OMP_WAIT_POLICY"]) for s in seen} == {("drive", 1, "passive")}
     assert all(s["MALLOC_TRIM_THRESHOLD_"] for s in seen)
+    if launcher != "ray":  # whose own processes belong to the cluster
+        listens = [json.loads((tmp_path / f"listens_{rank}.json").read_text()) for rank in range(3)]
+        assert len(listens[0]) > 1
+        assert {address for of_rank in listens for address in of_rank} == {"127.0.0.1"}
+    assert not (tmp_path / "token").exists()
     assert "hello from 0" in result.out
     assert "hello from 1" not in result.out
     assert {f"[rank {r}] hello from {r}" for r in range(3)} <= set(result.log.splitlines())

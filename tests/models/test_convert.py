@@ -56,7 +56,7 @@ def test_checkpoint_of_a_run(tmp_path):
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(config))
     hf = load_hf_config(model)
-    engine = build_engine(config, hf, init_processes(config), lambda c: init_random(c, hf, 3), trainable=False)
+    engine = build_engine(config, hf, init_processes(config, run_dir), lambda c: init_random(c, hf, 3), trainable=False)
     folder = checkpoint.save(run_dir / "checkpoints", 5, {"actor": engine}, {})
     no_parallel()
     convert(folder, tmp_path / "out")

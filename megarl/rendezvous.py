@@ -1,0 +1,222 @@
+"""Where the ranks of a run meet: torch's store, listening on one address, and proof that each rank belongs to the run.
+
+    launcher: a token in RUN_DIR/token         a listening socket on loopback, or on the address in MASTER_ADDR
+                        |                                    |
+                        v                                    v
+    rank K: nonce from the store -> HMAC(token, nonce, K) -> store of rank 0 -> rank 0 compares all -> verdict
+
+The store itself knows no authentication: whoever reaches its address can read and write it. The proof keeps out
+processes of other runs and strangers who do not know better, not an attacker who rewrites what is in the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import ConfigError, WorkerError
+from megarl.processes import address_towards, is_address_here
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+log = logging.getLogger(__name__)
+LISTENER = "MEGARL_STORE_FD"  # number of the listening socket that a launcher hands to the process with the store
+_TOKEN_FILE = "token"
+_BACKLOG = 4096  # all ranks of a large run connect at once; the kernel takes less where its own limit is lower
+_JOINED = "joined"
+
+
+def write_token(run_dir: Path) -> None:
+    """Draw a new token for the run, readable for its owner only. In a file, as several machines share nothing else."""
+    path = run_dir / _TOKEN_FILE
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def read_token(run_dir: Path) -> bytes | None:
+    """The token of the run; None when no launcher of ours wrote one."""
+    with contextlib.suppress(FileNotFoundError):
+        return (run_dir / _TOKEN_FILE).read_bytes()
+    return None
+
+
+def forget_token(run_dir: Path) -> None:
+    """The run has ended."""
+    (run_dir / _TOKEN_FILE).unlink(missing_ok=True)
+
+
+def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.socket:
+    """A listening socket for the store, on the address of `host` only.
+
+    When other machines could not reach that address (it is none of this machine's, as behind a port mapping, or the
+    machine's own name stands for loopback), on every interface, with a warning.
+
+    Args:
+        host: MASTER_ADDR.
+        port: 0: any free one.
+        one_machine: all ranks are on this machine.
+
+    Raises:
+        ConfigError: the port is in use, or cannot be listened on.
+    """
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, bound = address[0], str(address[4][0])
+        if not one_machine and (not is_address_here(bound) or _is_loopback(bound)):
+            log.warning(
+                "MASTER_ADDR=%s stands for %s here, where other machines cannot reach it: the store of the run listens "
+                "on every interface; set MASTER_ADDR to an address of the private network",
+                host,
+                bound,
+            )
+            bound = ""
+        return socket.create_server((bound, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        in_use = error.errno == errno.EADDRINUSE
+        raise ConfigError(
+            "another process listens on this port" if in_use else f"cannot listen here: {error.strerror or error}",
+            where="MASTER_PORT" if in_use else "MASTER_ADDR, MASTER_PORT",
+            found=f"{host}:{port}",
+            fix="set MASTER_PORT to a free port, the same on every machine"
+            if in_use
+            else "set MASTER_ADDR to an address of the first machine, and MASTER_PORT to a free port",
+        ) from error
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def given_listener() -> int | None:
+    """The listening socket that a launcher handed to this process, kept from its children; None without one."""
+    text = os.environ.pop(LISTENER, None)
+    if text is None:
+        return None
+    os.set_inheritable(int(text), False)
+    return int(text)
+
+
+def gloo_interface(master: str) -> str | None:
+    """Name of this machine's interface that leads to `master`; None when that is loopback or has no name.
+
+    gloo listens there. Left to itself it takes what the host name stands for, whichever network that is.
+    """
+    import psutil
+
+    with contextlib.suppress(OSError):
+        towards = address_towards(master)
+        for name, addresses in psutil.net_if_addrs().items():
+            if not _is_loopback(towards) and any(entry.address == towards for entry in addresses):
+                return name
+    return None
+
+
+def join(backend: str, timeout_s: float, run_dir: Path) -> None:
+    """`torch.distributed.init_process_group` on a store with one address; collective. No effect when done already.
+
+    Rank, number of ranks and where to meet come from the environment, see `megarl.runtime.worker`. Below torchrun the
+    store is its agent's.
+
+    Raises:
+        ConfigError: the store cannot listen.
+        WorkerError: ranks did not join within `timeout_s`, or do not belong to this run.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
+    if not one_machine and "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+    handle = given_listener()
+    is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if is_master and handle is None:
+        handle = listen(host, port, one_machine=one_machine).detach()
+    timeout = datetime.timedelta(seconds=timeout_s)
+    listener = {"master_listen_fd": handle} if is_master else {}
+    store = dist.TCPStore(host, port, world, is_master, timeout, wait_for_workers=False, **listener)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store keeps the keys of earlier ones
+    token = read_token(run_dir)
+    if token is not None:
+        prove(dist.PrefixStore(f"megarl/{attempt}", store), token, rank, world, timeout_s)
+    dist.init_process_group(
+        backend, store=dist.PrefixStore(f"ranks/{attempt}", store), rank=rank, world_size=world, timeout=timeout
+    )
+
+
+def prove(store: Store, token: bytes, rank: int, world: int, timeout_s: float) -> None:
+    """Show rank 0 that this one knows the token of the run, and learn that all ranks and rank 0 do; collective.
+
+    Args:
+        store: which all ranks reach.
+        token: secret of the run.
+        rank: of this process.
+        world: number of ranks.
+        timeout_s: deadline of the whole exchange.
+
+    Raises:
+        WorkerError: names the ranks that did not come in time, or know another token.
+    """
+    limit = f"within {timeout_s:g} s (cluster.timeout_s)"
+    end = time.monotonic() + timeout_s
+    if rank == 0:
+        nonce = secrets.token_hex(16)
+        store.set("nonce", nonce)
+        missing = [r for r in range(1, world) if _read(store, f"rank_{r}", end) is None]
+        if missing:
+            raise WorkerError(f"timed out waiting for {ranks_text(missing)} to join {limit}")
+        known = [_read(store, f"rank_{r}", end) == _proof(token, f"{nonce} {r}/{world}") for r in range(1, world)]
+        others = [r for r, knows in enumerate(known, 1) if not knows]
+        verdict = f"{ranks_text(others)} did not know the token of the run" if others else _JOINED
+        store.set("verdict", f"{_proof(token, f'{nonce} {verdict}')} {verdict}")
+    else:
+        nonce = _read(store, "nonce", end) or ""
+        store.set(f"rank_{rank}", _proof(token, f"{nonce} {rank}/{world}"))
+        answer = _read(store, "verdict", end) if nonce else None
+        if answer is None:
+            raise WorkerError(f"timed out waiting for the other ranks to join {limit}")
+        proof, _, verdict = answer.partition(" ")
+        if proof != _proof(token, f"{nonce} {verdict}"):
+            verdict = "it does not know the token of this run"
+    if verdict != _JOINED:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise WorkerError(f"the store at {place} is not that of this run only: {verdict}")
+
+
+def _read(store: Store, key: str, end: float) -> str | None:
+    """Value of a key, as soon as it is there; None when it is not by then. At least one look."""
+    from torch.distributed import DistStoreError
+
+    left = max(end - time.monotonic(), 0.01)
+    try:
+        store.wait([key], datetime.timedelta(seconds=left))
+    except DistStoreError:  # the wait timed out
+        return None
+    return store.get(key).decode(errors="replace")
+
+
+def _proof(token: bytes, text: str) -> str:
+    # Compared with `==`: the other side does not see how long that takes, and each nonce is used once.
+    return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """`rank 1` or `ranks 0, 2`; of many, the first sixteen."""
+    more = f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:16]))}{more}"

@@ -1,0 +1,103 @@
+"""Where ranks meet: one address, a port that is free, and ranks of this run only."""
+
+from __future__ import annotations
+
+import datetime
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from megarl import rendezvous
+from megarl.errors import ConfigError, WorkerError
+from megarl.rendezvous import forget_token, listen, prove, ranks_text, read_token, write_token
+
+
+def prove_all(tokens: list[bytes], world: int, timeout_s: float = 20.0) -> list[str]:
+    """What becomes of ranks 0, 1, ... that know these tokens, in one store of a run of `world` ranks."""
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    limit = datetime.timedelta(seconds=20)
+    master = dist.TCPStore(
+        "127.0.0.1", port, world, True, limit, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    stores = [master] + [dist.TCPStore("127.0.0.1", port, world, False, limit) for _ in tokens[1:]]
+
+    def one(rank: int) -> str:
+        try:
+            prove(stores[rank], tokens[rank], rank, world, timeout_s)
+        except WorkerError as error:
+            return str(error)
+        return "joined"
+
+    with ThreadPoolExecutor(len(tokens)) as pool:
+        return list(pool.map(one, range(len(tokens))))
+
+
+def test_ranks_that_know_the_token_join() -> None:
+    assert prove_all([b"secret"] * 3, 3) == ["joined"] * 3
+
+
+def test_a_rank_with_another_token_is_named_to_all() -> None:
+    results = prove_all([b"secret", b"other", b"secret"], 3)
+    assert "rank 1 did not know the token of the run" in results[0]
+    assert "rank 1 did not know the token of the run" in results[2]
+    assert "it does not know the token of this run" in results[1]
+
+
+def test_ranks_that_never_come_are_named_at_the_deadline() -> None:
+    results = prove_all([b"secret", b"secret"], 4, timeout_s=0.3)
+    assert "timed out waiting for ranks 2, 3 to join within 0.3 s (cluster.timeout_s)" in results[0]
+    assert "timed out waiting for the other ranks" in results[1]
+
+
+def test_the_token_is_for_the_owners_eyes_and_new_for_every_attempt(tmp_path: Path) -> None:
+    assert read_token(tmp_path) is None
+    write_token(tmp_path)
+    first = read_token(tmp_path)
+    assert first is not None
+    assert len(first) == 64
+    assert stat.S_IMODE((tmp_path / "token").stat().st_mode) == 0o600
+    write_token(tmp_path)
+    assert read_token(tmp_path) != first
+    forget_token(tmp_path)
+    assert read_token(tmp_path) is None
+
+
+def test_a_port_in_use_is_named() -> None:
+    with listen("127.0.0.1") as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"MASTER_PORT: another process listens on this port\n.*127.0.0.1:{port}"):
+            listen("127.0.0.1", port)
+
+
+def test_a_name_that_is_loopback_here_is_listened_on_for_other_machines_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with listen("localhost", one_machine=False) as listener:
+        assert listener.getsockname()[0] in ("0.0.0.0", "::")
+    assert "where other machines cannot reach it" in caplog.text
+
+
+def test_an_address_of_the_private_network_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_is_loopback", lambda address: False)  # 127.0.0.2 in the part of a private one
+    with listen("127.0.0.2", one_machine=False) as listener:
+        assert listener.getsockname()[0] == "127.0.0.2"
+
+
+def test_gloo_listens_where_the_first_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = SimpleNamespace(address="10.0.0.7")
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"lo": [], "eth1": [entry]})
+    monkeypatch.setattr(rendezvous, "address_towards", lambda host: "10.0.0.7")
+    assert rendezvous.gloo_interface("node0") == "eth1"
+    monkeypatch.setattr(rendezvous, "address_towards", lambda host: "127.0.0.1")
+    assert rendezvous.gloo_interface("node0") is None
+
+
+def test_many_ranks_are_not_all_listed() -> None:
+    assert ranks_text([1]) == "rank 1"
+    assert ranks_text(range(18)).endswith("14, 15 and 2 more")
