@@ -59,6 +59,7 @@ setup(
         "rich>=13",
         "psutil>=5.9",  # Megatron's checkpoint writer hangs without it
         "datasets>=3.0",
+        "xxhash>=3.0",
         "pyarrow>=15",
         "math-verify>=0.7",
         "mlflow>=3.0",

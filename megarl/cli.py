@@ -165,12 +165,17 @@ def _refuse_trained(run_dir: Path, command: str) -> None:
 def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str) -> str:
     """The same command with the run folder, and what it would begin with."""
     command = ["megarl", arguments.command, arguments.recipe, *arguments.overrides]
-    if resume != "auto":
+    steps = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/step_*/meta.json")]
+    if steps:
+        start = f"from the checkpoint of step {max(steps)}"
+    elif resume in ("auto", "never"):
+        start = "there is no checkpoint yet: from the beginning"
+    else:
+        start = f"there is no checkpoint of this run yet: again from {resume}"
+    if resume == "never" or (resume != "auto" and steps):
         command.append("trainer.resume=auto")  # what this run has saved, and not what it began with
     if arguments.launcher != LAUNCHERS[0]:
         command += ["--launcher", arguments.launcher]
-    steps = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/step_*/meta.json")]
-    start = f"from the checkpoint of step {max(steps)}" if steps else "there is no checkpoint yet: from the beginning"
     return f"{shlex.join([*command, '--run-dir', str(run_dir)])}\n            ({start})"
 
 

@@ -56,6 +56,7 @@ class Checkpoints:
         self._c, self.best = c, -math.inf
         self._root = c.run_dir / FOLDER
         self.source: Path | None = None
+        self._meta: dict[str, Any] | None = None
         self.accuracy: float | None = None
 
     def find(self, key: str, steps: int) -> int | None:
@@ -66,29 +67,67 @@ class Checkpoints:
         """
         import torch.distributed as dist
 
-        # One rank looks for all: on a shared file system two ranks may see different folders.
-        source, step = broadcast_json(self._decide() if dist.get_rank() == 0 else None, 0)
-        self.source = None if source is None else Path(source)
-        if step is not None and dist.get_rank() == 0:
-            print(_outlook(step, steps, key, source), flush=True)
-        return step
-
-    def _decide(self) -> tuple[str | None, int | None]:
-        from megarl.training.checkpoint import latest, read_meta, set_aside
+        from megarl.training.checkpoint import verify
 
         resume = self._c.config.trainer.resume
-        source = latest(self._root) if resume == "auto" else None if resume == "never" else Path(resume)
-        if source is not None and not source.is_dir():
-            raise ConfigError(
-                "no such checkpoint folder",
-                where="trainer.resume",
-                found=resume,
-                allowed="auto, never, or RUN_DIR/checkpoints/step_N",
+        with phase("resume"):
+            if resume == "auto":
+                self._newest_good()
+            elif resume != "never":
+                self.source = Path(resume)
+                if not self.source.is_dir():
+                    raise ConfigError(
+                        "no such checkpoint folder",
+                        where="trainer.resume",
+                        found=resume,
+                        allowed="auto, never, or RUN_DIR/checkpoints/step_N",
+                    )
+                self._meta = verify(self.source)
+            if dist.get_rank() == 0:
+                self._leave_others(steps, key)
+        return None if self._meta is None else self._meta["step"]
+
+    def _newest_good(self) -> None:
+        """Find the newest checkpoint of this run folder whose files are all intact; say it loudly when newer ones are
+        not.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is intact.
+        """
+        import torch.distributed as dist
+
+        from megarl.training.checkpoint import named_steps, verify
+        from megarl.training.intact import few
+        from megarl.training.sharded_state import CheckpointError
+
+        # One rank looks for all: on a shared file system two ranks may see different folders.
+        steps = broadcast_json(named_steps(self._root), 0)
+        damaged = []
+        for step in reversed(steps):
+            folder = self._root / f"step_{step}"
+            try:
+                self._meta, self.source = verify(folder), folder
+                return
+            except CheckpointError as error:
+                damaged.append(f"step_{step}: {error.found}")
+                if dist.get_rank() == 0:
+                    print(f"WARNING: {folder} is not used, it is damaged or incomplete: {error.found}", flush=True)
+        if damaged:
+            raise CheckpointError(
+                "no checkpoint of this run is intact",
+                where=str(self._root),
+                found=few(damaged),
+                fix="trainer.resume=never starts from the beginning and keeps these folders in checkpoints.old-K; "
+                "trainer.resume=OTHER_RUN/checkpoints/step_N continues from another run",
             )
-        meta = None if source is None else read_meta(source)
-        step = None if meta is None else meta["step"]
+
+    def _leave_others(self, steps: int, key: str) -> None:
+        """Set aside what the run does not continue, and say where it begins; rank 0 only."""
+        from megarl.training.checkpoint import set_aside
+
+        source, meta = self.source, self._meta
         own = source is not None and source.resolve().parent == self._root.resolve()
-        aside = set_aside(self._root, step if own else None)
+        aside = set_aside(self._root, meta["step"] if meta is not None and own else None)
         if aside is not None:
             print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
             if not own:
@@ -96,7 +135,7 @@ class Checkpoints:
         if meta is not None:
             for line in changed_keys(meta["config"], self._c.config.model_dump(mode="json")):
                 print(f"changed since the checkpoint: {line}", flush=True)
-        return None if source is None else str(source), step
+            print(_outlook(meta["step"], steps, key, str(source)), flush=True)
 
     def load(self) -> None:
         """Restore what `find` found."""
@@ -105,7 +144,7 @@ class Checkpoints:
         assert self.source is not None, "find() comes first"
         c = self._c
         assert c.loader is not None, "only training runs resume"
-        c.step, state = load(self.source, c.trained)
+        c.step, state = load(self.source, c.trained, self._meta)
         c.loader.load_state_dict(state["loader"])
         c.kl_controller.load_state_dict(state["kl"])
         c.surplus = read_surplus(c, self.source, state["surplus_parts"])

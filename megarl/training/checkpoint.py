@@ -3,18 +3,20 @@
     ROOT/step_120.tmp-4f2a/     every rank writes its tensors and RNG state
                                 and what it adds (samples that wait for the next step)
                  state.json     what the trainer adds (loader, controllers), plain JSON
-                 meta.json      last, by rank 0: step, layout, version, configuration
+                 meta.json      last, by rank 0: step, layout, version, configuration, checksums
     ROOT/step_120/              the same folder after fsync and rename
     ROOT/best.json              which step is kept for being best
     ROOT.old-K/                 checkpoints of steps that a run went back behind, see `set_aside`
 
-A folder without the final name or without meta.json is never read, and is removed by the next save.
+A folder without the final name is never read, and is removed by the next save. meta.json lists every other file with
+its size and checksum; `verify` finds what was lost or changed since, and all ranks agree on it.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import random
 import shutil
@@ -29,12 +31,15 @@ import torch.distributed as dist
 import megarl
 from megarl.comm import broadcast_json
 from megarl.device import has_cuda
+from megarl.training.intact import faults, few, seal_text, seals_of
 from megarl.training.sharded_state import CheckpointError, load_engines, save_engines
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # isort: skip  (compat hook is installed above)
 
 if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
+
+log = logging.getLogger(__name__)
 
 FORMAT = 2
 _META, _STATE, _BEST = "meta.json", "state.json", "best.json"
@@ -75,7 +80,10 @@ def save(
     _save_rng(folder / f"rng_{rank}.safetensors")
     for name, content in (files or {}).items():
         (folder / name).write_bytes(content)
+    if rank == 0:
+        (folder / _STATE).write_text(json.dumps(extra))
     dist.barrier()
+    seals = seals_of(folder)
     if rank == 0:
         layout = next(iter(engines.values())).layout.describe()
         steps = {name: engine.step for name, engine in engines.items()}
@@ -85,9 +93,10 @@ def save(
             "step": step,
             "layout": layout,
             "optimizer_steps": steps,
+            "files": seals,
+            "config": config or {},
         }
-        (folder / _STATE).write_text(json.dumps(extra))
-        (folder / _META).write_text(json.dumps({**meta, "config": config or {}}, indent=1))
+        (folder / _META).write_text(json.dumps({**meta, "checksum": _meta_seal(meta)}, indent=1))
         _publish(folder, final, tag)
         if best:
             _replace(root / _BEST, {"step": step})
@@ -96,19 +105,30 @@ def save(
     return final
 
 
-def load(folder: Path, engines: dict[str, MegatronEngine]) -> tuple[int, dict[str, Any]]:
+def load(
+    folder: Path, engines: dict[str, MegatronEngine], meta: dict[str, Any] | None = None
+) -> tuple[int, dict[str, Any]]:
     """Fill `engines` from a checkpoint, under any layout; RNG states come back when the layout is the same. Collective.
+
+    Args:
+        folder: the checkpoint.
+        engines: by the names they were saved with.
+        meta: what `verify` gave for it; None: it is verified now.
 
     Returns:
         The training step and the `extra` that were saved.
 
     Raises:
-        CheckpointError: not a complete checkpoint of this format, or without one of the engines.
+        CheckpointError: not a whole checkpoint of this format, or without one of the engines.
     """
-    meta = read_meta(folder)
+    meta = verify(folder) if meta is None else meta
     missing = engines.keys() - meta["optimizer_steps"].keys()
     if missing:
-        raise CheckpointError(f"{folder} holds {sorted(meta['optimizer_steps'])}, not {sorted(missing)}")
+        raise CheckpointError(
+            f"the checkpoint holds {sorted(meta['optimizer_steps'])}, not {sorted(missing)}",
+            where=str(folder),
+            fix="resume a run of the same kind; trainer.resume=never starts from the beginning",
+        )
     load_engines(engines, folder, meta["optimizer_steps"])
     if meta["layout"] == next(iter(engines.values())).layout.describe():
         _load_rng(folder / f"rng_{dist.get_rank()}.safetensors")
@@ -116,25 +136,67 @@ def load(folder: Path, engines: dict[str, MegatronEngine]) -> tuple[int, dict[st
     return meta["step"], json.loads((folder / _STATE).read_text())
 
 
+def verify(folder: Path) -> dict[str, Any]:
+    """Contents of meta.json, once every file it lists has been read and is what was written. Collective.
+
+    Raises:
+        CheckpointError: on every rank alike: the files that are not, and which checkpoints beside it could do.
+    """
+    meta, wrong = broadcast_json(_meta_or_fault(folder) if dist.get_rank() == 0 else None, 0)
+    found = [wrong] if wrong else faults(folder, meta["files"])
+    if found:
+        raise CheckpointError(
+            "this checkpoint is damaged or incomplete", where=str(folder), found=few(found), fix=_way_out(folder)
+        )
+    return meta
+
+
+def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    try:
+        return read_meta(folder), None
+    except CheckpointError as error:
+        return None, error.what
+
+
+def _way_out(folder: Path) -> str:
+    others = [step for step in steps_in(folder.parent) if folder.name != f"step_{step}"]
+    other = f"trainer.resume={folder.parent / f'step_{others[-1]}'} continues from another one, " if others else ""
+    return f"{other}trainer.resume=never starts from the beginning and keeps what is there"
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """Contents of meta.json.
 
     Raises:
-        CheckpointError: there is none, so the checkpoint is incomplete, or it is of another format.
+        CheckpointError: there is none, so the checkpoint is incomplete, it is damaged, or of another format.
     """
+    way = _way_out(folder)
     try:
         meta = json.loads((folder / _META).read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is not a complete checkpoint: {error}") from error
-    if meta.get("format") != FORMAT:
-        raise CheckpointError(f"{folder} has format {meta.get('format')}, this version reads {FORMAT}")
+        known, seal = meta.get("format"), meta.pop("checksum", None)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no {_META}", where=str(folder), fix=way) from None
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{_META} cannot be read: {error}", where=str(folder), fix=way) from error
+    if known != FORMAT:
+        raise CheckpointError(f"{_META} says format {known}, this version reads {FORMAT}", where=str(folder), fix=way)
+    if seal != _meta_seal(meta):
+        raise CheckpointError(f"{_META} was changed since it was written (checksum)", where=str(folder), fix=way)
     return meta
+
+
+def _meta_seal(meta: dict[str, Any]) -> str:
+    return seal_text(json.dumps(meta, sort_keys=True))
 
 
 def steps_in(root: Path) -> list[int]:
     """Steps of all complete checkpoints, rising."""
-    names = (path.name for path in root.glob("step_*") if (path / _META).is_file())
-    return sorted(int(name[5:]) for name in names if name[5:].isdigit())
+    return [step for step in named_steps(root) if (root / f"step_{step}" / _META).is_file()]
+
+
+def named_steps(root: Path) -> list[int]:
+    """Steps of all folders that are called checkpoints, rising; one may have lost its meta.json."""
+    return sorted(int(path.name[5:]) for path in root.glob("step_*") if path.name[5:].isdigit())
 
 
 def latest(root: Path) -> Path | None:
@@ -159,7 +221,7 @@ def set_aside(root: Path, after: int | None) -> Path | None:
         The new folder ROOT.old-K, where they keep their names, best.json among them when it names one; None when there
         was nothing to move.
     """
-    steps = [step for step in steps_in(root) if after is None or step > after]
+    steps = [step for step in named_steps(root) if after is None or step > after]
     if not steps:
         return None
     target = next(path for k in itertools.count(1) if not (path := root.with_name(f"{root.name}.old-{k}")).exists())
@@ -192,7 +254,13 @@ def _publish(folder: Path, final: Path, tag: str) -> None:
 
 def _best_step(root: Path) -> int | None:
     path = root / _BEST
-    return json.loads(path.read_text())["step"] if path.is_file() else None
+    try:
+        return int(json.loads(path.read_text())["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be read, so no checkpoint counts as the best: %s", path, error)
+        return None
 
 
 def _prune(root: Path, keep_last: int) -> None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from megarl.errors import MegarlError
+from megarl.errors import UserError
 from megarl.training.optimizer import parts
 
 from megatron.core import dist_checkpointing  # isort: skip  (megarl.training.optimizer installs the compat hook)
@@ -43,8 +43,8 @@ _MASTER = "param"
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
-class CheckpointError(MegarlError):
-    """A checkpoint is incomplete, damaged, or holds what a checkpoint of this package never holds."""
+class CheckpointError(UserError):
+    """A checkpoint is incomplete, damaged, of another model, cannot be written, or holds what none of ours holds."""
 
 
 # -- engine to sharded tensors -----------------------------------------------------------------------------------------

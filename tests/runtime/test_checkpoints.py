@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+from types import SimpleNamespace
+
 import pytest
 
-from megarl.errors import ConfigError
-from megarl.runtime.checkpoints import changed_keys, check_best_metric
+from megarl import cli
+from megarl.errors import ConfigError, UserError
+from megarl.runtime.checkpoints import Checkpoints, changed_keys, check_best_metric
 from megarl.runtime.reference import kept_reference, put_aside
 
 
@@ -47,3 +51,72 @@ def test_changed_settings_are_named():
     before = {"name": "a", "trainer": {"steps": 3, "resume": "auto"}, "data": {"files": ["x"]}, "gone": 1}
     now = {"name": "a", "trainer": {"steps": 5, "resume": "never"}, "data": {"files": ["y"]}, "new": 1}
     assert list(changed_keys(before, now)) == ["trainer.steps: 3 -> 5", "data.files: ['x'] -> ['y']"]
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run folder with three checkpoints that hold no model."""
+    from megarl.training import checkpoint
+    from tests.dist import single_process
+
+    single_process()
+    layout = SimpleNamespace(describe=lambda: {"world_size": 1})
+    engines = {"actor": SimpleNamespace(layout=layout, step=0)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save_engines", lambda engines, folder: None)
+        for step in (1, 2, 3):
+            checkpoint.save(tmp_path / "checkpoints", step, engines, {}, keep_last=9)
+    return tmp_path
+
+
+def find(run_dir, resume="auto"):
+    config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
+    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir))
+    return checkpoints.find("trainer.steps", 9), checkpoints.source
+
+
+def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact_and_says_so(run_dir, capsys):
+    root = run_dir / "checkpoints"
+    (root / "step_3" / "meta.json").unlink()
+    (root / "step_2" / "state.json").write_text("{]")
+    assert find(run_dir) == (1, root / "step_1")
+    output = capsys.readouterr().out
+    assert f"WARNING: {root / 'step_3'} is not used, it is damaged or incomplete: there is no meta.json" in output
+    assert f"WARNING: {root / 'step_2'} is not used, it is damaged or incomplete: state.json holds other" in output
+    assert sorted(path.name for path in (run_dir / "checkpoints.old-1").iterdir()) == ["step_2", "step_3"]
+
+
+def test_a_run_without_an_intact_checkpoint_says_what_can_be_done(run_dir):
+    for step in (1, 2, 3):
+        (run_dir / "checkpoints" / f"step_{step}" / "state.json").unlink()
+    with pytest.raises(UserError, match=r"no checkpoint of this run is intact(?s:.*)trainer.resume=never") as caught:
+        find(run_dir)
+    assert "step_3: state.json is missing" in caught.value.found
+    assert find(run_dir, "never") == (None, None)
+
+
+def test_a_checkpoint_that_was_asked_for_is_not_replaced_by_another(run_dir):
+    folder = run_dir / "checkpoints" / "step_3"
+    (folder / "state.json").unlink()
+    with pytest.raises(UserError, match=r"state.json is missing(?s:.*)trainer.resume=.*step_2 continues"):
+        find(run_dir, str(folder))
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved", "advice"),
+    [
+        ("auto", True, "from the checkpoint of step 3"),
+        ("auto", False, "from the beginning"),
+        ("never", False, "trainer.resume=auto"),
+        ("/other/step_5", True, "trainer.resume=auto"),
+        ("/other/step_5", False, "again from /other/step_5"),
+    ],
+)
+def test_the_command_to_go_on_names_where_it_begins(tmp_path, resume, saved, advice):
+    if saved:
+        (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
+        (tmp_path / "checkpoints" / "step_3" / "meta.json").write_text("{}")
+    arguments = argparse.Namespace(command="train", recipe="r.yaml", overrides=[], launcher="local")
+    text = cli._command_to_go_on(arguments, tmp_path, resume)
+    assert advice in text
+    assert ("trainer.resume=auto" in text) == (resume == "never" or (saved and resume != "auto"))

@@ -1,10 +1,12 @@
 """Checkpoints: bit-for-bit resume, resharding with optimizer state, and folders that are complete or not there."""
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
@@ -173,15 +175,85 @@ def test_interrupted_save_is_not_seen_and_goes_away(alone, tmp_path, monkeypatch
 
 def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
     engine = _engine("dense", {})
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+    with pytest.raises(CheckpointError, match=r"damaged or incomplete(?s:.*)there is no meta.json"):
         checkpoint.load(tmp_path / "nothing", {"actor": engine})
     folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
     with pytest.raises(CheckpointError, match=r"holds \['actor'\], not \['critic'\]"):
         checkpoint.load(folder, {"critic": engine})
     meta = folder / "meta.json"
-    meta.write_text(meta.read_text().replace('"format": 2', '"format": 99'))
+    meta.write_text(meta.read_text().replace(f'"format": {checkpoint.FORMAT}', '"format": 99'))
     with pytest.raises(CheckpointError, match="format 99"):
         checkpoint.load(folder, {"actor": engine})
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _overwrite(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0xFF
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "cut": (_cut, "bytes were written|[0-9,]+ were written"),
+    "overwritten": (_overwrite, r"other bytes than were written \(checksum\)"),
+    "missing": (Path.unlink, "is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_every_damaged_file_is_found_before_anything_is_loaded(alone, tmp_path, damage):
+    engine = _engine("dense", {})
+    folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
+    checkpoint.save(tmp_path, 2, {"actor": engine}, {}, keep_last=9)
+    before = _hashes(engine)
+    change, message = DAMAGE[damage]
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        change(path)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoint.load(folder, {"actor": engine})
+        error = caught.value
+        assert error.where == str(folder)
+        if path.name == "meta.json":
+            assert "meta.json" in error.found
+        else:
+            assert re.search(f"{re.escape(path.name)} .*({message})", error.found)
+        assert f"trainer.resume={tmp_path / 'step_2'}" in error.fix
+        path.write_bytes(whole)
+    assert _hashes(engine) == before
+    meta = folder / "meta.json"
+    meta.write_text(meta.read_text().replace('"step": 1', '"step": 7'))
+    with pytest.raises(CheckpointError, match=r"meta\.json was changed since it was written"):
+        checkpoint.load(folder, {"actor": engine})
+
+
+def _one_rank_sees_it(root: str) -> str:
+    engine = _engine("dense", {"tp": 2})
+    folder = checkpoint.save(Path(root), 1, {"actor": engine}, {})
+    if engine.layout.rank == 0:
+        _overwrite(folder / "rng_1.safetensors")
+    dist.barrier()
+    try:
+        checkpoint.verify(folder)
+    except CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.procs
+def test_all_ranks_agree_on_what_is_damaged(tmp_path):
+    first, second = run_distributed(_one_rank_sees_it, 2, 120, str(tmp_path))
+    assert first == second
+    assert "rng_1.safetensors holds other bytes" in first
+
+
+def test_a_best_json_that_cannot_be_read_is_none(alone, tmp_path, caplog):
+    (tmp_path / "best.json").write_text('{"step": 1')
+    assert checkpoint.best(tmp_path) is None
+    assert "best.json cannot be read" in caplog.text
 
 
 class _Evil:
@@ -191,6 +263,8 @@ class _Evil:
 
 @pytest.mark.parametrize("name", [".metadata", "common.pt"])
 def test_foreign_pickles_are_not_run(alone, tmp_path, name):
+    from megarl.training.sharded_state import load_engines
+
     engine = _engine("dense", {})
     folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
     _Evil.target = str(tmp_path / "ran")
@@ -199,7 +273,7 @@ def test_foreign_pickles_are_not_run(alone, tmp_path, name):
     else:
         torch.save({"x": _Evil()}, folder / name)
     with pytest.raises((CheckpointError, pickle.UnpicklingError)):
-        checkpoint.load(folder, {"actor": engine})
+        load_engines({"actor": engine}, folder, {"actor": 1})  # as if the checksums had been forged, too
     assert not (tmp_path / "ran").exists()
 
 
@@ -219,4 +293,6 @@ def test_checkpoints_of_steps_to_be_trained_anew_are_set_aside(tmp_path):
     assert checkpoint.set_aside(root, 50).name == "checkpoints.old-2"
     assert checkpoint.best(root).name == "step_50"
     assert checkpoint.set_aside(root, None).name == "checkpoints.old-3"
+    (root / "step_7").mkdir()  # has lost its meta.json
+    assert checkpoint.set_aside(root, 6).name == "checkpoints.old-4"
     assert not list(root.iterdir())

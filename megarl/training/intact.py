@@ -1,0 +1,81 @@
+"""Are the files of a folder the ones that were written? A size and a checksum of each, and a reading that is shared.
+
+XXH3 with 64 bits: 27 GB/s where zlib's CRC-32 takes 2.2 and SHA-256 1.3 (one core of an AMD EPYC), so that reading the
+file is what takes the time. It finds damage, not forgery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import torch.distributed as dist
+import xxhash
+
+from megarl.comm import all_gather_json
+from megarl.phase import beat
+
+#: bytes and checksum
+Seal: TypeAlias = list[int | str]
+_CHUNK = 16 << 20
+
+
+def seal_of(path: Path) -> Seal:
+    """Size and checksum of a file, read once."""
+    checksum, size = xxhash.xxh3_64(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            checksum.update(chunk)
+            size += len(chunk)
+            beat()
+    return [size, checksum.hexdigest()]
+
+
+def seal_text(text: str) -> str:
+    """Checksum of a text."""
+    return xxhash.xxh3_64_hexdigest(text.encode())
+
+
+def seals_of(folder: Path) -> dict[str, Seal]:
+    """Seals of all files in `folder`, by name. Collective: each rank reads its share."""
+    names = sorted(path.name for path in folder.iterdir())
+    mine = {name: seal_of(folder / name) for name in _share(names)}
+    return {name: seal for part in all_gather_json(mine) for name, seal in part.items()}
+
+
+def faults(folder: Path, seals: Mapping[str, Seal]) -> list[str]:
+    """What is wrong with the files of `folder`, one line per file that differs from its seal; equal on all ranks.
+
+    Collective: each rank reads its share, so all of them together read every byte once.
+    """
+    mine = [line for name in _share(sorted(seals)) if (line := _fault(folder / name, seals[name]))]
+    return [line for part in all_gather_json(mine) for line in part]
+
+
+def few(lines: list[str], n: int = 4) -> str:
+    """The first `n` lines in one, and how many more there are.
+
+    >>> few(["a", "b", "c"], 2)
+    'a; b; and 1 more'
+    """
+    return "; ".join(lines[:n]) + (f"; and {len(lines) - n} more" if len(lines) > n else "")
+
+
+def _share(names: list[str]) -> list[str]:
+    return names[dist.get_rank() :: dist.get_world_size()]
+
+
+def _fault(path: Path, seal: Seal) -> str | None:
+    size, checksum = seal
+    try:
+        found = path.stat().st_size
+        if found != size:
+            return f"{path.name} has {found:,} bytes, and {size:,} were written"
+        if seal_of(path)[1] != checksum:
+            return f"{path.name} holds other bytes than were written (checksum)"
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} cannot be read ({error.strerror or error})"
+    return None
