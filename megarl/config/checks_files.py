@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
 
 from megarl.config.checklist import Checklist
-from megarl.config.facts import KNOWN_KEYS, ModelFacts, hub_cache_folder, is_hub_name, model_facts
+from megarl.config.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
+from megarl.config.hf_keys import unknown_keys
 from megarl.config.model import ModelConfig
 from megarl.config.references import (
     REWARDS,
@@ -54,24 +56,22 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
         )
     else:
         checks.ok("model", f"{facts.source}: {facts.model_type}, {facts.parameters:,} parameters")
-    if model.hf_config is not None:
+    if model.hf_config is not None and model.path is None:
         _check_spelling(model.hf_config, checks)
     _check_tokenizer(model, facts, checks)
     return facts
 
 
 def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
-    """Hugging Face accepts any key, so a misspelt size would silently become the default of a large model."""
-    for name in hf_config:
-        close = close_matches(name, KNOWN_KEYS, cutoff=0.85)
-        if name not in KNOWN_KEYS and close:
-            checks.warn(
-                "model",
-                f"model.hf_config.{name}",
-                "no supported architecture has this key, so it changes nothing",
-                found=hf_config[name],
-                fix=f"did you mean {close[0]}?",
-            )
+    known = hf_config.get("model_type") in ARCHITECTURES
+    for key, fix in unknown_keys(hf_config) if known else ():
+        checks.fail(
+            "model",
+            f"model.hf_config.{key}",
+            f"transformers' {hf_config['model_type']} does not read this key, so it would change nothing",
+            found=functools.reduce(lambda section, name: section[name], key.split("."), hf_config),
+            fix=fix,
+        )
 
 
 def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Checklist) -> None:

@@ -69,34 +69,6 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE scaling that are supported."""
 
-# Every key of those classes that changes a model.
-KNOWN_KEYS = {name for defaults in ARCHITECTURES.values() for name in defaults} | {
-    "attention_bias",
-    "attention_dropout",
-    "bos_token_id",
-    "decoder_sparse_step",
-    "eos_token_id",
-    "hidden_act",
-    "initializer_range",
-    "layer_types",
-    "max_window_layers",
-    "mlp_bias",
-    "mlp_only_layers",
-    "model_type",
-    "norm_topk_prob",
-    "output_router_logits",
-    "pad_token_id",
-    "rms_norm_eps",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "router_aux_loss_coef",
-    "router_jitter_noise",
-    "sliding_window",
-    "use_cache",
-    "use_sliding_window",
-}
-
 
 @dataclass(frozen=True)
 class ModelFacts:

@@ -118,6 +118,12 @@ def test_a_good_recipe_passes_every_check(config_of):
         (["model.hf_config.hidden_size=0"], "model.hf_config", ["hidden_size is not a size"]),
         (["model.path=/no/such/model", "model.hf_config=null"], "model.path", ["no such model folder"]),
         (["model.hf_config=null"], "model", ["no model is named"]),
+        (["model.hf_config.hiden_size=64"], "model.hf_config.hiden_size", ["change nothing", "mean hidden_size?"]),
+        (
+            ["model.hf_config.norm_topk_prob=true"],
+            "model.hf_config.norm_topk_prob",
+            ["qwen3 does not read", "remove it"],
+        ),
         (["model.path=Qwen/Qwen3-8B"], "model", ["both model.path and model.hf_config"]),
         (["model.tokenizer=null"], "model.tokenizer", ["brings no tokenizer"]),
         (["model.tokenizer=chars:aba"], "model.tokenizer", ["'a' more than once", "chars:ab"]),
@@ -150,7 +156,6 @@ def test_one_mistake_gives_one_failure(failures, config_of, overrides, key, word
         (["validation.every=5"], "data.val_files"),
         (["actor.optim.warmup_steps=100"], "actor.optim.warmup_steps"),
         (["actor.optim={schedule: linear, warmup_steps: 10}", "trainer.steps=3"], "actor.optim.warmup_steps"),
-        (["model.hf_config.num_hidden_layer=2"], "model.hf_config.num_hidden_layer"),
     ],
 )
 def test_doubtful_setting_warns_and_passes(warned, failures, config_of, overrides, key):

@@ -1,0 +1,53 @@
+"""The keys of `model.hf_config` that mean something, by architecture.
+
+A Hugging Face configuration takes any key and keeps it, so a misspelt size silently becomes the default of a large
+model. The table beside this file holds what transformers' classes read; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import close_matches
+
+OLDER = frozenset({"model_type", "output_attentions", "rope_scaling", "rope_theta", "torch_dtype"})
+"""What every class takes besides its fields: names that older versions wrote."""
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads((Path(__file__).parent / "hf_keys.json").read_text(encoding="utf-8"))
+    return table
+
+
+def known_keys(model_type: str) -> frozenset[str]:
+    """Every key of an architecture (one of `facts.ARCHITECTURES`) that transformers reads."""
+    table = _table()
+    return OLDER | frozenset(table["common"]) | frozenset(table["architectures"][model_type])
+
+
+def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
+    """(dotted key, what to do about it) of every key that transformers would ignore."""
+    model_type = hf_config["model_type"]
+    found = [
+        (name, _fix(name, model_type, known_keys(model_type))) for name in _not_in(hf_config, known_keys(model_type))
+    ]
+    rope_keys = frozenset(_table()["rope_parameters"]) | {"type"}  # the older name of rope_type
+    for section in ("rope_parameters", "rope_scaling"):
+        values = hf_config.get(section)
+        if isinstance(values, dict):
+            found += [(f"{section}.{name}", _fix(name, model_type, rope_keys)) for name in _not_in(values, rope_keys)]
+    return found
+
+
+def _not_in(values: dict[str, Any], known: frozenset[str]) -> list[str]:
+    """Keys that are not known; those that begin with `_` are the class's own, which a config.json may hold."""
+    return [name for name in values if name not in known and not name.startswith("_")]
+
+
+def _fix(name: str, model_type: str, known: frozenset[str]) -> str:
+    close = close_matches(name, sorted(known))
+    return f"did you mean {close[0]}?" if close else f"remove it; transformers' {model_type} reads none of this name"

@@ -1,0 +1,70 @@
+"""The keys that `model.hf_config` may hold are those that transformers' classes read."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl.config import facts
+from megarl.config.hf_keys import OLDER, known_keys, unknown_keys
+
+
+def read_by_transformers(model_type: str) -> set[str]:
+    """Fields of the configuration class, their other names, and what the model reads besides."""
+    from transformers import AutoConfig
+
+    cls = type(AutoConfig.for_model(model_type))
+    model = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    besides = re.findall(r'getattr\((?:self\.)?config, "(\w+)"', Path(str(model.__file__)).read_text())
+    fields = set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"}
+    return fields | set(cls.attribute_map) | set(cls.attribute_map.values()) | set(besides)
+
+
+@pytest.mark.parametrize("model_type", facts.ARCHITECTURES)
+def test_the_table_is_what_transformers_reads(model_type: str) -> None:
+    assert known_keys(model_type) - OLDER == read_by_transformers(model_type)
+
+
+def test_keys_of_rope_are_what_transformers_reads() -> None:
+    from transformers.modeling_rope_utils import RopeParameters
+
+    table = json.loads((Path(facts.__file__).parent / "hf_keys.json").read_text())
+    assert set(table["rope_parameters"]) == set(RopeParameters.__annotations__)
+
+
+@pytest.mark.parametrize("old", sorted(OLDER - {"model_type"}))
+def test_older_names_still_count(old: str) -> None:
+    from transformers import AutoConfig
+
+    values = {"rope_theta": 7.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}, "torch_dtype": "float16"}
+    config = AutoConfig.for_model("qwen3", **{old: values.get(old, True)}).to_dict()
+    default = AutoConfig.for_model("qwen3").to_dict()
+    assert config != default
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "wrong", "fix"),
+    [
+        ({"hiden_size": 64}, "hiden_size", "did you mean hidden_size?"),
+        ({"n_layer": 2}, "n_layer", "remove it; transformers' qwen3 reads none of this name"),
+        ({"num_experts": 4}, "num_experts", "remove it; transformers' qwen3 reads none of this name"),
+        ({"rope_parameters": {"rope_type": "linear", "facter": 2}}, "rope_parameters.facter", "did you mean factor?"),
+        ({"rope_scaling": {"type": "linear", "factor_": 2}}, "rope_scaling.factor_", "did you mean factor?"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_fix(hf_config: dict, wrong: str, fix: str) -> None:
+    ((key, found),) = unknown_keys({"model_type": "qwen3", "hidden_size": 64, **hf_config})
+    assert (key, found) == (wrong, fix)
+
+
+def test_what_a_config_json_holds_is_known(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    for model_type in facts.ARCHITECTURES:
+        AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+        assert unknown_keys(json.loads((tmp_path / "config.json").read_text())) == []
