@@ -118,7 +118,8 @@ class _Update:
         self.courier, self.transport, self.api, self.version = courier, transport, api, 0
 
     def __call__(self) -> None:
-        from megarl.sync.protocol import ServerUpdate, version_tag
+        from megarl.rollout.sglang.tags import version_tag
+        from megarl.sync.protocol import ServerUpdate
         from megarl.sync.transports.base import Target
 
         held = self.version or None

@@ -56,7 +56,7 @@ def use_servers(c: Controller) -> None:
     sync = WeightSync(c.actor.chunks, c.hf_config, c.fleet, server, config.sync, c.run_dir)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.lead_rank, layout.is_lead, layout.mp_group)
     c.sync = sync
-    c.rollout = SglangEngine(config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()))
+    c.rollout = SglangEngine(config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()), sync.run)
     if layout.rank == 0:
         where = ", ".join(server.api.url for server in c.fleet.servers)
         print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
@@ -102,11 +102,15 @@ def _account(c: Controller, report: SyncReport) -> None:
     if c.fleet is None or not report.to_probe:
         return
     from megarl.data.batch import Batch, Jagged
+    from megarl.rollout.sglang.tags import version_tag
+    from megarl.sync.updater import WeightSync
     from megarl.sync.verify import probe_gap, probe_servers
 
     make_room(c, "weights", "kv_cache")  # a probe is generated
     with phase("probe"):
-        probes = probe_servers(c.fleet, report.to_probe, c.hf_config.vocab_size, c.config.sync.timeout_s)
+        assert isinstance(c.sync, WeightSync), "servers get their weights from it"
+        tag = version_tag(report.version, c.sync.run)
+        probes = probe_servers(c.fleet, report.to_probe, c.hf_config.vocab_size, c.config.sync.timeout_s, tag)
         if not probes:
             return
         batch = Batch(

@@ -26,11 +26,6 @@ from megarl.sync.keeper import RESTORING
 _POLL_S = 0.5
 
 
-def version_tag(number: int, run: str) -> str:
-    """What servers call version `number` of a run. Two runs may push to one server in turn, and both count from 0."""
-    return f"{number}@{run}"
-
-
 class State(Enum):
     """Where a server is in an update."""
 

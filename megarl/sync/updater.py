@@ -39,11 +39,12 @@ from megarl.models.weights.fill import coordinate
 from megarl.phase import phase
 from megarl.processes import LOOPBACK, is_address_here
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.tags import version_tag
 from megarl.sync import verify
 from megarl.sync.courier import Courier, Sent
 from megarl.sync.keeper import Keeper
 from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
-from megarl.sync.protocol import ServerUpdate, version_tag
+from megarl.sync.protocol import ServerUpdate
 from megarl.sync.source import Source, held_pieces
 from megarl.sync.transports.base import Target, Transport
 from megarl.sync.transports.delta import DeltaTransport, relays_of_all

@@ -195,8 +195,10 @@ def greedy_probe(api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s:
     return Probe(prompt_ids, [int(p[1]) for p in pairs], [float(p[0]) for p in pairs], str(meta["weight_version"]))
 
 
-def probe_servers(fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadline_s: float) -> list[Probe]:
-    """A greedy probe of each of these servers, the same on every rank; one that does not answer is marked failed.
+def probe_servers(fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadline_s: float, tag: str) -> list[Probe]:
+    """A greedy probe of each of these servers, the same on every rank.
+
+    One that does not answer, or not with the weights that are called `tag`, is marked failed.
 
     Collective: the servers are shared out over the ranks. The prompt is the same for all.
     """
@@ -206,7 +208,10 @@ def probe_servers(fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadlin
     for number in numbers[rank::ranks]:
         try:
             probe = greedy_probe(fleet.servers[number].api, prompt, _PROBE_TOKENS, deadline_s)
-            probes.append(asdict(probe))
+            if probe.version == tag:
+                probes.append(asdict(probe))
+            else:
+                failed.append([number, f"probe: drawn with the weights {probe.version!r}; this run has sent {tag!r}"])
         except ServerError as error:
             failed.append([number, error.reason])
     everyone = all_gather_json([probes, failed])

@@ -307,6 +307,11 @@ def test_small_gaps_are_not_lost_in_float32():
     assert 1 - single["prob_corr"] == pytest.approx(1 - double["prob_corr"], rel=1e-2)
 
 
+def test_no_sample_is_younger_than_the_trainer():
+    with pytest.raises(ValueError, match="weight version 999, and the trainer's is 5"):
+        staleness(torch.tensor([4, 999]), torch.tensor([3, 1]), now=5, buckets=3)
+
+
 def test_staleness_by_hand():
     """Three tokens of version 4, one of version 1, trained at version 5."""
     numbers = staleness(torch.tensor([4, 1]), torch.tensor([3, 1]), now=5, buckets=3).result()

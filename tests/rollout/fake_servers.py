@@ -16,6 +16,8 @@ from typing import Any
 from megarl.rollout.sglang.api import ServerApi
 
 KEY = "key"
+RUN = "run"
+TAG = f"1@{RUN}"  # what they call their weights
 PROMPTS = [[10 + i] * (i + 1) for i in range(6)]
 Rule = Callable[["FakeServer", dict[str, Any]], str]
 
@@ -25,7 +27,9 @@ def token(prompt: list[int], seed: int, place: int) -> int:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """`rule(server, payload)` says how a request is treated: ok, abort, die, hang, or an HTTP status.
+    """`rule(server, payload)` says how a request is treated: ok, abort, foreign, empty, die, hang, or an HTTP status.
+
+    foreign: with another run's weights; empty: no token, and the length limit is said to be reached.
 
     `info`: what it says of itself; bytes go as they are, at None it hangs up.
     """
@@ -77,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif verdict.isdigit():
             self._send(int(verdict), {"error": "no"})
         else:
-            self._send(200, _answer(payload, cut=verdict == "abort"))
+            self._send(200, _answer(payload, verdict))
 
     def _send(self, status: int, body: Any) -> None:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -94,18 +98,18 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None: ...
 
 
-def _answer(payload: dict[str, Any], cut: bool) -> dict[str, Any]:
+def _answer(payload: dict[str, Any], verdict: str) -> dict[str, Any]:
     settings, ids = payload["sampling_params"], payload["input_ids"]
     prompt = next((p for p in PROMPTS if p == ids[: len(p)] and (len(ids) == len(p) or ids[len(p)] != p[0])), ids)
     start, count = len(ids) - len(prompt), settings["max_new_tokens"]
-    count = count // 2 if cut else count
+    count = {"abort": count // 2, "empty": 0}.get(verdict, count)
     out = [token(prompt, settings.get("sampling_seed", 0), start + i) for i in range(count)]
     return {
         "output_ids": out,
         "meta_info": {
-            "finish_reason": {"type": "abort" if cut else "length"},
+            "finish_reason": {"type": "abort" if verdict == "abort" else "length"},
             "output_token_logprobs": [[-1.0, t, None] for t in out],
-            "weight_version": "1",
+            "weight_version": "999@another" if verdict == "foreign" else TAG,
         },
     }
 

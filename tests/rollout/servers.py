@@ -13,6 +13,7 @@ from megarl.errors import ConfigError
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import Place, open_fleet
+from megarl.rollout.sglang.tags import version_tag
 
 VOCAB = 128
 
@@ -32,17 +33,21 @@ def start(folder: Path, model: Path, **config: Any) -> Fleet:
     return open_fleet(settings, Place(), folder, model, "float32", cuda=False)
 
 
+RUN = "test"
+
+
 def label(fleet: Fleet, version: int) -> None:
     """Stand-in for a synchronisation: every server that answers calls the weights it has `version`."""
     for server in fleet.behind(version):
-        payload = {"new_version": str(version), "abort_all_requests": False}
+        payload = {"new_version": version_tag(version, RUN), "abort_all_requests": False}
         server.api.call("/update_weight_version", payload, deadline_s=60, phase="label")
         fleet.acknowledge(server, version)
 
 
-def engine(fleet: Fleet, version: int = 0, **config: Any) -> SglangEngine:
+def engine(fleet: Fleet, version: int = 0, run: str = RUN, **config: Any) -> SglangEngine:
     """An engine over `fleet` whose `catch_up` is `label`."""
-    made = SglangEngine(SGLangConfig(**{"servers": len(fleet.servers), **config}), fleet, Replica(), lambda: None)
+    settings = SGLangConfig(**{"servers": len(fleet.servers), **config})
+    made = SglangEngine(settings, fleet, Replica(), lambda: None, run)
     made.weight_version = version
     made._catch_up = lambda: label(fleet, version)
     return made

@@ -13,7 +13,7 @@ from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.samples import Sample, samples_of
-from tests.rollout.fake_servers import PROMPTS, FakeServer, ok, servers, token
+from tests.rollout.fake_servers import PROMPTS, TAG, FakeServer, ok, servers, token
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 
@@ -22,7 +22,7 @@ def generate(made: list[FakeServer], n: int = 4, **config: Any) -> tuple[list[Sa
     samples = samples_of([Request(prompt, [100 * i + k for k in range(n)]) for i, prompt in enumerate(PROMPTS)])
     advanced: list[int] = []
     client = GenerationClient(SGLangConfig(**config))
-    failed = client.run(samples, {i: s.api for i, s in enumerate(made)}, SAMPLING, [], advanced.append)
+    failed = client.run(samples, {i: s.api for i, s in enumerate(made)}, SAMPLING, [], advanced.append, TAG)
     return samples, failed, sum(advanced)
 
 
@@ -82,7 +82,7 @@ def test_when_no_server_is_left_finished_samples_are_kept() -> None:
         assert_right(done)
     with servers(ok) as made:  # the same samples go on elsewhere
         client = GenerationClient(SGLangConfig())
-        assert client.run(samples, {0: made[0].api}, SAMPLING, [], lambda k: None) == {}
+        assert client.run(samples, {0: made[0].api}, SAMPLING, [], lambda k: None, TAG) == {}
         assert_right(samples)
         assert len(made[0].payloads) == 24 - len(done)
 
@@ -135,5 +135,13 @@ def test_a_request_that_is_wrong_is_not_tried_elsewhere() -> None:
 def test_a_long_prompt_is_prefilled_once_before_its_samples() -> None:
     with servers(ok) as made:
         sample = samples_of([Request([7] * 300, [1, 2, 3])])
-        GenerationClient(SGLangConfig()).run(sample, {0: made[0].api}, SAMPLING, [], lambda k: None)
+        GenerationClient(SGLangConfig()).run(sample, {0: made[0].api}, SAMPLING, [], lambda k: None, TAG)
         assert [p["sampling_params"]["max_new_tokens"] for p in made[0].payloads] == [0, 8, 8, 8]
+
+
+def test_a_server_that_another_run_has_updated_is_left() -> None:
+    with servers(lambda s, p: "foreign", ok) as made:
+        samples, failed, _ = generate(made)
+        assert_right(samples)
+        assert "'999@another' of another run" in failed[0]
+        assert {version for sample in samples for version in sample.versions} == {1}

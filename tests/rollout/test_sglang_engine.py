@@ -14,7 +14,7 @@ from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import Place, open_fleet
 from tests.dist import run_distributed
-from tests.rollout.fake_servers import PROMPTS, FakeServer, ok, servers, token
+from tests.rollout.fake_servers import PROMPTS, RUN, FakeServer, ok, servers, token
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 
@@ -54,7 +54,7 @@ def run_rank(urls: list[str], rank_replica: list[int], restarts: int, world: Gro
         acknowledge(fleet, 1)
 
     replica = Replica(index, len(groups), first, rank == first, groups[index], world)
-    engine = SglangEngine(config, fleet, replica, catch_up)
+    engine = SglangEngine(config, fleet, replica, catch_up, RUN)
     engine.weight_version = 1
     done = engine.generate(requests(index), SAMPLING, [])
     return {"tokens": [[sample.token_ids for sample in group] for group in done], "catch_ups": len(calls)}
@@ -121,11 +121,59 @@ def run_refused(urls: list[str]) -> int | None:
     return None
 
 
+def test_answers_that_are_none_are_an_error_of_all_ranks_that_names_the_server() -> None:
+    """Replica 1's samples have no token, or come from another run, whichever server is asked and however often."""
+    for verdict, words in (("empty", "no token"), ("foreign", "'999@another' of another run")):
+
+        def rule(server: FakeServer, payload: dict[str, Any], verdict: str = verdict) -> str:
+            return verdict if payload["sampling_params"]["sampling_seed"] >= 1000 else "ok"
+
+        with servers(rule) as made:
+            url = made[0].api.url
+            for message in run_distributed(run_until_error, 2, 60, [url]):
+                assert words in message
+                assert url in message
+
+
+def run_until_error(urls: list[str]) -> str:
+    """One replica per rank; what the run ends with."""
+    try:
+        run_rank(urls, [0, 1], 0)
+    except ServerError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_defect_of_one_rank_is_an_error_of_all() -> None:
+    with servers(ok) as made:
+        first, second = run_distributed(run_defect, 2, 60, [made[0].api.url])
+        assert first == "ServerError: the client: generation: KeyError: 'defect'"
+        assert second == "KeyError: 'defect'"
+
+
+def run_defect(urls: list[str]) -> str:
+    """One replica per rank; the second one's client has a defect."""
+    import torch.distributed as dist
+
+    from megarl.rollout.sglang.client import GenerationClient
+
+    def broken(*_: object) -> dict[int, str]:
+        raise KeyError("defect")
+
+    if dist.get_rank() == 1:
+        GenerationClient.run = broken  # type: ignore[method-assign,assignment]
+    try:
+        run_rank(urls, [0, 1], 0)
+    except (ServerError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
 def test_a_server_is_asked_only_for_the_version_it_has_acknowledged() -> None:
     with servers(ok, ok) as made:
         urls = [server.api.url for server in made]
         fleet = open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False)  # type: ignore[arg-type]
-        engine = SglangEngine(SGLangConfig(urls=urls), fleet, Replica(), lambda: None)
+        engine = SglangEngine(SGLangConfig(urls=urls), fleet, Replica(), lambda: None, RUN)
         assert engine.servers() == []  # they answer, and nobody knows what they hold
         fleet.acknowledge(fleet.servers[0], 0)
         assert [server.number for server in engine.servers()] == [0]

@@ -12,16 +12,17 @@ from megarl.rollout.sglang.samples import BadAnswerError, Sample, samples_of
 
 SAMPLING = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=5, top_p=0.9)
 STOP = [2, 9]
+NOW = "5@run"
 
 
 def answer(ids: list[int], reason: str, spans: list[tuple[str, int, int]] | None = None) -> dict[str, Any]:
-    spans = spans if spans is not None else [("4@a run", 0, len(ids))]
+    spans = spans if spans is not None else [(NOW, 0, len(ids))]
     return {
         "output_ids": ids,
         "meta_info": {
             "finish_reason": {"type": reason},
             "output_token_logprobs": [[-0.5 - i, token, None] for i, token in enumerate(ids)],
-            "weight_version": spans[-1][0] if spans else "4",
+            "weight_version": spans[-1][0] if spans else NOW,
             "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
         },
     }
@@ -46,19 +47,19 @@ def test_the_request_carries_ids_seed_and_limits() -> None:
 
 def test_an_answer_that_ends_completes_the_sample() -> None:
     sample = Sample(0, [5], 1)
-    sample.add(answer([7, 9], "stop"), SAMPLING, STOP)
+    sample.add(answer([7, 9], "stop"), SAMPLING, STOP, NOW)
     done = sample.completion()
-    assert (done.token_ids, done.logprobs, done.finish_reason, done.weight_version) == ([7, 9], [-0.5, -1.5], "stop", 4)
+    assert (done.token_ids, done.logprobs, done.finish_reason, done.weight_version) == ([7, 9], [-0.5, -1.5], "stop", 5)
 
 
 def test_an_interrupted_sample_goes_on_where_it_was_and_counts_its_oldest_weights() -> None:
     sample = Sample(0, [5], 1)
-    sample.add(answer([7, 8], "abort", [("3", 0, 1), ("4", 1, 2)]), SAMPLING, STOP)
+    sample.add(answer([7, 8], "abort", [("3@run", 0, 1), ("4@run", 1, 2)]), SAMPLING, STOP, "4@run")
     assert sample.finish_reason is None
     rest = sample.payload(SAMPLING, STOP)
     assert rest["input_ids"] == [5, 7, 8]
     assert rest["sampling_params"]["max_new_tokens"] == 4
-    sample.add(answer([1, 1, 1, 1], "length", [("5", 0, 4)]), SAMPLING, STOP)
+    sample.add(answer([1, 1, 1, 1], "length", [(NOW, 0, 4)]), SAMPLING, STOP, NOW)
     done = sample.completion()
     assert done.token_ids == [7, 8, 1, 1, 1, 1]
     assert done.finish_reason == "length"
@@ -68,15 +69,45 @@ def test_an_interrupted_sample_goes_on_where_it_was_and_counts_its_oldest_weight
 
 def test_an_end_token_of_the_model_that_is_none_here_is_passed_by() -> None:
     sample = Sample(0, [5], 1)
-    sample.add(answer([7, 3], "stop"), SAMPLING, STOP)
+    sample.add(answer([7, 3], "stop"), SAMPLING, STOP, NOW)
     assert sample.finish_reason is None
-    sample.add(answer([9], "stop"), SAMPLING, STOP)
+    sample.add(answer([9], "stop"), SAMPLING, STOP, NOW)
     assert sample.completion().token_ids == [7, 3, 9]
+
+
+@pytest.mark.parametrize("said", ["stop", "length", "abort"])
+def test_an_end_token_at_the_last_allowed_place_is_a_stop(said: str) -> None:
+    sample = Sample(0, [5], 1)
+    sample.add(answer([7, 7, 7, 7, 7, 9], said), SAMPLING, STOP, NOW)
+    assert sample.finish_reason == "stop"
+    endless = Sample(0, [5], 1)
+    endless.add(answer([7, 7, 7, 7, 7, 9], said), SAMPLING, [], NOW)  # `ignore_eos`
+    assert endless.finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        ([("999@other", 0, 2)], ["'999@other' of another run", "'5@run'"]),
+        ([("5@run", 0, 1), ("1@other", 1, 2)], ["'1@other' of another run"]),
+        ([("1@other", 0, 1), ("5@run", 1, 2)], ["'1@other' of another run"]),
+        ([("6@run", 0, 2)], ["'6@run'", "newest", "'5@run'"]),
+        ([("4@run", 0, 2)], ["old weights '4@run'", "'5@run'"]),
+        ([("default", 0, 2)], ["'default'", "no version that a run has sent"]),
+        ([("5", 0, 2)], ["'5'", "no version that a run has sent"]),
+    ],
+)
+def test_an_answer_of_other_weights_is_no_sample_of_ours(spans: Any, words: list[str]) -> None:
+    sample = Sample(0, [5], 1)
+    with pytest.raises(BadAnswerError) as caught:
+        sample.add(answer([7, 9], "stop", spans), SAMPLING, STOP, NOW)
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert sample == Sample(0, [5], 1)
 
 
 def test_an_interruption_at_the_last_token_is_the_end() -> None:
     sample = Sample(0, [5], 1)
-    sample.add(answer([7] * 6, "abort"), SAMPLING, STOP)
+    sample.add(answer([7] * 6, "abort"), SAMPLING, STOP, NOW)
     assert sample.finish_reason == "length"
 
 
@@ -88,14 +119,16 @@ def test_an_interruption_at_the_last_token_is_the_end() -> None:
         lambda a: a["meta_info"].pop("finish_reason"),
         lambda a: a["meta_info"]["weight_versions"][0].__setitem__("end", 1),
         lambda a: a["meta_info"]["weight_versions"][0].__setitem__("version", "default"),
+        lambda a: a["meta_info"].pop("weight_version"),
         lambda a: a.pop("output_ids"),
+        lambda a: a.update(answer([], "length")),
     ],
 )
 def test_an_answer_that_contradicts_itself_is_refused_and_changes_nothing(spoil: Any) -> None:
     sample, bad = Sample(0, [5], 1), answer([7, 9], "stop")
     spoil(bad)
     with pytest.raises(BadAnswerError):
-        sample.add(bad, SAMPLING, STOP)
+        sample.add(bad, SAMPLING, STOP, NOW)
     assert sample == Sample(0, [5], 1)
 
 

@@ -14,9 +14,9 @@ from megarl.benchmarks.sync.receiver import Receiver
 from megarl.compat.sglang import PATCH_LOADER
 from megarl.errors import ServerError
 from megarl.kernels import delta as kernels
+from megarl.rollout.sglang.tags import version_tag
 from megarl.sync.delta import Delta, apply_delta, make_delta
 from megarl.sync.plan import Place, ServerLayout, make_plan
-from megarl.sync.protocol import version_tag
 from megarl.sync.relay import Relay, RelayClient, RelayRefused, _proof, read_message, send_message, serve
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.delta import DeltaTransport

@@ -56,7 +56,7 @@ def kill_and_return(folder: str) -> dict:
         sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, run_dir)
 
         def generate() -> list:
-            made = engine(fleet, version=2)
+            made = engine(fleet, version=2, run=sync.run)
             made._catch_up = sync.catch_up
             groups = made.generate(requests, SamplingConfig(max_new_tokens=4), [2])
             return [sample.weight_version for group in groups for sample in group]

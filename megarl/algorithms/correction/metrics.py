@@ -116,11 +116,16 @@ def staleness(version: Tensor, tokens: Tensor, now: int, buckets: int) -> Metric
         tokens: int64 [B], tokens of each sample.
         now: version of the weights that are about to be trained.
         buckets: ages that are told apart; the last one also holds everything older.
+
+    Raises:
+        ValueError: a sample of weights that are not there yet.
     """
     metrics = Metrics()
     if len(version) == 0:
         return metrics
-    age, count = (now - version).clamp(min=0), tokens.double()
+    age, count = now - version, tokens.double()
+    if bool((age < 0).any()):
+        raise ValueError(f"a sample of weight version {int(version.max())}, and the trainer's is {now}")
     everything = float(count.sum())
     for bucket in range(buckets):
         last = bucket == buckets - 1

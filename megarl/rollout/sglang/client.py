@@ -45,8 +45,11 @@ class GenerationClient:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         advance: Callable[[int], None],
+        tag: str,
     ) -> dict[int, str]:
         """Finish the unfinished `samples` on `servers`; some stay unfinished only when every server has failed.
+
+        A server whose weights are not called `tag` has failed.
 
         Returns:
             Servers that failed, by number, with the reason.
@@ -54,7 +57,7 @@ class GenerationClient:
         Raises:
             ServerError: a server refused a request as wrong.
         """
-        return asyncio.run(_Call(self._config, servers, sampling, stop_ids, advance).run(samples))
+        return asyncio.run(_Call(self._config, servers, sampling, stop_ids, advance, tag).run(samples))
 
 
 class _Call:
@@ -67,8 +70,9 @@ class _Call:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         advance: Callable[[int], None],
+        tag: str,
     ) -> None:
-        self._config, self._servers = config, servers
+        self._config, self._servers, self._tag = config, servers, tag
         self._sampling, self._stop_ids, self._advance = sampling, list(stop_ids), advance
         self._router: Router[int] = Router(servers, config.max_concurrency)
         self._failed: dict[int, str] = {}
@@ -113,7 +117,7 @@ class _Call:
                 return
             number, body = answer
             try:
-                sample.add(body, self._sampling, self._stop_ids)
+                sample.add(body, self._sampling, self._stop_ids, self._tag)
                 if sample.finish_reason is None and sample.interruptions > _INTERRUPTIONS:
                     sample.interruptions = 0  # the next server starts with a clean slate
                     raise BadAnswerError(f"a sample was interrupted more than {_INTERRUPTIONS} times")

@@ -28,6 +28,7 @@ from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.samples import Sample, samples_of
+from megarl.rollout.sglang.tags import version_tag
 
 _MEET_EVERY_S = 5.0
 
@@ -60,14 +61,18 @@ class SglangEngine:
         fleet: the servers.
         replica: this rank's place.
         catch_up: brings the servers that are not current to the weights of `weight_version`; collective.
+        run: this run's name in what servers call their weights (`version_tag`); an answer with others is refused.
 
     Attributes:
         weight_version: of the weights that samples are to be drawn with; only servers that have acknowledged it are
             asked. Whoever updates the servers sets it.
     """
 
-    def __init__(self, config: SGLangConfig, fleet: Fleet, replica: Replica, catch_up: Callable[[], None]) -> None:
+    def __init__(
+        self, config: SGLangConfig, fleet: Fleet, replica: Replica, catch_up: Callable[[], None], run: str
+    ) -> None:
         self._config, self._fleet, self._replica, self._catch_up = config, fleet, replica, catch_up
+        self._run_name = run
         self._client = GenerationClient(config)
         self.weight_version = 0
 
@@ -107,13 +112,14 @@ class SglangEngine:
         """Wait until every rank is done with its samples. Collective over all ranks of the run.
 
         Raises:
-            ServerError: on every rank, when one of them met it.
+            ServerError: on every rank, when one of them met an error; any other one is raised as it is where it was
+                met.
         """
         while True:
             wait([work], _MEET_EVERY_S)
             beat()
             error = work.exception() if work.done() else None
-            fields = vars(error) if isinstance(error, ServerError) else None
+            fields = None if error is None else _for_others(error)
             reports = all_gather_json([work.done(), fields], self._replica.world)
             if error is not None:
                 raise error
@@ -129,7 +135,8 @@ class SglangEngine:
         """Finish as many samples as the servers that are left allow."""
         while any(sample.finish_reason is None for sample in samples) and (servers := self.servers()):
             reachable = {server.number: server.api for server in servers}
-            for number, why in self._client.run(samples, reachable, sampling, stop_ids, advance).items():
+            tag = version_tag(self.weight_version, self._run_name)
+            for number, why in self._client.run(samples, reachable, sampling, stop_ids, advance, tag).items():
                 self._fleet.mark_failed(self._fleet.servers[number], why)
 
     def _share(self, requests: Sequence[Request], samples: list[Sample]) -> list[list[Completion]]:
@@ -138,6 +145,13 @@ class SglangEngine:
         done = broadcast_json(done, self._replica.first, self._replica.group)
         parts = iter(Completion(**fields) for fields in done)
         return [[next(parts) for _ in request.seeds] for request in requests]
+
+
+def _for_others(error: BaseException) -> dict[str, Any]:
+    """Fields of the ServerError that stands for `error` on other ranks."""
+    if isinstance(error, ServerError):
+        return vars(error)
+    return {"server": "the client", "url": "", "phase": "generation", "reason": f"{type(error).__name__}: {error}"}
 
 
 def _ignore(samples: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Completion, FinishReason, Request
+from megarl.rollout.sglang.tags import read_tag
 
 
 class BadAnswerError(Exception):
@@ -48,27 +49,36 @@ class Sample:
         settings |= {"ignore_eos": True} if sampling.ignore_eos else {"stop_token_ids": list(stop_ids)}
         return {"input_ids": self.prompt_ids + self.token_ids, "sampling_params": settings, "return_logprob": True}
 
-    def add(self, answer: dict[str, Any], sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
+    def add(self, answer: dict[str, Any], sampling: SamplingConfig, stop_ids: Sequence[int], tag: str) -> None:
         """Take over an answer to `payload`; sets `finish_reason` when it completes the sample.
 
+        Args:
+            tag: what the server is to call its weights now (`version_tag`). An answer may begin with older ones of the
+                same run.
+
         Raises:
-            BadAnswerError: tokens, log-probs and weight versions do not belong together.
+            BadAnswerError: tokens, log-probs and weight versions do not belong together, or the weights are not those
+                that this run has sent.
         """
         try:
             ids, meta = answer["output_ids"], answer["meta_info"]
             scored = meta["output_token_logprobs"]
-            versions = _per_token(meta, len(ids))
+            versions = _per_token(meta, len(ids), tag)
             reason = meta["finish_reason"]["type"]
             logprobs = [float(entry[0]) for entry in scored]
             if [entry[1] for entry in scored] != ids:
                 raise ValueError(f"log-probs of {len(scored)} tokens that are not the {len(ids)} tokens of the answer")
+            if reason == "length" and not (self.token_ids or ids):
+                raise ValueError("no token, and the length limit is said to be reached")
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise BadAnswerError(f"{type(error).__name__}: {error}") from error
+            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise BadAnswerError(what) from error
         self.token_ids += ids
         self.logprobs += logprobs
         self.versions += versions
         # The server also stops at the end tokens of the model's configuration; those that are none here are passed by.
-        if reason == "stop" and self.token_ids and (self.token_ids[-1] in stop_ids):
+        # At the last allowed place it says `length` whatever the token is.
+        if self.token_ids and self.token_ids[-1] in stop_ids:
             self.finish_reason = "stop"
         elif len(self.token_ids) >= sampling.max_new_tokens or reason == "length":
             self.finish_reason = "length"
@@ -90,15 +100,26 @@ def samples_of(requests: Sequence[Request]) -> list[Sample]:
     ]
 
 
-def _version_number(tag: str) -> int:
-    """The trainer's count in what a server calls its weights, `NUMBER@RUN`."""
-    return int(tag.partition("@")[0])
+def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:
+    """Weight version of each of `count` tokens, out of the spans the server gives.
 
-
-def _per_token(meta: dict[str, Any], count: int) -> list[int]:
-    """Weight version of each of `count` tokens, out of the spans the server gives."""
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]
-    versions = [_version_number(span["version"]) for span in spans for _ in range(span["end"] - span["start"])]
+    A server that several runs use may have been given weights by another one while it answered.
+    """
+    now = meta["weight_version"]
+    spans = meta.get("weight_versions") or [{"version": now, "start": 0, "end": count}]
+    versions = [_own_version(span["version"], tag) for span in spans for _ in range(span["end"] - span["start"])]
     if len(versions) != count:
         raise ValueError(f"weight versions of {len(versions)} tokens for {count} tokens")
+    if _own_version(now, tag) != read_tag(tag)[0]:
+        raise ValueError(f"drawn with the old weights {now!r}, although the server has acknowledged {tag!r}")
     return versions
+
+
+def _own_version(found: str, tag: str) -> int:
+    """The version in `found`, which must be of the run of `tag` and not newer."""
+    (number, run), (newest, own) = read_tag(found), read_tag(tag)
+    if run != own:
+        raise ValueError(f"drawn with the weights {found!r} of another run; this run has sent {tag!r}")
+    if number > newest:
+        raise ValueError(f"drawn with the weights {found!r}; the newest that this run has sent are {tag!r}")
+    return number

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.tags import version_tag
 from megarl.sync.plan import Bucket
-from megarl.sync.protocol import version_tag
 
 
 @dataclass(frozen=True)
