@@ -118,6 +118,15 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
             found=loss.name,
             fix="set actor.mini_batch_size=null and actor.ppo_epochs=1, or another loss",
         )
+    sampling = config.algorithm.dynamic_sampling
+    if loss.name in _RATIO_FREE_LOSSES and sampling.enabled and sampling.surplus == "keep":
+        checks.warn(
+            "policy loss",
+            "algorithm.dynamic_sampling.surplus",
+            f"{loss.name} has no ratio to correct for groups that the policy of an earlier step drew",
+            found="keep",
+            fix="set algorithm.dynamic_sampling.surplus=drop, or another loss",
+        )
     knobs = config.rollout_correction.resolved()
     if loss.name in _RATIO_FREE_LOSSES and knobs.bypass and knobs.loss == "ppo":
         checks.warn(

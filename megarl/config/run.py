@@ -11,7 +11,7 @@ from megarl.config.base import Section
 from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.model import ModelConfig
-from megarl.config.rollout import RolloutConfig, ValidationConfig
+from megarl.config.rollout import RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
 from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, SFTConfig, TeacherConfig
 
@@ -91,6 +91,13 @@ class RunConfig(Section):
         """Tokens of the longest prompt and response that are generated, held-out ones included."""
         sampled = [self.rollout.sampling, *([self.validation.sampling] if self.data.val_files else [])]
         return self.data.max_prompt_tokens + max(sampling.max_new_tokens for sampling in sampled)
+
+    @property
+    def validation_sampling(self) -> SamplingConfig:
+        """How held-out responses are drawn: what ends a response in training ends it there, too."""
+        sampling = self.validation.sampling
+        ids = [*sampling.stop_token_ids, *self.rollout.sampling.stop_token_ids]
+        return sampling.model_copy(update={"stop_token_ids": list(dict.fromkeys(ids))})
 
     @property
     def rollout_dtype(self) -> str:

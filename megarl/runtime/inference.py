@@ -56,7 +56,7 @@ def _write_responses(c: Controller) -> None:
     size = config.data.val_batch_size or _ROUND
     with open(target if c.layout.rank == 0 else os.devnull, "w") as file, phase("generate"):
         for prompts in rounds(c.val_data, size, c.layout.dp_rank, c.layout.dp_size):
-            samples = draw(c, prompts, config.validation.sampling, draw=VALIDATION_DRAW)
+            samples = draw(c, prompts, config.validation_sampling, draw=VALIDATION_DRAW)
             mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
             parts = all_gather_json(mine, c.layout.dp_group)
             lines = [line for part in parts for line in part]

@@ -41,7 +41,7 @@ def validate(c: Controller) -> Validation | None:
     settings = c.config.validation
     with phase("validate"):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
-            samples = generate(c, prompts, settings.sampling, draw=VALIDATION_DRAW)
+            samples = generate(c, prompts, c.config.validation_sampling, draw=VALIDATION_DRAW)
             results = collect(c, submit(c, samples))
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             for uid, result, text, source in zip(

@@ -63,6 +63,7 @@ def test_the_ppo_pipeline_has_no_filter(failures):
         (["algorithm.loss.name=gspo"], "algorithm.loss.aggregation"),
         (["algorithm.loss.name=gpg", "actor.ppo_epochs=2"], "algorithm.loss.name"),
         (["algorithm.loss.name=gpg", "rollout_correction.preset=ppo_is_bypass"], "algorithm.loss.name"),
+        (["algorithm.loss.name=gpg", *DAPO], "algorithm.dynamic_sampling.surplus"),
         ([PARTS], "algorithm.advantage.parts"),
         (["algorithm.advantage.gamma=0.9"], "algorithm.advantage.gamma"),
         (["algorithm.advantage={name: reinforce_pp, lam: 0.9}"], "algorithm.advantage.lam"),

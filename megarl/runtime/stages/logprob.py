@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+from megarl.config.algorithm import GRADIENT_ESTIMATORS
 from megarl.dag.stage import stage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megarl.data.batch import Batch, Jagged
     from megarl.runtime.controller import Controller
     from megarl.training.engine import MegatronEngine
 
 
+#: What the policy of its own step said of a sample that waited for this one (dynamic sampling); NaN: a fresh sample.
+DRAWN_LOGP, DRAWN_SUM = "drawn_logp", "drawn_sum_pi_squared"
+
+
 @stage(reads=["prompt_ids", "response_ids"], writes=["old_logp"])
 def old_logp(c: Controller, samples: Batch) -> Batch:
-    """Score the responses with the policy that is about to be trained."""
-    logp, _ = c.actor.logprobs(samples, c.temperature, entropy=False)
-    samples.set("old_logp", logp)
-    c.count_pass(samples)
+    """Score the responses with the policy that is about to be trained; samples that waited keep what theirs said."""
+    samples.set("old_logp", _scored_once(c, samples, DRAWN_LOGP, _logp))
     return samples
 
 
@@ -26,13 +32,64 @@ def sum_pi_squared(c: Controller, samples: Batch) -> Batch:
     """Sum over the vocabulary of pi(v)^2 at every response token, for the optimal token baselines.
 
     At half the temperature a token's log-prob is 2 log pi(y) - log sum pi(v)^2, so a second scoring pass gives the sum
-    without looking at the vocabulary again.
+    without looking at the vocabulary again. Both passes are of one policy, for samples that waited, too.
     """
+    samples.set("sum_pi_squared", _scored_once(c, samples, DRAWN_SUM, _sum_pi_squared))
+    return samples
+
+
+def score_waiting(c: Controller, samples: Batch) -> Batch:
+    """`samples`, which wait for a later step, with all that this step's policy has to say of them.
+
+    The ratio of PPO and its clip are against the policy that drew a sample, and that one is gone by then. In bypass
+    the log-probs of the rollout take this place.
+    """
+    if c.config.rollout_correction.resolved().bypass:
+        return samples.drop([DRAWN_LOGP, DRAWN_SUM])
+    samples.set(DRAWN_LOGP, _scored_once(c, samples, DRAWN_LOGP, _logp))
+    if c.config.algorithm.advantage.name in GRADIENT_ESTIMATORS:
+        samples.set("old_logp", samples[DRAWN_LOGP])
+        samples.set(DRAWN_SUM, _scored_once(c, samples, DRAWN_SUM, _sum_pi_squared))
+        return samples.drop(["old_logp"])
+    return samples.drop([DRAWN_SUM])
+
+
+def like_waiting(c: Controller, fresh: Batch) -> Batch:
+    """`fresh` samples, in the form of those that waited and stand in one batch with them."""
+    if c.surplus is None:
+        return fresh
+    import torch
+
+    nan = fresh["response_ids"].like(torch.full_like(fresh["response_ids"].values, math.nan, dtype=torch.float32))
+    for name in (DRAWN_LOGP, DRAWN_SUM):
+        if name in c.surplus:
+            fresh.set(name, nan)
+    return fresh
+
+
+def _scored_once(c: Controller, samples: Batch, known: str, score: Callable[[Controller, Batch], Jagged]) -> Jagged:
+    """`score` of the samples, and of those that bring one in field `known` that one. Collective, as `score` is."""
+    import torch
+
+    if known not in samples:
+        return score(c, samples)
+    before = samples[known]
+    new = before.values[before.offsets[:-1]].isnan()  # no response is empty
+    values = before.values.clone()
+    values[torch.repeat_interleave(new, before.lengths)] = score(c, samples.select(new)).values
+    return before.like(values)
+
+
+def _logp(c: Controller, samples: Batch) -> Jagged:
+    c.count_pass(samples)
+    return c.actor.logprobs(samples, c.temperature, entropy=False)[0]
+
+
+def _sum_pi_squared(c: Controller, samples: Batch) -> Jagged:
+    c.count_pass(samples)
     sharper, _ = c.actor.logprobs(samples, c.temperature / 2, entropy=False)
     old = samples["old_logp"]
-    samples.set("sum_pi_squared", old.like((2 * old.values - sharper.values).exp().clamp(max=1)))
-    c.count_pass(samples)
-    return samples
+    return old.like((2 * old.values - sharper.values).exp().clamp(max=1))
 
 
 @stage(reads=["prompt_ids", "response_ids"], writes=["ref_logp"])

@@ -20,14 +20,15 @@ class NoSignalError(MegarlError):
 def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
     """This rank's share of `data.batch_size` groups that vary in their score, the same groups on any number of ranks.
 
-    Groups beyond that wait for the next step (`algorithm.dynamic_sampling.surplus`).
+    Groups beyond that wait for the next step (`algorithm.dynamic_sampling.surplus`), with the log-probs of this step's
+    policy.
 
     Raises:
         NoSignalError: the batch is not full after `max_rounds` rounds of generation.
     """
     from megarl.phase import phase
     from megarl.runtime.pool import Pool
-    from megarl.runtime.stages import reward, rollout
+    from megarl.runtime.stages import logprob, reward, rollout
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
     if not settings.enabled:
@@ -42,14 +43,14 @@ def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
         if round_ > 1:
             with phase("refill"):
                 samples = reward.reward(c, reward.reward_submit(c, rollout.rollout(c, next(c.loader))))
-        pool.add(samples, _signal(c, samples, seen))
+        pool.add(logprob.like_waiting(c, samples), _signal(c, samples, seen))
         if len(pool) >= wanted:
             break
     else:
         raise NoSignalError(_no_signal(c, seen, len(pool)))
     batch, rest = pool.deal(wanted)
     left = len(pool) - wanted
-    c.surplus = rest if left and settings.surplus == "keep" else None
+    c.surplus = logprob.score_waiting(c, rest) if left and settings.surplus == "keep" else None
     c.metrics.max("sampling/rounds", round_)
     c.metrics.max("sampling/surplus", left)
     return batch

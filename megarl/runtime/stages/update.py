@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import stage
+from megarl.runtime.stages.logprob import DRAWN_LOGP
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,8 +24,8 @@ DIVISOR = "_update/divisor"
 def actor_train(c: Controller, samples: Batch) -> Batch:
     """`ppo_epochs` passes over the samples, one optimizer step per mini-batch.
 
-    Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1. While a critic warms up
-    the policy rests.
+    Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1, except for samples that
+    waited since an earlier step. While a critic warms up the policy rests.
     """
     from megarl.runtime.generation import make_room
 
@@ -129,7 +130,7 @@ class _Objective:
         tokens = {name: micro[name].values.to(logp.device) for name in micro.names() if name in _TOKEN_FIELDS}
         offsets = micro["response_mask"].offsets.to(logp.device)
         mask, is_weights = tokens["loss_mask"], tokens.get("is_weights")
-        old_logp = tokens.get("old_logp", logp.detach())
+        old_logp = tokens["old_logp"] if "old_logp" in tokens else _own_or_drawn(logp, tokens)
         correction = in_update(self._c, self._knobs, logp, tokens, offsets) if self._measured else None
         if correction is not None and self._knobs.bypass:
             mask, is_weights, old_logp = correction.mask, correction.weights, tokens["rollout_logp"]
@@ -174,6 +175,12 @@ class _Objective:
         metrics.sum(DIVISOR, tokens if self._c.config.algorithm.loss.aggregation == "token-mean" else sequences)
 
 
+def _own_or_drawn(logp: Tensor, tokens: dict[str, Tensor]) -> Tensor:
+    """Old log-probs where one update uses every sample once: its own, and for samples that waited those they bring."""
+    drawn = tokens.get(DRAWN_LOGP)
+    return logp.detach() if drawn is None else drawn.where(~drawn.isnan(), logp.detach())
+
+
 def _prepare(c: Controller, mini: Batch) -> list[str]:
     """Let the loss look at the whole mini-batch before it is cut. Returns the names of what it made, which are fields
     `prepared_<name>` of the mini-batch now."""
@@ -201,6 +208,7 @@ def _prepare(c: Controller, mini: Batch) -> list[str]:
 _TOKEN_FIELDS = frozenset(
     {
         "old_logp",
+        DRAWN_LOGP,
         "ref_logp",
         "teacher_logp",
         "rollout_logp",

@@ -1,0 +1,164 @@
+"""Groups that wait for the next step: scored by the policy that drew them, whatever is between rollout and update."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.config.algorithm import AdvantageConfig, AlgorithmConfig, DynamicSamplingConfig
+from megarl.config.correction import RolloutCorrectionConfig
+from megarl.config.data import DataConfig
+from megarl.config.rollout import RolloutConfig, SamplingConfig
+from megarl.config.run import RunConfig
+from megarl.data.batch import Batch, Jagged
+from megarl.metrics import Metrics
+from megarl.runtime.stages import logprob, reward, rollout
+from megarl.runtime.stages.sampling import dynamic_sampling
+from megarl.runtime.stages.update import _Objective
+
+N, WANTED = 2, 2
+LENGTHS = [2, 3]
+
+
+class Policy:
+    """Log-probs that tell the weights, the temperature and the sample; counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.weights, self.scored = 1.0, list[str]()
+
+    def logprobs(self, samples: Batch, temperature: float, entropy: bool) -> tuple[Jagged, None]:
+        self.scored += samples["sample_id"]
+        ids = samples["response_ids"]
+        return ids.like(-ids.values.float() * self.weights / temperature), None
+
+
+def drawn(names: list[str]) -> Batch:
+    """N samples of each prompt, which score differently."""
+    ids = [f"{name}#{i}" for name in names for i in range(N)]
+    tokens = Jagged.from_list([[1 + i % N] * LENGTHS[i % N] for i in range(len(ids))], dtype=torch.int64)
+    batch = Batch({"response_ids": tokens, "score": torch.arange(len(ids)) % N * 1.0})
+    batch.set("sample_id", ids)
+    batch.set("uid", [id[:-2] for id in ids])
+    return batch
+
+
+def worker(**sections: Any) -> SimpleNamespace:
+    """As much of a controller as sampling and scoring use; every prompt is a group with a signal."""
+    config = RunConfig(
+        name="case",
+        data=DataConfig(batch_size=WANTED),
+        rollout=RolloutConfig(sampling=SamplingConfig(n=N)),
+        **{
+            "algorithm": AlgorithmConfig(
+                dynamic_sampling=DynamicSamplingConfig(enabled=True), **sections.pop("algorithm", {})
+            ),
+            **sections,
+        },
+    )
+    names = (f"p{k}" for k in itertools.count())
+    return SimpleNamespace(
+        config=config,
+        actor=Policy(),
+        layout=SimpleNamespace(dp_group=None, dp_rank=0, dp_size=1),
+        loader=([next(names) for _ in range(3)] for _ in itertools.count()),
+        surplus=None,
+        metrics=Metrics(),
+        step=1,
+        temperature=1.0,
+        count_pass=lambda samples: None,
+    )
+
+
+@pytest.fixture(autouse=True)
+def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "rollout", lambda c, prompts: drawn(prompts))
+    monkeypatch.setattr(reward, "reward_submit", lambda c, samples: samples)
+    monkeypatch.setattr(reward, "reward", lambda c, samples: samples)
+
+
+def steps(c: SimpleNamespace, count: int) -> list[Batch]:
+    """The batch of each step; the weights are 1, 2, ... in them."""
+    batches = []
+    for step in range(1, count + 1):
+        c.step, c.actor.weights = step, float(step)
+        batches.append(dynamic_sampling(c, drawn(next(c.loader))))
+    return batches
+
+
+def logp_of(weights: list[float], temperature: float = 1.0) -> list[float]:
+    """Of the tokens of one group after another, each under its own weights."""
+    tokens = [float(1 + i) for i in range(N) for _ in range(LENGTHS[i])]
+    return [-token * w / temperature for w in weights for token in tokens]
+
+
+def test_old_log_probs_are_those_of_the_policy_that_drew_the_sample():
+    c = worker()
+    first, second = steps(c, 2)
+    assert logprob.old_logp(c, second)["old_logp"].values.tolist() == pytest.approx(logp_of([1, 2]))
+    assert "drawn_logp" not in first
+    assert second["uid"] == ["p2"] * N + ["p3"] * N
+    assert c.actor.scored == [f"{p}#{i}" for p in ("p2", "p4", "p5", "p3") for i in range(N)], "once each"
+
+
+def test_a_group_may_wait_more_than_once():
+    c = worker()
+    third = steps(c, 3)[-1]  # 3 groups a step for 2: p2 | p4 p5 | p6 p7 p8 wait
+    fourth = dynamic_sampling(c, drawn(next(c.loader)))
+    assert third["drawn_logp"].values.tolist() == pytest.approx(logp_of([2, 2]))
+    assert fourth["drawn_logp"].values.tolist() == pytest.approx(logp_of([3, 3]))
+    waits = set(c.surplus["uid"])
+    assert waits == {"p8", "p9", "p10", "p11"}
+    assert c.surplus["drawn_logp"].values.tolist() == pytest.approx(logp_of([3, 3, 3, 3]))
+    assert len(set(c.actor.scored)) == len(c.actor.scored)
+
+
+def test_the_optimal_baselines_see_one_policy():
+    c = worker(algorithm={"advantage": AdvantageConfig(name="optimal_token_baseline")})
+    _, second = steps(c, 2)
+    second = logprob.sum_pi_squared(c, logprob.old_logp(c, second))
+    exact = [2 * a - b for a, b in zip(logp_of([1, 2]), logp_of([1, 2], 0.5), strict=True)]
+    assert second["sum_pi_squared"].values.log().tolist() == pytest.approx(exact, abs=1e-6)
+
+
+def test_in_bypass_the_rollout_has_said_it_already():
+    c = worker(rollout_correction=RolloutCorrectionConfig(preset="ppo_is_bypass"))
+    _, second = steps(c, 2)
+    assert "drawn_logp" not in second
+    assert c.actor.scored == []
+
+
+def test_what_is_dropped_is_not_scored():
+    c = worker()
+    c.config.algorithm.dynamic_sampling.__dict__["surplus"] = "drop"
+    steps(c, 2)
+    assert c.surplus is None
+    assert c.actor.scored == []
+
+
+def test_one_update_of_all_samples_clips_those_that_waited():
+    """No node scores fresh samples then: their ratio is 1. A policy that moved by log 2 has a ratio of 1/2 there."""
+    c = worker()
+    _, second = steps(c, 2)
+    responses = second["response_ids"]
+    logp = responses.like(torch.tensor(logp_of([1, 2]))).values - torch.log(torch.tensor(2.0))
+    logp.requires_grad_()
+    ones = torch.ones_like(logp)
+    second.set("advantages", responses.like(-ones))
+    second.set("loss_weights", responses.like(ones))
+    for name in ("response_mask", "loss_mask"):
+        second.set(name, responses.like(ones.bool()))
+    objective = _Objective(c, c.config.rollout_correction.resolved(), float(len(logp)), [], measured=False, late=False)
+    loss, metrics = objective(logp, ones, second)
+    loss.backward()
+    waited = sum(LENGTHS)
+    numbers = metrics.result()
+    assert numbers["actor/ratio_min"] == pytest.approx(0.5)
+    assert numbers["actor/ratio_max"] == pytest.approx(1)
+    assert numbers["actor/pg_clipfrac"] == pytest.approx(0.5)
+    assert logp.grad is not None
+    assert (logp.grad[:waited] == 0).all()
+    assert (logp.grad[waited:] > 0).all()
