@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from megarl.launchers.common import Job, available_cores, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.supervise import signal_rank
 from megarl.processes import has_nvidia_device
+from megarl.rollout.sglang.gpus import TRAINER_GPUS
 
 if TYPE_CHECKING:
     from megarl.config.run import ClusterConfig
@@ -131,7 +133,8 @@ class RayWorkers:
         places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._left())
         order = sorted(range(len(places)), key=lambda i: (places[i], i))
         self._actors = [self._actors[i] for i in order]
-        self._hosts = [places[i][0] for i in order]
+        self._places = [places[i] for i in order]
+        self._hosts = [host for host, _ in self._places]
 
     def _run(self) -> None:
         import ray
@@ -147,6 +150,7 @@ class RayWorkers:
                 "WORLD_SIZE": str(len(self._actors)),
                 "MASTER_ADDR": host,
                 "MASTER_PORT": str(port),
+                TRAINER_GPUS: gpus_of(self._hosts[rank], self._places),
             }
             self._results[rank] = actor.run.remote(job.entry, str(job.config_path), str(job.log_dir), environment)
 
@@ -190,6 +194,14 @@ class RayWorkers:
                 ray.util.remove_placement_group(self._group)
             ray.shutdown()
         self._follower.close()
+
+
+def gpus_of(host: str, places: Sequence[tuple[str, list[int]]]) -> str:
+    """GPUs that Ray gave to the actors of one node, in the order of their ranks; empty without GPUs.
+
+    Each actor sees only its own, and the servers that the first one starts must know of the others.
+    """
+    return ",".join(str(gpu) for node, gpus in places if node == host for gpu in gpus)
 
 
 def _connect(nproc: int) -> None:

@@ -73,6 +73,15 @@ def has_nvidia_device() -> bool:
     return Path("/dev/nvidiactl").exists()
 
 
+def nvidia_devices(root: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs of this machine, whatever CUDA_VISIBLE_DEVICES says.
+
+    Args:
+        root: folder of the device files.
+    """
+    return sum(file.name.removeprefix("nvidia").isdecimal() for file in root.glob("nvidia*"))
+
+
 def oom_kills(root: Path = Path("/")) -> int:
     """How often the kernel's out-of-memory killer struck: on this machine since boot and in this memory cgroup.
 

@@ -35,6 +35,9 @@ _ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
 _INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TESTED}"
 # Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them.
 _TRAINER_ONLY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+# The trainer's allocator and stream settings are for its own loop: segments that grow cannot be mapped by another
+# process nor paused by SGLang's memory saver, and one connection to the device keeps a server's kernels in one queue.
+_TRAINER_ONLY += ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
 _TRAINER_PREFIXES = ("PYTHON", "TORCHELASTIC_", "MEGARL_")
 
 
@@ -123,7 +126,8 @@ def server_environment(
     instance: str,
     cuda: bool,
     tp_size: int = 1,
-    gpus: Sequence[int] | None = None,
+    gpus: Sequence[str] | None = None,
+    colocated: bool = False,
     temporary: Path | None = None,
 ) -> dict[str, str]:
     """Environment of a server process that is started by this one.
@@ -135,6 +139,7 @@ def server_environment(
         cuda: the server runs on GPUs.
         tp_size: ranks of the server; on a CPU each gets a core of its own.
         gpus: devices it may use; None: those this process sees.
+        colocated: its memory is taken away between calls, and a health check that generates would end it then.
         temporary: folder for its sockets, which it never removes; None: the system's.
     """
     env = {
@@ -153,7 +158,9 @@ def server_environment(
     if temporary is not None:
         env["TMPDIR"] = str(temporary)
     if gpus is not None:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in gpus)
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    if colocated:
+        env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "false"
     if not cuda:
         env |= {
             "SGLANG_USE_CPU_ENGINE": "1",

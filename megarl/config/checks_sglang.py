@@ -12,7 +12,7 @@ from megarl.config.checklist import Checklist, divisors
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
-from megarl.processes import has_nvidia_device
+from megarl.processes import nvidia_devices
 
 _NAME = "servers"
 EVERY_INTERFACE = ("0.0.0.0", "::", "*", "")
@@ -193,19 +193,14 @@ def _check_gpus(config: RunConfig, checks: Checklist) -> None:
     """Servers are on GPUs of their own, or know that they are not."""
     servers, cluster = config.rollout.sglang, config.cluster
     workers, here = cluster.nproc // cluster.nnodes, servers.servers // cluster.nnodes
-    if servers.urls or (servers.gpus is None and not has_nvidia_device()):
+    if servers.urls or any(argument.startswith("--base-gpu-id") for argument in servers.extra_args):
         return
-    needed = max(1, here) * servers.ranks
-    key = "rollout.sglang.gpus"
-    if servers.gpus is not None and len(set(servers.gpus)) < len(servers.gpus):
+    needed, key = max(1, here) * servers.ranks, "rollout.sglang.gpus"
+    if servers.gpus is None:
+        _check_room(needed, workers, servers.colocated, checks)
+    elif len(set(servers.gpus)) < len(servers.gpus):
         checks.warn(_NAME, key, "ranks of servers share a GPU", found=servers.gpus, fix="name every device once")
-    if any(argument.startswith("--base-gpu-id") for argument in servers.extra_args):
-        return
-    if servers.gpus is None and here > 1:
-        own = range(needed) if servers.colocated else range(workers, workers + needed)
-        what = f"each of the {here} servers of a machine starts on its first GPU"
-        checks.warn(_NAME, key, what, fix=f"set {key}={_compact(own)}")
-    elif not servers.colocated and (servers.gpus is None or min(servers.gpus, default=workers) < workers):
+    elif not servers.colocated and min(servers.gpus, default=workers) < workers:
         checks.warn(
             _NAME,
             key,
@@ -215,6 +210,22 @@ def _check_gpus(config: RunConfig, checks: Checklist) -> None:
             fix="set rollout.sglang.colocated=true, or, where a machine has so many GPUs, "
             f"{key}={_compact(range(workers, workers + needed))}",
         )
+
+
+def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -> None:
+    """Where this machine has GPUs, they are enough for the servers' default places."""
+    present = nvidia_devices()
+    if not present or needed <= (workers if colocated else present - workers):
+        return
+    checks.fail(
+        _NAME,
+        "rollout.sglang.gpus",
+        f"the servers of a machine need {needed} GPUs, and it has {present}, of which the trainer has {workers}",
+        found=None,
+        allowed=f"servers on the trainer's {workers}" if colocated else "servers on GPUs that are not the trainer's",
+        fix="lower rollout.sglang.servers or tp_size"
+        + ("" if colocated else ", lower cluster.nproc, or share them: rollout.sglang.colocated=true"),
+    )
 
 
 def _compact(devices: Iterable[int]) -> str:

@@ -203,8 +203,8 @@ def _memory_text(config: RunConfig) -> str:
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
         lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
         lines.append("(and its cache, up to rollout.sglang.memory_fraction of a GPU or, on a CPU, max_total_tokens)")
-        if config.rollout.sglang.gpus is None:
-            lines.append("(on GPUs, servers are on the trainer's devices unless rollout.sglang.gpus names others)")
+        if config.rollout.sglang.colocated:
+            lines.append("(on GPUs, the servers are on the trainer's devices)")
     return "\n".join(lines)
 
 

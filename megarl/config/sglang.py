@@ -21,7 +21,9 @@ class SGLangConfig(Section):
     ep_size: PositiveInt = Field(1, description="expert-parallel ranks of a server, a divisor of tp_size")
     dp_size: PositiveInt = Field(1, description="replicas inside a server")
     gpus: list[NonNegativeInt] | None = Field(
-        None, description="devices of each machine for its servers, in order; null: all that the workers see"
+        None,
+        description="devices of each machine for its servers, in order; null: those after the trainer's, or the "
+        "trainer's own with colocated",
     )
     colocated: bool = Field(
         False,

@@ -39,6 +39,8 @@ def use_servers(c: Controller) -> None:
     if layout.rank == 0:
         logs = c.run_dir / "servers"
         print(f"waiting for SGLang servers, usually half a minute; logs of own ones: {logs}", flush=True)
+    if config.rollout.sglang.colocated and config.actor.engine.offload:
+        c.actor.offload(parameters=False)  # a starting server takes its share of what is free then
     with phase("start_servers"), keep_beating():
         c.fleet = open_fleet(
             config.rollout.sglang,
@@ -53,6 +55,7 @@ def use_servers(c: Controller) -> None:
     server = ServerLayout(config.rollout.sglang.tp_size, config.rollout.sglang.ep_size)
     if config.rollout.sglang.colocated:
         c.server_memory = ServerMemory(c.fleet, config.sync.timeout_s, layout.rank)
+        make_room(c)  # until the first `publish`: a checkpoint may come back before
     sync = WeightSync(c.actor.chunks, c.hf_config, c.fleet, server, config.sync, c.run_dir)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.lead_rank, layout.is_lead, layout.mp_group)
     c.sync = sync
@@ -65,10 +68,26 @@ def use_servers(c: Controller) -> None:
 def publish(c: Controller, version: int) -> None:
     """From here on samples are drawn with the weights as they are now, and carry `version`. Collective."""
     if c.fleet is not None:
-        c.fleet.refresh()  # a server that came back since the last time gets the weights with the others
+        _look_after_servers(c)
     make_room(c, "weights")
     _account(c, c.sync.push(version))
     c.rollout.weight_version = version
+
+
+def _look_after_servers(c: Controller) -> None:
+    """Restart failed servers; those that came back since the last time get the weights with the others. Collective.
+
+    A colocated one starts while the actor is away: it takes its share of the memory that is free when it starts.
+    """
+    assert c.fleet is not None
+    if c.server_memory is None:
+        c.fleet.refresh()
+        return
+    if c.config.actor.engine.offload:
+        c.actor.offload(parameters=False)
+    c.fleet.refresh()
+    if any(server.state == "starting" for server in c.fleet.servers):  # the same on all ranks, after `refresh`
+        c.fleet.wait_started()
 
 
 def make_room(c: Controller, *parts: str) -> None:

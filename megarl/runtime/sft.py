@@ -103,6 +103,7 @@ def train_on(c: Controller, batch: Batch) -> None:
     mask = batch["response_mask"]
     tokens = c.all_sum(mask.values.sum(dtype=torch.float64))
     batch.set("loss_weights", mask.like(mask.values / tokens.float()))
+    c.actor.onload()  # an evaluation before this step may have used its memory
     metrics = c.actor.sft_step(batch)
     c.count_pass(batch, train=True)
     if c.layout.rank == 0:  # already merged over all ranks

@@ -107,6 +107,7 @@ class MegatronEngine:
         """Start a new phase of training from the current parameters: fresh moments, schedule, and step count."""
         if self.optimizer is None:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
+        self.onload()
         self.optim, self.total_steps, self.step = optim, total_steps, 0
         self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype)
 

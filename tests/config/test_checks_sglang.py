@@ -20,7 +20,7 @@ URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch) -> None:
     """The same checks on any machine."""
-    monkeypatch.setattr(checks_sglang, "has_nvidia_device", lambda: False)
+    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -101,21 +101,21 @@ def test_a_key_of_other_servers_is_told(warned, on) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "gpu", "message", "fix"),
+    ("settings", "present", "message", "fix"),
     [
-        ([], False, None, None),
-        ([], True, "share GPUs with the trainer", "colocated=true, or, where a machine has so many GPUs, {}=[2]"),
-        (["gpus=[2]"], True, None, None),
-        (["gpus=[1]"], False, "share GPUs with the trainer", "{}=[2]"),
-        (["gpus=[2,2]", "servers=2"], False, "share a GPU", "once"),
-        (["servers=2"], True, "each of the 2 servers", "set {}=[2,3]"),
-        (["servers=2", "colocated=true"], True, "each of the 2 servers", "set {}=[0,1]"),
-        (["gpus=[0]", "colocated=true"], True, None, None),
-        (["extra_args=[--base-gpu-id=2]"], True, None, None),
+        ([], 0, None, None),
+        ([], 3, None, None),
+        (["gpus=[2]"], 3, None, None),
+        (["gpus=[1]"], 0, "share GPUs with the trainer", "{}=[2]"),
+        (["gpus=[2,2]", "servers=2"], 0, "share a GPU", "once"),
+        (["servers=2"], 4, None, None),
+        (["servers=2", "colocated=true"], 2, None, None),
+        (["gpus=[0]", "colocated=true"], 2, None, None),
+        (["extra_args=[--base-gpu-id=2]"], 2, None, None),
     ],
 )
-def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings, gpu, message, fix) -> None:
-    monkeypatch.setattr(checks_sglang, "has_nvidia_device", lambda: gpu)
+def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings, present, message, fix) -> None:
+    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: present)
     key = "rollout.sglang.gpus"
     settings = [f"rollout.sglang.{setting}" for setting in settings]
     found = [check for check in warned(*on, "cluster.nproc=2", *settings) if check.key == key]
@@ -125,6 +125,22 @@ def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings
         assert check.fix.endswith(fix.format(key))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")  # the trainer's GPUs are others then
     assert [check for check in warned(*on, "cluster.nproc=2", *settings) if check.key == key] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "present", "fix"),
+    [
+        ([], 2, "colocated=true"),
+        (["servers=2"], 3, "colocated=true"),
+        (["servers=2", "tp_size=2", "colocated=true"], 2, "lower rollout.sglang.servers or tp_size"),
+    ],
+)
+def test_a_machine_with_too_few_gpus_for_the_servers_is_refused(failures, on, monkeypatch, settings, present, fix):
+    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: present)
+    settings = [f"rollout.sglang.{setting}" for setting in settings]
+    (check,) = [check for check in failures(*on, "cluster.nproc=2", *settings) if check.key == "rollout.sglang.gpus"]
+    assert f"it has {present}, of which the trainer has 2" in check.message
+    assert check.fix.endswith(fix)
 
 
 @pytest.mark.parametrize("verify", ["first", "every"])

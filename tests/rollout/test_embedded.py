@@ -202,3 +202,12 @@ def test_caches_of_one_machine_share_its_memory(monkeypatch):
     assert free_bytes(torch.device("cpu")) == 800
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert free_bytes(torch.device("cpu"), sessions=2) == 100
+
+
+def test_a_gpu_s_free_memory_counts_what_the_allocator_would_give_back(monkeypatch):
+    """100 bytes at the driver; of 60 that the allocator keeps and nobody uses, 10 are rests of blocks in use."""
+    stats = {"reserved_bytes.all.current": 160, "active_bytes.all.current": 100, "inactive_split_bytes.all.current": 10}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (100, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    assert free_bytes(torch.device("cuda", 0)) == 0.8 * 150
+    assert free_bytes(torch.device("cuda", 0), sessions=2) == 0.4 * 150

@@ -16,7 +16,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.launch import Place, open_fleet, visible_gpus
+from megarl.rollout.sglang.launch import Place, open_fleet
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import ok, servers
@@ -134,15 +134,6 @@ def test_an_address_of_another_machine_is_refused_with_its_key(tmp_path: Path) -
     spec = ServerSpec(0, config, tmp_path, "float32", "192.0.2.1", "key", tmp_path / "logs", cuda=False)
     with pytest.raises(ConfigError, match=r"rollout\.sglang\.host"):
         ServerProcess(spec).start()
-
-
-def test_servers_share_a_machines_gpus_and_colocated_ones_see_all() -> None:
-    def seen(**more: Any) -> list[tuple[int, ...] | None]:
-        return [visible_gpus(SGLangConfig(servers=2, tp_size=2, **more), local, workers=6) for local in (0, 1)]
-
-    assert seen() == [None, None]
-    assert seen(gpus=[4, 5, 6, 7]) == [(4, 5), (6, 7)]
-    assert seen(gpus=[2, 3, 4, 5], colocated=True) == [(2, 3, 4, 5, 0, 1), (4, 5, 2, 3, 0, 1)]
 
 
 def test_a_stopped_server_leaves_nothing_and_others_keep_what_is_theirs(tmp_path: Path, monkeypatch) -> None:

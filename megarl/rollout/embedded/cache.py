@@ -126,8 +126,18 @@ def free_bytes(device: torch.device, sessions: int = 1) -> float:
         sessions: caches that this process makes at the same time.
     """
     if device.type == "cuda":
-        return 0.8 * torch.cuda.mem_get_info(device)[0] / sessions
+        return 0.8 * _free_on_gpu(device) / sessions
     import psutil
 
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return 0.8 * psutil.virtual_memory().available / (processes * sessions)
+
+
+def _free_on_gpu(device: torch.device) -> float:
+    """Bytes the driver has, and those of whole blocks that the allocator keeps: it gives these back when it needs more.
+
+    The rest of a block that is partly in use (`inactive_split`) is no room for a cache.
+    """
+    stats = torch.cuda.memory_stats(device)
+    kept = stats["reserved_bytes.all.current"] - stats["active_bytes.all.current"]
+    return torch.cuda.mem_get_info(device)[0] + max(0, kept - stats["inactive_split_bytes.all.current"])

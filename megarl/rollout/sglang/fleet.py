@@ -77,8 +77,8 @@ class Fleet:
 
     @property
     def on_other_gpus(self) -> bool:
-        """The run's servers have GPUs of their own, which are not the trainer's."""
-        return self._config.gpus is not None and not self._config.colocated
+        """The run's servers, where they are on GPUs, have GPUs of their own, which are not the trainer's."""
+        return not self.external and not self._config.colocated
 
     def current(self, version: int) -> list[Server]:
         """Servers that hold weight version `version` and may be asked."""

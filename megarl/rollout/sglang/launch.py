@@ -12,9 +12,11 @@ from megarl.comm import Group, address_for_others, broadcast_json
 from megarl.config.run import ClusterConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
+from megarl.processes import nvidia_devices
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.external import check_external, differences
 from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.gpus import server_gpus
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 
 
@@ -126,23 +128,10 @@ def _started(
             key,
             run_dir / "servers",
             cuda,
-            visible_gpus(config, local, place.workers),
+            server_gpus(config, here, local, place.workers, os.environ, nvidia_devices()) if cuda else None,
             random_weights,
         )
         owned[number] = ServerProcess(spec)
         owned[number].start()
     servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(config.servers)]  # addresses: wait_started
     return Fleet(servers, config, owned)
-
-
-def visible_gpus(config: SGLangConfig, local: int, workers: int) -> tuple[int, ...] | None:
-    """Devices that server `local` of a machine sees, its own first; None: all that this process sees.
-
-    A colocated one sees the others, too: trainer ranks on all of them, the first `workers`, hand it memory to map.
-    """
-    if config.gpus is None:
-        return None
-    first, end = local * config.ranks, (local + 1) * config.ranks
-    own = config.gpus[first:end]
-    others = (*config.gpus, *range(workers)) if config.colocated else ()
-    return tuple(dict.fromkeys((*own, *others)))

@@ -51,9 +51,20 @@ class ServerMemory:
 
     def _move(self, server: Server, wanted: set[str]) -> None:
         held = self._held.setdefault((server.number, server.restarts), {CACHE, WEIGHTS})
+        if held - wanted:
+            self._settle(server)
         self._call(server, "/release_memory_occupation", held - wanted)
         self._call(server, "/resume_memory_occupation", wanted - held)
         self._held[server.number, server.restarts] = wanted
+
+    def _settle(self, server: Server) -> None:
+        """Wait until nothing runs: SGLang ends when memory is taken from under a request.
+
+        Nobody waits for what is left: samples of a server that was given up went to another one.
+        """
+        server.api.call("/abort_request", {"abort_all": True}, deadline_s=self._deadline_s, phase="memory")
+        idle_s = max(1, int(self._deadline_s) - 1)  # the server's own limit, so that its answer says what runs
+        server.api.call(f"/flush_cache?timeout={idle_s}", deadline_s=self._deadline_s, phase="memory")
 
     def _call(self, server: Server, path: str, parts: Iterable[str]) -> None:
         tags = sorted(parts)

@@ -49,7 +49,7 @@ class ServerSpec:
         host: address to listen on.
         api_key: every request must carry it; not shown in `repr`.
         log_dir: where the log goes.
-        cuda: runs on GPUs, on `gpus` of this machine (None: those this process sees).
+        cuda: runs on GPUs, on `gpus` as CUDA_VISIBLE_DEVICES names them (None: those this process sees).
         random_weights: do not read weights; the first update brings them all.
     """
 
@@ -61,7 +61,7 @@ class ServerSpec:
     api_key: str = field(repr=False)
     log_dir: Path
     cuda: bool
-    gpus: tuple[int, ...] | None = None
+    gpus: tuple[str, ...] | None = None
     random_weights: bool = False
 
     @property
@@ -149,6 +149,7 @@ class ServerProcess:
             cuda=spec.cuda,
             tp_size=spec.config.tp_size,
             gpus=spec.gpus,
+            colocated=spec.config.colocated,
             temporary=self._temporary,
         )
         spec.log_dir.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,6 @@ class RolloutError(MegarlError):
 @stage(reads=["prompt_ids", "uid"], writes=list(SAMPLE_FIELDS))
 def rollout(c: Controller, prompts: Batch) -> Batch:
     """Draw `rollout.sampling.n` responses for every prompt of this rank."""
-    if c.config.actor.engine.offload:
-        c.actor.offload(parameters=False)  # generation reads the parameters, and wants the rest of the memory
     with nullcontext() if c.stale is None else c.stale.installed():
         samples = generate(c, prompts, c.config.rollout.sampling, draw=c.step)
     _record_lengths(c, samples)
@@ -86,6 +84,8 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig, draw: int)
         Request(ids.tolist(), [sample_seed(c.config.trainer.seed, draw, uid, i) for i in range(sampling.n)])
         for ids, uid in zip(prompts["prompt_ids"].unbind(), prompts["uid"], strict=True)
     ]
+    if c.config.actor.engine.offload:
+        c.actor.offload(parameters=False)  # generation reads the parameters, and wants the rest of the memory
     with c.progress(phase.current().rpartition("/")[2], len(requests) * sampling.n) as advance:
         make_room(c, "weights", "kv_cache")
         groups = c.rollout.generate(requests, sampling, c.eos_ids, advance)

@@ -1,0 +1,70 @@
+"""Which GPUs of a machine a server sees.
+
+    machine    0  1  2  3  4  5  6  7
+    trainer    =========== (workers, in the order of their ranks)
+    servers                =========== of their own: the next ones
+               ===========             colocated: the trainer's
+
+Names are what CUDA_VISIBLE_DEVICES takes: numbers of the machine, or UUIDs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ConfigError
+
+#: GPUs of the workers of this machine, where each of them sees only its own: set by the Ray launcher.
+TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
+
+
+def server_gpus(
+    config: SGLangConfig, servers: int, local: int, workers: int, environment: Mapping[str, str], present: int
+) -> tuple[str, ...] | None:
+    """GPUs that server `local` of this machine's `servers` sees, its own first; None: all that this process sees.
+
+    A colocated one also sees the rest of the trainer's: ranks on all of them hand it memory to map.
+
+    Args:
+        config: `rollout.sglang`.
+        servers: servers of this machine.
+        local: 0, 1, ... on this machine.
+        workers: trainer ranks of this machine.
+        environment: of this process.
+        present: GPUs of this machine.
+
+    Raises:
+        ConfigError: this machine has too few.
+    """
+    chosen_by_user = any(argument.startswith("--base-gpu-id") for argument in config.extra_args)
+    if config.gpus is None and (not present or chosen_by_user):
+        return None
+    trainer, rest = _split(workers, environment, present)
+    pool = trainer if config.colocated else rest
+    if config.gpus is not None:
+        pool = [str(gpu) for gpu in config.gpus]
+    if len(pool) < servers * config.ranks:
+        raise ConfigError(
+            f"the servers of this machine need {servers * config.ranks} GPUs and have {len(pool)}: it shows "
+            f"{len(trainer) + len(rest)}, of which the trainer has {len(trainer)}",
+            where="rollout.sglang.gpus",
+            found=config.gpus,
+            allowed="one GPU per rank of a server",
+            fix="lower rollout.sglang.servers, tp_size or cluster.nproc, or share them: rollout.sglang.colocated=true",
+        )
+    own = pool[local * config.ranks : (local + 1) * config.ranks]
+    others = (*pool, *trainer) if config.colocated else ()
+    return tuple(dict.fromkeys((*own, *others)))
+
+
+def _split(workers: int, environment: Mapping[str, str], present: int) -> tuple[list[str], list[str]]:
+    """This machine's GPUs: the trainer's, and the rest."""
+    everything = [str(gpu) for gpu in range(present)]
+    if environment.get(TRAINER_GPUS):
+        trainer = environment[TRAINER_GPUS].split(",")
+    else:
+        visible = environment.get("CUDA_VISIBLE_DEVICES")
+        everything = everything if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+        trainer = everything[:workers]
+    return trainer, [gpu for gpu in everything if gpu not in trainer]

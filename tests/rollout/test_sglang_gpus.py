@@ -1,0 +1,63 @@
+"""Which GPUs a server sees."""
+
+from typing import Any
+
+import pytest
+
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ConfigError
+from megarl.launchers.ray import gpus_of
+from megarl.processes import nvidia_devices
+from megarl.rollout.sglang.gpus import TRAINER_GPUS, server_gpus
+
+
+def seen(workers: int, environment: dict[str, str], present: int, **settings: Any) -> list[tuple[str, ...] | None]:
+    """GPUs of two servers of two ranks."""
+    config = SGLangConfig(servers=2, tp_size=2, **settings)
+    return [server_gpus(config, 2, local, workers, environment, present) for local in (0, 1)]
+
+
+def test_servers_are_on_the_gpus_after_the_trainers() -> None:
+    assert seen(4, {}, 8) == [("4", "5"), ("6", "7")]
+    assert seen(2, {"CUDA_VISIBLE_DEVICES": "7,GPU-a,5,4,3,2"}, 8) == [("5", "4"), ("3", "2")]
+
+
+def test_named_gpus_are_the_machines_own_numbers() -> None:
+    assert seen(4, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 8, gpus=[7, 6, 5, 4]) == [("7", "6"), ("5", "4")]
+
+
+def test_colocated_servers_are_on_the_trainers_and_see_all_of_them() -> None:
+    assert seen(4, {}, 8, colocated=True) == [("0", "1", "2", "3"), ("2", "3", "0", "1")]
+    assert seen(6, {}, 8, gpus=[2, 3, 4, 5], colocated=True) == [
+        ("2", "3", "4", "5", "0", "1"),
+        ("4", "5", "2", "3", "0", "1"),
+    ]
+
+
+def test_with_ray_a_worker_sees_only_its_own_and_servers_get_the_others() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "5", TRAINER_GPUS: "5,2,0,7"}
+    assert seen(4, environment, 8) == [("1", "3"), ("4", "6")]
+    assert seen(4, environment, 8, colocated=True)[0] == ("5", "2", "0", "7")
+
+
+def test_ray_s_gpus_of_a_node_are_told_in_the_order_of_its_ranks() -> None:
+    places = [("a", [1]), ("a", [0]), ("b", [3])]
+    assert [gpus_of(node, places) for node in "ab"] == ["1,0", "3"]
+    assert gpus_of("a", [("a", []), ("a", [])]) == ""
+
+
+@pytest.mark.parametrize(("workers", "settings"), [(5, {}), (3, {"colocated": True})])
+def test_a_machine_with_too_few_is_refused(workers: int, settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"need 4 GPUs and have 3: it shows 8, of which the trainer has"):
+        seen(workers, {}, 8, **settings)
+
+
+def test_the_server_chooses_where_there_is_no_gpu_or_the_user_has_chosen() -> None:
+    assert seen(4, {}, 0) == [None, None]
+    assert seen(4, {}, 8, extra_args=["--base-gpu-id=6"]) == [None, None]
+
+
+def test_gpus_of_a_machine_are_counted_by_their_device_files(tmp_path) -> None:
+    for name in ("nvidia0", "nvidia11", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert nvidia_devices(tmp_path) == 2

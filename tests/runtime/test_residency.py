@@ -1,0 +1,97 @@
+"""What is on a device when servers start there, come back, or samples are drawn for a validation."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.data.batch import Batch, Jagged
+from megarl.rollout.engine import Completion
+from megarl.rollout.sglang import launch
+from megarl.runtime import generation
+from megarl.runtime.controller import no_progress
+from megarl.runtime.stages.rollout import generate
+from tests.runtime.harness import RECIPE
+
+
+@pytest.fixture
+def controller(tmp_path) -> Any:
+    """A rank with colocated servers that writes down what it is asked for, in `calls`."""
+    calls: list[str] = []
+
+    def told(name: str) -> Any:
+        return lambda *args, **kwargs: calls.append(" ".join([name, *map(str, args), *map(str, kwargs.items())]))
+
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    settings = ["rollout.engine=sglang", "rollout.sglang.colocated=true", "actor.engine.offload=true"]
+    fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[])
+    return SimpleNamespace(
+        calls=calls,
+        config=load_config(tmp_path / "recipe.yaml", settings),
+        layout=SimpleNamespace(rank=1),
+        run_dir=tmp_path,
+        actor=SimpleNamespace(offload=told("offload")),
+        fleet=fleet,
+        server_memory=SimpleNamespace(hold=told("hold")),
+        sync=SimpleNamespace(
+            push=lambda version: calls.append("push") or SimpleNamespace(updated=[], failed={}, to_probe=[])
+        ),
+        rollout=SimpleNamespace(weight_version=0),
+        progress=no_progress,
+    )
+
+
+OFFLOAD = "offload ('parameters', False)"
+
+
+def test_the_actor_is_away_before_servers_start(controller, monkeypatch) -> None:
+    class StartedError(Exception):
+        """The servers start now."""
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        raise StartedError
+
+    monkeypatch.setattr(launch, "open_fleet", start)
+    monkeypatch.setattr(generation, "_write_model_config", lambda c: c.run_dir)
+    with pytest.raises(StartedError):
+        generation.use_servers(controller)
+    assert controller.calls == [OFFLOAD]
+
+
+def test_a_server_that_comes_back_starts_while_the_actor_is_away(controller) -> None:
+    controller.fleet.servers = [SimpleNamespace(state="starting")]
+    generation.publish(controller, 3)
+    assert controller.calls[:3] == [OFFLOAD, "refresh", "wait"]
+    assert controller.calls.index("push") > controller.calls.index("wait")
+
+
+def test_servers_that_are_there_are_not_waited_for(controller) -> None:
+    controller.fleet.servers = [SimpleNamespace(state="current")]
+    generation.publish(controller, 3)
+    assert "wait" not in controller.calls
+
+
+def test_gradients_and_optimizer_leave_before_any_generation(controller) -> None:
+    """Validation draws samples through the same function as training, and needs the same memory."""
+
+    def answer(requests: Any, *args: Any) -> list[list[Completion]]:
+        controller.calls.append("generate")
+        return [[Completion([3], [-1.0], "stop", 0)] for _ in requests]
+
+    controller.rollout.generate = answer
+    controller.eos_ids, controller.decode = [2], lambda ids: ["x"] * len(ids)
+    prompts = Batch({"prompt_ids": Jagged.from_list([[4, 5]]), "uid": ["a"]})
+    generate(controller, prompts, controller.config.validation.sampling, draw=-1)
+    assert controller.calls[0] == OFFLOAD
+    assert [call for call in controller.calls if call != OFFLOAD] == [
+        "hold weights kv_cache",
+        "generate",
+        "hold weights",
+    ]
+    controller.server_memory = None  # the embedded engine reads the actor's parameters, and wants the same room
+    controller.calls.clear()
+    generate(controller, prompts, controller.config.validation.sampling, draw=-1)
+    assert controller.calls == [OFFLOAD, "generate"]
