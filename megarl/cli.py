@@ -59,6 +59,10 @@ def build_parser() -> argparse.ArgumentParser:
     for name, (_, text) in JOBS.items():
         job = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         _add_job(job)
+        if name in ("eval", "generate"):
+            job.add_argument(
+                "--weights", choices=("best", "last"), default="best", help="of a run folder (default: best)"
+            )
         if name == "generate":
             job.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own; may be repeated")
     convert = commands.add_parser("convert", help="write a model or a checkpoint of a run as a Hugging Face folder")
@@ -101,7 +105,11 @@ def _add_parity(checks: argparse._SubParsersAction[_Parser]) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, or the name of one that ships with megarl")
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help="a recipe file, the name of a shipped one or, for eval and generate, a run folder",
+    )
     parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="local", help="how processes start (default: local)")
     parser.add_argument("--run-dir", type=Path, help="continue in this run folder (default: a new one)")
@@ -115,6 +123,8 @@ def _job(arguments: argparse.Namespace) -> int:
     from megarl.config.load import load_config
     from megarl.data.preflight import check_rows
 
+    if hasattr(arguments, "weights") and Path(arguments.recipe).is_dir():
+        _use_run(arguments)
     config = load_config(arguments.recipe, arguments.overrides)
     if getattr(arguments, "prompt", None):
         from megarl.data.sources import as_prompts
@@ -147,6 +157,16 @@ def _job(arguments: argparse.Namespace) -> int:
     return code
 
 
+def _use_run(arguments: argparse.Namespace) -> None:
+    """Let the command take configuration and model of the run folder that stands in the place of a recipe."""
+    from megarl.config.trained import use_model_of
+
+    run_dir = Path(arguments.recipe)
+    overrides, what = use_model_of(run_dir, arguments.weights)
+    arguments.recipe, arguments.overrides = str(run_dir / "config.yaml"), [*overrides, *arguments.overrides]
+    print(f"model: {what}", flush=True)
+
+
 def _refuse_trained(run_dir: Path, command: str) -> None:
     """Keep numbers and configuration of a training run from being written over."""
     record = run_dir / "run.json"
@@ -157,8 +177,7 @@ def _refuse_trained(run_dir: Path, command: str) -> None:
             where="--run-dir",
             found=str(run_dir),
             allowed=f"a new folder, or one of an earlier megarl {command}",
-            fix=f"leave --run-dir out, and name the model: model.path={run_dir / 'hf'} model.hf_config=null, or "
-            f"trainer.resume={run_dir / 'checkpoints'}/step_N",
+            fix=f"leave --run-dir out; megarl {command} {run_dir} takes the model of that run",
         )
 
 

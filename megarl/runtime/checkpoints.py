@@ -1,9 +1,8 @@
-"""What a run saves and how it comes back, critic and left-over samples included; and what it exports."""
+"""What a run saves and how it comes back, critic and left-over samples included."""
 
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,28 +18,6 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
 
 FOLDER = "checkpoints"
-
-
-def export(c: Controller) -> None:
-    """Write the actor to RUN_DIR/hf and a critic to hf_critic/ beside it, if `trainer.export_hf`. Collective."""
-    from megarl.models.weights import export_weights
-
-    if c.config.trainer.export_hf:
-        with phase("export"):
-            export_weights(c.actor.chunks, c.run_dir / "hf", c.hf_config, c.tokenizer)
-            if c.critic is not None:
-                with c.critic.onloaded():
-                    export_weights(c.critic.chunks, c.run_dir / "hf_critic", c.hf_config, c.tokenizer)
-
-
-def show_export(c: Controller) -> None:
-    """Say where the exported model is, and the command that tries it."""
-    if c.config.trainer.export_hf and c.layout.rank == 0:
-        model = c.run_dir / "hf"
-        command = ["megarl", "generate", str(c.run_dir / "config.yaml"), f"model.path={model}", "model.hf_config=null"]
-        if c.config.trainer.resume not in ("auto", "never"):
-            command.append("trainer.resume=auto")  # else its weights would take the place of the exported ones
-        print(f"model:  {model}\n  to try it: {shlex.join(command)} --prompt TEXT", flush=True)
 
 
 class Checkpoints:

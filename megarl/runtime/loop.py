@@ -18,8 +18,9 @@ from megarl.dag.executor import Executor
 from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
-from megarl.runtime.checkpoints import Checkpoints, check_best_metric, export, show_export
+from megarl.runtime.checkpoints import FOLDER, Checkpoints, check_best_metric
 from megarl.runtime.critic import add_critic
+from megarl.runtime.export import export, show_export
 from megarl.runtime.generation import publish, use_servers
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import add_reference
@@ -59,7 +60,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             if resumed_at is None:
                 _before_first_step(c, recorder, checkpoints)
             _steps(c, Executor(graph, rank=c.layout.rank), recorder, checkpoints)
-            export(c)
+            export(c, run_dir / FOLDER)
         show_export(c)
     finally:
         c.close()

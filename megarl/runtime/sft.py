@@ -29,7 +29,8 @@ def cold_start(c: Controller) -> None:
 
 def train(config: RunConfig, run_dir: Path) -> None:
     """A run of its own, with checkpoints and an export at the end."""
-    from megarl.runtime.checkpoints import Checkpoints, export, show_export
+    from megarl.runtime.checkpoints import FOLDER, Checkpoints
+    from megarl.runtime.export import export, show_export
 
     c = build_controller(config, run_dir)
     try:
@@ -38,7 +39,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
         resumed_at = checkpoints.find("sft.steps", config.sft.steps)
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
             _steps(c, recorder, c.loader, checkpoints)
-            export(c)
+            export(c, run_dir / FOLDER)
         show_export(c)
     finally:
         c.close()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.trained import exported
 from megarl.errors import DataError
 from megarl.tracking.jsonl import read_jsonl
 
@@ -339,6 +340,9 @@ def _facts(run: Run, stage: str) -> list[tuple[str, str]]:
     ):
         if value is not None:
             facts.append((label, str(value)))
+    models = [f"{model.folder}: {model.which}, step {model.step}" for model in exported(run.folder)]
+    if models:
+        facts.append(("exported", "; ".join(models)))
     machine = info.get("machine", {})
     device = (machine.get("gpus") or [machine.get("processor")])[0]
     if device:

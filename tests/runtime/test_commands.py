@@ -52,6 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tuned(folder: Path) -> Path:
     """The run folder of `megarl sft` on two ranks."""
     settings = ["sft.steps=6", "sft.eval_every=3", "trainer.save_every=3", "sft.optim.lr=3e-2"]
+    settings += ["tracking.report=true", "trainer.best_metric=sft/loss"]  # larger is better: that of step 3
     megarl(folder, "sft", "tiny.yaml", *settings, "--run-dir", folder / "sft")
     return folder / "sft"
 
@@ -98,15 +99,18 @@ def test_sft_goes_on_from_its_checkpoint(tuned: Path, folder: Path) -> None:
 
 def test_the_command_that_a_run_ends_with_works(tuned: Path, folder: Path) -> None:
     log = (tuned / "log.txt").read_text()
-    assert f"model:  {tuned / 'hf'}" in log
+    assert f"model:  {tuned / 'hf'} (last, step 6)" in log
+    assert f"better: {tuned / 'hf_best'} (best by sft/loss, step 3)" in log
+    assert "hf: last, step 6; hf_best: best, step 3" in (tuned / "report.html").read_text()
     (command,) = [line.partition("to try it: ")[2] for line in log.splitlines() if "to try it: " in line]
     assert shlex.split(command)[:2] == ["megarl", "generate"]
     output = megarl(folder, *shlex.split(command)[1:-1], "2+2=", "tracking.dir=elsewhere")
     assert "> 2+2=" in output
+    assert f"model: {tuned / 'hf_best'} (best, step 3)" in output
 
 
 def test_eval_scores_the_held_out_prompts(tuned: Path, folder: Path) -> None:
-    megarl(folder, "eval", "tiny.yaml", *model_of(tuned), "--run-dir", folder / "eval")
+    megarl(folder, "eval", tuned, "--weights=last", "cluster.nproc=1", "--run-dir", folder / "eval")
     numbers = lines(folder / "eval" / "metrics.jsonl")[-1]
     trained = next(row for row in lines(tuned / "metrics.jsonl") if row["step"] == 6)
     assert numbers["val/acc"] == trained["val/acc"]
@@ -134,12 +138,15 @@ def test_generate_writes_responses_to_files_and_to_prompts_given_as_text(tuned: 
 
 
 def test_convert_writes_the_model_of_a_checkpoint(tuned: Path, folder: Path) -> None:
-    checkpoint = tuned / "checkpoints" / "step_6"
+    """Of the best step, whose exported form was written from that checkpoint, too."""
+    checkpoint = tuned / "checkpoints" / "step_3"
     megarl(folder, "convert", checkpoint, folder / "converted")
     exported, converted = (
         {name: tensor for file in place.glob("*.safetensors") for name, tensor in load_file(file).items()}
-        for place in (tuned / "hf", folder / "converted")
+        for place in (tuned / "hf_best", folder / "converted")
     )
+    last = load_file(next((tuned / "hf").glob("*.safetensors")))
+    assert not all(torch.equal(tensor, exported[name]) for name, tensor in last.items())
     assert exported.keys() == converted.keys()
     assert all(torch.equal(exported[name], converted[name]) for name in exported)
 

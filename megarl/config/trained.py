@@ -1,0 +1,78 @@
+"""The models in a run folder: which there are, and the overrides that make a command use one of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from megarl.errors import UserError
+from megarl.processes import write_atomically
+
+Which = Literal["best", "last"]
+LAST, BEST = "hf", "hf_best"
+_RECORD = "exported.json"
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A model in Hugging Face form in a run folder: its folder's name, the step it is of, and what it is."""
+
+    folder: str
+    step: int
+    which: Which
+
+
+def write_exported(run_dir: Path, models: list[Exported]) -> None:
+    """Note what `exported` reads."""
+    write_atomically(run_dir / _RECORD, json.dumps([asdict(model) for model in models], indent=1))
+
+
+def exported(run_dir: Path) -> list[Exported]:
+    """Models that a finished run left in `run_dir`, the last one first; none while it is under way."""
+    record = run_dir / _RECORD
+    found = [Exported(**fields) for fields in json.loads(record.read_text())] if record.is_file() else []
+    return [model for model in found if (run_dir / model.folder / "config.json").is_file()]
+
+
+def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
+    """Overrides of the run's own config.yaml that select a model of the run, and what was selected.
+
+    An exported model comes before a checkpoint. The best model is the last one where none is known to be better.
+
+    Args:
+        run_dir: folder of a training run.
+        which: of its models.
+
+    Raises:
+        UserError: this is no folder of a training run, or it has neither an exported model nor a checkpoint.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        raise UserError(
+            "this folder holds no run",
+            where="RECIPE",
+            found=str(run_dir),
+            allowed="a recipe file, the name of a shipped recipe, or a run folder with its config.yaml",
+            fix="name RUNS/<name>/<stamp>",
+        )
+    models = {model.which: model for model in exported(run_dir)}
+    steps = sorted(int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/step_*/meta.json"))
+    kept = run_dir / "checkpoints" / "best.json"
+    best = json.loads(kept.read_text())["step"] if which == "best" and kept.is_file() else None
+    if model := models.get(which) or models.get("last"):
+        folder = run_dir / model.folder
+        return (
+            [f"model.path={folder}", "model.hf_config=null", "trainer.resume=auto"],
+            f"{folder} ({model.which}, step {model.step})",
+        )
+    if steps:
+        step = best if best in steps else steps[-1]
+        folder = run_dir / "checkpoints" / f"step_{step}"
+        return [f"trainer.resume={folder}"], f"{folder} ({'best' if step == best else 'last'})"
+    raise UserError(
+        "this run has left no model yet: no exported one, no checkpoint",
+        where="RECIPE",
+        found=str(run_dir),
+        fix="let it finish, or set trainer.save_every",
+    )

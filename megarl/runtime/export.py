@@ -1,0 +1,66 @@
+"""What a finished run leaves for others: the model of its last step, and the best one where that is another."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.trained import BEST, LAST, Exported, exported, write_exported
+from megarl.phase import phase
+
+if TYPE_CHECKING:
+    from megarl.runtime.controller import Controller
+    from megarl.training.engine import MegatronEngine
+
+CRITIC = "hf_critic"
+
+
+def export(c: Controller, checkpoints: Path) -> None:
+    """Write the actor of the last step to RUN_DIR/hf, a critic to hf_critic, and the best actor to hf_best, where the
+    best checkpoint by `trainer.best_metric` is of another step. Nothing without `trainer.export_hf`. Collective.
+
+    The actor may hold the best weights afterwards: nothing is trained or saved after this.
+
+    Args:
+        c: this rank's controller, after its last step.
+        checkpoints: the run's folder of checkpoints.
+    """
+    from megarl.comm import broadcast_json
+    from megarl.training.checkpoint import best, load
+
+    if not c.config.trainer.export_hf:
+        return
+    with phase("export"):
+        _write(c, c.actor, LAST)
+        if c.critic is not None:
+            with c.critic.onloaded():
+                _write(c, c.critic, CRITIC)
+        written = [Exported(LAST, c.step, "last")]
+        # One rank looks for all: on a shared file system two ranks may see different folders.
+        source = broadcast_json(str(best(checkpoints) or "") if c.layout.rank == 0 else None, 0)
+        if source and Path(source).name != f"step_{c.step}":
+            step, _ = load(Path(source), {"actor": c.actor})
+            _write(c, c.actor, BEST)
+            written.append(Exported(BEST, step, "best"))
+        elif c.layout.rank == 0:
+            shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # of an earlier end of this run
+        if c.layout.rank == 0:
+            write_exported(c.run_dir, written)
+
+
+def show_export(c: Controller) -> None:
+    """Say which models were exported and where they are, and the command that tries the best of them."""
+    if c.config.trainer.export_hf and c.layout.rank == 0:
+        for model in exported(c.run_dir):
+            name = "model:  " if model.which == "last" else "better: "
+            metric = "" if model.which == "last" else f" by {c.config.trainer.best_metric}"
+            print(f"{name}{c.run_dir / model.folder} ({model.which}{metric}, step {model.step})")
+        print(f"  to try it: {shlex.join(['megarl', 'generate', str(c.run_dir)])} --prompt TEXT", flush=True)
+
+
+def _write(c: Controller, engine: MegatronEngine, name: str) -> None:
+    from megarl.models.weights import export_weights
+
+    export_weights(engine.chunks, c.run_dir / name, c.hf_config, c.tokenizer)

@@ -1,0 +1,69 @@
+"""Which model of a run folder a command takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.config.trained import BEST, LAST, Exported, exported, use_model_of, write_exported
+from megarl.errors import UserError
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").touch()
+    return tmp_path
+
+
+def save(run_dir: Path, *steps: int, best: int | None = None) -> None:
+    for step in steps:
+        folder = run_dir / "checkpoints" / f"step_{step}"
+        folder.mkdir(parents=True)
+        (folder / "meta.json").touch()
+    if best is not None:
+        (run_dir / "checkpoints" / "best.json").write_text(json.dumps({"step": best}))
+
+
+def export(run_dir: Path, *models: Exported) -> None:
+    for model in models:
+        (run_dir / model.folder).mkdir()
+        (run_dir / model.folder / "config.json").touch()
+    write_exported(run_dir, list(models))
+
+
+def test_the_exported_models_come_first(run_dir: Path) -> None:
+    save(run_dir, 3, 6, best=3)
+    export(run_dir, Exported(LAST, 6, "last"), Exported(BEST, 3, "best"))
+    settings, what = use_model_of(run_dir, "best")
+    assert settings == [f"model.path={run_dir / 'hf_best'}", "model.hf_config=null", "trainer.resume=auto"]
+    assert what.endswith("hf_best (best, step 3)")
+    assert use_model_of(run_dir, "last")[1].endswith("hf (last, step 6)")
+
+
+def test_the_last_is_the_best_where_no_other_is_known(run_dir: Path) -> None:
+    export(run_dir, Exported(LAST, 6, "last"))
+    assert use_model_of(run_dir, "best")[1].endswith("hf (last, step 6)")
+
+
+@pytest.mark.parametrize(("which", "step"), [("best", 3), ("last", 9)])
+def test_a_run_under_way_has_checkpoints(run_dir: Path, which: str, step: int) -> None:
+    save(run_dir, 3, 9, best=3)
+    settings, what = use_model_of(run_dir, which)
+    assert settings == [f"trainer.resume={run_dir / 'checkpoints' / f'step_{step}'}"]
+    assert what.endswith(f"step_{step} ({which})")
+
+
+def test_a_model_that_was_moved_away_is_not_named(run_dir: Path) -> None:
+    export(run_dir, Exported(LAST, 6, "last"))
+    (run_dir / LAST).rename(run_dir / "elsewhere")
+    assert exported(run_dir) == []
+
+
+def test_folders_without_a_run_or_a_model_are_refused(run_dir: Path) -> None:
+    with pytest.raises(UserError, match="has left no model yet"):
+        use_model_of(run_dir, "best")
+    (run_dir / "config.yaml").unlink()
+    with pytest.raises(UserError, match="holds no run"):
+        use_model_of(run_dir, "best")
