@@ -33,11 +33,13 @@ SHARED_MEMORY = Path("/dev/shm")
 _KEY = "rollout.sglang.python"
 _ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
 _INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TESTED}"
-# Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them.
-_TRAINER_ONLY = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-# The trainer's allocator and stream settings are for its own loop: segments that grow cannot be mapped by another
-# process nor paused by SGLang's memory saver, and one connection to the device keeps a server's kernels in one queue.
-_TRAINER_ONLY += ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS")
+# Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them. Nor its
+# allocator and stream settings: segments that grow cannot be mapped by another process nor paused by SGLang's memory
+# saver, and one connection to the device keeps a server's kernels in one queue.
+_TRAINER_ONLY = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
+)
 _TRAINER_PREFIXES = ("PYTHON", "TORCHELASTIC_", "MEGARL_")
 
 
