@@ -8,8 +8,9 @@ Batches have 4096 responses of 4096 tokens, float32, padded form. Seconds are CP
 a process of its own with the environment of a worker; memory is how far the first call raised the process's peak
 resident set (on Linux), what it returns included. Losses go forward and backward over micro-batches of 64 responses,
 and are held against one copy of all their inputs in the same process: reading and writing them once.
-rollout_correction has 1024 responses. CPU-seconds bear a busy machine better than wall seconds, but caches are shared:
-numbers mean something only while nothing else runs.
+rollout_correction has 1024 responses. `scorers` reads hostile texts of 64k characters with every included reward, and
+its number is the time for texts of twice the length over that (2 is linear). CPU-seconds are more robust on a busy
+machine than wall seconds, but caches are shared: numbers mean something only while nothing else runs.
 """
 
 from __future__ import annotations
@@ -161,6 +162,12 @@ def _partition() -> Made:
     return lambda: balance(lengths, 512, equal_counts=True), imbalance
 
 
+def _scorers() -> Made:
+    from megarl.benchmarks.scorers import growth, score_all
+
+    return score_all, lambda result: growth()
+
+
 CASES = [
     Case("grpo", _grpo, seconds=0.05, comparable="0.106 s"),
     Case("gae", _gae, seconds=0.2, megabytes=150, comparable="2.13 s, 548 MB"),
@@ -178,6 +185,7 @@ CASES = [
         quality=("max/mean", 1.02),
         comparable="0.018 s, max/mean 1.515",
     ),
+    Case("scorers", _scorers, quality=("time of twice the text", 3.0)),
 ]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-_THINK = re.compile(r"\s*<think>(.*?\S.*?)</think>(.*)", re.DOTALL)
+_BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character, or a brace that counts
 
 
 def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = True) -> float:
@@ -18,10 +19,11 @@ def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = T
     """
     rest = sample["response"]
     if think:
-        match = _THINK.fullmatch(rest)
-        if match is None or rest.count("<think>") != 1 or rest.count("</think>") != 1:
+        if rest.count("<think>") != 1 or rest.count("</think>") != 1:
             return 0.0
-        rest = match[2]
+        thoughts, _, rest = rest.lstrip().partition("</think>")
+        if not thoughts.startswith("<think>") or not thoughts.removeprefix("<think>").strip():
+            return 0.0
     return float(not boxed or bool((last_boxed(rest) or "").strip()))
 
 
@@ -31,16 +33,16 @@ def last_boxed(text: str) -> str | None:
     >>> last_boxed(r"so \\boxed{\\frac{1}{2}}.")
     '\\\\frac{1}{2}'
     """
-    for match in reversed(list(re.finditer(r"\\f?box(?:ed)?\s*\{", text))):
-        depth, escaped = 1, False
-        for end in range(match.end(), len(text)):
-            char = text[end]
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char in "{}":
-                depth += 1 if char == "{" else -1
-                if depth == 0:
-                    return text[match.end() : end]
-    return None
+    starts = {match.end() for match in _BOX.finditer(text)}
+    if not starts:
+        return None
+    last: tuple[int, int] | None = None
+    open_braces: list[int] = []  # where the content of each open brace begins: one pass, however many boxes never close
+    for token in _BRACE.finditer(text, min(starts) - 1):
+        if token.group() == "{":
+            open_braces.append(token.end())
+        elif token.group() == "}" and open_braces:
+            start = open_braces.pop()
+            if start in starts and (last is None or start > last[0]):
+                last = (start, token.start())
+    return None if last is None else text[last[0] : last[1]]

@@ -6,11 +6,13 @@ import re
 from fractions import Fraction
 
 _MAX_DIGITS = 64  # a longer number is noise, and a huge exponent would build a huge integer
+_SIGNS = "-+\u2212"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)"
 _UNSIGNED = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{{1,2}})?"
-_NUMBER = re.compile(
-    rf"(?P<sign>[-+\u2212]?)\s*\$?\s*(?P<num>{_UNSIGNED})(?:\s*/\s*(?P<den>{_UNSIGNED}))?\s*(?P<pct>\\?%)?"
-)
+# Possessive quantifiers (*+) give no white space back, so a run of it is read once, not once for each way to split it.
+_AFTER_SIGN = rf"(?P<num>{_UNSIGNED})(?:\s*+/\s*+(?P<den>{_UNSIGNED}))?\s*+(?P<pct>\\?%)?"
+_NUMBER = re.compile(rf"(?P<sign>[{_SIGNS}]?)\s*+\$?+\s*+{_AFTER_SIGN}")
+_WITHOUT_SIGN = re.compile(_AFTER_SIGN)
 _FRAC = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
@@ -24,17 +26,32 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def find_numbers(text: str) -> list[str]:
-    """All numbers in `text` from left to right, as they are written (a trailing full stop is not part of one)."""
+    """All numbers in `text` from left to right, as they are written (a trailing full stop is not part of one).
+
+    Linear in the length of `text`: digits are found first, and sign and dollar are looked for in the gap before them.
+    """
     found, plain = [], _plain(text)
-    for match in _NUMBER.finditer(plain):
-        before = plain[: match.start()]
-        written = match.group().strip()
+    end, last = 0, ""  # of the number before: where it ends, and its last character
+    for match in _WITHOUT_SIGN.finditer(plain):
+        gap = plain[end : match.start()].rstrip()
+        if gap.endswith("$"):
+            gap = gap[:-1].rstrip()
+        start = end + len(gap)
+        signed = gap.endswith(tuple(_SIGNS))
+        if signed:
+            start -= 1
+        written = plain[start : match.end()].strip()
         # In "7-3", "7 -3", "n-3" and "n - 3" the sign is an operator, in "and -3" it is part of the number.
-        operator = before[-1:].isalnum() or before.rstrip()[-1:] in tuple("0123456789)") or written[1:2] == " "
-        if match["sign"] and operator:
+        before = gap[:-1].rstrip()[-1:] or last
+        if signed and (plain[max(0, start - 1) : start].isalnum() or _is_operand(before) or written[1:2] == " "):
             written = written[1:].strip()
         found.append(written.rstrip("."))
+        end, last = match.end(), match.group().rstrip()[-1]
     return found
+
+
+def _is_operand(character: str) -> bool:
+    return character != "" and character in "0123456789)"
 
 
 def _plain(text: str) -> str:
