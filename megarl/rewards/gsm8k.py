@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
-import re
 from fractions import Fraction
 from typing import Any, Literal
 
 from megarl.rewards.numbers import canonical, find_numbers, parse_number
 
-_MARKED = re.compile(r"####\s*([^\n]*)")
+_MARK = "####"
 
 
 def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict") -> dict[str, Any]:
     """1.0 when the response ends in the reference number (Cobbe et al. 2021, arXiv:2110.14168).
 
+    A percent sign is a unit, as `$` is: `20%` answers 20 (the data set has no percent in its answers), and also 0.2.
+
     Args:
         sample: `response` and `answer`; the answer may be the whole solution of the data set (`... #### 18`).
-        method: strict reads the number after the last `####` only; flexible takes the last number of the response.
+        method: strict reads the number after the last `####` that one follows; flexible takes the last number of the
+            response.
 
     Raises:
         ValueError: the reference answer holds no number, or `method` is unknown.
     """
     if method not in ("strict", "flexible"):
         raise ValueError(f"method must be strict or flexible, not {method!r}")
-    reference = (
-        _marked_number(str(sample["answer"])) if "####" in str(sample["answer"]) else _last(str(sample["answer"]))
-    )
+    answer = str(sample["answer"])
+    reference = _read(_marked(answer) if _MARK in answer else _last(answer))
     if reference is None:
-        raise ValueError(f"the reference answer holds no number: {sample['answer']!r}")
-    value = _marked_number(sample["response"]) if method == "strict" else _last(sample["response"])
-    return {"overall": float(value == reference), "extracted": "" if value is None else canonical(value)}
+        raise ValueError(f"the reference answer holds no number: {answer!r}")
+    found = _read(_marked(sample["response"]) if method == "strict" else _last(sample["response"]))
+    if found is None:
+        return {"overall": 0.0, "extracted": ""}
+    return {"overall": float(_equal(found, reference)), "extracted": canonical(found[0])}
 
 
-def _marked_number(text: str) -> Fraction | None:
-    marks = _MARKED.findall(text)
-    numbers = find_numbers(marks[-1]) if marks else []
-    return parse_number(numbers[0]) if numbers else None
+def _marked(text: str) -> str | None:
+    """The first number of the line after the last `####` that one follows: an empty mark at the end is no answer."""
+    for part in reversed(text.split(_MARK)[1:]):
+        numbers = find_numbers(part.lstrip().partition("\n")[0])
+        if numbers:
+            return numbers[0]
+    return None
 
 
-def _last(text: str) -> Fraction | None:
+def _last(text: str) -> str | None:
     numbers = find_numbers(text)
-    return parse_number(numbers[-1]) if numbers else None
+    return numbers[-1] if numbers else None
+
+
+def _read(written: str | None) -> tuple[Fraction, bool] | None:
+    """The number as it stands there, without percent sign, and whether it had one."""
+    if written is None:
+        return None
+    bare = written.removesuffix("%").removesuffix("\\").rstrip()
+    value = parse_number(bare)
+    return None if value is None else (value, bare != written)
+
+
+def _equal(found: tuple[Fraction, bool], reference: tuple[Fraction, bool]) -> bool:
+    if found[0] == reference[0]:
+        return True
+    scale = {True: 100, False: 1}  # exactly one of them is a percentage: 20% is 0.2, too
+    return found[1] != reference[1] and found[0] * scale[reference[1]] == reference[0] * scale[found[1]]

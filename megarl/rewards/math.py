@@ -1,7 +1,7 @@
 """Symbolic equality of mathematical answers through `math-verify`.
 
 SymPy can run for ever on a hostile expression, so every sample has its own limit of CPU time: an alarm that interrupts
-Python code here, and behind it the reward pool, which kills a process that hangs inside one C call. This scorer
+Python code here, and then the reward pool, which kills a process that hangs inside one C call. This scorer
 therefore always runs in a worker process (an alarm needs the main thread of one), the only place that imports it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import signal
 from collections.abc import Iterator
 from types import FrameType
@@ -20,6 +21,14 @@ from math_verify import parse, verify  # here, because importing it takes longer
 from megarl.rewards.format import last_boxed
 
 _TAIL = 600  # characters of an unboxed response that are searched, the answer stands at the end
+
+# Units that math-verify does not know: money after a number (it knows cm, hours and such), and any words after `$...$`,
+# unless they join two answers.
+_SPACE = r"(?:\s|~|\\[ ,;:!])*+"
+_MONEY = r"(?:(?:US|U\.S\.)\s+)?(?:dollar|cent|euro|pound|rupee|peso|buck)s?|pence|yen|yuan|USD|EUR|GBP"
+_NUMBER_AND_UNIT = re.compile(rf"(?P<value>.*[\d}}]){_SPACE}(?P<unit>{_MONEY})\.?", re.DOTALL | re.IGNORECASE)
+_MATH_AND_UNIT = re.compile(rf"\$(?P<value>[^$]+)\${_SPACE}(?P<unit>[A-Za-z][A-Za-z ]*+)\.?")
+_JOINING = {"and", "or", "to", "if", "when", "for", "with", "where", "plus", "minus", "times", "mod", "only"}
 
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)  # they warn that their own timeouts are off
@@ -44,27 +53,42 @@ def math(
     """
     if method not in ("strict", "flexible") or not timeout_s > 0:
         raise ValueError(f"method must be strict or flexible and timeout_s positive, not {method!r} and {timeout_s!r}")
-    gold = last_boxed(str(sample["answer"])) or str(sample["answer"])
-    if not gold.strip():
+    gold = (last_boxed(str(sample["answer"])) or str(sample["answer"])).strip()
+    if not gold:
         raise ValueError("the reference answer is empty")
     boxed = last_boxed(sample["response"])
     candidate = boxed if boxed is not None or method == "strict" else sample["response"][-_TAIL:]
     extracted = (boxed or "").strip()
     if candidate is None or not candidate.strip():
         return {"overall": 0.0, "timeout": 0.0, "extracted": extracted}
-    if candidate.strip() == gold.strip():
+    if candidate.strip() == gold:
         return {"overall": 1.0, "timeout": 0.0, "extracted": extracted}
     try:
         with _time_limit(timeout_s):
-            equal = _equal(gold.strip(), candidate, boxed is not None)
+            equal = _equal(gold, candidate.strip(), boxed is not None)
     except _TimeLimit:
         return {"overall": 0.0, "timeout": 1.0, "extracted": extracted}
     return {"overall": float(equal), "timeout": 0.0, "extracted": extracted}
 
 
 def _equal(gold: str, candidate: str, boxed: bool) -> bool:
+    (bare_gold, gold_unit), (bare, unit) = _without_unit(gold), _without_unit(candidate) if boxed else (candidate, "")
+    if not gold_unit or not unit or gold_unit == unit:  # 5 dollars are not 5 euros
+        gold, candidate = bare_gold, bare
     parsed = parse(_box(candidate) if boxed else candidate, parsing_timeout=None)
     return bool(verify(_parse_gold(gold), parsed, timeout_seconds=None))
+
+
+def _without_unit(text: str) -> tuple[str, str]:
+    """The answer without a unit in words, and that unit in one spelling ("" when there is none).
+
+    >>> _without_unit("$50$ dollars"), _without_unit("2 pi")
+    (('50', 'dollar'), ('2 pi', ''))
+    """
+    match = _MATH_AND_UNIT.fullmatch(text) or _NUMBER_AND_UNIT.fullmatch(text)
+    if match is None or not _JOINING.isdisjoint(match["unit"].lower().split()):
+        return text, ""
+    return match["value"].strip(), " ".join(match["unit"].lower().split()).removeprefix("us ").removesuffix("s")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from megarl.data.prompts import PromptDataset
 from megarl.data.sources import load_rows
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import DataError
+from megarl.rewards.gsm8k import gsm8k
 
 FOLDER = Path(__file__).resolve().parents[2] / ".." / "shared" / "data" / "gsm8k"
 pytestmark = pytest.mark.skipif(not FOLDER.is_dir(), reason="no GSM8K at ../shared/data/gsm8k")
@@ -43,3 +44,14 @@ def test_questions_become_prompts_and_long_ones_are_counted():
     assert data.overlong == sum(len(text) > 400 for text in texts) > 0
     batch = next(PromptLoader(data, 32, seed=1))
     assert batch["prompt_ids"].lengths.tolist() == [len(text) for text in batch["prompt_text"]]
+
+
+def test_every_reference_solution_answers_itself_and_no_other_question():
+    answers = [row["answer"] for row in load_rows(str(FOLDER / "test.jsonl"))]
+    for answer, other in zip(answers, answers[1:] + answers[:1], strict=True):
+        number = answer.rpartition("####")[2].strip()
+        sample = {"response": answer, "answer": answer}
+        assert gsm8k(sample)["overall"] == gsm8k(sample, method="flexible")["overall"] == 1.0
+        assert gsm8k({"response": f"{answer}%\n####", "answer": number})["overall"] == 1.0
+        same = other.rpartition("####")[2].strip().replace(",", "") == number.replace(",", "")
+        assert gsm8k({"response": answer, "answer": other})["overall"] == same

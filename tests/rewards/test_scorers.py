@@ -60,11 +60,41 @@ def test_find_numbers_sees_operators_and_full_stops():
         ("18 or 19", "flexible", 0.0),
         ("#### eighteen", "strict", 0.0),
         ("", "flexible", 0.0),
+        ("#### 18%", "strict", 1.0),
+        (r"#### 18\%", "strict", 1.0),
+        ("it is 18%.", "flexible", 1.0),
+        ("#### 17 #### 18", "strict", 1.0),
+        ("#### 18 #### 17", "strict", 0.0),
+        ("#### 18\n####", "strict", 1.0),
+        ("#### 18\n#### \n\n", "strict", 1.0),
+        ("####\n18", "strict", 1.0),
+        ("####", "strict", 0.0),
+        ("#### 1800%", "strict", 1.0),  # 1800% is 18, as ever
     ],
 )
 def test_gsm8k(response, method, score):
     for answer in ("18", "She makes 9 * 2 = 18.\n#### 18"):
         assert gsm8k({"response": response, "answer": answer}, method=method)["overall"] == score
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("20%", "20%", 1.0),
+        ("20", "20%", 1.0),
+        ("0.2", "20%", 1.0),
+        ("20%", "0.2", 1.0),
+        ("20%", "0.2%", 0.0),
+        ("20", "0.2", 0.0),
+        ("20%", "2000", 0.0),
+    ],
+)
+def test_gsm8k_takes_a_percent_sign_for_a_unit(response, answer, score):
+    assert gsm8k({"response": f"#### {response}", "answer": answer})["overall"] == score
+
+
+def test_gsm8k_votes_agree_with_and_without_a_percent_sign():
+    assert {gsm8k({"response": f"#### {r}", "answer": "20"})["extracted"] for r in ("20%", "20", "20.0 %")} == {"20"}
 
 
 def test_gsm8k_refuses_an_answer_without_a_number():
@@ -154,6 +184,15 @@ def test_format_parts_can_be_turned_off():
         ("0.5", "1/2", 0.0),
         (r"\boxed{}", "1/2", 0.0),
         (r"\boxed{2\sqrt{2}}", r"\boxed{\sqrt{8}}", 1.0),
+        (r"\boxed{100 dollars}", "100", 1.0),
+        (r"\boxed{$50$ dollars}", "50", 1.0),
+        (r"\boxed{50}", "$50$ dollars", 1.0),
+        (r"\boxed{$\frac{1}{2}$ cups}", "0.5", 1.0),
+        (r"\boxed{5 US dollars}", "5 dollars", 1.0),
+        (r"\boxed{5 dollars}", "5 euros", 0.0),
+        (r"\boxed{50 dollars}", "60", 0.0),
+        (r"\boxed{2 pi}", "2", 0.0),
+        (r"\boxed{$50$ or $60$}", "50", 0.0),
     ],
 )
 def test_math_strict(response, answer, score):
