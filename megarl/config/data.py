@@ -46,6 +46,9 @@ class RewardConfig(Section):
     mode: Literal["batch", "sequential"] = Field("batch", description="function takes a list, or one sample at a time")
     workers: int = Field(0, ge=0, description="processes per data-parallel rank; 0: score in the worker itself")
     timeout_s: float = Field(300.0, gt=0, description="deadline for one batch of rewards")
+    sample_timeout_s: float = Field(
+        60.0, gt=0, description="deadline of one sample, for functions that get one at a time (also the included ones)"
+    )
     on_error: float | Literal["raise"] = Field(
         "raise", description="stop and name the sample, or the score that a failing sample gets"
     )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -41,7 +42,8 @@ class _Worker:
         self.chunk: list[int] = []
         self.done: set[int] = set()
         self.since = time.monotonic()
-        self.conn.send(setup)
+        with contextlib.suppress(OSError):  # dead already: the first wait for a message says so, and how it ended
+            self.conn.send(setup)
 
     @property
     def left(self) -> list[int]:
@@ -75,8 +77,9 @@ class Pool:
     Args:
         name, mode, kwargs: the function, see `load_scorer`; it is loaded in every process.
         size: number of processes.
-        sample_limit_s: a sample that takes longer gets `limit_result` and its process is killed; None: no such limit.
-        limit_result: result of a sample over its limit.
+        sample_limit_s: the process of a sample that takes longer is killed; None: no such limit. For functions that
+            get one sample at a time only.
+        limit_result: result of a sample over its limit; None: it has failed.
 
     Raises:
         ConfigError: the processes could not load the function.
@@ -145,7 +148,7 @@ class Pool:
         chunk = pending.popleft()
         try:
             worker.give(chunk, samples, stop_at_failure)
-        except (BrokenPipeError, ConnectionResetError):  # it died idle: no sample is to blame
+        except OSError:  # it died idle: no sample is to blame
             self._requeue(worker, chunk, pending)
 
     def _collect(self, outcomes: dict[int, Outcome], pending: deque[list[int]], deadline: float) -> None:
@@ -158,12 +161,13 @@ class Pool:
         for worker in [w for w in self._workers if w.conn in ready]:
             try:
                 self._on_message(worker, worker.conn.recv(), outcomes)
-            except (EOFError, ConnectionResetError):
+            except (EOFError, OSError):  # EOFError between two messages, OSError inside one
                 self._on_death(worker, outcomes, pending)
         if self._sample_limit_s is not None:
             for worker in [w for w in self._workers if w.chunk and time.monotonic() > w.since + self._sample_limit_s]:
                 blamed, *rest = worker.left
-                outcomes[blamed] = dict(self._limit_result or {})
+                late = Failure(f"did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}")
+                outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
                 self._requeue(worker, rest, pending)
 
     def _on_message(self, worker: _Worker, message: tuple[Any, ...], outcomes: dict[int, Outcome]) -> None:

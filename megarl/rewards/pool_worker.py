@@ -22,7 +22,7 @@ def main() -> None:
     conn = Connection(int(sys.argv[1]))
     try:
         serve(conn)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
+    except (EOFError, OSError):
         os._exit(0)  # the parent is gone, and nobody waits for a clean interpreter shutdown
 
 

@@ -18,7 +18,7 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from megarl.errors import RewardError
+from megarl.errors import ConfigError, RewardError
 from megarl.metrics import Metrics
 from megarl.phase import beat
 from megarl.rewards.pool import Pool
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
+#: Part names that mean something else: a failed sample, and metrics `reward/<name>` that are not parts.
+RESERVED_PARTS = frozenset({ERROR_KEY, "errors", "overlong_penalty"})
 # The alarm inside the process counts CPU seconds; the process is killed after this many wall seconds, which a busy
 # machine must not reach.
 _WALL_FACTOR, _WALL_GRACE_S = 4.0, 5.0
@@ -43,6 +45,7 @@ class RewardHandle:
         self.outcomes: Future[dict[int, Outcome]] = Future()
         self.started: float | None = None
         self.progress = 0  # samples scored so far (in-process sequential mode)
+        self.since = 0.0  # when the sample in work was begun (likewise)
 
 
 class RewardRunner:
@@ -62,15 +65,21 @@ class RewardRunner:
         self._cfg = cfg
         self._scorer: Scorer | None = None
         self._pool: Pool | None = None
-        limit = time_limit_s(cfg.name, cfg.kwargs)
-        if cfg.workers or limit is not None:
+        alarm_s = time_limit_s(cfg.name, cfg.kwargs)
+        mode = "sequential" if ":" not in cfg.name else cfg.mode
+        if cfg.workers or alarm_s is not None:
+            limit_s = cfg.sample_timeout_s if mode == "sequential" else None
+            limit_result = None
+            if alarm_s is not None:
+                limit_s = min(_WALL_FACTOR * alarm_s + _WALL_GRACE_S, cfg.sample_timeout_s)
+                limit_result = {"overall": 0.0, "timeout": 1.0, EXTRACTED_KEY: ""}
             self._pool = Pool(
                 cfg.name,
-                "sequential" if ":" not in cfg.name else cfg.mode,
+                mode,
                 cfg.kwargs,
                 max(1, cfg.workers),
-                sample_limit_s=None if limit is None else _WALL_FACTOR * limit + _WALL_GRACE_S,
-                limit_result={"overall": 0.0, "timeout": 1.0, EXTRACTED_KEY: ""},
+                sample_limit_s=limit_s,
+                limit_result=limit_result,
             )
         else:
             self._scorer = load_scorer(cfg.name, cfg.mode, cfg.kwargs)
@@ -91,7 +100,9 @@ class RewardRunner:
         """Wait for a batch: one dict per sample with finite `overall` and parts, and possibly text `extracted`.
 
         Raises:
-            RewardError: a sample failed and `reward.on_error` is `raise`, or the deadline passed in process.
+            RewardError: a sample failed and `reward.on_error` is `raise`, or a deadline passed in process, where
+                nothing can stop a call.
+            ConfigError: the function returns a part under a name that is taken.
         """
         while True:
             try:
@@ -99,8 +110,9 @@ class RewardRunner:
                 break
             except FutureTimeout:
                 beat()  # the wait has its own deadline
-                if self._scorer and handle.started and time.monotonic() > handle.started + self._cfg.timeout_s:
-                    self._stuck = self._describe_stuck(handle)
+                late = self._passed_deadline(handle)
+                if late is not None:
+                    self._stuck = self._describe_stuck(handle, late)
                     raise RewardError(self._stuck) from None
         return self._settle(handle.samples, outcomes)
 
@@ -122,7 +134,7 @@ class RewardRunner:
 
     def _serve(self) -> None:
         while (handle := self._jobs.get()) is not None:
-            handle.started = time.monotonic()
+            handle.started = handle.since = time.monotonic()
             try:
                 handle.outcomes.set_result(self._score(handle))
             except BaseException as error:  # whatever it is, the caller of result() must see it
@@ -135,9 +147,25 @@ class RewardRunner:
         assert self._scorer is not None
         outcomes: dict[int, Outcome] = {}
         for index, outcome in score(self._scorer, handle.samples, stop):
+            seconds, limit = time.monotonic() - handle.since, self._cfg.sample_timeout_s
+            if self._scorer.mode == "sequential" and seconds > limit:  # nobody was waiting, or it held Python's lock
+                outcome = Failure(f"did not finish within reward.sample_timeout_s = {limit:g} (took {seconds:.1f} s)")
             outcomes[index] = outcome
-            handle.progress = len(outcomes)
+            handle.since, handle.progress = time.monotonic(), len(outcomes)
+            if stop and isinstance(outcome, Failure):
+                break
         return outcomes
+
+    def _passed_deadline(self, handle: RewardHandle) -> str | None:
+        """The deadline that a call inside this process has passed, as `key = seconds`; None while there is time."""
+        now = time.monotonic()
+        if self._scorer is None or handle.started is None:
+            return None
+        if now > handle.started + self._cfg.timeout_s:
+            return f"reward.timeout_s = {self._cfg.timeout_s:g}"
+        if self._scorer.mode == "sequential" and now > handle.since + self._cfg.sample_timeout_s:
+            return f"reward.sample_timeout_s = {self._cfg.sample_timeout_s:g}"
+        return None
 
     def _settle(self, samples: list[Sample], outcomes: dict[int, Outcome]) -> list[Result]:
         failures = {i: o for i, o in outcomes.items() if isinstance(o, Failure)}
@@ -156,15 +184,22 @@ class RewardRunner:
         if isinstance(outcome, Failure):
             assert self._cfg.on_error != "raise"
             return {"overall": float(self._cfg.on_error), ERROR_KEY: 1.0}
+        taken = RESERVED_PARTS & outcome.keys()
+        if taken:
+            raise ConfigError(
+                f"the reward function returns a part called {min(taken)!r}, a name that is taken",
+                where=f"reward.name {self._cfg.name}",
+                found=sorted(outcome),
+                allowed=f"any name but {', '.join(sorted(RESERVED_PARTS))}",
+                fix="give the part another name",
+            )
         return outcome
 
-    def _describe_stuck(self, handle: RewardHandle) -> str:
+    def _describe_stuck(self, handle: RewardHandle, deadline: str) -> str:
         assert self._scorer is not None
         at = handle.progress if self._scorer.mode == "sequential" else 0
-        failure = Failure(
-            f"did not finish within reward.timeout_s = {self._cfg.timeout_s:g} (running in the trainer itself)"
-        )
-        fix = "raise reward.timeout_s, or set reward.workers: 1 so that a hanging call can be killed"
+        failure = Failure(f"did not finish within {deadline} (running in the trainer itself)")
+        fix = f"raise {deadline.split()[0]}, or set reward.workers: 1 so that a hanging call can be killed"
         return _describe(self._cfg.name, handle.samples, min(at, len(handle.samples) - 1), failure, fix)
 
 

@@ -120,8 +120,9 @@ def _checked(value: Any) -> Result:
         raise _Refused(f"returned a dict without 'overall': {_short(value)}")
     result: Result = {}
     for name, part in value.items():
-        if name == EXTRACTED_KEY and (part is None or isinstance(part, str)):
-            result[name] = part or ""
+        if name == EXTRACTED_KEY:  # a number votes like its text, or 0 would be no vote
+            is_text = part is None or isinstance(part, str)
+            result[name] = part or "" if is_text else str(_finite(part, f" for part {name!r}"))
         else:
             result[str(name)] = _finite(part, f" for part {name!r}")
     return result

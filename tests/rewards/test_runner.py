@@ -13,7 +13,7 @@ from megarl.rewards import build_reward, reward_metrics
 from megarl.rewards.pool import Pool
 
 HELPERS = """
-import os, time, math
+import os, time, math, struct, sys
 
 def length(samples, scale=1.0):
     return [{"overall": scale * len(s["response"]), "words": float(len(s["response"].split()))} for s in samples]
@@ -53,6 +53,23 @@ def hang(sample):
     if sample["response"] == "bad":
         time.sleep(60)
     return 1
+
+def slow(sample):
+    time.sleep(0.4 if sample["response"] == "bad" else 0.0)
+    return 1
+
+def slow_batch(samples):
+    time.sleep(0.4)
+    return [1.0] * len(samples)
+
+def half_a_message(sample):
+    if sample["response"] == "bad":
+        os.write(int(sys.argv[1]), struct.pack("!i", 1000) + b"the rest is missing")
+        os.kill(os.getpid(), 9)
+    return 1
+
+def named(sample):
+    return {"overall": 1.0, sample["response"]: 0.0}
 
 def leave(sample):
     raise SystemExit(3)
@@ -196,6 +213,59 @@ def test_a_process_that_hangs_on_one_sample_is_killed_when_the_scorer_has_a_limi
     pool.close()
     assert [outcomes[i] for i in range(4)] == [{"overall": 1.0}, {"overall": 0.0, "timeout": 1.0}] * 2
     assert len(outcomes) == 16
+
+
+# -- one limit per sample --------------------------------------------------------------------------------------------
+
+
+def test_a_sample_over_its_limit_is_named_long_before_the_batch_is_late(file):
+    for workers in (0, 1):
+        started = time.monotonic()
+        with pytest.raises(RewardError) as caught:
+            run(config(f"{file}:hang", workers=workers, sample_timeout_s=0.5), samples("ok", "ok", "bad", "ok"))
+        assert time.monotonic() - started < 20
+        for part in ("hang", "sample 2 of 4", "did not finish within reward.sample_timeout_s = 0.5"):
+            assert part in str(caught.value)
+        assert ("reward.workers: 1" in str(caught.value)) == (workers == 0)
+
+
+def test_in_a_process_a_sample_over_its_limit_costs_that_sample_only(file):
+    results = run(
+        config(f"{file}:hang", workers=1, sample_timeout_s=0.5, on_error=-1), samples("ok", "bad", "ok", "bad", "ok")
+    )
+    assert [r["overall"] for r in results] == [1, -1, 1, -1, 1]
+
+
+def test_a_late_sample_that_nobody_waited_for_has_failed_too(file):
+    with build_reward(config(f"{file}:slow", sample_timeout_s=0.2, on_error=-1)) as runner:
+        handle = runner.submit(samples("ok", "bad", "ok"))
+        time.sleep(1.5)  # the scorer is done, as after a call that held Python's lock
+        assert [r["overall"] for r in runner.result(handle)] == [1, -1, 1]
+
+
+def test_a_function_that_gets_all_samples_has_the_limit_of_the_batch_only(file):
+    assert len(run(config(f"{file}:slow_batch", "batch", sample_timeout_s=0.1), samples("a", "b"))) == 2
+
+
+# -- names and connections that break ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["errors", "overlong_penalty", "_error"])
+def test_part_names_that_are_taken_are_refused_whatever_on_error_says(file, name):
+    with pytest.raises(ConfigError, match=rf"a part called '{name}'(?s:.*)another name"):
+        run(config(f"{file}:named", on_error=0), samples("fine", name))
+
+
+def test_a_process_that_dies_inside_a_message_is_a_failed_sample(file):
+    batch = samples("ok", "bad", "ok")
+    assert [r["overall"] for r in run(config(f"{file}:half_a_message", workers=1, on_error=-1), batch)] == [1, -1, 1]
+    with pytest.raises(RewardError, match=r"sample 1 of 3(?s:.*)SIGKILL"):
+        run(config(f"{file}:half_a_message", workers=1), batch)
+
+
+def test_an_extracted_number_votes_like_its_text(tmp_path):
+    (tmp_path / "zero.py").write_text("def f(sample):\n    return {'overall': 1.0, 'extracted': 0}\n")
+    assert run(config(f"{tmp_path}/zero.py:f"), samples("a")) == [{"overall": 1.0, "extracted": "0.0"}]
 
 
 def test_importing_rewards_is_light():
