@@ -16,6 +16,9 @@
 namespace {
 
 constexpr int W = 16;
+#ifndef SIZES  // head sizes in vectors; each costs a second or more of compiling
+#define SIZES CASE(1) CASE(2) CASE(4) CASE(5) CASE(6) CASE(8) CASE(16)
+#endif
 typedef float vf __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -222,15 +225,9 @@ int attend(const void* qkv, const void* norm, const void* cos, const void* sin, 
     case ND:                                                                                                      \
         attend_rows<T, ND>((const T*)qkv, (const T*)norm, (const T*)cos, (const T*)sin, (T*)keys, (T*)values,     \
                            positions, (T*)out, a);                                                                \
-        return 0
+        return 0;
     switch (head_dim / W) {
-        CASE(1);
-        CASE(2);
-        CASE(4);
-        CASE(5);
-        CASE(6);
-        CASE(8);
-        CASE(16);
+        SIZES
     }
 #undef CASE
     return 1;
@@ -361,15 +358,9 @@ int stream(const void* const* x, float* lse, int64_t head_dim, const Stream& s) 
             stream_backward<T, ND>(q, k, v, out, lse, dout, dq, dk, dv, s);                                       \
         else                                                                                                      \
             stream_forward<T, ND>(q, k, v, out, lse, s);                                                          \
-        return 0
+        return 0;
     switch (head_dim / W) {
-        CASE(1);
-        CASE(2);
-        CASE(4);
-        CASE(5);
-        CASE(6);
-        CASE(8);
-        CASE(16);
+        SIZES
     }
 #undef CASE
     return 1;

@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import warnings
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.kernels.build import compiled
+
 HEAD_SIZES = (16, 32, 64, 80, 96, 128, 256)
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_FLAGS = ["-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC"]
-_COMPILE_SECONDS = 120
 _P, _I, _F, _B = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
 
 
@@ -224,23 +217,10 @@ class CpuKernels:
 @functools.cache
 def load() -> CpuKernels | None:
     """The kernels, compiled if they are not in the cache; None where they cannot be (a warning says why, once)."""
-    library = compiled(_SOURCE)
+    from megarl.kernels.cpu_check import check  # it imports this module
+
+    library = compiled(_SOURCE, check)
     return None if library is None else CpuKernels(library)
-
-
-def compiled(source: Path) -> ctypes.CDLL | None:
-    """The library made of a C++ file; None where it cannot be made, with a warning unless there is no compiler."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        return None
-    try:
-        return ctypes.CDLL(str(_build(source, compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
-        warnings.warn(
-            f"CPU kernels are not used, generation and training are slower: {detail.strip()[:500]}", stacklevel=2
-        )
-        return None
 
 
 def kernels_for(x: Tensor, width: int) -> CpuKernels | None:
@@ -253,31 +233,3 @@ def kernels_for(x: Tensor, width: int) -> CpuKernels | None:
 def rows(x: Tensor) -> Tensor:
     """`x` [..., n] as the contiguous matrix that the kernels take; a copy only where it has to be."""
     return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def _build(source: Path, compiler: str) -> Path:
-    """Path of the shared library for a source, compiler and processor."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    key = hashlib.sha256("\0".join([source.read_text(), version, *_FLAGS, _processor()]).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megarl"
-    target = folder / f"{source.stem}-{key}.so"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    # Ranks may compile side by side: each in its own folder, and the last rename wins.
-    with tempfile.TemporaryDirectory(dir=folder) as work:
-        made, built = f"{work}/made.o", f"{work}/made.so"
-        # -fopenmp is left out of the link on purpose: the symbols come from torch's OpenMP, not from a second one.
-        for command in ([compiler, *_FLAGS, "-c", str(source), "-o", made], [compiler, "-shared", made, "-o", built]):
-            subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
-        os.replace(built, target)
-    return target
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    info = Path("/proc/cpuinfo")
-    if not info.exists():
-        return platform.processor() + platform.machine()
-    lines = info.read_text().splitlines()
-    return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))

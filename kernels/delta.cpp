@@ -4,7 +4,8 @@
 
 #include <cstdint>
 #include <cstring>
-#ifdef __AVX512BW__
+#if defined(__AVX512BW__) && defined(__BMI2__)
+#define WIDE
 #include <immintrin.h>
 #endif
 
@@ -15,12 +16,17 @@ constexpr int64_t FAR = 255;  // the largest distance between two written elemen
 
 template <typename T>
 uint64_t differing(const T* a, const T* b, int64_t n) {  // bit k: element k differs
-#ifdef __AVX512BW__
+#ifdef WIDE
     if (n == LINE / (int64_t)sizeof(T)) {
-        const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-        if constexpr (sizeof(T) == 1) return _mm512_cmpneq_epi8_mask(x, y);
-        if constexpr (sizeof(T) == 2) return _mm512_cmpneq_epi16_mask(x, y);
-        if constexpr (sizeof(T) == 4) return _mm512_cmpneq_epi32_mask(x, y);
+        // Always bytes, folded to elements: GCC 12 stores a mask of 16 or 32 bits on the stack and reads 64 bits back.
+        uint64_t bytes = _mm512_cmpneq_epi8_mask(_mm512_loadu_si512(a), _mm512_loadu_si512(b));
+        if (bytes == 0) return 0;  // the usual line
+        if constexpr (sizeof(T) == 2) bytes = _pext_u64(bytes | bytes >> 1, 0x5555555555555555);
+        if constexpr (sizeof(T) == 4) {
+            bytes |= bytes >> 1;
+            bytes = _pext_u64(bytes | bytes >> 2, 0x1111111111111111);
+        }
+        return bytes;
     }
 #endif
     if (std::memcmp(a, b, n * sizeof(T)) == 0) return 0;

@@ -1,24 +1,54 @@
 """CPU kernels of deltas: what changed between two versions of a tensor, and bringing a copy forward, in one pass each.
 
-delta.cpp is compiled like cpu.cpp; without a compiler `diff_reference` and `patch_reference` do the same with numpy.
+delta.cpp is compiled like cpu.cpp; without a compiler, or where its code
+differs from them, `diff_reference` and `patch_reference` do the same with numpy.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.kernels.cpu import compiled
+from megarl.kernels.build import compiled
 
 FAR = 255  # the largest distance between two written elements
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_LINE = 64  # bytes that the kernels compare at a time
 _BLOCK = 1 << 17  # bytes compared at a time by the reference, so that verdicts are still in the cache when counted
+_SOURCE = Path(__file__).with_suffix(".cpp")
 _P, _I = ctypes.c_void_p, ctypes.c_int64
+
+
+class DeltaKernels:
+    """The compiled kernels."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._diff, self._patch = library.megarl_diff, library.megarl_patch
+        self._diff.argtypes, self._diff.restype = [_I, _P, _P, _I, _P, _P, _I], _I
+        self._patch.argtypes, self._patch.restype = [_I, _P, _I, _P, _P, _I], _I
+
+    def diff(self, base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, Tensor] | None:
+        """See `diff`."""
+        n = len(new) // itemsize
+        room = min(room, n)
+        distances = torch.empty(room, dtype=torch.uint8)
+        values = torch.empty(room * itemsize, dtype=torch.uint8)
+        pointers = base.data_ptr(), new.data_ptr(), n, distances.data_ptr(), values.data_ptr()
+        count = self._diff(itemsize, *pointers, room)
+        return None if count < 0 else (distances[:count], values[: count * itemsize])
+
+    def patch(self, base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> None:
+        """See `patch`."""
+        n = len(base) // itemsize
+        pointers = base.data_ptr(), n, distances.data_ptr(), values.data_ptr()
+        if self._patch(itemsize, *pointers, len(distances)) < 0:
+            raise ValueError("a changed element lies outside of its tensor")
 
 
 def diff(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, Tensor] | None:
@@ -35,15 +65,7 @@ def diff(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, T
         them are written that did not change. None when `room` is not enough; `base` is then neither of both.
     """
     kernels = _load()
-    if kernels is None:
-        return diff_reference(base, new, itemsize, room)
-    n = len(new) // itemsize
-    room = min(room, n)
-    distances = torch.empty(room, dtype=torch.uint8)
-    values = torch.empty(room * itemsize, dtype=torch.uint8)
-    pointers = base.data_ptr(), new.data_ptr(), n, distances.data_ptr(), values.data_ptr()
-    count = kernels.megarl_diff(itemsize, *pointers, room)
-    return None if count < 0 else (distances[:count], values[: count * itemsize])
+    return (diff_reference if kernels is None else kernels.diff)(base, new, itemsize, room)
 
 
 def patch(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> None:
@@ -55,13 +77,7 @@ def patch(base: Tensor, distances: Tensor, values: Tensor, itemsize: int) -> Non
     if len(values) != len(distances) * itemsize:
         raise ValueError(f"{len(distances)} distances and {len(values)} bytes of values")
     kernels = _load()
-    if kernels is None:
-        patch_reference(base, distances, values, itemsize)
-        return
-    n = len(base) // itemsize
-    pointers = base.data_ptr(), n, distances.data_ptr(), values.data_ptr()
-    if kernels.megarl_patch(itemsize, *pointers, len(distances)) < 0:
-        raise ValueError("a changed element lies outside of its tensor")
+    (patch_reference if kernels is None else kernels.patch)(base, distances, values, itemsize)
 
 
 def diff_reference(base: Tensor, new: Tensor, itemsize: int, room: int) -> tuple[Tensor, Tensor] | None:
@@ -99,10 +115,30 @@ def positions(distances: Tensor) -> Tensor:
     return distances.to(torch.int64).cumsum(0) - 1
 
 
+def check(library: ctypes.CDLL) -> str | None:
+    """What differs from the references on random input, None where nothing does."""
+    kernels, generator = DeltaKernels(library), torch.Generator("cpu").manual_seed(1)
+    for itemsize, n, share in itertools.product(_WORDS, (1, 15, 64, 65, 257, 5003), (0.002, 0.1, 1.0)):
+        # Wrong positions lie up to a line behind the end: what is there is ours, and seen when it changes.
+        room = n * itemsize + _LINE
+        base = torch.randint(0, 256, (room,), generator=generator, dtype=torch.uint8, device="cpu")
+        changed = torch.rand(room, generator=generator, dtype=torch.float32, device="cpu") < share / itemsize
+        new, end = base + changed, n * itemsize
+        old, then, right = base.clone(), base.clone(), base.clone()
+        expected = diff_reference(right[:end], new[:end], itemsize, n)
+        found = kernels.diff(old[:end], new[:end], itemsize, n)
+        assert expected is not None  # there is room for all
+        if found is None or not all(map(torch.equal, (*found, old), (*expected, right))):
+            return f"diff of {n} elements of {itemsize} bytes"
+        if len(expected[0]) and kernels.diff(base.clone()[:end], new[:end], itemsize, len(expected[0]) - 1) is not None:
+            return f"diff of {n} elements of {itemsize} bytes with too little room"
+        kernels.patch(then[:end], *expected, itemsize)
+        if not torch.equal(then, right):
+            return f"patch of {n} elements of {itemsize} bytes"
+    return None
+
+
 @functools.cache
-def _load() -> ctypes.CDLL | None:
-    library = compiled(Path(__file__).with_suffix(".cpp"))
-    if library is not None:
-        library.megarl_diff.argtypes, library.megarl_diff.restype = [_I, _P, _P, _I, _P, _P, _I], _I
-        library.megarl_patch.argtypes, library.megarl_patch.restype = [_I, _P, _I, _P, _P, _I], _I
-    return library
+def _load() -> DeltaKernels | None:
+    library = compiled(_SOURCE, check)
+    return None if library is None else DeltaKernels(library)

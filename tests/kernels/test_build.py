@@ -1,0 +1,121 @@
+"""Kernel files compiled for several processors, and what happens where a library is wrong or cannot be made."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.kernels import build, cpu, cpu_check, delta, losses
+from megarl.kernels.build import compiled
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+
+AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+PROCESSORS = {  # flags for the compiler, and what a CPU must have to run the code
+    "x86-64-v3": ("-march=x86-64-v3", {"avx2", "bmi2", "fma"}),
+    "x86-64-v4": ("-march=x86-64-v4", AVX512),
+    # What an Intel compiler flag chooses, with instructions that AMD's processors have too.
+    "x86-64-v4 for Intel": ("-march=x86-64-v4 -mtune=sapphirerapids", AVX512),
+    "native": ("-march=native", set()),
+    "sapphirerapids": ("-march=sapphirerapids", AVX512 | {"avx512_bf16", "avx512_fp16", "amx_tile"}),
+    "znver4": ("-march=znver4", AVX512 | {"avx512_bf16", "avx512_vbmi2", "avx512_vpopcntdq"}),
+}
+HEADS = (16, 80)  # of all head sizes: the others differ in a loop's length, and take most of a minute to compile
+FILES = {
+    "cpu": (cpu._SOURCE, lambda library: cpu_check.check(library, HEADS)),
+    "losses": (losses._SOURCE, losses.check),
+    "delta": (delta._SOURCE, delta.check),
+}
+
+
+@pytest.mark.parametrize("level", ["-O1", "-O3"])
+@pytest.mark.parametrize("processor", PROCESSORS)
+@pytest.mark.parametrize("name", FILES)
+def test_a_kernel_file_compiled_for_a_processor(name, processor, level, tmp_path):
+    """GCC 12 reads a comparison's mask wrongly in one of these and not in another."""
+    (source, check), (flags, needed) = FILES[name], PROCESSORS[processor]
+    sizes = "-DSIZES=" + " ".join(f"CASE({size // 16})" for size in HEADS)
+    target = tmp_path / "kernels.so"
+    try:
+        build.compile_to(target, source, "g++", [*build.FLAGS, *flags.split(), level, sizes], tmp_path)
+    except subprocess.CalledProcessError as error:
+        if "bad value" in error.stderr and "-m" in error.stderr:
+            pytest.skip(f"this compiler does not know {flags}")
+        raise AssertionError(error.stderr) from error
+    missing = needed - set(Path("/proc/cpuinfo").read_text().split())
+    if missing:
+        pytest.skip(f"compiled, but not run: this CPU has no {', '.join(sorted(missing))}")
+    with build._one_thread():
+        assert check(ctypes.CDLL(str(target))) is None
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "megarl"
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    file = tmp_path / "three.cpp"
+    file.write_text('extern "C" int three() { return 3; }\n')
+    return file
+
+
+def test_a_library_is_checked_once_on_a_machine(cache, source):
+    calls = []
+    for _ in range(2):
+        assert compiled(source, calls.append).three() == 3
+    assert len(calls) == 1
+    assert sorted(file.suffix for file in cache.iterdir()) == [".so", ".verdict"]
+
+
+def test_a_library_that_differs_is_never_used(cache, source):
+    verdicts = iter(["three is 4"])
+    for _ in range(2):  # the verdict is kept, and every process says so
+        with pytest.warns(UserWarning, match=r"three\.cpp: what .*g\+\+.* differs from the reference \(three is 4\)"):
+            assert compiled(source, lambda library: next(verdicts)) is None
+
+
+BROKEN = {  # a line of each file, and a mistake in it that a compiler could make
+    delta: ("mask &= mask - 1", "mask &= mask - 1 << 1"),
+    losses: ("cut ? bounded : plain", "cut ? plain : bounded"),
+}
+
+
+@pytest.mark.parametrize("module", BROKEN, ids=lambda module: module.__name__)
+def test_the_reference_is_used_instead(module, cache, tmp_path, monkeypatch):
+    before, after = BROKEN[module]
+    text = module._SOURCE.read_text()
+    assert before in text
+    monkeypatch.setattr(module, "_SOURCE", tmp_path / "broken.cpp")
+    module._SOURCE.write_text(text.replace(before, after))
+    with pytest.warns(UserWarning, match="differs from the reference"):
+        assert module._load.__wrapped__() is None
+
+
+def test_a_broken_compiler_means_torch_and_one_warning(cache, monkeypatch):
+    monkeypatch.setattr(build, "FLAGS", ["-no-such-flag"])
+    with pytest.warns(UserWarning, match="no-such-flag"):
+        assert cpu.load.__wrapped__() is None
+    assert not list(cache.iterdir())
+
+
+def test_checks_take_well_under_a_second_and_change_nothing():
+    threads, state, seconds = torch.get_num_threads(), torch.get_rng_state(), 0.0
+    for check, source in ((cpu_check.check, cpu._SOURCE), (losses.check, losses._SOURCE), (delta.check, delta._SOURCE)):
+        library = ctypes.CDLL(str(build._build(source, shutil.which("g++"))))
+        start = time.process_time()
+        with build._one_thread():
+            assert check(library) is None
+        seconds += time.process_time() - start
+    assert seconds < 1.0  # of CPU; 0.13 measured
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
