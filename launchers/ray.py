@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.credentials import PASSWORD, USER
 from megarl.errors import ConfigError, WorkerError
 from megarl.launchers.common import Job, available_cores, process_environment
 from megarl.launchers.output import Follower
@@ -152,6 +153,8 @@ class RayWorkers:
                 "MASTER_PORT": str(port),
                 TRAINER_GPUS: gpus_of(self._hosts[rank], self._places),
             }
+            # Not in the actors' runtime_env, which Ray shows to everybody.
+            environment |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
             self._results[rank] = actor.run.remote(job.entry, str(job.config_path), str(job.log_dir), environment)
 
     def _left(self) -> float:

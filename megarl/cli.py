@@ -8,7 +8,6 @@ import json
 import shlex
 import sys
 import tempfile
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import NoReturn, TextIO
 from megarl import __version__
 from megarl.benchmarks import algorithms, throughput
 from megarl.benchmarks.sync import measure as sync_bench
+from megarl.credentials import mask
 from megarl.errors import MegarlError, UserError
 
 # What runs inside the workers: command -> (entry, help)
@@ -120,12 +120,12 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def _job(arguments: argparse.Namespace) -> int:
-    from megarl.config.load import load_config
+    from megarl.config.load import hide_credentials, load_config
     from megarl.data.preflight import check_rows
 
     if hasattr(arguments, "weights") and Path(arguments.recipe).is_dir():
         _use_run(arguments)
-    config = load_config(arguments.recipe, arguments.overrides)
+    config = hide_credentials(load_config(arguments.recipe, arguments.overrides))
     if getattr(arguments, "prompt", None):
         from megarl.data.sources import as_prompts
 
@@ -183,7 +183,7 @@ def _refuse_trained(run_dir: Path, command: str) -> None:
 
 def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str) -> str:
     """The same command with the run folder, and what it would begin with."""
-    command = ["megarl", arguments.command, arguments.recipe, *arguments.overrides]
+    command = ["megarl", arguments.command, arguments.recipe, *map(mask, arguments.overrides)]
     steps = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/step_*/meta.json")]
     if steps:
         start = f"from the checkpoint of step {max(steps)}"
@@ -281,9 +281,10 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         print("megarl: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        log = Path(tempfile.gettempdir()) / f"megarl-{time.strftime('%Y%m%d-%H%M%S')}.log"
-        log.write_text(traceback.format_exc())
-        print(f"megarl: {type(error).__name__}: {error}\n  log: {log}", file=sys.stderr)
+        # A new file for its owner only, with a name that nobody can have prepared.
+        with tempfile.NamedTemporaryFile("w", prefix="megarl-", suffix=".log", delete=False) as log:
+            log.write(mask(traceback.format_exc()))
+        print(mask(f"megarl: {type(error).__name__}: {error}\n  log: {log.name}"), file=sys.stderr)
         return 1
 
 

@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
+from megarl.credentials import mask
+
 
 class MegarlError(Exception):
     """Base of every error this package raises on purpose. `exit_code` is what the command line returns."""
@@ -44,7 +46,7 @@ class UserError(MegarlError):
             lines.append(f"  allowed: {self.allowed}")
         if fix is not None:
             lines.append(f"  fix:     {fix}")
-        super().__init__("\n".join(lines))
+        super().__init__(mask("\n".join(lines)))
 
 
 class ConfigError(UserError):
@@ -76,7 +78,7 @@ class ServerError(MegarlError):
 
     def __init__(self, server: str, url: str, phase: str, reason: str, *, status: int | None = None) -> None:
         self.server, self.url, self.phase, self.reason, self.status = server, url, phase, reason, status
-        super().__init__(f"{server}{f' at {url}' if url else ''}: {phase}: {reason}")
+        super().__init__(mask(f"{server}{f' at {url}' if url else ''}: {phase}: {reason}"))
 
 
 def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float = 0.75) -> list[str]:

@@ -10,6 +10,7 @@ from megarl.config.checks_correction import check_correction
 from megarl.config.checks_files import check_data, check_model, check_other_models, check_places, check_reward
 from megarl.config.checks_layout import check_cluster, check_deadlines, check_parallel, check_same_layout
 from megarl.config.checks_packages import check_packages
+from megarl.config.checks_secrets import check_secrets
 from megarl.config.checks_settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.config.checks_sglang import check_servers
 from megarl.config.facts import ModelFacts
@@ -53,6 +54,7 @@ def check_config(
     if job == "train":
         check_other_models(config, facts, checks)
     check_places(config, checks)
+    check_secrets(config, checks)
     check_packages(config, checks, launcher, job)
     return checks.items
 

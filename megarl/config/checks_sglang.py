@@ -11,6 +11,7 @@ from megarl.config.base import Section
 from megarl.config.checklist import Checklist, divisors
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
+from megarl.config.sglang import url_problem
 from megarl.errors import ConfigError
 from megarl.processes import nvidia_devices
 
@@ -109,15 +110,15 @@ def _check_transport_key(
 def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
     servers = config.rollout.sglang
     if servers.urls:
-        wrong = [url for url in servers.urls if not url.startswith(("http://", "https://"))]
-        if wrong or len(set(servers.urls)) < len(servers.urls):
+        wrong = [f"{url}: {why}" for url in servers.urls if (why := url_problem(url))]
+        if wrong or len({url.rstrip("/") for url in servers.urls}) < len(servers.urls):
             checks.fail(
                 _NAME,
                 "rollout.sglang.urls",
                 "these are not addresses of different servers",
                 found=wrong or servers.urls,
-                allowed="a list of http://host:port, each once",
-                fix="write every address with http:// in front, and once",
+                allowed="a list of http://host:port or https://host:port, each once",
+                fix="write every address with http:// or https:// in front, without a key, and once",
             )
             return
         try:

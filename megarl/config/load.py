@@ -27,6 +27,7 @@ from megarl.config.fields import (
 )
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
+from megarl.credentials import take_out
 from megarl.errors import ConfigError, close_files, close_matches
 
 _INT = re.compile(r"[-+]?[0-9]+")
@@ -75,6 +76,18 @@ def _expand_home(data: dict[str, Any]) -> None:
             part[name] = os.path.expanduser(value)
         elif isinstance(value, list):
             part[name] = [os.path.expanduser(item) if isinstance(item, str) else item for item in value]
+
+
+def hide_credentials(config: RunConfig) -> RunConfig:
+    """The same recipe without user name and password in `tracking.mlflow_uri`; they move into this environment.
+
+    Before anything is written: what a run writes, shows and hands on is this form.
+    """
+    uri = config.tracking.mlflow_uri
+    if uri is None or (masked := take_out(uri, os.environ)) == uri:
+        return config
+    tracking = config.tracking.model_copy(update={"mlflow_uri": masked})
+    return config.model_copy(update={"tracking": tracking})
 
 
 def dump_config(config: RunConfig) -> str:

@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import os
+from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
 from megarl.errors import ConfigError
+
+
+def url_problem(url: str) -> str | None:
+    """Why `url` cannot be the address of a server; None when it can."""
+    try:
+        place = urlsplit(url)
+        port_ok = place.port != 0
+    except ValueError:
+        return "it has no host and port that can be"
+    if place.scheme not in ("http", "https") or not place.hostname or not port_ok:
+        return "it does not begin with http://host:port or https://host:port"
+    if place.username is not None or place.password is not None:
+        return "it holds a user name or password; a key belongs into the variable of rollout.sglang.api_key_env"
+    return "it goes on after the path" if place.query or place.fragment else None
 
 
 class SGLangConfig(Section):
@@ -46,7 +61,9 @@ class SGLangConfig(Section):
     )
     extra_args: list[str] = Field(default_factory=list, description="further arguments of sglang.launch_server")
     urls: list[str] = Field(
-        default_factory=list, description="servers that run already (http://host:port); none is started then"
+        default_factory=list,
+        description="servers that run already (http://host:port or https://host:port, with a path where a proxy "
+        "wants one); none is started then",
     )
     api_key_env: str | None = Field(
         None, description="environment variable with the API key of the servers in `urls`; null: they have none"

@@ -27,6 +27,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megarl import phase
+from megarl.credentials import mask
 from megarl.errors import MegarlError, UserError
 from megarl.processes import write_atomically
 from megarl.rendezvous import ranks_text
@@ -144,8 +145,8 @@ def failure_of(error: BaseException, rank: int) -> Failure:
         phase=phase.failed_at(error),
         step=phase.step_now,
         type=type(error).__name__,
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)),
+        message=mask(str(error)),
+        traceback=mask("".join(traceback.format_exception(error))),
         time=time.time(),
         exit_code=error.exit_code if isinstance(error, MegarlError) else 1,
         user_error=isinstance(error, UserError),

@@ -31,9 +31,9 @@ def run(entry: str, config_path: Path) -> int:
     Heartbeat(run_dir, rank)
     try:
         with phase("start"):
-            from megarl.config.load import load_config
+            from megarl.config.load import hide_credentials, load_config
 
-            config = load_config(config_path)
+            config = hide_credentials(load_config(config_path))
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
                 os.environ["OMP_NUM_THREADS"] = str(config.cluster.threads)
             function = import_callable(entry, where="--entry")

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.credentials import mask
 from megarl.processes import write_atomically
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def _close(run_dir: Path, status: Status) -> None:
         try:
             part(run_dir, status)
         except Exception as error:
-            log.warning("the record of the run is incomplete: %s: %s", type(error).__name__, error)
+            log.warning("the record of the run is incomplete: %s", mask(f"{type(error).__name__}: {error}"))
 
 
 def _close_mlflow(run_dir: Path, status: Status) -> None:

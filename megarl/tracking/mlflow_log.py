@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.credentials import MASK, PASSWORD, mask, put_back
 from megarl.errors import ConfigError
 from megarl.processes import write_atomically
 
@@ -112,7 +113,7 @@ class MlflowLog:
         if self._start_error is not None:
             error = self._start_error
             raise ConfigError(
-                f"MLflow could not be started: {type(error).__name__}: {error}",
+                f"MLflow could not be started: {_text(error)}",
                 where="tracking.mlflow_uri",
                 found=self._uri,
                 fix="correct the URI, or set tracking.mlflow: false",
@@ -130,7 +131,7 @@ class MlflowLog:
             except Exception as error:
                 self.failures += 1
                 if self.failures == 1:
-                    log.warning("MLflow call failed, training goes on: %s: %s", type(error).__name__, error)
+                    log.warning("MLflow call failed, training goes on: %s", _text(error))
 
     def _open(self) -> tuple[Any, str]:
         client = _connect(self._uri)
@@ -172,7 +173,14 @@ def _connect(uri: str) -> Any:
 
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)  # importing it sets its own level
-    return MlflowClient(uri)
+    return MlflowClient(put_back(uri, os.environ))
+
+
+def _text(error: Exception) -> str:
+    """An error without credentials: libraries quote the address that they were given."""
+    secret = os.environ.get(PASSWORD)
+    text = mask(f"{type(error).__name__}: {error}")
+    return text.replace(secret, MASK) if secret else text
 
 
 def close_open_run(id_file: Path, status: str) -> None:

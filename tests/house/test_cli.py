@@ -113,3 +113,28 @@ def test_eval_does_not_write_over_a_training_run(stage: str, tmp_path: Path) -> 
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(UserError):
         cli._refuse_trained(tmp_path, "eval")
+
+
+def test_a_crash_leaves_its_log_in_a_file_of_its_own_for_its_owner_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
+
+    def crash(arguments: object) -> int:
+        raise RuntimeError("cannot reach https://me:secret@host")
+
+    monkeypatch.setattr(cli, "_doctor", crash)
+    assert [cli.main(["doctor"]), cli.main(["doctor"])] == [1, 1]
+
+    logs = list(tmp_path.glob("megarl-*.log"))
+    assert len(logs) == 2, "two crashes within one second"
+    for log in logs:
+        assert log.stat().st_mode & 0o777 == 0o600
+        assert "RuntimeError: cannot reach https://***@host" in log.read_text()
+    assert "secret" not in capsys.readouterr().err
+
+
+def test_the_command_to_go_on_shows_no_password(tmp_path: Path) -> None:
+    arguments = cli.build_parser().parse_args(["train", "r.yaml", "tracking.mlflow_uri=https://me:secret@host"])
+    shown = cli._command_to_go_on(arguments, tmp_path, "auto")
+    assert "'tracking.mlflow_uri=https://***@host'" in shown

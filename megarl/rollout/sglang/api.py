@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import socket
+import ssl
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +15,14 @@ from urllib.parse import urlsplit
 from megarl.errors import ServerError
 
 _CHUNK = 1 << 20
+UNTRUSTED = "its certificate is not trusted: name the file of a private authority in SSL_CERT_FILE"
 _SHOWN = 500  # characters of a refusal that go into the message
+
+
+@functools.cache
+def tls_context() -> ssl.SSLContext:
+    """For `https://`: certificate and host name are checked, against the system's authorities or SSL_CERT_FILE."""
+    return ssl.create_default_context()
 
 
 @dataclass(frozen=True)
@@ -21,7 +30,7 @@ class ServerApi:
     """How to reach one server.
 
     Attributes:
-        url: `http://host:port`, without a path.
+        url: `http://host:port` or `https://host:port`, and a path in front of the server's own where a proxy wants one.
         api_key: sent with every call; not shown in `repr`. None: the server has none.
         name: what messages call the server, for example `server 0`.
     """
@@ -63,6 +72,8 @@ class ServerApi:
             status, text = self._exchange(path, payload, method, time.monotonic() + deadline_s)
         except TimeoutError:
             raise self._error(phase, path, f"no answer within {deadline_s:g} s") from None
+        except ssl.SSLCertVerificationError as error:
+            raise self._error(phase, path, f"{UNTRUSTED} ({error.verify_message})") from error
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a URL that cannot be one
             raise self._error(phase, path, f"{type(error).__name__}: {error}") from error
         answer = _decode(text)
@@ -74,14 +85,13 @@ class ServerApi:
 
     def _exchange(self, path: str, payload: dict[str, Any] | None, method: str, end: float) -> tuple[int, str]:
         """Status and body of the answer."""
-        place = urlsplit(self.url)
         body = None if payload is None else json.dumps(payload).encode()
         headers = self.headers | ({} if body is None else {"Content-Type": "application/json"})
-        connection = http.client.HTTPConnection(place.hostname or "", place.port or 80, timeout=_left(end))
+        connection, prefix = self._connection(_left(end))
         try:
             connection.connect()
             sock = connection.sock
-            connection.request(method, path, body=body, headers=headers)
+            connection.request(method, prefix + path, body=body, headers=headers)
             _wait_at_most(sock, end)
             response = connection.getresponse()
             parts: list[bytes] = []
@@ -94,6 +104,14 @@ class ServerApi:
             return response.status, b"".join(parts).decode("utf-8", "replace")
         finally:
             connection.close()
+
+    def _connection(self, timeout_s: float) -> tuple[http.client.HTTPConnection, str]:
+        """A connection that is not open yet, and the path of `url`, which every request begins with."""
+        place = urlsplit(self.url)
+        host, prefix = place.hostname or "", place.path.rstrip("/")
+        if place.scheme == "https":
+            return http.client.HTTPSConnection(host, place.port, timeout=timeout_s, context=tls_context()), prefix
+        return http.client.HTTPConnection(host, place.port, timeout=timeout_s), prefix
 
     def _error(self, phase: str, path: str, reason: str, status: int | None = None) -> ServerError:
         return ServerError(self.name, self.url, f"{phase} ({path})", reason, status=status)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
-from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.router import NoServerError, Router
 from megarl.rollout.sglang.samples import BadAnswerError, Sample
 
@@ -89,7 +89,8 @@ class _Call:
             self._open[sample.prompt] = self._open.get(sample.prompt, 0) + 1
         self._freed = asyncio.Condition()
         timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
+        connector = aiohttp.TCPConnector(limit=0, ssl=tls_context())
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             watches = [asyncio.create_task(self._watch(session, number)) for number in self._servers]
             try:
                 await _all([self._prompt(session, group) for group in _by_prompt(waiting)])

@@ -20,7 +20,7 @@ from megarl.comm import Group, all_gather_json
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.phase import beat
-from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.api import UNTRUSTED, ServerApi
 from megarl.rollout.sglang.server import HEALTH_S, POLL_S, ServerProcess, health
 
 State = Literal["starting", "catching_up", "current", "failed"]
@@ -207,6 +207,8 @@ class Fleet:
                     server.state = "catching_up"
                 else:
                     server.why = why
+                    if UNTRUSTED in why:  # waiting changes nothing
+                        self.mark_failed(server, why)
 
     def _ailing(self, server: Server, end: float) -> str | None:
         """Why this server cannot be used."""

@@ -1,0 +1,40 @@
+"""Secrets that a recipe would write into its run folder, and those that a run takes from the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from megarl.config.checklist import Checklist
+from megarl.config.run import RunConfig
+from megarl.credentials import PASSWORD, USER, put_back
+
+_SECRET = re.compile(
+    r"(\w*_)?(api_?key|passw(or)?d|secret)|token|(\w*_)?(access|api|auth|bearer|hf|hub)_token", re.IGNORECASE
+)
+
+
+def check_secrets(config: RunConfig, checks: Checklist) -> None:
+    """Credentials of the MLflow server are in the environment; arguments of the user's functions hold none."""
+    uri = config.tracking.mlflow_uri
+    if config.tracking.mlflow and uri is not None:
+        try:
+            put_back(uri, os.environ)
+        except KeyError:
+            checks.fail(
+                "tracking",
+                "tracking.mlflow_uri",
+                "user name and password of this store are in no file of the run",
+                found=uri,
+                allowed=f"both in the environment: {USER} and {PASSWORD}",
+                fix="export them, or name the address with them once more, or set tracking.mlflow=false",
+            )
+    for key, arguments in (("data.loader_kwargs", config.data.loader_kwargs), ("reward.kwargs", config.reward.kwargs)):
+        for name, value in arguments.items():
+            if isinstance(value, str) and value and _SECRET.fullmatch(name):
+                checks.warn(
+                    "secrets",
+                    f"{key}.{name}",
+                    "this looks like a secret, and config.yaml, report.html and MLflow will show it",
+                    fix="give the name of an environment variable instead, and let the function read that",
+                )

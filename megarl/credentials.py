@@ -1,0 +1,53 @@
+"""Secrets in addresses: kept out of everything that is written, and given to those who connect by the environment.
+
+tracking.mlflow_uri: https://me:secret@host  ->  https://***@host   in config.yaml, report, parameters, messages
+                                                 me, secret         in MLFLOW_TRACKING_USERNAME, _PASSWORD
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping
+from urllib.parse import quote, unquote, urlsplit
+
+MASK = "***"
+USER, PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*://)(?P<userinfo>[^\s/?#'\"]+)@")
+_SECRET_PARAMETER = re.compile(
+    r"(?P<name>[?&][\w.-]*(?:password|passwd|pwd|secret|token|api_?key|signature)=)[^&\s#'\"]+", re.IGNORECASE
+)
+
+
+def mask(text: str) -> str:
+    """`text` without user names and passwords of the addresses in it, and without secret-looking parameters of them.
+
+    >>> mask("postgresql://me:a@b@host/db?sslmode=require&password=x")
+    'postgresql://***@host/db?sslmode=require&password=***'
+    """
+    return _SECRET_PARAMETER.sub(rf"\g<name>{MASK}", _USERINFO.sub(rf"\g<scheme>{MASK}@", text))
+
+
+def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
+    """`uri` masked; the user name and password in it go to the variables of MLflow's own client in `environment`."""
+    found = _USERINFO.match(uri)
+    if found is None or found["userinfo"] == MASK:
+        return uri
+    user, _, password = found["userinfo"].partition(":")
+    environment[USER], environment[PASSWORD] = unquote(user), unquote(password)
+    return f"{found['scheme']}{MASK}@{uri[found.end() :]}"
+
+
+def put_back(uri: str, environment: Mapping[str, str]) -> str:
+    """The address to connect to: that of `take_out`, with what is needed from `environment`.
+
+    MLflow's client reads the variables itself for http and https; a database gets them in its address.
+
+    Raises:
+        KeyError: a variable is not set.
+    """
+    found = _USERINFO.match(uri)
+    if found is None or found["userinfo"] != MASK:
+        return uri
+    user, password = quote(environment[USER], safe=""), quote(environment[PASSWORD], safe="")
+    known = "" if urlsplit(uri).scheme in ("http", "https") else f"{user}:{password}@" if password else f"{user}@"
+    return found["scheme"] + known + uri[found.end() :]

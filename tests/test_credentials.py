@@ -1,0 +1,93 @@
+"""Secrets in addresses: masked in what is written, handed over in the environment, put back to connect."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megarl.config.checks import check_config
+from megarl.config.load import dump_config, hide_credentials, load_config
+from megarl.credentials import PASSWORD, USER, mask, put_back, take_out
+from megarl.errors import ConfigError, ServerError
+from megarl.tracking import mlflow_log
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://me:pw@host/x", "https://***@host/x"),
+        ("https://token@host", "https://***@host"),
+        ("postgresql+psycopg2://me:a@b@host:5432/db", "postgresql+psycopg2://***@host:5432/db"),
+        ("['http://a:b@c', 'http://d']", "['http://***@c', 'http://d']"),
+        ("mysql://host/db?password=x&ssl=1", "mysql://host/db?password=***&ssl=1"),
+        ("https://host/?access_token=x", "https://host/?access_token=***"),
+        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
+        ("mail me@host; see http://host/a@b", "mail me@host; see http://host/a@b"),
+        ("https://***@host", "https://***@host"),
+    ],
+)
+def test_what_is_masked_and_what_is_not(text: str, masked: str) -> None:
+    assert mask(text) == masked
+
+
+def test_a_database_gets_its_credentials_back_and_http_leaves_them_to_the_client() -> None:
+    environment: dict[str, str] = {}
+    uri = take_out("postgresql://me:p%40ss@host/db", environment)
+    assert uri == "postgresql://***@host/db"
+    assert environment == {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "p@ss"}
+    assert take_out(uri, environment) == uri
+    assert put_back(uri, environment) == "postgresql://me:p%40ss@host/db"
+    assert put_back("https://***@host/x", environment) == "https://host/x"
+    assert put_back("sqlite:///a.db", {}) == "sqlite:///a.db"
+
+
+def test_without_the_variables_a_masked_address_cannot_be_used() -> None:
+    with pytest.raises(KeyError, match="MLFLOW_TRACKING_USERNAME"):
+        put_back("https://***@host", {})
+
+
+def test_messages_show_no_secrets() -> None:
+    assert "pw" not in str(ConfigError("wrong", found=["https://me:pw@host"]))
+    assert "pw" not in str(ServerError("server 0", "https://me:pw@host", "start", "no"))
+
+
+def test_a_run_writes_no_credentials_and_takes_them_from_the_environment_when_it_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (USER, PASSWORD):
+        monkeypatch.setenv(name, "another")
+    recipe = tmp_path / "config.yaml"
+    uri = "https://me:secret@host:5000/x"
+    recipe.write_text(dump_config(hide_credentials(load_config("grpo_quickstart", [f"tracking.mlflow_uri={uri}"]))))
+    assert (os.environ[USER], os.environ[PASSWORD]) == ("me", "secret")
+    assert "https://***@host:5000/x" in recipe.read_text()
+    assert "secret" not in recipe.read_text()
+
+    resumed = hide_credentials(load_config(recipe))
+    assert (os.environ[USER], os.environ[PASSWORD]) == ("me", "secret")
+    assert [check for check in check_config(resumed) if check.key == "tracking.mlflow_uri"] == []
+    monkeypatch.delenv(PASSWORD)
+    (check,) = [check for check in check_config(resumed) if check.key == "tracking.mlflow_uri"]
+    assert check.status == "fail"
+    assert f"{USER} and {PASSWORD}" in str(check.problem())
+
+
+def test_mlflow_is_called_with_what_was_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow.tracking
+
+    called: list[str] = []
+    monkeypatch.setattr(mlflow.tracking, "MlflowClient", called.append)
+    monkeypatch.setenv(USER, "me")
+    monkeypatch.setenv(PASSWORD, "secret")
+    mlflow_log._connect("postgresql://***@host/db")
+    mlflow_log._connect("https://***@host")
+    assert called == ["postgresql://me:secret@host/db", "https://host"]
+    assert mlflow_log._text(ValueError("no login for me with secret")) == "ValueError: no login for me with ***"
+
+
+def test_arguments_that_look_like_secrets_warn() -> None:
+    config = load_config("grpo_quickstart", ["data.loader_kwargs={hf_token: x, pad_token: y, api_key: '', seed: 1}"])
+    warned = [check.key for check in check_config(config) if check.name == "secrets"]
+    assert warned == ["data.loader_kwargs.hf_token"]
