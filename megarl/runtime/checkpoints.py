@@ -16,6 +16,7 @@ from megarl.runtime.validate import due
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
+    from megarl.training.saving import Saving
 
 FOLDER = "checkpoints"
 
@@ -34,6 +35,7 @@ class Checkpoints:
         self._root = c.run_dir / FOLDER
         self.source: Path | None = None
         self._meta: dict[str, Any] | None = None
+        self._saving: Saving | None = None
         self.accuracy: float | None = None
 
     def find(self, key: str, steps: int) -> int | None:
@@ -44,7 +46,7 @@ class Checkpoints:
         """
         import torch.distributed as dist
 
-        from megarl.training.checkpoint import verify
+        from megarl.training.checkpoint import check_model, verify
 
         resume = self._c.config.trainer.resume
         with phase("resume"):
@@ -60,6 +62,8 @@ class Checkpoints:
                         allowed="auto, never, or RUN_DIR/checkpoints/step_N",
                     )
                 self._meta = verify(self.source)
+            if self.source is not None and self._meta is not None:
+                check_model(self.source, self._meta, self._c.trained)
             if dist.get_rank() == 0:
                 self._leave_others(steps, key)
         return None if self._meta is None else self._meta["step"]
@@ -75,7 +79,7 @@ class Checkpoints:
 
         from megarl.training.checkpoint import named_steps, verify
         from megarl.training.intact import few
-        from megarl.training.sharded_state import CheckpointError
+        from megarl.training.shards import CheckpointError
 
         # One rank looks for all: on a shared file system two ranks may see different folders.
         steps = broadcast_json(named_steps(self._root), 0)
@@ -129,7 +133,9 @@ class Checkpoints:
         self.accuracy = state.get("accuracy")
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
-        """Write a checkpoint when one is due: at the last step, by `trainer.save_every`, or for being the best.
+        """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every`, or as the best one.
+
+        The next steps run while it is written; after the last one it is complete.
 
         Args:
             step: the step that is complete.
@@ -139,17 +145,23 @@ class Checkpoints:
 
         Raises:
             ConfigError: a validation step has no `trainer.best_metric`.
+            CheckpointError: a checkpoint could not be written; the one before it is whole.
         """
+        if self._saving is not None and self._saving.poll():
+            self._saving = None
         settings = self._c.config.trainer
         improved = accuracy is not None and numbers.get(settings.best_metric or "", -math.inf) > self.best
         if last or due(step, settings.save_every) or (improved and settings.save_every):
             self.save(step, numbers, accuracy)
+        if last:
+            with phase("checkpoint"):
+                self._wait()
         if accuracy is not None:
             check_best_metric(settings.best_metric, numbers)
 
     def save(self, step: int, numbers: dict[str, float], accuracy: float | None = None) -> None:
-        """Write a checkpoint after `step`; arguments as in `after_step`."""
-        from megarl.training.checkpoint import save
+        """Begin to write a checkpoint after `step`, once the last one is complete; arguments as in `after_step`."""
+        from megarl.training.checkpoint import begin
 
         c, settings = self._c, self._c.config.trainer
         assert c.loader is not None, "only training runs save"
@@ -164,7 +176,8 @@ class Checkpoints:
             "accuracy": accuracy,
         }
         with phase("checkpoint"):
-            save(
+            self._wait()
+            self._saving = begin(
                 self._root,
                 step,
                 c.trained,
@@ -174,6 +187,11 @@ class Checkpoints:
                 keep_last=settings.keep_last,
                 best=is_best,
             )
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            self._saving.wait()
+            self._saving = None
 
 
 def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:

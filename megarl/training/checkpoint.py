@@ -1,51 +1,60 @@
 """Checkpoints that are either complete or not there, and how a run finds its way back.
 
-    ROOT/step_120.tmp-4f2a/     every rank writes its tensors and RNG state
-                                and what it adds (samples that wait for the next step)
-                 state.json     what the trainer adds (loader, controllers), plain JSON
-                 meta.json      last, by rank 0: step, layout, version, configuration, checksums
+    ROOT/step_120.tmp-4f2a/
+        rank_K.safetensors      every rank's own part of parameters and optimizer state
+        rng_K.safetensors       its random states
+        ...                     what it adds (samples that wait for the next step)
+        state.json              what the trainer adds (loader, controllers), plain JSON
+        meta.json               last, by rank 0: step, layout, version, configuration, checksums
     ROOT/step_120/              the same folder after fsync and rename
     ROOT/best.json              which step is kept for being best
     ROOT.old-K/                 checkpoints of steps that a run went back behind, see `set_aside`
 
 A folder without the final name is never read, and is removed by the next save. meta.json lists every other file with
-its size and checksum; `verify` finds what was lost or changed since, and all ranks agree on it.
+its size and checksum; `verify` finds what was lost or changed since, and all ranks agree on it. Training goes on while
+a checkpoint is written, see `megarl.training.saving`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
 import os
-import random
 import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 import megarl
-from megarl.comm import broadcast_json
-from megarl.device import has_cuda
-from megarl.training.intact import faults, few, seal_text, seals_of
-from megarl.training.sharded_state import CheckpointError, load_engines, save_engines
-
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # isort: skip  (compat hook is installed above)
+from megarl.comm import all_gather_json, broadcast_json
+from megarl.training.intact import Seal, faults, few, seal_text
+from megarl.training.rng import load_rng, rng_bytes
+from megarl.training.saving import Saving
+from megarl.training.sharded_state import load_engines, refuse_foreign, snapshot, weight_boxes
+from megarl.training.shards import CheckpointError, Index, label_of, read_index
 
 if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
 
 log = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 _META, _STATE, _BEST = "meta.json", "state.json", "best.json"
+_SPARE = 64 << 20  # bytes that stay free beside a checkpoint, for logs and metrics
 
 
-def save(
+def save(root: Path, step: int, engines: dict[str, MegatronEngine], extra: dict[str, Any], **options: Any) -> Path:
+    """`begin`, and wait until the checkpoint is complete. Returns its folder."""
+    begin(root, step, engines, extra, **options).wait()
+    return root / f"step_{step}"
+
+
+def begin(
     root: Path,
     step: int,
     engines: dict[str, MegatronEngine],
@@ -55,8 +64,10 @@ def save(
     config: Mapping[str, Any] | None = None,
     keep_last: int = 2,
     best: bool = False,
-) -> Path:
-    """Write `ROOT/step_<step>` with all engines and `extra`, then drop old checkpoints. Collective over all ranks.
+) -> Saving:
+    """Start to write `ROOT/step_<step>` with all engines and `extra`; old checkpoints are dropped when it is complete.
+
+    Collective over all ranks. Returns as soon as everything is copied to host memory; the one before must be complete.
 
     Args:
         root: folder of checkpoints, on a file system that all ranks share.
@@ -67,42 +78,63 @@ def save(
         config: resolved configuration as plain data, to tell what a resumed run changes.
         keep_last: newest checkpoints to keep, besides the best.
         best: this one is the best so far.
+
+    Raises:
+        CheckpointError: on every rank alike: the disk is too full, or the folder cannot be made.
     """
-    rank = dist.get_rank()
-    final = root / f"step_{step}"
-    tag = broadcast_json(uuid.uuid4().hex[:8], 0)
-    folder = root / f"{final.name}.tmp-{tag}"
+    rank, tag = dist.get_rank(), broadcast_json(uuid.uuid4().hex[:8], 0)
+    folder = root / f"step_{step}.tmp-{tag}"
+    shard = snapshot(engines, {"tag": tag, "step": step})
+    contents = {**(files or {}), f"rng_{rank}.safetensors": rng_bytes()}
     if rank == 0:
-        clean(root)
-        folder.mkdir(parents=True)
-    dist.barrier()
-    save_engines(engines, folder)
-    _save_rng(folder / f"rng_{rank}.safetensors")
-    for name, content in (files or {}).items():
-        (folder / name).write_bytes(content)
-    if rank == 0:
-        (folder / _STATE).write_text(json.dumps(extra))
-    dist.barrier()
-    seals = seals_of(folder)
-    if rank == 0:
-        layout = next(iter(engines.values())).layout.describe()
-        steps = {name: engine.step for name, engine in engines.items()}
-        meta = {
-            "format": FORMAT,
-            "megarl": megarl.__version__,
-            "step": step,
-            "layout": layout,
-            "optimizer_steps": steps,
-            "files": seals,
-            "config": config or {},
-        }
-        (folder / _META).write_text(json.dumps({**meta, "checksum": _meta_seal(meta)}, indent=1))
-        _publish(folder, final, tag)
+        contents[_STATE] = json.dumps(extra).encode()
+    sizes = all_gather_json(shard.nbytes + sum(map(len, contents.values())))
+    fix = _make_room(root, step)
+    problem = broadcast_json(_make_folder(folder, sum(sizes)) if rank == 0 else None, 0)
+    if problem:
+        raise CheckpointError("the checkpoint cannot be written", where=str(folder), found=problem, fix=fix)
+    meta = {
+        "format": FORMAT,
+        "megarl": megarl.__version__,
+        "tag": tag,
+        "step": step,
+        "layout": next(iter(engines.values())).layout.describe(),
+        "optimizer_steps": {name: engine.step for name, engine in engines.items()},
+        "config": config or {},
+    }
+
+    def commit(seals: dict[str, Seal]) -> None:
+        whole = {**meta, "files": seals}
+        (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_seal(whole)}, indent=1))
+        _publish(folder, root / f"step_{step}", tag)
         if best:
             _replace(root / _BEST, {"step": step})
         _prune(root, keep_last)
-    dist.barrier()
-    return final
+
+    return Saving(folder, shard, contents, commit, fix)
+
+
+def _make_folder(folder: Path, nbytes: int) -> str | None:
+    """Make the empty `folder` of a checkpoint of `nbytes`; what is in the way, if anything."""
+    try:
+        clean(folder.parent)
+        folder.mkdir(parents=True)
+        free = shutil.disk_usage(folder).free
+        if free >= nbytes + _SPARE:
+            return None
+        folder.rmdir()
+        return f"{nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB are free"
+    except OSError as error:
+        return f"{error.strerror or error} ({error.filename})"
+
+
+def _make_room(root: Path, step: int) -> str:
+    steps = [saved for saved in steps_in(root) if saved != step]
+    start = f"the checkpoint of step {steps[-1]}" if steps else "the beginning: there is no checkpoint yet"
+    return (
+        f"make room there (trainer.keep_last says how many are kept, tracking.dir where runs are), then start the same "
+        f"command with --run-dir {root.parent}: it goes on from {start}"
+    )
 
 
 def load(
@@ -122,6 +154,20 @@ def load(
         CheckpointError: not a whole checkpoint of this format, or without one of the engines.
     """
     meta = verify(folder) if meta is None else meta
+    index = check_model(folder, meta, engines)
+    load_engines(engines, folder, index, meta["optimizer_steps"])
+    if meta["layout"] == next(iter(engines.values())).layout.describe():
+        load_rng(folder / f"rng_{dist.get_rank()}.safetensors")
+    dist.barrier()
+    return meta["step"], json.loads((folder / _STATE).read_text())
+
+
+def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronEngine]) -> Index:
+    """Refuse a checkpoint of other models than `engines`; optimizer state is not looked at. Collective.
+
+    Raises:
+        CheckpointError: an engine is missing, or has parameters of other names or shapes.
+    """
     missing = engines.keys() - meta["optimizer_steps"].keys()
     if missing:
         raise CheckpointError(
@@ -129,11 +175,10 @@ def load(
             where=str(folder),
             fix="resume a run of the same kind; trainer.resume=never starts from the beginning",
         )
-    load_engines(engines, folder, meta["optimizer_steps"])
-    if meta["layout"] == next(iter(engines.values())).layout.describe():
-        _load_rng(folder / f"rng_{dist.get_rank()}.safetensors")
-    dist.barrier()
-    return meta["step"], json.loads((folder / _STATE).read_text())
+    names = [name for name in meta["files"] if name.startswith("rank_")]
+    index = broadcast_json(read_index(folder, names) if dist.get_rank() == 0 else None, 0)
+    refuse_foreign((box for name, engine in engines.items() for box in weight_boxes(name, engine)), index, folder)
+    return index
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -143,12 +188,23 @@ def verify(folder: Path) -> dict[str, Any]:
         CheckpointError: on every rank alike: the files that are not, and which checkpoints beside it could do.
     """
     meta, wrong = broadcast_json(_meta_or_fault(folder) if dist.get_rank() == 0 else None, 0)
-    found = [wrong] if wrong else faults(folder, meta["files"])
+    found = [wrong] if wrong else faults(folder, meta["files"], lambda path: _stranger(path, meta["tag"]))
     if found:
         raise CheckpointError(
             "this checkpoint is damaged or incomplete", where=str(folder), found=few(found), fix=_way_out(folder)
         )
     return meta
+
+
+def _stranger(path: Path, tag: str) -> str | None:
+    """Says so when the file of a rank is one of another checkpoint."""
+    if not path.name.startswith("rank_"):
+        return None
+    with contextlib.suppress(CheckpointError, KeyError):
+        label = label_of(path)
+        if label["tag"] != tag:
+            return f"is of another checkpoint (of step {label['step']})"
+    return None
 
 
 def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
@@ -179,7 +235,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{_META} cannot be read: {error}", where=str(folder), fix=way) from error
     if known != FORMAT:
-        raise CheckpointError(f"{_META} says format {known}, this version reads {FORMAT}", where=str(folder), fix=way)
+        writer = f", written by megarl {meta.get('megarl')}" if isinstance(known, int) and known < FORMAT else ""
+        raise CheckpointError(
+            f"{_META} says format {known}{writer}, this version reads {FORMAT}",
+            where=str(folder),
+            fix=f"`megarl convert` of that version makes a model of it for model.path; {way}",
+        )
     if seal != _meta_seal(meta):
         raise CheckpointError(f"{_META} was changed since it was written (checksum)", where=str(folder), fix=way)
     return meta
@@ -288,38 +349,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _save_rng(path: Path) -> None:
-    """States of this rank's generators: Python, numpy, torch, CUDA, and Megatron's tracker."""
-    import numpy
-    from safetensors.torch import save as to_bytes
-
-    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
-    assert not isinstance(keys, str)
-    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.copy())}
-    if has_cuda():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    tensors |= {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    plain = {"python": random.getstate(), "numpy": [kind, position, has_gauss, gauss]}
-    # Not `save_file`, whose files only their owner may read; checkpoints are read by teams.
-    path.write_bytes(to_bytes(tensors, metadata={"plain": json.dumps(plain)}))
-
-
-def _load_rng(path: Path) -> None:
-    import numpy
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        plain = json.loads(file.metadata()["plain"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    version, internal, gauss_next = plain["python"]
-    random.setstate((version, tuple(internal), gauss_next))
-    kind, position, has_gauss, gauss = plain["numpy"]
-    numpy.random.set_state((kind, tensors["numpy"].numpy(), position, has_gauss, gauss))
-    torch.set_rng_state(tensors["torch"])
-    if has_cuda() and "cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["cuda"])
-    get_cuda_rng_tracker().set_states(
-        {name.removeprefix("tracker."): state for name, state in tensors.items() if name.startswith("tracker.")}
-    )

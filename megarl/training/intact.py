@@ -6,7 +6,7 @@ file is what takes the time. It finds damage, not forgery.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,19 +37,14 @@ def seal_text(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def seals_of(folder: Path) -> dict[str, Seal]:
-    """Seals of all files in `folder`, by name. Collective: each rank reads its share."""
-    names = sorted(path.name for path in folder.iterdir())
-    mine = {name: seal_of(folder / name) for name in _share(names)}
-    return {name: seal for part in all_gather_json(mine) for name, seal in part.items()}
-
-
-def faults(folder: Path, seals: Mapping[str, Seal]) -> list[str]:
+def faults(folder: Path, seals: Mapping[str, Seal], stranger: Callable[[Path], str | None]) -> list[str]:
     """What is wrong with the files of `folder`, one line per file that differs from its seal; equal on all ranks.
 
-    Collective: each rank reads its share, so all of them together read every byte once.
+    Collective: each rank reads its share, so all of them together read every byte once. `stranger(path)` may say more
+    of a file that differs.
     """
-    mine = [line for name in _share(sorted(seals)) if (line := _fault(folder / name, seals[name]))]
+    names = sorted(seals)[dist.get_rank() :: dist.get_world_size()]
+    mine = [line for name in names if (line := _fault(folder / name, seals[name], stranger))]
     return [line for part in all_gather_json(mine) for line in part]
 
 
@@ -62,20 +57,18 @@ def few(lines: list[str], n: int = 4) -> str:
     return "; ".join(lines[:n]) + (f"; and {len(lines) - n} more" if len(lines) > n else "")
 
 
-def _share(names: list[str]) -> list[str]:
-    return names[dist.get_rank() :: dist.get_world_size()]
-
-
-def _fault(path: Path, seal: Seal) -> str | None:
+def _fault(path: Path, seal: Seal, stranger: Callable[[Path], str | None]) -> str | None:
     size, checksum = seal
     try:
         found = path.stat().st_size
+        if found == size and seal_of(path)[1] == checksum:
+            return None
+        if why := stranger(path):
+            return f"{path.name} {why}"
         if found != size:
             return f"{path.name} has {found:,} bytes, and {size:,} were written"
-        if seal_of(path)[1] != checksum:
-            return f"{path.name} holds other bytes than were written (checksum)"
+        return f"{path.name} holds other bytes than were written (checksum)"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
         return f"{path.name} cannot be read ({error.strerror or error})"
-    return None

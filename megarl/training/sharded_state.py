@@ -1,37 +1,30 @@
-"""An engine's parameters and optimizer state as Megatron sharded tensors, and their way to and from disk.
+"""An engine's parameters and optimizer state as boxes of named whole tensors, and back.
 
 Every tensor of a checkpoint is stored under the name of its parameter and its place in the whole model, so a run can
 go on under another layout. That holds for optimizer state too because only its tensors are stored, one set per
 parameter, and nothing of how this rank's optimizers are composed (Megatron's own form differs between one optimizer
 and a chain of two, and cannot be read by the other).
 
-What is unpickled on load: the `.metadata` index, checked first against a short list of plain classes, and
-nothing else; tensors are read with `weights_only`.
+Nothing is gathered: with Megatron's distributed optimizer a data-parallel rank writes those elements of parameters and
+state that it owns, and reads the state it owns and the parameters it needs straight into their tensors.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
-import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
 
-from megarl.errors import UserError
+from megarl.training.boxes import Box, Place, boxes_of, places_of
+from megarl.training.intact import few
 from megarl.training.optimizer import parts
+from megarl.training.shards import CheckpointError, Index, Snapshot, fill, foreign
 
-from megatron.core import dist_checkpointing  # isort: skip  (megarl.training.optimizer installs the compat hook)
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory  # isort: skip
-from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor  # isort: skip
-from megatron.core.dist_checkpointing.strategies import torch as torch_dist  # isort: skip
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy  # isort: skip
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding  # isort: skip
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # isort: skip
 
@@ -43,60 +36,113 @@ _MASTER = "param"
 Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
-class CheckpointError(UserError):
-    """A checkpoint is incomplete, damaged, of another model, cannot be written, or holds what none of ours holds."""
+def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
+    """A copy of what this rank writes of all engines, in host memory; offloaded ones come back for it."""
+    with _onloaded(engines.values()):
+        boxes = [box for name, engine in engines.items() for box in engine_boxes(name, engine, writing=True)]
+        return Snapshot(boxes, label)
 
 
-# -- engine to sharded tensors -----------------------------------------------------------------------------------------
-
-
-def save_engines(engines: dict[str, MegatronEngine], folder: Path) -> None:
-    """Write all engines into the existing empty `folder`; offloaded ones come back for it. Collective."""
-    with contextlib.ExitStack() as stack:
-        for engine in engines.values():
-            stack.enter_context(engine.onloaded())
-        state = {name: _engine_state(name, engine, loading=False) for name, engine in engines.items()}
-        dist_checkpointing.save(state, str(folder), sharded_strategy=_Save("torch_dist", 1))
-
-
-def load_engines(engines: dict[str, MegatronEngine], folder: Path, steps: dict[str, int]) -> None:
-    """Read all engines from `folder`, whatever layout wrote it, and set their optimizer steps. Collective.
+def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Index, steps: Mapping[str, int]) -> None:
+    """Read all engines from the files of `index`, whatever layout wrote them, and set their optimizer steps.
 
     Raises:
-        CheckpointError: the index holds something other than tensors.
+        CheckpointError: they hold another model; nothing has been loaded.
     """
-    check_index(folder)
-    with contextlib.ExitStack() as stack:
-        for engine in engines.values():
-            stack.enter_context(engine.onloaded())
-        state = {name: _engine_state(name, engine, loading=True) for name, engine in engines.items()}
-        loaded = dist_checkpointing.load(
-            state,
-            str(folder),
-            sharded_strategy=torch_dist.TorchDistLoadShardedStrategy(),
-            validate_access_integrity=False,  # a data-parallel rank asks for the optimizer state it owns and no more
-        )
+    with _onloaded(engines.values()):
+        boxes = [box for name, engine in engines.items() for box in engine_boxes(name, engine, writing=False)]
+        refuse_foreign(boxes, index, folder)
+        with torch.no_grad():
+            fill(boxes, index, folder)
         for name, engine in engines.items():
-            for number, chunk in enumerate(engine.chunks):
-                _copy_into(chunk, loaded[name]["model"][number])
             engine.step = steps[name]
-            for number, part in enumerate(_optimizers(engine)):
-                _set_optimizer_state(part, engine, loaded[name]["optimizer"][number])
+            for part in _optimizers(engine):
+                _set_step(part, engine.step)
 
 
-def _engine_state(name: str, engine: MegatronEngine, loading: bool) -> dict[str, Any]:
-    """Nested dict of sharded tensors whose keys begin with the engine's name."""
-    # One key per layer, not one tensor over all layers: layers may differ (dense and expert ones).
-    model = {
-        number: _tensors_only(chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}))
-        for number, chunk in enumerate(engine.chunks)
-    }
-    add_prefix_for_sharding(model, f"{name}.")
-    by_parameter = {id(sharded.data): sharded for sharded in nested_values(model)}
-    optimizers = {
-        number: _optimizer_state(part, by_parameter, engine, loading) for number, part in enumerate(_optimizers(engine))
-    }
-    return {"model": model, "optimizer": optimizers}
+def refuse_foreign(boxes: Iterable[Box], index: Index, folder: Path) -> None:
+    """Check that an index has all boxes, of tensors of the same shapes.
+
+    Raises:
+        CheckpointError: says which not.
+    """
+    lines = foreign(boxes, index)
+    if lines:
+        raise CheckpointError(
+            "this checkpoint is of another model",
+            where=str(folder),
+            found=few(lines),
+            allowed="a checkpoint of the architecture, sizes and dtype that the recipe's `model` section gives",
+            fix="give the recipe the model that was trained (config.yaml of that run has it), or train this one in a "
+            "new run folder; trainer.resume=never in this folder moves its checkpoints to checkpoints.old-K",
+        )
+
+
+@contextlib.contextmanager
+def _onloaded(engines: Iterable[MegatronEngine]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine.onloaded())
+        yield
+
+
+# -- engine to boxes ---------------------------------------------------------------------------------------------------
+
+
+def weight_boxes(name: str, engine: MegatronEngine) -> Iterator[Box]:
+    """This rank's whole parameters and buffers."""
+    for copy, tensor in _copies(name, engine):
+        yield from boxes_of(copy.places, tensor)
+
+
+class _Copy(NamedTuple):
+    """This rank's copy of a tensor: where it lies, and is it the first among its tensor- and pipeline-parallel copies,
+    and among its data-parallel ones?"""
+
+    places: list[Place]
+    first_in_model: bool
+    first_in_data: bool
+
+
+def engine_boxes(name: str, engine: MegatronEngine, *, writing: bool) -> Iterator[Box]:
+    """What this rank holds of an engine, under keys that begin with its name.
+
+    With `writing` each element comes from one rank only: from its owner where the distributed optimizer divides the
+    parameter among data-parallel ranks, else from the first rank that holds it.
+    """
+    optimizers = _optimizers(engine)
+    for part in optimizers:
+        _create_state(part)
+    distributed = [part for part in optimizers if isinstance(part, DistributedOptimizer)]
+    divided = {id(p) for part in distributed for buffer in part.buffers for p in buffer.params}
+    owned = {id(p): piece for part in distributed for p, piece, _ in _owned_pieces(part)}
+    copies: dict[int, _Copy] = {}
+    for copy, tensor in _copies(name, engine):
+        copies[id(tensor)] = copy
+        piece = owned.get(id(tensor))
+        if not writing or (copy.first_in_model and copy.first_in_data and id(tensor) not in divided):
+            yield from boxes_of(copy.places, tensor)
+        elif copy.first_in_model and piece is not None:
+            yield from boxes_of(copy.places, tensor.detach().view(-1)[piece], piece.start)
+    for part in optimizers:
+        for parameter, start, tensors in _state(part):
+            copy = copies[id(parameter)]
+            if not writing or (copy.first_in_model and (copy.first_in_data or id(parameter) in owned)):
+                for key in _wanted(engine):
+                    yield from boxes_of(copy.places, tensors[key], start, f"optimizer.{key}.")
+
+
+def _copies(name: str, engine: MegatronEngine) -> Iterator[tuple[_Copy, Tensor]]:
+    """All parameters and buffers of this rank's model chunks."""
+    for chunk in engine.chunks:
+        # One key per layer, not one tensor over all layers: layers may differ (dense and expert ones).
+        sharded = _tensors_only(chunk.sharded_state_dict(metadata={"non_homogeneous_layers": True}))
+        add_prefix_for_sharding(sharded, f"{name}.")
+        for key, value in chunk.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor):
+                replica = sharded[key].replica_id
+                *in_model, in_data = replica if isinstance(replica, tuple) else (replica,)
+                yield _Copy(places_of(sharded[key]), not any(in_model), in_data == 0), value
 
 
 def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:
@@ -111,30 +157,6 @@ def _tensors_only(state: dict[str, Any]) -> dict[str, Sharded]:
 
 def _optimizers(engine: MegatronEngine) -> list[Any]:
     return parts(engine.optimizer) if engine.optimizer is not None else []
-
-
-def _optimizer_state(
-    part: Any, by_parameter: dict[int, Sharded], engine: MegatronEngine, loading: bool
-) -> dict[str, dict[str, Sharded]]:
-    """Moments (and, in bf16, master weights) of every parameter of one optimizer, under stable names."""
-    _create_state(part)
-    keys = _wanted(engine)
-    if not isinstance(part, DistributedOptimizer):
-        found = [(parameter, {key: tensors[key] for key in keys}) for parameter, tensors in _whole_tensors(part)]
-    elif loading:
-        found = [
-            (parameter, {key: torch.empty(parameter.shape, dtype=torch.float32) for key in keys})
-            for parameter, _, _ in _owned_pieces(part)
-        ]
-    else:
-        found = list(_gathered_tensors(part, keys))
-    return {
-        str(number): {
-            key: make_sharded_optimizer_tensor(by_parameter[id(parameter)], tensor, f"optimizer.{key}")
-            for key, tensor in tensors.items()
-        }
-        for number, (parameter, tensors) in enumerate(found)
-    }
 
 
 def _wanted(engine: MegatronEngine) -> tuple[str, ...]:
@@ -169,30 +191,11 @@ def _moments(part: Any, main: Tensor) -> dict[str, Tensor]:
     return {moment: part.optimizer.state[main][moment] for moment in MOMENTS}
 
 
-def _gathered_tensors(part: DistributedOptimizer, keys: Sequence[str]) -> Iterable[tuple[Tensor, dict[str, Tensor]]]:
-    """Each model parameter with its whole state, on the first data-parallel rank; nothing on the others.
-
-    Megatron's own gather loses the end of buffers whose parameters do not fill their alignment.
-    """
-    group = part.data_parallel_group_gloo
-    first = group.rank() == 0
-    state = {id(parameter): tensors for parameter, _, tensors in _owned_pieces(part)}
-    for buffer, ranges in zip(part.buffers, part.gbuf_ranges, strict=True):
-        for bucket, owned in zip(buffer.buckets, next(iter(ranges.values())), strict=True):
-            whole: dict[str, Tensor] = {}
-            for key in keys:
-                share = torch.zeros(bucket.grad_data.numel() // group.size())
-                for parameter, places in owned["param_map"].items():
-                    place = places["gbuf_local"]
-                    share[place.start : place.end] = state[id(parameter)][key].flatten()
-                shares = [torch.empty_like(share) for _ in range(group.size())] if first else None
-                dist.gather(share, shares, group=group, group_dst=0)
-                if shares is not None:
-                    whole[key] = torch.cat(shares)
-            for parameter in bucket.params_list if first else ():
-                start, end, _ = buffer.param_index_map[parameter]
-                place = slice(start - bucket.offset, end - bucket.offset)
-                yield parameter, {key: tensor[place].view(parameter.shape) for key, tensor in whole.items()}
+def _state(part: Any) -> Iterable[tuple[Tensor, int, dict[str, Tensor]]]:
+    """Each model parameter that one optimizer holds state of, the first element it has, and the state, flat or not."""
+    if isinstance(part, DistributedOptimizer):
+        return ((parameter, piece.start, tensors) for parameter, piece, tensors in _owned_pieces(part))
+    return ((parameter, 0, tensors) for parameter, tensors in _whole_tensors(part))
 
 
 def _create_state(part: Any) -> None:
@@ -209,95 +212,10 @@ def _create_state(part: Any) -> None:
                 )
 
 
-def _copy_into(chunk: torch.nn.Module, loaded: dict[str, Tensor]) -> None:
-    with torch.no_grad():
-        for key, value in chunk.state_dict(keep_vars=True).items():
-            if isinstance(value, Tensor):
-                value.copy_(loaded[key])
-
-
-def _set_optimizer_state(part: Any, engine: MegatronEngine, loaded: dict[str, dict[str, Tensor]]) -> None:
-    if isinstance(part, DistributedOptimizer):
-        for number, (_, piece, tensors) in enumerate(_owned_pieces(part)):
-            for key, tensor in loaded[str(number)].items():
-                tensors[key].copy_(tensor.flatten()[piece])
-    else:
-        for number, (_, tensors) in enumerate(_whole_tensors(part)):
-            for key, tensor in loaded[str(number)].items():
-                tensors[key].copy_(tensor)
+def _set_step(part: Any, step: int) -> None:
     for group in part.param_groups:
         if not isinstance(part.optimizer, torch.optim.AdamW):
-            group["step"] = engine.step  # fused Adam of Apex and Transformer Engine counts per group
+            group["step"] = step  # fused Adam of Apex and Transformer Engine counts per group
             continue
         for parameter in group["params"]:
-            part.optimizer.state[parameter]["step"].fill_(engine.step)
-
-
-# -- disk --------------------------------------------------------------------------------------------------------------
-
-
-class _Save(SaveShardedStrategy):
-    """The `torch_dist` format, written by this process: Megatron's own writer forks, with threads running."""
-
-    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
-        flat, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )
-        dcp.save(
-            torch_dist.mcore_to_pyt_state_dict(flat),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir, single_file_per_rank=True, sync_files=True),
-            planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Objects would have to be pickled."""
-        return False
-
-
-_PLAIN = {
-    ("builtins", "set"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # its module since Python 3.13
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
-_DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN or (module == "torch" and name in _DTYPES):
-            return super().find_class(module, name)
-        raise CheckpointError(f"the index of the checkpoint names {module}.{name}, which is not a part of any index")
-
-
-def check_index(folder: Path) -> None:
-    """Read the pickled index with a short list of allowed classes, before anything reads it without.
-
-    Raises:
-        CheckpointError: it names another class, or lists objects besides tensors.
-    """
-    try:
-        index = _PlainUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
-    except (OSError, pickle.UnpicklingError, EOFError) as error:
-        raise CheckpointError(f"{folder}: the index of the checkpoint cannot be read: {error}") from error
-    others = [
-        key for key, value in index.state_dict_metadata.items() if type(value).__name__ != "TensorStorageMetadata"
-    ]
-    if others:
-        raise CheckpointError(f"{folder}: holds objects besides tensors: {', '.join(others[:4])}")
+            part.optimizer.state[parameter]["step"].fill_(step)

@@ -57,13 +57,14 @@ def test_changed_settings_are_named():
 def run_dir(tmp_path):
     """A run folder with three checkpoints that hold no model."""
     from megarl.training import checkpoint
+    from megarl.training.shards import Snapshot
     from tests.dist import single_process
 
     single_process()
     layout = SimpleNamespace(describe=lambda: {"world_size": 1})
     engines = {"actor": SimpleNamespace(layout=layout, step=0)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save_engines", lambda engines, folder: None)
+        patch.setattr(checkpoint, "snapshot", lambda engines, label: Snapshot([], label))
         for step in (1, 2, 3):
             checkpoint.save(tmp_path / "checkpoints", step, engines, {}, keep_last=9)
     return tmp_path
@@ -71,7 +72,7 @@ def run_dir(tmp_path):
 
 def find(run_dir, resume="auto"):
     config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
-    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir))
+    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}))
     return checkpoints.find("trainer.steps", 9), checkpoints.source
 
 
@@ -100,6 +101,34 @@ def test_a_checkpoint_that_was_asked_for_is_not_replaced_by_another(run_dir):
     (folder / "state.json").unlink()
     with pytest.raises(UserError, match=r"state.json is missing(?s:.*)trainer.resume=.*step_2 continues"):
         find(run_dir, str(folder))
+
+
+def test_steps_run_while_a_checkpoint_is_written_and_the_last_one_waits(monkeypatch, tmp_path):
+    from megarl.training import checkpoint
+
+    calls = []
+
+    class Saving:
+        def __init__(self, root, step, *args, **kwargs):
+            self.step = step
+            calls.append(f"begin {step}")
+
+        def poll(self):
+            calls.append(f"poll {self.step}")
+            return self.step == 1
+
+        def wait(self):
+            calls.append(f"wait {self.step}")
+
+    monkeypatch.setattr(checkpoint, "begin", Saving)
+    part = SimpleNamespace(state_dict=dict)
+    trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
+    c = SimpleNamespace(config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path)
+    c.loader, c.kl_controller, c.surplus, c.trained = part, part, None, {}
+    checkpoints = Checkpoints(c)
+    for step in range(1, 6):
+        checkpoints.after_step(step, {}, None, last=step == 5)
+    assert calls == ["begin 2", "poll 2", "poll 2", "wait 2", "begin 4", "poll 4", "wait 4", "begin 5", "wait 5"]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Checkpoints: bit-for-bit resume, resharding with optimizer state, and folders that are complete or not there."""
 
-import pickle
 import re
+import resource
+import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ import torch.distributed as dist
 
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
-from megarl.training import checkpoint
-from megarl.training.sharded_state import CheckpointError
+from megarl.training import checkpoint, shards
+from megarl.training.shards import CheckpointError
 from tests.dist import run_distributed
 from tests.training import cases
 
@@ -157,20 +159,99 @@ def test_newest_and_best_are_kept(alone, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.json", "step_2", "step_4", "step_5"]
 
 
-def test_interrupted_save_is_not_seen_and_goes_away(alone, tmp_path, monkeypatch):
+def test_interrupted_save_is_not_seen_and_goes_away(alone, tmp_path):
     engine = _engine("dense", {})
     checkpoint.save(tmp_path, 1, {"actor": engine}, {})
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_save_rng", lambda path: (_ for _ in ()).throw(OSError("disk full")))
-        with pytest.raises(OSError, match="disk full"):
-            checkpoint.save(tmp_path, 2, {"actor": engine}, {})
-    assert len(list(tmp_path.glob("step_2.tmp-*"))) == 1
+    left = tmp_path / "step_2.tmp-1234"  # a killed run
+    left.mkdir()
+    (left / "meta.json").write_text("{}")
     assert checkpoint.latest(tmp_path).name == "step_1"
     (tmp_path / "step_9").mkdir()
     assert checkpoint.latest(tmp_path).name == "step_1"
     checkpoint.save(tmp_path, 3, {"actor": engine}, {})
     assert not list(tmp_path.glob("*.tmp-*"))
     assert checkpoint.latest(tmp_path).name == "step_3"
+
+
+@pytest.fixture
+def no_room_for_files():
+    """The kernel refuses to let files grow beyond 100,000 bytes, as it does on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_write_that_fails_leaves_the_last_checkpoint_and_says_how_to_go_on(alone, tmp_path, request):
+    engine = _engine("dense", {})
+    whole = checkpoint.save(tmp_path / "checkpoints", 1, {"actor": engine}, {})
+    request.getfixturevalue("no_room_for_files")
+    saving = checkpoint.begin(tmp_path / "checkpoints", 2, {"actor": engine}, {})
+    with pytest.raises(CheckpointError) as caught:
+        saving.wait()
+    error = caught.value
+    assert error.what == "the checkpoint could not be written"
+    assert "rank 0: File too large (rank_0.safetensors)" in error.found
+    assert f"--run-dir {tmp_path}: it goes on from the checkpoint of step 1" in error.fix
+    assert [path.name for path in whole.parent.iterdir()] == ["step_1"]
+    checkpoint.verify(whole)
+
+
+def test_a_checkpoint_that_does_not_fit_is_not_begun(alone, tmp_path, monkeypatch):
+    engine = _engine("dense", {})
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=70 << 20))
+    checkpoint.save(tmp_path, 1, {"actor": engine}, {})
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
+    with pytest.raises(CheckpointError, match=r"GB are needed, 0\.0671 GB are free(?s:.*)checkpoint of step 1"):
+        checkpoint.save(tmp_path, 2, {"actor": engine}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(alone, tmp_path, monkeypatch):
+    engine = _engine("dense", {})
+    _steps(engine, 0)
+    want = _hashes(engine)
+    go_on = threading.Event()
+    write_file = shards.write_file
+    monkeypatch.setattr(shards, "write_file", lambda *args: go_on.wait(60) and write_file(*args))
+    saving = checkpoint.begin(tmp_path, 2, {"actor": engine}, {"at": 2})
+    metrics = _steps(engine, 2)
+    assert not saving.poll()
+    assert checkpoint.latest(tmp_path) is None
+    go_on.set()
+    saving.wait()
+    again = _engine("dense", {}, seed=8)
+    assert checkpoint.load(tmp_path / "step_2", {"actor": again}) == (2, {"at": 2})
+    assert _hashes(again) == want
+    assert _steps(again, 2) == metrics
+
+
+def _one_rank_fails(root: str) -> list:
+    """Rank 1 cannot write; what each rank sees, and the bytes that each rank wrote before."""
+    engine = _engine("dense", {})
+    folder = checkpoint.save(Path(root), 1, {"actor": engine}, {})
+    sizes = [(folder / f"rank_{rank}.safetensors").stat().st_size for rank in range(2)]
+    dist.barrier()
+    if engine.layout.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        checkpoint.save(Path(root), 2, {"actor": engine}, {})
+    except CheckpointError as error:
+        return [str(error), sizes, sum(p.numel() for chunk in engine.chunks for p in chunk.parameters())]
+    return []
+
+
+@pytest.mark.procs
+def test_ranks_write_equal_parts_and_fail_together(tmp_path):
+    first, second = run_distributed(_one_rank_fails, 2, 120, str(tmp_path))
+    assert first == second
+    message, sizes, parameters = first
+    assert "rank 1: File too large (rank_1.safetensors)" in message
+    assert "rank 0:" not in message
+    for size in sizes:  # parameters and two moments in fp32, half of them; the rest is the header and rounding
+        assert 6 * parameters <= size <= 6.5 * parameters
+    assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
 def test_what_is_no_checkpoint_is_refused(alone, tmp_path):
@@ -256,25 +337,27 @@ def test_a_best_json_that_cannot_be_read_is_none(alone, tmp_path, caplog):
     assert "best.json cannot be read" in caplog.text
 
 
-class _Evil:
-    def __reduce__(self):
-        return (Path.touch, (Path(_Evil.target),))
+def test_nothing_in_a_checkpoint_is_a_pickle(alone, tmp_path):
+    folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {})
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_foreign_pickles_are_not_run(alone, tmp_path, name):
-    from megarl.training.sharded_state import load_engines
-
+def test_the_file_of_another_checkpoint_is_named(alone, tmp_path):
     engine = _engine("dense", {})
     folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
-    _Evil.target = str(tmp_path / "ran")
-    if name == ".metadata":
-        (folder / name).write_bytes(pickle.dumps(_Evil()))
-    else:
-        torch.save({"x": _Evil()}, folder / name)
-    with pytest.raises((CheckpointError, pickle.UnpicklingError)):
-        load_engines({"actor": engine}, folder, {"actor": 1})  # as if the checksums had been forged, too
-    assert not (tmp_path / "ran").exists()
+    other = checkpoint.save(tmp_path, 2, {"actor": engine}, {})
+    (folder / "rank_0.safetensors").write_bytes((other / "rank_0.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"rank_0\.safetensors is of another checkpoint \(of step 2\)"):
+        checkpoint.load(folder, {"actor": engine})
+
+
+def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(alone, tmp_path):
+    folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {})
+    other = _engine("moe", {})
+    before = _hashes(other)
+    with pytest.raises(CheckpointError, match=r"of another model(?s:.*)no actor\.decoder.*experts(?s:.*)resume=never"):
+        checkpoint.load(folder, {"actor": other})
+    assert _hashes(other) == before
 
 
 def test_checkpoints_of_steps_to_be_trained_anew_are_set_aside(tmp_path):

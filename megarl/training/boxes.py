@@ -1,0 +1,130 @@
+"""Where a local tensor lies in a named whole one, cut into boxes.
+
+A box is a contiguous local tensor and the place of its first element in the whole tensor. Ranks of any layout hold such
+boxes: a tensor-parallel shard is one, and the elements 100 to 900 of a flattened shard, which is what a data-parallel
+rank owns of its optimizer state, are at most 2 * dims - 1 of them (the end of a row, whole rows, the start of a row):
+
+    . . . . . .         offset (1, 4) shape (1, 2)
+    . . . . a a         offset (2, 0) shape (2, 6)
+    b b b b b b   ->    offset (4, 0) shape (1, 3)
+    b b b b b b
+    c c c . . .
+
+So what one layout wrote another one reads, by copying where boxes overlap, and nobody gathers a whole tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megarl.compat import megatron as compat
+
+compat.install()
+
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402  (after install)
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory  # noqa: E402
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Box:
+    """Contiguous local `data` whose first element is element `offset` of the tensor `key` of shape `whole`.
+
+    Attributes:
+        padded: the size of the whole tensor depends on the layout, and what another layout lacks is padding.
+    """
+
+    key: str
+    whole: Shape
+    offset: Shape
+    data: Tensor
+    padded: bool = False
+
+
+class Place(NamedTuple):
+    """A contiguous part of a local tensor: its elements from `start` on are a box of the whole tensor `key`."""
+
+    key: str
+    whole: Shape
+    offset: Shape
+    shape: Shape
+    start: int
+    padded: bool
+
+
+def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Place]:
+    """The parts of a local tensor, usually one; two for a gate and an up projection that lie in one parameter."""
+    # On the meta device: what a factory makes are views, and their offsets say which elements they are.
+    blank = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
+    moved = dataclasses.replace(sharded, data=blank)
+    pieces = list(nested_values(moved.build())) if isinstance(moved, ShardedTensorFactory) else [moved]
+    found = []
+    for piece in pieces:
+        if not piece.data.is_contiguous():
+            raise ValueError(f"{piece.key}: a part of a parameter that is not contiguous has no place in a checkpoint")
+        shape = (1,) * piece.prepend_axis_num + tuple(piece.data.shape)
+        whole, offset = tuple(piece.global_shape), tuple(piece.global_offset)
+        found.append(Place(piece.key, whole, offset, shape, piece.data.storage_offset(), piece.allow_shape_mismatch))
+    return found
+
+
+def boxes_of(places: Sequence[Place], data: Tensor, start: int = 0, prefix: str = "") -> Iterator[Box]:
+    """The boxes of the elements from `start` on of a local tensor, which are the flat `data`."""
+    data = data.detach().view(-1)
+    for place in places:
+        first = max(start, place.start)
+        last = min(start + data.numel(), place.start + math.prod(place.shape))
+        for offset, shape in cut(place.shape, first - place.start, last - place.start):
+            count = math.prod(shape)
+            at = tuple(a + b for a, b in zip(place.offset, offset, strict=True))
+            box = data[first - start : first - start + count].view(shape)
+            yield Box(prefix + place.key, place.whole, at, box, place.padded)
+            first += count
+
+
+def cut(shape: Shape, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    """Offset and shape of the boxes that make up the elements `start` to `end` - 1 of a row-major tensor, in order.
+
+    >>> list(cut((5, 6), 10, 27))
+    [((1, 4), (1, 2)), ((2, 0), (2, 6)), ((4, 0), (1, 3))]
+    """
+    if start >= end:
+        return
+    if not shape:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row  # whole rows
+    if first > last:
+        yield from _in_row(shape, last, start - last * row, end - last * row)
+        return
+    if start < first * row:
+        yield from _in_row(shape, first - 1, start - (first - 1) * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    if last * row < end:
+        yield from _in_row(shape, last, 0, end - last * row)
+
+
+def _in_row(shape: Shape, row: int, start: int, end: int) -> Iterator[tuple[Shape, Shape]]:
+    for offset, size in cut(shape[1:], start, end):
+        yield (row, *offset), (1, *size)
+
+
+def overlap(offset: Shape, shape: Shape, other: Shape, other_shape: Shape) -> tuple[tuple[slice, ...], ...] | None:
+    """The common part of two boxes, as indices into the first and into the second; None when there is none."""
+    mine, others = [], []
+    for a, size, b, other_size in zip(offset, shape, other, other_shape, strict=True):
+        low, high = max(a, b), min(a + size, b + other_size)
+        if low >= high:
+            return None
+        mine.append(slice(low - a, high - a))
+        others.append(slice(low - b, high - b))
+    return tuple(mine), tuple(others)

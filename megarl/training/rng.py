@@ -1,0 +1,51 @@
+"""The random states of this process as the bytes of a file, and back."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import torch
+
+from megarl.compat import megatron as compat
+from megarl.device import has_cuda
+
+compat.install()
+
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402  (after install)
+
+
+def rng_bytes() -> bytes:
+    """States of this rank's generators: Python, numpy, torch, CUDA, and Megatron's tracker; a safetensors file."""
+    import numpy
+    from safetensors.torch import save as to_bytes
+
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    assert not isinstance(keys, str)
+    tensors = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(keys.copy())}
+    if has_cuda():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    tensors |= {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    plain = {"python": random.getstate(), "numpy": [kind, position, has_gauss, gauss]}
+    return to_bytes(tensors, metadata={"plain": json.dumps(plain)})
+
+
+def load_rng(path: Path) -> None:
+    """Set the generators to the states in a file of `rng_bytes`."""
+    import numpy
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        plain = json.loads(file.metadata()["plain"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    version, internal, gauss_next = plain["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    kind, position, has_gauss, gauss = plain["numpy"]
+    numpy.random.set_state((kind, tensors["numpy"].numpy(), position, has_gauss, gauss))
+    torch.set_rng_state(tensors["torch"])
+    if has_cuda() and "cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["cuda"])
+    get_cuda_rng_tracker().set_states(
+        {name.removeprefix("tracker."): state for name, state in tensors.items() if name.startswith("tracker.")}
+    )

@@ -1,0 +1,185 @@
+"""Files of boxes: each rank writes one, any rank reads what it needs out of all of them.
+
+A file is in the safetensors format, so any tool can open it. A tensor in it is one box, called KEY@OFFSET (as in
+`actor.decoder.layers.0.mlp.linear_fc2.weight@0,64`); the metadata hold the shapes of the whole tensors and a label that
+says which checkpoint the file belongs to. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megarl.device import has_cuda, synchronize
+from megarl.errors import UserError
+from megarl.phase import beat
+from megarl.training.boxes import Box, Shape, overlap
+from megarl.training.intact import Seal
+
+_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_CHUNK = 16 << 20
+_ALIGNED = 64
+
+#: key -> {"whole": shape, "boxes": [[file, first byte, dtype, offset, shape], ...]}
+Index: TypeAlias = dict[str, dict[str, Any]]
+
+
+class CheckpointError(UserError):
+    """A checkpoint is incomplete, damaged, of another model, or cannot be written."""
+
+
+class Snapshot:
+    """Copies of boxes in one block of host memory (pinned where there is a GPU), ready to be written.
+
+    Args:
+        boxes: what to copy. Their tensors may change as soon as this returns.
+        label: says which checkpoint the file belongs to.
+    """
+
+    def __init__(self, boxes: Iterable[Box], label: dict[str, Any]) -> None:
+        # The widest numbers first: every tensor is then aligned without gaps, which the format does not allow.
+        ordered = sorted(boxes, key=lambda box: -box.data.element_size())
+        self._memory = torch.empty(sum(box.data.nbytes for box in ordered), dtype=torch.uint8, pin_memory=has_cuda())
+        header: dict[str, Any] = {}
+        end = 0
+        for box in ordered:
+            start, end = end, end + box.data.nbytes
+            room = self._memory[start:end].view(box.data.dtype).view(box.data.shape)
+            room.copy_(box.data, non_blocking=True)
+            header[f"{box.key}@{','.join(map(str, box.offset))}"] = {
+                "dtype": _NAMES[box.data.dtype],
+                "shape": list(box.data.shape),
+                "data_offsets": [start, end],
+            }
+            beat()
+        synchronize()
+        wholes = {box.key: box.whole for box in ordered}
+        text = json.dumps({"__metadata__": {"label": json.dumps(label), "wholes": json.dumps(wholes)}, **header})
+        padded = -(-(len(text.encode()) + 8) // _ALIGNED) * _ALIGNED - 8
+        self._header = padded.to_bytes(8, "little") + text.encode().ljust(padded)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file."""
+        return len(self._header) + self._memory.nbytes
+
+    def write(self, path: Path, progress: Callable[[int], None]) -> Seal:
+        """Write the file; `progress(bytes)` is called as it grows, and may raise to stop it."""
+        return write_file(path, (self._header, memoryview(self._memory.numpy())), progress)
+
+
+def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callable[[int], None]) -> Seal:
+    """Write `parts` to disk, flushed. Returns the seal of the file."""
+    checksum, size = xxhash.xxh3_64(), 0
+    try:
+        with path.open("wb") as file:
+            for part in parts:
+                for start in range(0, len(part), _CHUNK):
+                    chunk = part[start : start + _CHUNK]
+                    file.write(chunk)
+                    checksum.update(chunk)
+                    size += len(chunk)
+                    progress(len(chunk))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a full disk does not say which file
+        raise
+    return [size, checksum.hexdigest()]
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """Header of a file, and where its data begin.
+
+    Raises:
+        CheckpointError: it is none of these files.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            return json.loads(file.read(length)), 8 + length
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"the header of this file cannot be read: {error}", where=str(path)) from error
+
+
+def label_of(path: Path) -> dict[str, Any]:
+    """What `Snapshot` was given as label."""
+    return json.loads(read_header(path)[0]["__metadata__"]["label"])
+
+
+def read_index(folder: Path, names: Iterable[str]) -> Index:
+    """Where every box is that the files `names` of `folder` hold."""
+    index: Index = {}
+    for name in names:
+        header, begin = read_header(folder / name)
+        for key, whole in json.loads(header.pop("__metadata__")["wholes"]).items():
+            index.setdefault(key, {"whole": whole, "boxes": []})
+        for box, entry in header.items():
+            key, _, offset = box.rpartition("@")
+            at = [int(number) for number in offset.split(",") if number]
+            index[key]["boxes"].append([name, begin + entry["data_offsets"][0], entry["dtype"], at, entry["shape"]])
+    return index
+
+
+def foreign(boxes: Iterable[Box], index: Index) -> list[str]:
+    """What tells the model that holds `boxes` from the one that was saved; empty when they are the same."""
+    lines = []
+    for box in boxes:
+        entry = index.get(box.key)
+        if entry is None:
+            lines.append(f"no {box.key}")
+        elif tuple(entry["whole"]) != box.whole and not (box.padded and tuple(entry["whole"][1:]) == box.whole[1:]):
+            lines.append(f"{box.key} is {entry['whole']}, here it is {list(box.whole)}")
+    return list(dict.fromkeys(lines))
+
+
+def fill(boxes: Sequence[Box], index: Index, folder: Path) -> None:
+    """Copy into the tensors of `boxes` what the files of `folder` hold of them. Reads no more than that.
+
+    Raises:
+        CheckpointError: elements are in no file.
+    """
+    files: dict[str, Tensor] = {}
+    for box in boxes:
+        filled = 0
+        for name, begin, dtype, offset, shape in index[box.key]["boxes"]:
+            common = overlap(box.offset, tuple(box.data.shape), tuple(offset), tuple(shape))
+            if common is None:
+                continue
+            if name not in files:  # mapped: only the pages that are read come into memory
+                path = folder / name
+                files[name] = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)
+            mine, theirs = common
+            target = box.data[mine]
+            target.copy_(_tensor(files[name], begin, _DTYPES[dtype], tuple(shape))[theirs])
+            filled += target.numel()
+        if filled != box.data.numel() and not box.padded:
+            raise CheckpointError(
+                f"{box.data.numel() - filled} of {box.data.numel()} elements of {box.key} are in no file",
+                where=str(folder),
+                fix="use another checkpoint",
+            )
+        beat()
+
+
+def _tensor(raw: Tensor, begin: int, dtype: torch.dtype, shape: Shape) -> Tensor:
+    return raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
