@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from megarl import __version__
-from megarl.benchmarks import algorithms, throughput
+from megarl.benchmarks import algorithms, checkpoint, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.credentials import mask
 from megarl.errors import MegarlError, UserError
@@ -77,8 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     bench = commands.add_parser(
         "bench",
-        help="measure throughput on two fixed cases, the algorithms, or weight synchronisation",
-        description=f"{throughput.__doc__}\n{algorithms.__doc__}\n{sync_bench.__doc__}",
+        help="measure throughput on two fixed cases, the algorithms, weight synchronisation, or checkpoints",
+        description=f"{throughput.__doc__}\n{algorithms.__doc__}\n{sync_bench.__doc__}\n{checkpoint.__doc__}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     throughput.add_arguments(bench)
@@ -203,6 +203,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         return algorithms.run(arguments)
     if arguments.overrides == ["sync"]:
         return sync_bench.run(arguments)
+    if arguments.overrides == ["checkpoint"]:
+        return checkpoint.run(arguments)
     return throughput.run(arguments)
 
 

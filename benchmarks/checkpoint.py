@@ -1,0 +1,193 @@
+"""`megarl bench checkpoint`: bytes, seconds and memory of writing and reading a checkpoint.
+
+    megarl bench checkpoint
+    megarl bench checkpoint --json checkpoint.json
+
+A Qwen3 of 241M parameters in bf16 with AdamW, 14 bytes per parameter on disk, by 1, 2 and 4 data-parallel processes of
+one thread. `blocked` is how long training stands still (the copy to host memory), `writing` how long the threads then
+take until the checkpoint is complete, flushed to disk; `verifying` reads all files and compares checksums, with none of
+them in the page cache; `loading` is what follows, from the page cache. Memory is what a rank allocates beyond what it
+had (mapped files are not counted: the kernel takes their pages back). Figures are of the slowest or largest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megarl.training.engine import MegatronEngine
+
+RANKS = (1, 2, 4)
+MODEL = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 14,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 20000,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+_STEP = 1
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, show and save; returns the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from megarl.benchmarks.program import run_program
+    from megarl.benchmarks.report import host_class, save
+    from megarl.benchmarks.throughput import RESULTS
+    from megarl.tracking.machine import machine_info
+
+    rows, shares = [], []
+    for ranks in RANKS:
+        text, others = run_program([sys.executable, "-m", __spec__.name, str(ranks)])
+        rows.append(json.loads(text))
+        shares.append(others)
+    columns = ("ranks", "parameters", "gb", "gb_per_rank", "memory_save_gb", "memory_load_gb", "blocked_s", "writing_s",
+               "verifying_s", "loading_s")  # fmt: skip
+    table = Table(*columns, title="a checkpoint of one model")
+    for row in rows:
+        table.add_row(*(f"{row[name]:.3g}" if isinstance(row[name], float) else f"{row[name]:,}" for name in columns))
+    Console().print(table, f"other programs took {max(shares):.0%} of the machine")
+    machine = machine_info()
+    target = arguments.json or RESULTS
+    path = target if target.suffix == ".json" else target / f"checkpoint-{host_class(machine)}.json"
+    save({"machine": machine, "results": rows, "others_share": max(shares)}, path)
+    Console().print(f"saved: {path}")
+    return 0
+
+
+def measure() -> dict[str, Any]:
+    """All numbers of one rank; joined with those of the others on rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    from megarl.comm import all_gather_json
+    from megarl.training import checkpoint
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    engine = _engine()
+    row: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(dir=os.environ["FOLDER"]) as made:
+        root = Path(all_gather_json(made)[0])
+        with _peak_memory(row, "memory_save_gb"):
+            with _seconds(row, "blocked_s"):
+                saving = checkpoint.begin(root, _STEP, {"actor": engine}, {})
+            with _seconds(row, "writing_s"):
+                saving.wait()
+        folder = root / f"step_{_STEP}"
+        files = sorted(folder.iterdir())
+        row["gb_per_rank"] = (folder / f"rank_{dist.get_rank()}.safetensors").stat().st_size / 1e9
+        row["gb"] = sum(path.stat().st_size for path in files) / 1e9
+        for path in files:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with _peak_memory(row, "memory_load_gb"):
+            with _seconds(row, "verifying_s"):
+                meta = checkpoint.verify(folder)
+            with _seconds(row, "loading_s"):
+                checkpoint.load(folder, {"actor": engine}, meta)
+        rows = all_gather_json(row)  # nobody reads any more
+    largest = {name: max(each[name] for each in rows) for name in row}
+    parameters = sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters())
+    return {"ranks": len(rows), "parameters": parameters, **largest}
+
+
+def _engine() -> MegatronEngine:
+    import torch
+    from transformers import Qwen3Config
+
+    from megarl.config.model import ParallelConfig
+    from megarl.config.training import EngineConfig, OptimConfig
+    from megarl.training.engine import MegatronEngine
+    from megarl.training.parallel import init_parallel
+    from megarl.training.sharded_state import engine_boxes
+
+    parallel = ParallelConfig()
+    engine = MegatronEngine(
+        Qwen3Config(**MODEL),
+        parallel,
+        EngineConfig(),
+        OptimConfig(),
+        dtype=torch.bfloat16,
+        layout=init_parallel(parallel),
+        total_steps=1,
+        weights=lambda chunks: None,
+    )
+    for box in engine_boxes("actor", engine, writing=False):  # makes the optimizer state, and touches every page of it
+        box.data.fill_(0.5)
+    return engine
+
+
+@contextlib.contextmanager
+def _seconds(row: dict[str, Any], name: str) -> Iterator[None]:
+    """Wall seconds of the block, which all ranks begin together."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    start = time.perf_counter()
+    yield
+    row[name] = time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _peak_memory(row: dict[str, Any], name: str) -> Iterator[None]:
+    """How far the block raises this process's anonymous memory, seen every 5 ms."""
+    before, done = _anonymous(), threading.Event()
+    peak = [before]
+
+    def watch() -> None:
+        while not done.wait(0.005):
+            peak.append(_anonymous())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
+    row[name] = (max(peak) - before) / 1e9
+
+
+def _anonymous() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def main() -> None:
+    """With the number of ranks: start them. As one of them: measure."""
+    if "RANK" in os.environ:
+        result = measure()
+        if os.environ["RANK"] == "0":
+            print(json.dumps(result), flush=True)
+        os._exit(0)
+    from megarl.processes import free_port
+
+    ranks = int(sys.argv[1])
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-", dir=os.environ.get("TMPDIR")) as folder:
+        shared = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks),
+                               "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "FOLDER": folder}  # fmt: skip
+        command = [sys.executable, "-m", __spec__.name, str(ranks)]
+        started = [subprocess.Popen(command, env=shared | {"RANK": str(rank)}) for rank in range(ranks)]
+        codes = [process.wait() for process in started]
+        if any(codes):
+            sys.exit(f"exit codes of the ranks: {codes}")
+
+
+if __name__ == "__main__":
+    main()
