@@ -134,9 +134,10 @@ class KLController:
             self.coef *= 1 + error * samples / self.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """For the checkpoint."""
-        return {"coef": self.coef}
+        """For the checkpoint; a weight that does not adapt has no state."""
+        return {} if self.target is None else {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Inverse of `state_dict`."""
-        self.coef = float(state["coef"])
+        """Go on from where an adaptive controller was; one that does not adapt keeps the weight it was made with."""
+        if self.target is not None:
+            self.coef = float(state.get("coef", self.coef))

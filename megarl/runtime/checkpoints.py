@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.comm import broadcast_json
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
+from megarl.runtime.changes import Command, announcements
 from megarl.runtime.reference import put_aside
 from megarl.runtime.validate import due
 
@@ -43,6 +43,10 @@ class Checkpoints:
 
         Checkpoints of this run folder that the run is not to continue, because it starts anew or before them, are set
         aside. `steps` are those of the run, and `key` is where the recipe says so; what is left of them is printed.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none of them can be used.
+            ConfigError: no such checkpoint, or it cannot be continued with this configuration.
         """
         import torch.distributed as dist
 
@@ -62,10 +66,14 @@ class Checkpoints:
                         allowed="auto, never, or RUN_DIR/checkpoints/step_N",
                     )
                 self._meta = verify(self.source)
+            changes: list[str] = []
             if self.source is not None and self._meta is not None:
                 check_model(self.source, self._meta, self._c.trained)
+                now = self._c.config.model_dump(mode="json")
+                command: Command = "sft" if key.startswith("sft.") else "train"
+                changes = announcements(self._meta["config"], now, command)
             if dist.get_rank() == 0:
-                self._leave_others(steps, key)
+                self._leave_others(steps, key, changes)
         return None if self._meta is None else self._meta["step"]
 
     def _newest_good(self) -> None:
@@ -102,8 +110,8 @@ class Checkpoints:
                 "trainer.resume=OTHER_RUN/checkpoints/step_N continues from another run",
             )
 
-    def _leave_others(self, steps: int, key: str) -> None:
-        """Set aside what the run does not continue, and say where it begins; rank 0 only."""
+    def _leave_others(self, steps: int, key: str, changes: list[str]) -> None:
+        """Set aside what the run does not continue, and say where and with which changes it begins; rank 0 only."""
         from megarl.training.checkpoint import set_aside
 
         source, meta = self.source, self._meta
@@ -114,7 +122,7 @@ class Checkpoints:
             if not own:
                 put_aside(self._c.run_dir, aside)
         if meta is not None:
-            for line in changed_keys(meta["config"], self._c.config.model_dump(mode="json")):
+            for line in changes:
                 print(f"changed since the checkpoint: {line}", flush=True)
             print(_outlook(meta["step"], steps, key, str(source)), flush=True)
 
@@ -129,7 +137,9 @@ class Checkpoints:
         c.loader.load_state_dict(state["loader"])
         c.kl_controller.load_state_dict(state["kl"])
         c.surplus = read_surplus(c, self.source, state["surplus_parts"])
-        self.best = -math.inf if state["best"] is None else state["best"]
+        metric = c.config.trainer.best_metric
+        same = state.get("best_metric", metric) == metric  # values of another one do not compare
+        self.best = state["best"] if same and state["best"] is not None else -math.inf
         self.accuracy = state.get("accuracy")
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
@@ -173,6 +183,7 @@ class Checkpoints:
             "kl": c.kl_controller.state_dict(),
             "surplus_parts": 0 if c.surplus is None else c.layout.dp_size,
             "best": None if math.isinf(self.best) else self.best,
+            "best_metric": settings.best_metric,
             "accuracy": accuracy,
         }
         with phase("checkpoint"):
@@ -192,20 +203,6 @@ class Checkpoints:
         if self._saving is not None:
             self._saving.wait()
             self._saving = None
-
-
-def changed_keys(before: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """`key: old -> new` of every setting that both configurations have and that differs.
-
-    >>> list(changed_keys({"trainer": {"steps": 3, "seed": 0}}, {"trainer": {"steps": 5, "seed": 0}}))
-    ['trainer.steps: 3 -> 5']
-    """
-    for name in (name for name in before if name in now):
-        key, old, new = f"{path}{name}", before[name], now[name]
-        if isinstance(old, Mapping) and isinstance(new, Mapping):
-            yield from changed_keys(old, new, f"{key}.")
-        elif old != new and key != "trainer.resume":
-            yield f"{key}: {old} -> {new}"
 
 
 def _outlook(step: int, steps: int, key: str, source: str) -> str:

@@ -137,4 +137,10 @@ def test_controller_state_survives_a_checkpoint_and_fixed_stays_fixed():
     assert other.coef == c.coef
     fixed = KLController(0.3)
     fixed.update(kl=9.0, samples=500)
+    fixed.load_state_dict(c.state_dict())
+    assert fixed.coef == 0.3
+    other = KLController(0.5, target=0.1)
+    other.load_state_dict(fixed.state_dict())
+    assert other.coef == 0.5
+    fixed.load_state_dict(KLController(0.7).state_dict())
     assert fixed.coef == 0.3

@@ -9,7 +9,7 @@ import pytest
 
 from megarl import cli
 from megarl.errors import ConfigError, UserError
-from megarl.runtime.checkpoints import Checkpoints, changed_keys, check_best_metric
+from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import kept_reference, put_aside
 
 
@@ -45,12 +45,6 @@ def test_a_run_that_starts_anew_leaves_the_reference_with_its_old_checkpoints(tm
     newest = model(tmp_path / "reference")
     assert [kept_reference(folder / "step_1") for folder in old] == [old[1] / "reference"] * 2 + [newest]
     assert kept_reference(tmp_path / "checkpoints" / "step_1") == newest
-
-
-def test_changed_settings_are_named():
-    before = {"name": "a", "trainer": {"steps": 3, "resume": "auto"}, "data": {"files": ["x"]}, "gone": 1}
-    now = {"name": "a", "trainer": {"steps": 5, "resume": "never"}, "data": {"files": ["y"]}, "new": 1}
-    assert list(changed_keys(before, now)) == ["trainer.steps: 3 -> 5", "data.files: ['x'] -> ['y']"]
 
 
 @pytest.fixture

@@ -1,0 +1,172 @@
+"""What a resumed run does with settings that have changed since its checkpoint, key by key.
+
+Most of what a run knows comes from the recipe again when it resumes. What comes from the checkpoint instead: weights,
+optimizer state and steps, random states, the loader's order and place, the adaptive KL coefficient, samples that wait,
+the best value so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+from megarl.config.fields import iter_keys
+from megarl.errors import ConfigError
+
+Command = Literal["train", "sft"]
+Plain = Mapping[str, Any]
+#: None: the new value is used from the next step on. A text: it is not, or not everywhere.
+Effect = str | None
+
+WEIGHTS = "the weights are those of the checkpoint"
+ORDER = "the prompts keep the order of the checkpoint"
+COLD_START = "not used: the cold start is over"
+FIXED = "fixed"  # a checkpoint cannot be continued with another value
+
+
+def _kl_coef(before: Plain, now: Plain) -> Effect:
+    adaptive = all(_at(config, "algorithm.kl.adaptive") is True for config in (before, now))
+    return "not used: the adaptive coefficient goes on from its value in the checkpoint" if adaptive else None
+
+
+def _dtype(before: Plain, now: Plain) -> Effect:
+    if _at(now, "model.dtype") == "bf16":
+        return FIXED  # a checkpoint of float32 parameters has no master weights
+    return "from the parameters rounded to bf16, without their master weights"
+
+
+#: By key, or by section where all its keys behave alike. The data must stay the same: the loader refuses other prompts.
+EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
+    "name": "the run folder and an MLflow run keep theirs",
+    "model.path": f"read for tokenizer and architecture only: {WEIGHTS}",
+    "model.hf_config": None,
+    "model.tokenizer": None,
+    "model.init_seed": f"not used: {WEIGHTS}",
+    "model.dtype": _dtype,
+    "model.trust_remote_code": None,
+    "algorithm.pipeline": None,
+    "algorithm.advantage": None,
+    "algorithm.loss": None,
+    "algorithm.kl.use": None,
+    "algorithm.kl.estimator": None,
+    "algorithm.kl.coef": _kl_coef,
+    "algorithm.kl.adaptive": None,
+    "algorithm.kl.target": None,
+    "algorithm.kl.horizon": None,
+    "algorithm.distillation": None,
+    "algorithm.filter": None,
+    "algorithm.dynamic_sampling": None,
+    "algorithm.overlong": None,
+    "data.train_files": None,
+    "data.val_files": None,
+    "data.prompt_key": None,
+    "data.answer_key": None,
+    "data.format_prompt": None,
+    "data.chat_template": None,
+    "data.override_chat_template": None,
+    "data.max_prompt_tokens": None,
+    "data.overlong": None,
+    "data.batch_size": None,
+    "data.val_batch_size": None,
+    "data.max_val_samples": None,
+    "data.shuffle": f"not used: {ORDER}",
+    "data.loader_kwargs": None,
+    "reward": None,
+    "rollout": None,
+    "sync": None,
+    "rollout_correction": None,
+    "validation.sampling": None,
+    "validation.before_train": "not used: the first step is over",
+    "validation.every": None,
+    "validation.log_samples": None,
+    "actor": None,
+    "critic.path": f"not used: {WEIGHTS}",
+    "critic.parallel": None,
+    "critic.engine": None,
+    "critic.optim": None,
+    "critic.mini_batch_size": None,
+    "critic.ppo_epochs": None,
+    "critic.value_clip": None,
+    "critic.warmup_steps": None,
+    "reference": None,
+    "teacher": None,
+    "sft": COLD_START,
+    "trainer.steps": None,
+    "trainer.seed": f"used for what is drawn from now on; {ORDER}",
+    "trainer.save_every": None,
+    "trainer.keep_last": None,
+    "trainer.best_metric": None,
+    "trainer.resume": None,
+    "trainer.export_hf": None,
+    "cluster": None,
+    "tracking": None,
+}
+
+
+def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
+    """What a changed `key` does to a run that resumes; the longest entry of EFFECTS counts.
+
+    Raises:
+        KeyError: the key has no line in the table, which is a defect.
+    """
+    entry = key
+    while entry not in EFFECTS and "." in entry:
+        entry = entry.rpartition(".")[0]
+    if command == "sft" and entry == "sft":
+        return None
+    effect = EFFECTS[entry]
+    return effect(before, now) if callable(effect) else effect
+
+
+def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
+    """Key, old and new value of every setting that both configurations know and that differs.
+
+    Where the user names the keys (keyword arguments), one that only one side has is `not set` on the other.
+
+    >>> list(changed_keys({"trainer": {"steps": 3, "seed": 0}}, {"trainer": {"steps": 5, "seed": 0}}))
+    [('trainer.steps', 3, 5)]
+    """
+    for key in iter_keys():
+        old, new = _at(before, key.path), _at(now, key.path)
+        if old is _MISSING or new is _MISSING or old == new or key.path == "trainer.resume":
+            continue  # a section comes again with its keys, and a key of another version says nothing
+        if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+            yield key.path, old, new
+        elif key.section is None:
+            for name in dict.fromkeys([*old, *new]):
+                values = old.get(name, "not set"), new.get(name, "not set")
+                if values[0] != values[1]:
+                    yield f"{key.path}.{name}", *values
+
+
+def announcements(before: Plain, now: Plain, command: Command) -> list[str]:
+    """A line for every setting that has changed since the checkpoint, with what it does not do.
+
+    Raises:
+        ConfigError: the checkpoint cannot be continued with one of them.
+    """
+    lines = []
+    for key, old, new in changed_keys(before, now):
+        effect = effect_of(key, before, now, command)
+        if effect == FIXED:
+            raise ConfigError(
+                "the checkpoint cannot be continued with another value",
+                where=key,
+                found=new,
+                allowed=str(old),
+                fix=f"set {key}={old}; trainer.resume=never starts from the beginning",
+            )
+        lines.append(f"{key}: {old} -> {new}" + (f" ({effect})" if effect else ""))
+    return lines
+
+
+_MISSING = object()
+
+
+def _at(config: Plain, path: str) -> Any:
+    value: Any = config
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return _MISSING
+        value = value[name]
+    return value

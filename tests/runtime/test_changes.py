@@ -1,0 +1,132 @@
+"""What a resumed run says of changed settings, and that it is so."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megarl.algorithms.kl import KLController
+from megarl.config.fields import iter_keys
+from megarl.config.run import RunConfig
+from megarl.errors import ConfigError
+from megarl.runtime import changes, checkpoints
+from megarl.runtime.changes import EFFECTS, announcements, changed_keys
+from megarl.runtime.checkpoints import Checkpoints
+from megarl.training import checkpoint
+
+ADAPTIVE = {"use": "reward", "adaptive": True}
+
+
+def config(**sections: Any) -> dict[str, Any]:
+    return RunConfig(name="case", **sections).model_dump(mode="json")
+
+
+def test_every_key_of_a_recipe_is_in_the_table_and_nothing_else():
+    keys = {key.path: key.section for key in iter_keys()}
+    assert EFFECTS.keys() <= keys.keys()
+    for path, section in keys.items():
+        if section is None:
+            changes.effect_of(path, config(), config(), "train")  # KeyError: say what a resumed run does with it
+    doubled = [path for path in EFFECTS if any(path.startswith(f"{other}.") for other in EFFECTS)]
+    assert not doubled, "one line for each key"
+
+
+def test_changed_settings_are_named_those_of_free_form_too():
+    before = config(trainer={"steps": 3}, data={"train_files": ["x"], "loader_kwargs": {"low": 1, "ops": "+"}})
+    now = config(
+        trainer={"steps": 5, "resume": "never"}, data={"train_files": ["y"], "loader_kwargs": {"low": 2, "high": 9}}
+    )
+    assert list(changed_keys(before, now)) == [
+        ("data.train_files", ["x"], ["y"]),
+        ("data.loader_kwargs.low", 1, 2),
+        ("data.loader_kwargs.ops", "+", "not set"),
+        ("data.loader_kwargs.high", "not set", 9),
+        ("trainer.steps", 3, 5),
+    ]
+    del before["data"]["shuffle"], now["trainer"]["seed"]  # keys of another version
+    assert len(list(changed_keys(before, now))) == 5
+
+
+def test_a_section_that_was_not_there_is_one_change():
+    before, now = config(), config(critic={"parallel": {"tp": 2}})
+    assert [key for key, _, _ in changed_keys(before, now)] == ["critic.parallel"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lines"),
+    [
+        (
+            {"trainer": {"seed": 0}},
+            {"trainer": {"seed": 1}},
+            ["trainer.seed: 0 -> 1 (used for what is drawn from now on"],
+        ),
+        ({}, {"data": {"shuffle": False}}, ["data.shuffle: True -> False (not used: the prompts keep the order"]),
+        ({}, {"model": {"init_seed": 3}}, ["model.init_seed: 0 -> 3 (not used: the weights are those"]),
+        ({}, {"validation": {"before_train": False}}, ["before_train: True -> False (not used"]),
+        ({}, {"sft": {"steps": 9}}, ["sft.steps: 0 -> 9 (not used: the cold start is over)"]),
+        ({}, {"actor": {"optim": {"lr": 1e-3}}}, ["actor.optim.lr: 1e-06 -> 0.001"]),
+        ({}, {"algorithm": {"kl": {"coef": 0.5}}}, ["algorithm.kl.coef: 0.001 -> 0.5"]),
+        (
+            {"algorithm": {"kl": ADAPTIVE}},
+            {"algorithm": {"kl": {**ADAPTIVE, "coef": 0.5}}},
+            ["algorithm.kl.coef: 0.001 -> 0.5 (not used: the adaptive"],
+        ),
+    ],
+)
+def test_what_does_not_take_effect_says_so(before, now, lines):
+    found = announcements(config(**before), config(**now), "train")
+    assert len(found) == len(lines)
+    for line, start in zip(found, lines, strict=True):
+        assert start in line
+        assert line.endswith(")") == ("(" in start)
+
+
+def test_the_settings_of_sft_take_effect_in_sft():
+    before, now = config(), config(sft={"steps": 9})
+    assert announcements(before, now, "sft") == ["sft.steps: 0 -> 9"]
+
+
+def test_a_checkpoint_of_float32_has_no_master_weights():
+    fp32, bf16 = config(model={"dtype": "fp32"}), config()
+    with pytest.raises(ConfigError, match=r"model\.dtype: (?s:.*)bf16(?s:.*)fp32(?s:.*)model\.dtype=fp32"):
+        announcements(fp32, bf16, "train")
+    assert "without their master weights" in announcements(bf16, fp32, "train")[0]
+
+
+def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[SimpleNamespace, Checkpoints]:
+    """A controller of this configuration after the checkpoint `state` was loaded into it."""
+    monkeypatch.setattr(checkpoint, "load", lambda *args: (7, state))
+    monkeypatch.setattr(checkpoints, "read_surplus", lambda *args: None)
+    settings = RunConfig(name="case", **sections)
+    kl = settings.algorithm.kl
+    controller = KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon)
+    loader = SimpleNamespace(load_state_dict=lambda state: None)
+    c = SimpleNamespace(
+        config=settings, run_dir=checkpoints.Path(), kl_controller=controller, loader=loader, trained={}
+    )
+    found = Checkpoints(c)
+    found.source = checkpoints.Path()
+    found.load()
+    return c, found
+
+
+def state(**values: Any) -> dict[str, Any]:
+    return {"loader": {}, "kl": {"coef": 0.3}, "surplus_parts": 0, "best": 0.8, "best_metric": "val/acc", **values}
+
+
+def test_a_changed_kl_coefficient_is_used_unless_it_adapts(monkeypatch):
+    fixed, _ = restored(monkeypatch, state(), algorithm={"kl": {"use": "reward", "coef": 0.9}})
+    assert fixed.kl_controller.coef == 0.9
+    adaptive, _ = restored(monkeypatch, state(), algorithm={"kl": {**ADAPTIVE, "coef": 0.9}})
+    assert adaptive.kl_controller.coef == 0.3
+    fresh, _ = restored(monkeypatch, state(kl={}), algorithm={"kl": {**ADAPTIVE, "coef": 0.9}})
+    assert fresh.kl_controller.coef == 0.9, "it did not adapt before"
+
+
+def test_the_best_value_of_another_metric_is_forgotten(monkeypatch):
+    assert restored(monkeypatch, state())[1].best == 0.8
+    assert restored(monkeypatch, state(), trainer={"best_metric": "critic/score/mean"})[1].best == -math.inf
+    assert restored(monkeypatch, state(best=None))[1].best == -math.inf
