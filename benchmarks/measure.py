@@ -16,7 +16,8 @@ from megarl.benchmarks.case import case_file, model_folder
 from megarl.benchmarks.program import run_program
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
-from megarl.launchers.common import available_cores, has_nvidia_device
+from megarl.machine import available_cores
+from megarl.processes import has_nvidia_device
 from megarl.tracking.jsonl import read_jsonl
 
 WARM_UP = 1  # steps that are not counted: first use of every kernel, buffer and file

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from megarl.errors import ConfigError, MegarlError, UserError
 from megarl.launchers.output import OutputLog
+from megarl.machine import available_cores
 from megarl.processes import has_nvidia_device, write_atomically
 from megarl.rendezvous import forget_token, write_token
 from megarl.runtime.health import forget
@@ -257,8 +258,3 @@ def warn_of_few_cores(job: Job, environment: Mapping[str, str], workers_here: in
             f"megarl: warning: cluster.nproc: {workers_here} processes of {threads} threads share {cores} cores, "
             "which is many times slower than one thread per core"
         )
-
-
-def available_cores() -> int:
-    """CPU cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.credentials import PASSWORD, USER
 from megarl.errors import ConfigError, WorkerError
-from megarl.launchers.common import Job, available_cores, process_environment
+from megarl.launchers.common import Job, process_environment
+from megarl.machine import available_cores
 from megarl.launchers.output import Follower
 from megarl.launchers.supervise import signal_rank
 from megarl.processes import has_nvidia_device

@@ -33,7 +33,8 @@ from megarl.benchmarks.report import host_class, save
 from megarl.benchmarks.throughput import RESULTS
 from megarl.config.load import load_config
 from megarl.errors import MegarlError, UserError
-from megarl.launchers.common import KEEP_FREED_MEMORY, available_cores
+from megarl.launchers.common import KEEP_FREED_MEMORY
+from megarl.machine import available_cores
 from megarl.tracking.machine import machine_info
 
 SCRIPT = Path(__file__).parent / "trl_grpo.py"

@@ -9,12 +9,14 @@ from megarl.config.checklist import Check, Checklist
 from megarl.config.checks_correction import check_correction
 from megarl.config.checks_files import check_data, check_model, check_other_models, check_places, check_reward
 from megarl.config.checks_layout import check_cluster, check_deadlines, check_parallel, check_same_layout
+from megarl.config.checks_machine import check_machine
 from megarl.config.checks_packages import check_packages
 from megarl.config.checks_secrets import check_secrets
 from megarl.config.checks_settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.config.checks_sglang import check_servers
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
+from megarl.machine import Machine, this_machine
 
 
 class ConfigWarning(UserWarning):
@@ -22,7 +24,13 @@ class ConfigWarning(UserWarning):
 
 
 def check_config(
-    config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None, job: str = "train"
+    config: RunConfig,
+    *,
+    hf: ModelFacts | None = None,
+    launcher: str | None = None,
+    job: str = "train",
+    machine: Machine | None = None,
+    starts: bool = False,
 ) -> list[Check]:
     """Run all checks and return them in order, failed ones included. Nothing is downloaded or imported, and nothing
     started but the servers' interpreter, which is asked for its version.
@@ -31,6 +39,8 @@ def check_config(
         hf: sizes of the model; None: read from the local files that the recipe names.
         launcher: also check what this launcher cannot do.
         job: train, sft, eval or generate: what it does not use is not looked at.
+        machine: also check whether the run fits this machine.
+        starts: the run starts on `machine`; else it may be meant for another one, and what does not fit is a warning.
     """
     checks = Checklist()
     facts = check_model(config.model, hf, checks)
@@ -56,6 +66,8 @@ def check_config(
     check_places(config, checks)
     check_secrets(config, checks)
     check_packages(config, checks, launcher, job)
+    if machine is not None:
+        check_machine(config, facts, machine, checks, launcher=launcher, job=job, starts=starts)
     return checks.items
 
 
@@ -63,7 +75,7 @@ def validate(
     config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None, job: str = "train"
 ) -> list[Check]:
     """Raise one ConfigError that lists every failed check; warn (ConfigWarning) of the doubtful ones; return all."""
-    checks = check_config(config, hf=hf, launcher=launcher, job=job)
+    checks = check_config(config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True)
     raise_problems([check.problem() for check in checks if check.status == "fail"])
     for check in checks:
         if check.status == "warn":

@@ -1,23 +1,100 @@
-"""Memory that one process needs, estimated from sizes alone; activations are rough (a factor of 1.5 either way)."""
+"""Memory that a run needs, estimated from sizes: on the fullest device, and in the host memory of one machine.
+
+On a CPU the two are one: every rank of the machine counts. Each estimate is a list of moments (the actor's update,
+generation, ...), and each moment a list of terms, so that a refusal can name what takes the most and the key that
+changes it. A term is rough when its size depends on how the libraries work: measured runs lay within a factor of 1.5 of
+it, and only what is left after that division is held against a machine. Measured on CPUs (docs/performance.md), the
+whole estimate was 5% below to 20% above the peak resident set.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from megarl.config.facts import ModelFacts
 from megarl.config.model import ParallelConfig
+from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 
 _BYTES = {"fp32": 4, "bf16": 2}
+ROUGH = 1.5
+# A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
+_WORKER = 0.65e9
+_GPU_WORKER = 4e9  # CUDA's context and pinned buffers come on top; not measured here
+_REWARD_WORKER = 0.1e9
+_CPU_SERVER = 1.2e9  # an SGLang server without its model
+# Rows as Python objects, their rendered texts and tokens, per byte of a data file (jsonl: 3.4 for the rows only).
+_DATA = 6.0
+# Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
+_TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
+_PROBABILITIES_KEPT = 1024  # up to this length attention on a CPU keeps the probabilities for the gradient
+
+
+@dataclass(frozen=True)
+class Term:
+    """One use of memory.
+
+    Attributes:
+        keys: the settings that change it.
+        least: bytes that it takes for certain.
+        shrinks: it adapts to the room there is, down to `least`.
+    """
+
+    what: str
+    bytes: float
+    keys: str
+    least: float
+    shrinks: bool = False
+
+
+def term(what: str, size: float, keys: str, *, rough: bool = False) -> Term:
+    """A term of `size` bytes."""
+    return Term(what, size, keys, size / ROUGH if rough else size)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is held at the same time."""
+
+    name: str
+    terms: tuple[Term, ...]
+
+    @property
+    def bytes(self) -> float:
+        """The estimate."""
+        return sum(term.bytes for term in self.terms)
+
+    @property
+    def least(self) -> float:
+        """What the moment takes for certain."""
+        return sum(term.least for term in self.terms)
+
+    def largest(self, count: int = 3) -> list[Term]:
+        """The terms that weigh most in `least`."""
+        return sorted(self.terms, key=lambda term: -term.least)[:count]
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest rank. `parts` are (what, bytes); `peak` is the fullest moment of a step."""
+    """An estimate: the moments of a step."""
 
-    parts: list[tuple[str, float]]
-    peak: float
+    moments: tuple[Moment, ...]
+
+    @property
+    def peak(self) -> Moment:
+        """The fullest moment."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def needed(self) -> Moment:
+        """The moment that needs most for certain."""
+        return max(self.moments, key=lambda moment: moment.least)
+
+    def terms(self) -> list[Term]:
+        """Every term once, in order."""
+        return list(dict.fromkeys(term for moment in self.moments for term in moment.terms))
 
 
 def stage_parameters(facts: ModelFacts, parallel: ParallelConfig) -> tuple[float, float]:
@@ -45,30 +122,76 @@ def state_bytes(
     }
 
 
-def activation_bytes(config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig) -> float:
-    """Bytes kept for the backward pass of the micro-batches in flight, and of one chunk of logits."""
+def update_tokens(config: RunConfig, engine: EngineConfig, dp: int) -> int:
+    """Tokens of the largest micro-batch: the budget, or the longest sequence, and never more than a rank has."""
+    sampling = config.rollout.sampling
+    longest = config.data.max_prompt_tokens + sampling.max_new_tokens
+    share = -(-config.data.batch_size * sampling.n // dp)
+    return min(max(engine.micro_batch_tokens, longest), share * longest)
+
+
+def activation_bytes(
+    config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, *, gpu: bool
+) -> float:
+    """Bytes kept for the backward pass of the micro-batches in flight."""
     element = _BYTES[config.model.dtype]
     longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
-    tokens = max(engine.micro_batch_tokens, longest) / parallel.cp
+    tokens = update_tokens(config, engine, dp) / parallel.cp
     width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
     split = 2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width
+    if not gpu and longest <= _PROBABILITIES_KEPT:
+        split += facts.heads * longest / 2
     residual = 4 * facts.hidden / (parallel.tp if parallel.sp or facts.is_moe else 1)
     layer = tokens * element * (residual + split / parallel.tp)
     layers = facts.layers / parallel.pp
     if engine.recompute == "full":
-        kept = parallel.pp * layers * tokens * element * residual / 4 + layer
-    else:
-        kept = parallel.pp * layers * layer
-    return kept + engine.logits_chunk_tokens * facts.vocab / parallel.tp * 4 * 2
+        return parallel.pp * layers * tokens * element * residual / 4 + layer
+    return parallel.pp * layers * layer
 
 
-def cache_bytes(config: RunConfig, facts: ModelFacts, dp: int) -> float:
-    """Bytes of keys and values while `rollout.max_running` sequences are generated."""
+def logits_bytes(
+    config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int
+) -> float:
+    """Bytes of one chunk of logits (as they are, scaled in fp32, and their gradient) and of the head's gradient."""
+    rows = min(engine.logits_chunk_tokens, update_tokens(config, engine, dp) // parallel.cp)
+    columns = facts.vocab / parallel.tp
+    return rows * columns * 12 + columns * facts.hidden * 8
+
+
+def cache_bytes(config: RunConfig, facts: ModelFacts, dp: int) -> tuple[float, float]:
+    """Bytes of keys and values of one sequence of full length, and of all that `rollout.max_running` lets run."""
     parallel, sampling = config.actor.parallel, config.rollout.sampling
     share = -(-config.data.batch_size * sampling.n // (dp * parallel.cp))
-    tokens = min(config.rollout.max_running, share) * (config.data.max_prompt_tokens + sampling.max_new_tokens)
+    tokens = config.data.max_prompt_tokens + sampling.max_new_tokens
     element = _BYTES[config.rollout_dtype]
-    return tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * facts.layers / parallel.pp * element
+    row = tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * facts.layers / parallel.pp * element
+    return row, min(config.rollout.max_running, share) * row
+
+
+def _samples(config: RunConfig, dp: int) -> list[tuple[str, int, SamplingConfig]]:
+    """(key of its settings, samples of one call on a rank, sampling) of training and of held-out prompts."""
+    found = [
+        ("rollout.sampling", -(-config.data.batch_size * config.rollout.sampling.n // dp), config.rollout.sampling)
+    ]
+    rows = config.data.val_batch_size or config.data.max_val_samples  # else all there are, which is not known here
+    if config.data.val_files and rows:
+        held_out = config.validation.sampling
+        found.append(("validation.sampling", -(-rows * held_out.n // dp), held_out))
+    return found
+
+
+def _responses(config: RunConfig, dp: int) -> list[Term]:
+    """Tokens and log-probs of the samples that one call generates: buffers of full length, and then the responses."""
+    return [
+        Term(
+            f"responses of {samples} samples of {sampling.max_new_tokens} tokens",
+            samples * sampling.max_new_tokens * (_TOKEN_BUFFERS + _TOKEN),
+            f"{key}.max_new_tokens, data.batch_size",
+            samples * sampling.max_new_tokens * _TOKEN_BUFFERS,
+            shrinks=True,
+        )
+        for key, samples, sampling in _samples(config, dp)
+    ]
 
 
 def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
@@ -78,34 +201,118 @@ def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
     return sum(stage_parameters(facts, split)) * _BYTES[config.rollout_dtype]
 
 
-def estimate_memory(config: RunConfig, facts: ModelFacts, dp: int) -> Memory:
-    """Estimate for the fullest rank. `dp`: data parallel size of the actor."""
-    actor = config.actor
-    state = state_bytes(facts, actor.parallel, actor.engine, config.model.dtype, dp)
-    parts = [(f"actor {name}", value) for name, value in state.items()]
-    reference = critic = 0.0
+def device_memory(config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train") -> Memory:
+    """Estimate of what the fullest rank holds on its device. `dp`: data parallel size of the actor."""
+    actor, split, dtype = config.actor, "actor.parallel", config.model.dtype
+    state = _state_terms("actor", facts, actor.parallel, actor.engine, dtype, dp)
+    weights, rest = state[0], state[1:]
+    frozen: list[Term] = []
     if config.algorithm.kl.use != "none":
-        reference = state["parameters"]
-        parts.append(("reference parameters", reference))
+        frozen.append(term("reference parameters", weights.bytes, split))
     if config.algorithm.needs_teacher:
-        reference += state["parameters"]
-        parts.append(("teacher parameters (if as large as the policy)", state["parameters"]))
+        frozen.append(term("teacher parameters (if as large as the policy)", weights.bytes, split))
+    critic: list[Term] = []
     if config.algorithm.pipeline == "ppo":
-        values = state_bytes(facts, actor.parallel, config.critic.engine, config.model.dtype, dp)
-        critic = sum(values.values())
-        parts += [(f"critic {name}", value) for name, value in values.items()]
-    activations = activation_bytes(config, facts, actor.parallel, actor.engine)
-    parts.append(("activations and logits (training)", activations))
-    cache = 0.0
+        critic = _state_terms("critic", facts, actor.parallel, config.critic.engine, dtype, dp)
+    learning = _learning_terms("actor", config, facts, actor.engine, dp, gpu=gpu)
+    cache: list[Term] = []
     if config.rollout.engine == "embedded":
-        cache = cache_bytes(config, facts, dp)
-        parts.append(("key/value cache (generation)", cache))
-    total, weights = sum(state.values()), state["parameters"]
-    stays = 0.0 if config.critic.engine.offload else critic
-    if actor.engine.offload:
-        peak = max(
-            stays + max(total + activations, weights + cache, weights + reference), weights + critic + activations
+        row, rows = cache_bytes(config, facts, dp)
+        # Fewer sequences run when the cache does not fit, so that one of them is what it needs.
+        keys = "rollout.sampling.max_new_tokens, rollout.max_running"
+        cache.append(Term("key/value cache (generation)", rows, keys, row, shrinks=True))
+    if job in ("eval", "generate"):
+        return Memory((Moment("generation", (weights, *cache, *_responses(config, dp))),))
+    if job == "sft":
+        return Memory((Moment("the update", (weights, *rest, *learning)),))
+    stays = [] if config.critic.engine.offload else critic
+    idle = [] if actor.engine.offload else [*rest, *frozen]
+    moments = [
+        Moment("the actor's update", (weights, *rest, *([] if actor.engine.offload else frozen), *stays, *learning)),
+        Moment("generation", (weights, *idle, *stays, *cache, *_responses(config, dp))),
+    ]
+    if frozen:
+        moments.append(Moment("log-probs", (weights, *idle, *(frozen if actor.engine.offload else ()), *stays)))
+    if critic:
+        values = _learning_terms("critic", config, facts, config.critic.engine, dp, gpu=gpu)
+        moments.append(Moment("the critic's update", (weights, *idle, *critic, *values)))
+    return Memory(tuple(moments))
+
+
+def _state_terms(
+    role: str, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dtype: str, dp: int
+) -> list[Term]:
+    state = state_bytes(facts, parallel, engine, dtype, dp)
+    return [term(f"{role} {name}", size, "the model's size, actor.parallel") for name, size in state.items()]
+
+
+def _learning_terms(
+    role: str, config: RunConfig, facts: ModelFacts, engine: EngineConfig, dp: int, *, gpu: bool
+) -> list[Term]:
+    """What the update of a role needs besides its state."""
+    parallel = config.actor.parallel
+    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"
+    if longest > engine.micro_batch_tokens:  # a longer sequence is a micro-batch by itself
+        keys = f"rollout.sampling.max_new_tokens, {role}.engine.recompute"
+    kept = activation_bytes(config, facts, parallel, engine, dp, gpu=gpu)
+    terms = [term(f"{role} activations", kept, keys, rough=True)]
+    if role == "actor":
+        logits = logits_bytes(config, facts, parallel, engine, dp)
+        terms.append(term("logits of one chunk", logits, "actor.engine.logits_chunk_tokens", rough=True))
+    return terms
+
+
+def host_memory(config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train") -> Memory:
+    """Estimate of what all processes of one machine hold in its host memory."""
+    ranks = -(-config.cluster.nproc // config.cluster.nnodes)
+    worker = term(f"{ranks} worker processes", ranks * (_GPU_WORKER if gpu else _WORKER), "cluster.nproc", rough=True)
+    around = [worker, *_beside_terms(config, facts, ranks, gpu=gpu)]
+    state = state_bytes(facts, config.actor.parallel, config.actor.engine, config.model.dtype, dp)
+    own = ranks * (state["optimizer"] + state["parameters"] / dp)
+    staging = Term("a checkpoint on its way to disk", own, "the model's size, actor.parallel", 0.0)
+    if gpu:
+        offloaded = [term("offloaded state", own, "actor.engine.offload")] if config.actor.engine.offload else []
+        responses = [_times(ranks, part) for part in _responses(config, dp)]
+        return Memory((Moment("a step", (*around, *offloaded, staging, *responses)),))
+    moments = [
+        Moment(moment.name, (*around, *(_times(ranks, part) for part in moment.terms)))
+        for moment in device_memory(config, facts, dp, gpu=False, job=job).moments
+    ]
+    if job in ("train", "sft"):
+        held = _state_terms("actor", facts, config.actor.parallel, config.actor.engine, config.model.dtype, dp)
+        moments.append(Moment("a checkpoint", (*around, *(_times(ranks, part) for part in held), staging)))
+    return Memory(tuple(moments))
+
+
+def _times(ranks: int, part: Term) -> Term:
+    what = f"{part.what}, {ranks} ranks" if ranks > 1 else part.what
+    return Term(what, ranks * part.bytes, part.keys, ranks * part.least, part.shrinks)
+
+
+def _beside_terms(config: RunConfig, facts: ModelFacts, ranks: int, *, gpu: bool) -> list[Term]:
+    """Data, reward processes, weights of past steps, servers on a CPU."""
+    found = []
+    rows = ranks * _DATA * _file_bytes([*config.data.train_files, *config.data.val_files])
+    if rows:
+        found.append(
+            term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, "data.train_files", rough=True)
         )
-    else:
-        peak = total + reference + max(critic + activations, stays + cache)
-    return Memory(parts, peak)
+    if config.reward.workers:
+        count = config.reward.workers * max(1, ranks // config.actor.parallel.model_parallel_size)
+        found.append(term(f"{count} reward processes", count * _REWARD_WORKER, "reward.workers", rough=True))
+    if config.rollout.stale_steps:
+        weights = sum(stage_parameters(facts, config.actor.parallel)) * _BYTES[config.model.dtype]
+        copies = ranks * (config.rollout.stale_steps + 1) * weights
+        found.append(term("weights of past steps", copies, "rollout.stale_steps"))
+    servers = config.rollout.sglang
+    if config.rollout.engine == "sglang" and not servers.urls and not gpu:
+        held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
+        found.append(term(f"{servers.servers} servers", held, "rollout.sglang.servers", rough=True))
+    return found
+
+
+def _file_bytes(sources: list[str]) -> int:
+    """Bytes of the data files that lie here; what a hub name or a function gives is not known."""
+    files = [Path(source).expanduser() for source in dict.fromkeys(sources)]
+    return sum(file.stat().st_size for file in files if file.is_file())

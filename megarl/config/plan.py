@@ -18,10 +18,11 @@ from megarl.config.checks_settings import PIPELINES
 from megarl.config.correction import describe_correction
 from megarl.config.facts import ModelFacts
 from megarl.config.load import dump_config
-from megarl.config.memory import estimate_memory, server_bytes
+from megarl.config.memory import device_memory, host_memory, server_bytes
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, UserError
+from megarl.machine import Machine, this_machine
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
@@ -39,7 +40,8 @@ class Plan:
 
 def make_plan(config: RunConfig, launcher: str, job: str = "train") -> Plan:
     """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded."""
-    checks = check_config(config, launcher=launcher, job=job)
+    machine = this_machine()
+    checks = check_config(config, launcher=launcher, job=job, machine=machine)
     sections = {"Configuration": dump_config(config)}
     if job == "train":
         sections["Task graph"] = _graph_text(config, checks)
@@ -48,7 +50,7 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train") -> Plan:
         sections[f"What megarl {job} does"] = "\n".join(_job_lines(config, job))
     sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config)
     if job == "train":
-        sections["Memory per rank (estimate)"] = _memory_text(config)
+        sections["Memory per rank (estimate)"] = _memory_text(config, machine)
     sections["Checks"] = "\n".join(_check_lines(check) for check in checks)
     failed = [check for check in checks if check.status == "fail"]
     counts = ", ".join(f"{sum(c.status == s for c in checks)} {s}" for s in ("ok", "warn", "fail", "skip"))
@@ -189,17 +191,20 @@ def _ranks_text(config: RunConfig) -> str:
     return "\n".join([header, *lines])
 
 
-def _memory_text(config: RunConfig) -> str:
+def _memory_text(config: RunConfig, machine: Machine) -> str:
     facts: ModelFacts | None = check_model(config.model, None, Checklist())
     dp = data_parallel_size(config, config.actor.parallel)
     if facts is None or dp is None:
         return "not known: " + (
             "the model's sizes are not known here" if facts is None else "the layout does not divide"
         )
-    memory = estimate_memory(config, facts, dp)
-    lines = [_memory_line(*part) for part in memory.parts]
-    note = "roles offloaded in turn" if config.actor.engine.offload else "everything resident"
-    lines.append(_memory_line(f"peak ({note})", memory.peak))
+    gpu = machine.has_gpu or config.cluster.device_memory_gb is not None
+    memory = device_memory(config, facts, dp, gpu=gpu)
+    lines = [_memory_line(part.what, part.bytes) for part in memory.terms()]
+    lines.append(_memory_line(f"peak ({memory.peak.name})", memory.peak.bytes))
+    ranks = -(-config.cluster.nproc // config.cluster.nnodes)
+    host = host_memory(config, facts, dp, gpu=gpu).peak
+    lines.append(_memory_line(f"host memory of a machine ({ranks} ranks)", host.bytes))
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
         lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
         lines.append("(and its cache, up to rollout.sglang.memory_fraction of a GPU or, on a CPU, max_total_tokens)")
@@ -209,7 +214,7 @@ def _memory_text(config: RunConfig) -> str:
 
 
 def _memory_line(name: str, size: float) -> str:
-    return f"{name:<36}{size / 1e9:>10.3f} GB"
+    return f"{name:<48}{size / 1e9:>10.3f} GB"
 
 
 def _check_lines(check: Check) -> str:

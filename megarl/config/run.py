@@ -41,6 +41,11 @@ class ClusterConfig(Section):
 
     nproc: PositiveInt = Field(1, description="worker processes over all nodes, one per device")
     nnodes: PositiveInt = Field(1, description="machines")
+    device_memory_gb: PositiveFloat | None = Field(
+        None,
+        description="GB of memory of each GPU that the recipe is meant for, which estimates are held against; null: "
+        "whatever the machine has. Set, the run does not start on a machine without GPUs",
+    )
     threads: PositiveInt | None = Field(
         None, description="CPU threads per worker; null: cores / workers on this machine"
     )

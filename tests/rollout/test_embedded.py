@@ -197,7 +197,7 @@ def test_a_request_without_prompt_is_refused():
 
 
 def test_caches_of_one_machine_share_its_memory(monkeypatch):
-    monkeypatch.setattr("psutil.virtual_memory", lambda: type("Memory", (), {"available": 1000}))
+    monkeypatch.setattr("megarl.rollout.embedded.cache.free_host_memory", lambda: 1000)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert free_bytes(torch.device("cpu")) == 800
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")

@@ -15,6 +15,8 @@ import os
 import torch
 from torch import Tensor
 
+from megarl.machine import free_host_memory
+
 _STEP = 32
 
 
@@ -122,15 +124,14 @@ def free_bytes(device: torch.device, sessions: int = 1) -> float:
     """Memory one cache may take: its share of 0.8 of what is free now.
 
     Args:
-        device: where the cache lies. A GPU belongs to one process, host memory to all LOCAL_WORLD_SIZE of the machine.
+        device: where the cache lies. A GPU belongs to one process, host memory to all LOCAL_WORLD_SIZE of the machine
+            or of its container.
         sessions: caches that this process makes at the same time.
     """
     if device.type == "cuda":
         return 0.8 * _free_on_gpu(device) / sessions
-    import psutil
-
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return 0.8 * psutil.virtual_memory().available / (processes * sessions)
+    return 0.8 * free_host_memory() / (processes * sessions)
 
 
 def _free_on_gpu(device: torch.device) -> float:

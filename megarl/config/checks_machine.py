@@ -1,0 +1,161 @@
+"""Checks whether a run fits the machine: processes to cores, and estimated memory to what there is.
+
+What is refused is what cannot work: more workers than can start within their deadline, more memory for certain than
+there is. What is slow or tight is a warning. A dry run may be made on another machine than the run is meant for; there
+the machine's own limits warn only, and those that the recipe names (`cluster.device_memory_gb`) stay.
+"""
+
+from __future__ import annotations
+
+from megarl.config.checklist import Checklist
+from megarl.config.checks_layout import data_parallel_size
+from megarl.config.facts import ModelFacts
+from megarl.config.memory import Memory, Moment, device_memory, host_memory
+from megarl.config.run import RunConfig
+from megarl.machine import Machine
+
+_TIGHT = 0.9
+_START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers
+_SLOW = 4  # workers per core
+_LARGEST_GPU_GB = 288.0  # of one GPU that is sold; no device holds more
+
+
+def check_machine(
+    config: RunConfig,
+    facts: ModelFacts | None,
+    machine: Machine,
+    checks: Checklist,
+    *,
+    launcher: str | None,
+    job: str,
+    starts: bool,
+) -> None:
+    """Processes and memory of `job`. `starts`: on this machine; False: a dry run."""
+    cluster = config.cluster
+    wanted = cluster.device_memory_gb
+    if launcher == "ray":
+        starts = False  # Ray chooses the machines
+    if wanted is not None and not machine.has_gpu:
+        if starts:
+            checks.fail(
+                "machine",
+                "cluster.device_memory_gb",
+                f"the recipe is for {cluster.nproc} GPUs, and this machine has none",
+                found=wanted,
+                allowed="null, to compute on the CPU",
+                fix="start it on a machine with GPUs (an NVIDIA driver must be loaded); to run it on the CPU on "
+                f"purpose set cluster.device_memory_gb=null, and about one process per core: {machine.cores} here",
+            )
+            return
+        checks.ok("machine", f"for GPUs of {wanted:g} GB, which this machine does not have; nothing is held against it")
+    gpu = machine.has_gpu or wanted is not None
+    if not gpu:
+        _check_cores(config, machine, checks, starts)
+    dp = data_parallel_size(config, config.actor.parallel)
+    if facts is None or dp is None:
+        checks.skip("memory", "not known: " + ("the model's sizes" if facts is None else "the layout does not divide"))
+        return
+    if gpu:
+        device = device_memory(config, facts, dp, gpu=True, job=job)
+        _check_device(config, device, machine, checks, starts)
+        if machine.has_gpu and starts:
+            _judge(host_memory(config, facts, dp, gpu=True, job=job), machine.memory, _HOST, checks, refuse=False)
+    else:
+        _judge(host_memory(config, facts, dp, gpu=False, job=job), machine.memory, _HOST, checks, refuse=starts)
+
+
+_HOST = "this machine's memory"
+
+
+def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts: bool) -> None:
+    """Workers on a machine without GPUs."""
+    cluster = config.cluster
+    here = -(-cluster.nproc // cluster.nnodes)
+    needed = here * _START_S / machine.cores
+    if needed > cluster.timeout_s and starts:
+        most = max(1, int(machine.cores * cluster.timeout_s / _START_S))
+        checks.fail(
+            "machine",
+            "cluster.nproc",
+            f"{here} processes need about {needed:.0f} s to start on {machine.cores} cores, and give up after "
+            f"cluster.timeout_s = {cluster.timeout_s:g} s",
+            found=cluster.nproc,
+            allowed=f"at most {most} on this machine; about one per core, {machine.cores}, is quick",
+            fix=f"set cluster.nproc={machine.cores}; for GPUs, start it on a machine that has them",
+        )
+    elif here > _SLOW * machine.cores:
+        checks.warn(
+            "machine",
+            "cluster.nproc",
+            f"there is no GPU here, and {here} processes on {machine.cores} cores work in turn, which is slow",
+            found=cluster.nproc,
+            fix=f"set cluster.nproc={machine.cores}; for GPUs, start it on a machine that has them",
+        )
+    else:
+        checks.ok("machine", f"{here} processes on {machine.cores} cores, no GPU")
+
+
+def _check_device(config: RunConfig, memory: Memory, machine: Machine, checks: Checklist, starts: bool) -> None:
+    """The fullest rank against its GPU: the one that the recipe names, or the one that is here."""
+    named = config.cluster.device_memory_gb
+    limits = []
+    if named is not None:
+        limits.append((named * 1e9, f"a GPU of {named:g} GB (cluster.device_memory_gb)", True))
+    if machine.gpu_memory is not None and (starts or named is None):
+        limits.append((machine.gpu_memory, f"this machine's GPU of {machine.gpu_memory / 1e9:.0f} GB", starts))
+    if not limits:
+        limits.append((_LARGEST_GPU_GB * 1e9, "any GPU", True))
+    capacity, what, refuse = min(limits)
+    _judge(memory, capacity, what, checks, refuse=refuse)
+
+
+def _judge(memory: Memory, capacity: float, what: str, checks: Checklist, *, refuse: bool) -> None:
+    """Hold an estimate against `capacity` bytes of `what`."""
+    needed = memory.needed
+    if needed.least > capacity:
+        key = needed.largest()[0].keys.partition(",")[0]
+        message = (
+            f"{needed.name} needs {needed.least / 1e9:,.1f} GB or more, and {what} holds {capacity / 1e9:,.1f}: "
+            f"{_largest(needed)}"
+        )
+        fix = f"change what takes the most: {'; '.join(dict.fromkeys(part.keys for part in needed.largest()))}"
+        if refuse:
+            checks.fail(
+                "memory",
+                _key(key),
+                message,
+                found=f"{needed.least / 1e9:,.1f} GB",
+                allowed=f"{capacity / 1e9:,.1f} GB",
+                fix=fix,
+            )
+        else:
+            checks.warn("memory", _key(key), message, found=f"{needed.least / 1e9:,.1f} GB", fix=fix)
+        return
+    # What shrinks by itself, and terms that are a sum of many, count with what they take for certain.
+    moments = {moment.name: _expected(moment) for moment in memory.moments}
+    name = max(moments, key=lambda key: moments[key])
+    if moments[name] > _TIGHT * capacity:
+        moment = next(moment for moment in memory.moments if moment.name == name)
+        checks.warn(
+            "memory",
+            _key(moment.largest()[0].keys.partition(",")[0]),
+            f"{name} may take {moments[name] / 1e9:,.1f} GB, and {what} holds {capacity / 1e9:,.1f}: "
+            f"{_largest(moment)}",
+            fix=f"when it runs out: {'; '.join(dict.fromkeys(part.keys for part in moment.largest()))}",
+        )
+    else:
+        checks.ok("memory", f"{name} takes about {moments[name] / 1e9:,.1f} of {capacity / 1e9:,.1f} GB of {what}")
+
+
+def _expected(moment: Moment) -> float:
+    """The estimate, with a cache that adapts to the room there is at its least."""
+    return sum(part.least if part.shrinks else part.bytes for part in moment.terms)
+
+
+def _key(keys: str) -> str:
+    """The key to name; what is no key belongs to the model."""
+    return keys if "." in keys else "model"
+
+
+def _largest(moment: Moment) -> str:
+    return ", ".join(f"{part.what} {part.least / 1e9:,.1f} GB" for part in moment.largest())

@@ -1,0 +1,127 @@
+"""What this machine has: cores, host memory under the limits of its memory cgroups, GPUs. Read without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.processes import has_nvidia_device
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What processes on this machine may use together.
+
+    Attributes:
+        cores: CPU cores.
+        memory: bytes of host memory, installed or allowed by a cgroup.
+        has_gpu: an NVIDIA driver is loaded.
+        gpu_memory: bytes of the smallest GPU; None: there is none, or its driver does not say.
+    """
+
+    cores: int
+    memory: float
+    has_gpu: bool = False
+    gpu_memory: float | None = None
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on."""
+    has_gpu = has_nvidia_device()
+    return Machine(available_cores(), host_memory(), has_gpu, smallest_gpu() if has_gpu else None)
+
+
+def available_cores() -> int:
+    """CPU cores this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def host_memory(root: Path = _ROOT) -> float:
+    """Bytes that processes here may use together: what is installed, or the smallest limit of the memory cgroups.
+
+    Args:
+        root: where `proc` and `sys` are.
+    """
+    installed = _fields(root / "proc/meminfo").get("MemTotal:", 0) * 1024
+    if not installed:  # no Linux
+        installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([installed, *(limit for limit, _ in _cgroups(root))])
+
+
+def free_host_memory(root: Path = _ROOT) -> float:
+    """Bytes that can still be taken: what the kernel calls available, and what the memory cgroups leave."""
+    import psutil
+
+    return min([psutil.virtual_memory().available, *(limit - used for limit, used in _cgroups(root))])
+
+
+def _cgroups(root: Path) -> list[tuple[float, float]]:
+    """(limit, bytes in use that cannot be reclaimed at once) of every limited memory cgroup above this process."""
+    found = []
+    for folder, top, names in _cgroup_folders(root):
+        limit_name, used_name, inactive = names
+        while True:
+            with contextlib.suppress(OSError, ValueError):  # not every level has the files, and "max" is no number
+                limit = int((folder / limit_name).read_text())
+                cached = _fields(folder / "memory.stat").get(inactive, 0)
+                found.append((float(limit), float(int((folder / used_name).read_text()) - cached)))
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+    return found
+
+
+def _cgroup_folders(root: Path) -> list[tuple[Path, Path, tuple[str, str, str]]]:
+    """(own folder, top folder, names of limit, use and inactive pages) of each hierarchy that counts memory."""
+    folders = []
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            if number == "0":
+                top = root / "sys/fs/cgroup"
+                names = ("memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                top = root / "sys/fs/cgroup/memory"
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            else:
+                continue
+            own = top / path.lstrip("/")
+            # Inside a container the path may be the host's; its own cgroup is then mounted at the top.
+            folders.append((own if own.is_dir() else top, top, names))
+    return folders
+
+
+def _fields(file: Path) -> dict[str, int]:
+    """`name number` lines of a file of the kernel; empty when it is not there."""
+    with contextlib.suppress(OSError):
+        lines = (line.split() for line in file.read_text().splitlines())
+        return {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
+    return {}
+
+
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t: bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def smallest_gpu(library: str = "libnvidia-ml.so.1") -> float | None:
+    """Bytes of the smallest NVIDIA GPU, from the driver's management library; None when it does not say."""
+    try:
+        nvml = ctypes.CDLL(library)
+        count, handle, memory, sizes = ctypes.c_uint(), ctypes.c_void_p(), _Memory(), []
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return None
+        for index in range(count.value):
+            asked = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+            if not asked and not nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
+                sizes.append(float(memory.total))
+        nvml.nvmlShutdown()
+        return min(sizes, default=None)
+    except (OSError, AttributeError):  # no such library, or one without these functions
+        return None

@@ -1,0 +1,136 @@
+"""What does not fit a machine is refused before a process starts, with what takes the most."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.config.checklist import Check
+from megarl.config.checks import check_config
+from megarl.config.load import load_config
+from megarl.machine import Machine
+
+LAPTOP = Machine(cores=2, memory=24e9)
+SERVER = Machine(cores=64, memory=2e12, has_gpu=True, gpu_memory=85e9)
+# A model of 1.5 billion parameters: 25 GB with gradients and moments in fp32.
+BILLION = ["model.hf_config.hidden_size=2048", "model.hf_config.num_hidden_layers=40", "model.dtype=fp32"]
+BILLION += ["model.hf_config.intermediate_size=6144", "actor.engine.micro_batch_tokens=256"]
+
+
+@pytest.fixture
+def judged(config_of):
+    """judged(machine, *overrides) -> the checks of machine and memory of a start there; `starts=False`: a dry run."""
+
+    def judge(
+        machine: Machine, *overrides: str, recipe=None, launcher: str = "local", starts: bool = True, job="train"
+    ):
+        config = load_config(recipe, overrides) if recipe else config_of(*overrides)
+        checks = check_config(config, launcher=launcher, job=job, machine=machine, starts=starts)
+        return [check for check in checks if check.name in ("machine", "memory")]
+
+    return judge
+
+
+def not_ok(checks: list[Check]) -> Check:
+    found = [check for check in checks if check.status != "ok"]
+    assert len(found) == 1, checks
+    return found[0]
+
+
+def test_a_small_recipe_fits_a_laptop(judged):
+    assert {check.status for check in judged(LAPTOP, "cluster.nproc=8", "data.batch_size=32")} == {"ok"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (BILLION, "model", ["the actor's update needs", "this machine's memory holds 24.0", "actor optimizer 12."]),
+        (
+            ["rollout.sampling.max_new_tokens=10000000", "model.hf_config.max_position_embeddings=20000000"],
+            "rollout.sampling.max_new_tokens",
+            ["generation needs 56.8 GB", "responses of 256 samples of 10000000 tokens"],
+        ),
+        (
+            ["actor.engine.micro_batch_tokens=8000000", "data.batch_size=200000"],
+            "actor.engine.micro_batch_tokens",
+            ["actor activations"],
+        ),
+        (
+            ["model.hf_config.vocab_size=10000000", "actor.engine.logits_chunk_tokens=512"],
+            "actor.engine.logits_chunk_tokens",
+            ["logits of one chunk"],
+        ),
+        (
+            ["cluster.nproc=100", "data.batch_size=100", "cluster.timeout_s=900"],
+            "cluster.nproc",
+            ["100 worker processes 43.3 GB"],
+        ),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_its_largest_terms(judged, overrides, key, words):
+    found = [check for check in judged(LAPTOP, *overrides) if check.status == "fail"]
+    assert [check.key for check in found] == [key], found
+    for word in words:
+        assert word in found[0].message
+    assert key == "model" or key in found[0].fix
+
+
+def test_a_long_response_limit_is_refused_in_generation_too(judged):
+    overrides = ["rollout.sampling.max_new_tokens=100000000", "model.hf_config.max_position_embeddings=200000000"]
+    found = not_ok(judged(LAPTOP, *overrides, "model.path=null", job="generate"))
+    assert found.status == "fail"
+    assert "generation needs" in found.message
+
+
+def test_processes_that_cannot_start_in_time_are_refused(judged):
+    found = [check for check in judged(LAPTOP, "cluster.nproc=500", "data.batch_size=500") if check.status == "fail"]
+    assert [check.key for check in found] == ["cluster.nproc"] * 2  # too slow, and too large
+    assert "500 processes need about 1250 s to start on 2 cores" in found[0].message
+    assert found[0].fix.startswith("set cluster.nproc=2;")
+
+
+def test_many_processes_per_core_warn(judged):
+    found = not_ok(judged(LAPTOP, "cluster.nproc=16"))
+    assert (found.status, found.key) == ("warn", "cluster.nproc")
+    assert "work in turn, which is slow" in found.message
+
+
+def test_a_recipe_for_gpus_does_not_start_without_one(judged):
+    found = not_ok(judged(LAPTOP, recipe="grpo_qwen3_8b_8gpu"))
+    assert (found.status, found.key) == ("fail", "cluster.device_memory_gb")
+    assert "for 8 GPUs, and this machine has none" in found.message
+    assert "cluster.device_memory_gb=null" in found.fix
+
+
+def test_its_dry_run_on_a_laptop_only_says_so(judged):
+    checks = judged(LAPTOP, recipe="grpo_qwen3_8b_8gpu", starts=False)
+    assert {check.status for check in checks} == {"ok"}
+    assert "which this machine does not have" in checks[0].message
+
+
+def test_a_model_too_large_for_the_recipes_gpus_is_refused_in_a_dry_run(judged):
+    found = not_ok(judged(LAPTOP, "model.path=Qwen/Qwen3-32B", recipe="grpo_qwen3_8b_8gpu", starts=False))
+    assert found.status == "fail"
+    assert "a GPU of 80 GB (cluster.device_memory_gb) holds 80.0" in found.message
+    assert "actor gradients" in found.message
+
+
+def test_the_machines_own_gpus_count_when_a_run_starts(judged):
+    small = Machine(cores=64, memory=2e12, has_gpu=True, gpu_memory=25e9)
+    assert "this machine's GPU of 25 GB" in not_ok(judged(small, recipe="grpo_qwen3_8b_8gpu")).message
+    assert {check.status for check in judged(SERVER, recipe="grpo_qwen3_8b_8gpu")} == {"ok"}
+
+
+def test_a_dry_run_of_what_does_not_fit_here_warns(judged):
+    found = not_ok(judged(LAPTOP, *BILLION, starts=False))
+    assert found.status == "warn"
+
+
+def test_ray_chooses_the_machines(judged):
+    assert not_ok(judged(LAPTOP, *BILLION, launcher="ray")).status == "warn"
+
+
+def test_what_is_tight_warns(judged):
+    needed = judged(Machine(cores=2, memory=1e12), *BILLION)[-1].message  # "... takes about 27.5 of 1,000.0 GB ..."
+    about = float(needed.partition("about ")[2].split()[0]) * 1e9
+    assert not_ok(judged(Machine(cores=2, memory=about), *BILLION)).status == "warn"
+    assert {check.status for check in judged(Machine(cores=2, memory=about * 1.2), *BILLION)} == {"ok"}
