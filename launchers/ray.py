@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from megarl.credentials import PASSWORD, USER
 from megarl.errors import ConfigError, WorkerError
 from megarl.launchers.common import Job, process_environment
-from megarl.machine import available_cores
 from megarl.launchers.output import Follower
 from megarl.launchers.supervise import signal_rank
+from megarl.machine import available_cores
 from megarl.processes import has_nvidia_device
 from megarl.rollout.sglang.gpus import TRAINER_GPUS
 

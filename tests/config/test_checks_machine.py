@@ -6,7 +6,9 @@ import pytest
 
 from megarl.config.checklist import Check
 from megarl.config.checks import check_config
+from megarl.config.facts import model_facts
 from megarl.config.load import load_config
+from megarl.config.memory import host_memory
 from megarl.machine import Machine
 
 LAPTOP = Machine(cores=2, memory=24e9)
@@ -134,3 +136,46 @@ def test_what_is_tight_warns(judged):
     about = float(needed.partition("about ")[2].split()[0]) * 1e9
     assert not_ok(judged(Machine(cores=2, memory=about), *BILLION)).status == "warn"
     assert {check.status for check in judged(Machine(cores=2, memory=about * 1.2), *BILLION)} == {"ok"}
+
+
+# Peak resident sets of real runs on two AMD cores (second step of two, summed over the ranks; docs/performance.md).
+MEASURED = [
+    ([], 3.74e9),
+    (
+        [
+            "model.dtype=bf16",
+            "rollout.sampling.max_new_tokens=512",
+            "data.batch_size=4",
+            "actor.engine.micro_batch_tokens=4096",
+        ],
+        3.03e9,
+    ),
+    (
+        [
+            "model.hf_config.vocab_size=100000",
+            "model.hf_config.num_hidden_layers=2",
+            "rollout.sampling.max_new_tokens=64",
+        ],
+        4.44e9,
+    ),
+    (["cluster.nproc=2"], 6.45e9),
+]
+CASE = [
+    *(
+        "model.hf_config.hidden_size=512",
+        "model.hf_config.num_hidden_layers=8",
+        "model.hf_config.num_attention_heads=8",
+    ),
+    *("model.hf_config.num_key_value_heads=4", "model.hf_config.head_dim=64", "model.hf_config.intermediate_size=1536"),
+    *("model.hf_config.vocab_size=32000", "model.hf_config.max_position_embeddings=2048", "model.dtype=fp32"),
+    *("data.batch_size=8", "data.max_prompt_tokens=6", "rollout.sampling.max_new_tokens=128"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "peak"), MEASURED)
+def test_the_estimate_is_near_what_was_measured(config_of, overrides, peak):
+    config = config_of(*CASE, *overrides)
+    memory = host_memory(config, model_facts(config.model), config.cluster.nproc, gpu=False)
+    # 0.80 to 1.25: what malloc keeps, and what the libraries keep for the gradient, are not counted byte by byte.
+    assert 0.8 < max(m.bytes for m in memory.moments if "update" in m.name) / peak < 1.25
+    assert memory.needed.least < peak
