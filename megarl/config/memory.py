@@ -138,7 +138,7 @@ def activation_bytes(
     longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
     tokens = update_tokens(config, engine, dp) / parallel.cp
     width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
-    split = 2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width
+    split = float(2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width)
     if not gpu and longest <= _PROBABILITIES_KEPT:
         split += facts.heads * longest / 2
     residual = 4 * facts.hidden / (parallel.tp if parallel.sp or facts.is_moe else 1)
