@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 from typing import IO
 
-_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
+_ESCAPES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _LONGEST_LINE = 1 << 16
 
 

@@ -11,7 +11,8 @@ import torch
 
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.data.sources import Row, load_rows
+from megarl.data.rows import Row, check_text
+from megarl.data.sources import load_rows
 from megarl.data.templates import chat_renderer, prompt_formatter
 from megarl.errors import ConfigError, DataError
 
@@ -148,6 +149,8 @@ def tokenize(
     Raises:
         DataError: an empty result, or a piece that the tokenizer has no token for; the row is named.
     """
+    for text, row in zip(texts, rows, strict=True):
+        check_text(text, "the text", row)  # a template or a chat template may have made what the row did not hold
     ids: list[list[int]] = []
     for start in range(0, len(texts), _TOKENISE_AT_ONCE):
         some = list(texts[start : start + _TOKENISE_AT_ONCE])
@@ -202,12 +205,17 @@ def _unknown(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def _data_source(row: Row) -> str:
-    """Column data_source, else `folder/file` without suffix, else the hub or function name."""
+    """Column data_source, else `folder/file` without suffix, else the hub or function name.
+
+    The file alone when its path names no folder (`test.jsonl`, `../test.jsonl`): the name is a part of metric names.
+    """
     given = row.get("data_source")
     if isinstance(given, str) and given:
         return given
     path = Path(row.source)
-    return f"{path.parent.name}/{path.stem}" if path.suffix and path.is_file() else row.source
+    if not (path.suffix and path.is_file()):
+        return row.source
+    return path.stem if path.parent.name in ("", "..") else f"{path.parent.name}/{path.stem}"
 
 
 def _fingerprint(prompts: Jagged) -> str:

@@ -11,7 +11,7 @@ import torch
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.prompts import PromptDataset, Split, tokenize
-from megarl.data.sources import Row
+from megarl.data.rows import Row
 from megarl.errors import DataError
 
 if TYPE_CHECKING:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import collections
 import csv
-import datetime
-import decimal
 import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.data import DataConfig
+from megarl.data.rows import MAX_DEPTH, Row, make_row
 from megarl.errors import ConfigError, DataError, close_files, close_matches
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FORMS = (
@@ -25,42 +29,6 @@ TEXT = "text:"
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 _HUB = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>.+))?")
 _SPLIT_IN_NAME = re.compile(r"(?:^|[^a-z])(train|test|validation|valid|val|dev|eval)(?:[^a-z]|$)")
-
-
-class Row(dict):
-    """One data row: column -> plain JSON value, plus where it was read.
-
-    Attributes:
-        source: file, hub name, or function.
-        number: line of the file (jsonl, csv) or row counted from 1 (`unit` says which).
-    """
-
-    __slots__ = ("number", "source", "unit")
-
-    def __init__(self, values: Mapping[str, Any], source: str, number: int, unit: str = "row") -> None:
-        super().__init__(values)
-        self.source, self.number, self.unit = source, number, unit
-
-    @property
-    def where(self) -> str:
-        """`train.jsonl:17` for a line, `train.parquet row 17` for a row without a line."""
-        return f"{self.source}:{self.number}" if self.unit == "line" else f"{self.source} row {self.number}"
-
-    def column(self, name: str, key: str) -> Any:
-        """Value of column `name`, which configuration key `key` asks for.
-
-        Raises:
-            DataError: there is no such column; the message names the row, its columns and the nearest one.
-        """
-        if name in self:
-            return self[name]
-        near = close_matches(name, self)
-        raise DataError(
-            f"no column {name!r}",
-            where=self.where,
-            allowed=f"columns here: {', '.join(self) or 'none'}",
-            fix=f"set {key} to {near[0]!r}" if near else f"set {key} to the column that holds it",
-        )
 
 
 def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]:
@@ -75,7 +43,8 @@ def load_rows(source: str, kwargs: Mapping[str, Any] | None = None) -> list[Row]
         ConfigError: the function cannot be imported or lacks an argument.
     """
     if source.startswith(TEXT):
-        return [Row({"prompt": source.removeprefix(TEXT), "data_source": "text"}, source[:80], 1)]
+        named = source[:80].encode("utf-8", "backslashreplace").decode()  # bytes that are no text come as surrogates
+        return [make_row({"prompt": source.removeprefix(TEXT), "data_source": "text"}, named, 1, "row")]
     path = Path(source).expanduser()
     folder, _, split = source.rpartition("@")
     if path.is_dir():
@@ -152,7 +121,10 @@ def _read_file(path: Path) -> list[Row]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise DataError("unknown kind of data file", where=str(path), found=path.suffix, allowed=SUFFIXES)
-    return list(reader(path))
+    try:
+        return list(reader(path))
+    except OSError as error:
+        raise DataError(f"the file cannot be read: {error.strerror or error}", where=str(path)) from error
 
 
 def _read_folder(folder: Path) -> list[Row]:
@@ -178,37 +150,95 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
         for number, raw in enumerate(lines, 1):
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                value = json.loads(text) if text.strip() else None
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                value = _parse_json(text) if text.strip() else None
+            except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"broken JSON: {error}",
+                    f"broken JSON: {_json_trouble(error)}",
                     where=f"{path}:{number}",
                     found=raw[:80].decode("utf-8", "replace").rstrip("\n"),
                     allowed="one JSON object per line",
                     fix="repair or delete the line",
                 ) from error
             if text.strip():
-                yield _row(value, str(path), number, "line")
+                yield make_row(value, str(path), number, "line")
 
 
 def _read_json(path: Path) -> Iterator[Row]:
     try:
-        values = json.loads(path.read_bytes().decode("utf-8-sig"))
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text: {error}", where=f"{path}:{_undecodable_line(path)}") from error
+    try:
+        values = _parse_json(text)
     except json.JSONDecodeError as error:
         hint = "; one object per line belongs into a .jsonl file" if error.msg == "Extra data" else ""
         raise DataError(f"broken JSON: {error.msg}{hint}", where=f"{path}:{error.lineno}") from error
-    except UnicodeDecodeError as error:
-        raise DataError(f"not UTF-8 text: {error}", where=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(
+            f"broken JSON: {_json_trouble(error)}", where=f"{path} row {_failing_row(text)}", fix="repair the row"
+        ) from error
     if not isinstance(values, list):
         raise DataError("not a list of rows", where=str(path), found=type(values).__name__, allowed="[{...}, {...}]")
     for number, value in enumerate(values, 1):
-        yield _row(value, str(path), number, "row")
+        yield make_row(value, str(path), number, "row")
+
+
+def _parse_json(text: str) -> Any:
+    """Plain JSON, but a name that stands twice in one object is an error instead of the last value.
+
+    Raises:
+        ValueError: not JSON, a name twice, a number too long; RecursionError: nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError(f"{', '.join(map(repr, _repeated(name for name, _ in pairs)))} stands twice in one object")
+    return made
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in collections.Counter(names).items() if count > 1]
+
+
+def _json_trouble(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return f"more than {MAX_DEPTH} lists and objects inside one another"
+    if "integer string conversion" in str(error):  # Python's own limit, which keeps int() from quadratic time
+        return f"a number of more than {sys.get_int_max_str_digits()} digits; write it as text"
+    return str(error)
+
+
+def _failing_row(text: str) -> int:
+    """Which element of a JSON list cannot be parsed, counted from 1."""
+    decoder, gap = json.JSONDecoder(object_pairs_hook=_object), re.compile(r"[\s,]*")
+    number, at = 0, text.find("[") + 1
+    while True:
+        number += 1
+        try:
+            _, at = decoder.raw_decode(text, gap.match(text, at).end())  # type: ignore[union-attr]  # always matches
+        except (ValueError, RecursionError):
+            return number
+
+
+def _undecodable_line(path: Path) -> int:
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            try:
+                raw.decode()
+            except UnicodeDecodeError:
+                return number
+    return 1
 
 
 def _read_csv(path: Path) -> Iterator[Row]:
+    limit = csv.field_size_limit(sys.maxsize)  # the default, 128 KiB, is less than a long document
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, strict=True)
+            _check_header(reader, path)
             for values in reader:
                 if None in values or None in values.values():
                     count = len(values) - 1 + len(values[None]) if None in values else None
@@ -220,8 +250,27 @@ def _read_csv(path: Path) -> Iterator[Row]:
                         fix="quote values that hold commas or line breaks",
                     )
                 yield Row(values, str(path), reader.line_num, "line")
-    except (csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise DataError(f"not UTF-8 text: {error}", where=f"{path}:{_undecodable_line(path)}") from error
+    except csv.Error as error:
         raise DataError(f"broken csv: {error}", where=f"{path}:{reader.line_num + 1}") from error
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _check_header(reader: csv.DictReader[str], path: Path) -> None:
+    """Refuse a header that would hide a column."""
+    if reader.fieldnames is None:  # an empty file, which has no rows
+        return
+    repeated = _repeated(reader.fieldnames)
+    if repeated or not reader.fieldnames:
+        raise DataError(
+            "the header names a column twice" if repeated else "the header is empty",
+            where=f"{path}:{reader.line_num}",
+            found=", ".join(map(repr, repeated)) or None,
+            allowed="a first line with one name per column, each once",
+            fix="rename or delete the columns" if repeated else "delete the empty line, or write the header",
+        )
 
 
 def _first_missing(values: Mapping[str, str | None]) -> str:
@@ -233,11 +282,32 @@ def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
+        repeated = _repeated(pyarrow.parquet.read_schema(path).names)
+        if repeated:
+            raise DataError(
+                "two columns have one name", where=str(path), found=", ".join(repeated), fix="rename one of them"
+            )
         table = pyarrow.parquet.read_table(path)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"not a readable parquet file: {error}", where=str(path)) from error
-    for number, value in enumerate(table.to_pylist(), 1):
-        yield _row(value, str(path), number, "row")
+    try:
+        values = table.to_pylist()
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:  # text that is not UTF-8, dates before year 1
+        column, number = _unreadable_cell(table)
+        raise DataError(f"column {column!r} cannot be read: {error}", where=f"{path} row {number}") from error
+    for number, value in enumerate(values, 1):
+        yield make_row(value, str(path), number, "row")
+
+
+def _unreadable_cell(table: pyarrow.Table) -> tuple[str, int]:
+    """Column and row (from 1) of the first cell that Python has no value for."""
+    for column in table.column_names:
+        for number, cell in enumerate(table[column], 1):
+            try:
+                cell.as_py()
+            except Exception:  # whatever to_pylist stumbled over
+                return column, number
+    raise AssertionError("every cell can be read by itself")
 
 
 # -- datasets and functions --------------------------------------------------------------------------------------
@@ -253,6 +323,7 @@ def _read_dataset(source: str, name: str, config: str | None, split: str | None)
             data = data[split] if split else data
         else:
             data = datasets.load_dataset(name, config, split=split)
+        values = [] if isinstance(data, dict) else data.to_list()
     except Exception as error:  # the package raises whatever its readers and the network raise
         raise DataError(
             f"the dataset cannot be loaded: {type(error).__name__}: {str(error).strip()[:300]}",
@@ -264,7 +335,7 @@ def _read_dataset(source: str, name: str, config: str | None, split: str | None)
         raise DataError(
             "the dataset has several splits", where=source, found=list(data), fix=f"name one: {name}@{next(iter(data))}"
         )
-    return [_row(value, source, number, "row") for number, value in enumerate(data.to_list(), 1)]
+    return [make_row(value, source, number, "row") for number, value in enumerate(values, 1)]
 
 
 def _import(source: str) -> Callable[..., Iterable[Mapping[str, Any]]]:
@@ -297,37 +368,4 @@ def _call(source: str, kwargs: Mapping[str, Any]) -> list[Row]:
             found=dict(kwargs),
             allowed=f"{source} takes {', '.join(parameters)}",
         ) from error
-    return [_row(value, source, number, "row") for number, value in enumerate(function(**given), 1)]
-
-
-def _row(value: Any, source: str, number: int, unit: str) -> Row:
-    """Row from a parsed value; dates and decimals become text."""
-    if not isinstance(value, Mapping):
-        where = f"{source}:{number}" if unit == "line" else f"{source} row {number}"
-        raise DataError(
-            "a row must be an object with named columns", where=where, found=value, allowed='{"column": ...}'
-        )
-    row = Row({}, source, number, unit)
-    for name, item in value.items():
-        if not isinstance(name, str):
-            raise DataError("a column name must be text", where=row.where, found=name)
-        row[name] = _plain(item, row, name)
-    return row
-
-
-def _plain(value: Any, row: Row, column: str) -> Any:
-    if value is None or type(value) in (str, int, float, bool):
-        return value
-    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _plain(item, row, column) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item, row, column) for item in value]
-    if isinstance(value, datetime.date | datetime.time | decimal.Decimal):
-        return str(value)
-    raise DataError(
-        f"column {column!r} holds a value that is not plain data",
-        where=row.where,
-        found=type(value).__name__,
-        allowed="text, numbers, true/false, null, lists and objects of those",
-        fix="leave the column out, or convert it in a pkg.mod:fn source",
-    )
+    return [make_row(value, source, number, "row") for number, value in enumerate(function(**given), 1)]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megarl.data.sources import Row
+from megarl.data.rows import Row
 from megarl.errors import ConfigError, DataError
 
 _FILE_SUFFIXES = (".jinja", ".jinja2", ".j2", ".txt")

@@ -68,6 +68,13 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
             allowed="'chars:' and then each character once",
             fix=f"keep one of each: {''.join(twice)!r}" if twice else "list the characters of prompts and responses",
         )
+    if any("\ud800" <= character <= "\udfff" for character in alphabet):
+        raise ConfigError(
+            "the alphabet holds half of a surrogate pair, which is no character",
+            where="model.tokenizer",
+            found=CHARS + alphabet,
+            fix="write the whole character",
+        )
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

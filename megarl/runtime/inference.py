@@ -54,7 +54,9 @@ def _write_responses(c: Controller) -> None:
     config, target = c.config, c.run_dir / RESPONSES
     columns = ("uid", "sample_id", "data_source", "prompt_text", "response_text", "finish_reason")
     size = config.data.val_batch_size or _ROUND
-    with open(target if c.layout.rank == 0 else os.devnull, "w") as file, phase("generate"):
+    output = target if c.layout.rank == 0 else Path(os.devnull)
+    # A server's answer may hold half a surrogate pair; backslashreplace writes the escape that JSON has for it.
+    with output.open("w", encoding="utf-8", errors="backslashreplace") as file, phase("generate"):
         for prompts in rounds(c.val_data, size, c.layout.dp_rank, c.layout.dp_size):
             samples = draw(c, prompts, config.validation_sampling, draw=VALIDATION_DRAW)
             mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]

@@ -30,7 +30,7 @@ class JsonlWriter:
 
     def write(self, record: Record) -> None:
         """Append a record; numbers that JSON cannot hold (NaN, infinity) become null."""
-        self._file.write(json.dumps(_finite(record), ensure_ascii=False, default=str).encode() + b"\n")
+        self._file.write(_line(_finite(record)))
         self._file.flush()
         if self._durable:
             os.fsync(self._file.fileno())
@@ -68,10 +68,15 @@ def rewrite_jsonl(path: Path, keep: Callable[[Record], bool]) -> None:
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         for record in kept:
-            file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+            file.write(_line(record))
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _line(record: Record) -> bytes:
+    """One line. Half a surrogate pair, which UTF-8 cannot hold, is written as the escape that JSON has for it."""
+    return json.dumps(record, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def _complete_bytes(path: Path) -> int:

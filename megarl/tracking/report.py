@@ -29,7 +29,7 @@ def write_report(run_dir: str | os.PathLike[str], compare: Sequence[str | os.Pat
     page = render(runs[0].name, report_data(runs))
     target = Path(run_dir) / ("compare.html" if compare else "report.html")
     temporary = target.with_suffix(".tmp")
-    temporary.write_text(page, encoding="utf-8")
+    temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
     os.replace(temporary, target)
     return target
 

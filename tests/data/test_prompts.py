@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config.data import DataConfig
 from megarl.data.prompts import PromptDataset
-from megarl.data.sources import Row
+from megarl.data.rows import Row
 from megarl.data.templates import prompt_formatter
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import ConfigError, DataError
@@ -49,6 +49,24 @@ def test_column_data_source_wins_over_the_file_name(tmp_path, tokenizer):
     data = dataset(tmp_path, tokenizer, [{"prompt": "a", "answer": "b", "data_source": "mine"}])
     assert data.batch([0])["data_source"] == ["mine"]
     assert data.batch([0])["row"] == [{}]
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("test.jsonl", "test"), ("./test.jsonl", "test"), ("../test.jsonl", "test"), ("in/t.jsonl", "in/t")],
+)
+def test_a_file_without_a_folder_is_called_by_its_own_name(tmp_path, monkeypatch, tokenizer, path, name):
+    here = tmp_path / "here"
+    (here / "in").mkdir(parents=True)
+    monkeypatch.chdir(here)
+    (here / path).write_text('{"prompt": "a", "answer": "b"}\n')
+    data = PromptDataset(DataConfig(val_files=[path]), tokenizer, "val")
+    assert data.batch([0])["data_source"] == [name]
+
+
+def test_half_a_character_from_a_template_is_named(tmp_path, tokenizer):
+    with pytest.raises(DataError, match=r"train.jsonl:1: the text holds half of a surrogate pair"):
+        dataset(tmp_path, tokenizer, [{"prompt": "a", "answer": "b"}], format_prompt="{{ content }}\ud83d")
 
 
 def test_answer_key_null_needs_no_answers(tmp_path, tokenizer):

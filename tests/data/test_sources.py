@@ -210,15 +210,97 @@ def test_bytes_that_are_no_text_are_named(tmp_path):
         ("d.csv", "a,b\n1,2\n3\n", r"d.csv:3: the line does not have one value per column(?s:.*)no value for 'b'"),
         ("d.csv", "a,b\n1,2,3\n", r"d.csv:2: (?s:.*)3 values"),
         ("d.csv", "a,b\n", r"d.csv: there are no rows"),
+        ("d.csv", "a,b,a\n1,2,3\n", r"d.csv:1: the header names a column twice(?s:.*)'a'"),
+        ("d.csv", "\na\n1\n", r"d.csv:1: the header is empty"),
+        ("d.json", b'[{"a":\n"\xff"}]', r"d.json:2: not UTF-8 text"),
+        ("d.jsonl", '{"a": 1}\n{"a": 1, "a": 2}\n', r"d.jsonl:2: broken JSON: 'a' stands twice in one object"),
+        ("d.json", '[{"a": 1}, {"a": 1, "a": 2}]', r"d.json row 2: broken JSON: 'a' stands twice in one object"),
+        ("d.jsonl", '{"a": "ok"}\n{"a": "b\\ud83d"}\n', r"d.jsonl:2: column 'a' holds half of a surrogate pair"),
+        ("d.jsonl", '{"a": {"b": ["\\ude00"]}}\n', r"d.jsonl:1: column 'a' holds half of a surrogate pair"),
+        ("d.jsonl", '{"a\\ud83d": 1}\n', r"d.jsonl:1: a column name holds half of a surrogate pair"),
+        ("d.json", '[{"a": 1}, {"a": {"\\ud83d": 1}}]', r"d.json row 2: a name in column 'a' holds half"),
         ("d.csv", 'a\n"x\n', r"d.csv:\d: broken csv"),
         ("d.parquet", "not parquet", r"d.parquet: not a readable parquet file"),
         ("d.txt", "x", r"d.txt: unknown kind of data file(?s:.*)\.jsonl, \.json, \.csv, \.parquet"),
     ],
 )
 def test_broken_files_are_named(tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(DataError, match=message):
         load_rows(str(tmp_path / name))
+
+
+LONG, DEEP, DEEPER = "9" * 5000, "[" * 80 + "]" * 80, "[" * 100_000
+LARGE = {
+    "line of a long number": (
+        "d.jsonl",
+        f'{{"a": 1}}\n{{"a": {LONG}}}\n',
+        r"d.jsonl:2: broken JSON: a number of more than",
+    ),
+    "row of a long number": (
+        "d.json",
+        f'[{{"a": 1}}, {{"a": {LONG}}}]',
+        r"d.json row 2: broken JSON: a number of more",
+    ),
+    "deep line": ("d.jsonl", f'{{"a": 1}}\n{{"a": {DEEP}}}\n', r"d.jsonl:2: column 'a' holds more than 64 lists"),
+    "deeper line": ("d.jsonl", f'{{"a": 1}}\n{{"a": {DEEPER}\n', r"d.jsonl:2: broken JSON: more than 64 lists"),
+    "deeper row": ("d.json", f'[{{"a": 1}}, {{"a": {DEEPER}}}]', r"d.json row 2: broken JSON: more than 64 lists"),
+    "late byte": ("d.csv", b"a\n" + b"1\n" * 5000 + b"\xff\n1\n", r"d.csv:5002: not UTF-8 text"),
+}
+
+
+@pytest.mark.parametrize("case", LARGE)
+def test_large_values_and_late_bytes_are_named(tmp_path, case):
+    test_broken_files_are_named(tmp_path, *LARGE[case])
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path):
+    for suffix in (".jsonl", ".json", ".csv"):
+        (tmp_path / f"d{suffix}").symlink_to("/proc/self/mem")  # is there, and refuses to be read
+        with pytest.raises(DataError, match=rf"d\{suffix}: the file cannot be read: Input/output error"):
+            load_rows(f"{tmp_path}/d{suffix}")
+
+
+def test_a_long_cell_is_read_and_the_limit_of_other_readers_stays(tmp_path):
+    before = csv.field_size_limit()
+    write(tmp_path / "d.csv", [{"question": "x" * 300_000, "answer": "1"}])
+    assert len(load_rows(f"{tmp_path}/d.csv")[0]["question"]) == 300_000
+    assert csv.field_size_limit() == before
+
+
+def test_a_whole_character_outside_the_basic_plane_is_text(tmp_path):
+    (tmp_path / "d.jsonl").write_text('{"a": "\\ud83d\\ude00"}\n')
+    assert load_rows(f"{tmp_path}/d.jsonl") == [{"a": "\U0001f600"}]
+
+
+def test_parquet_cells_and_columns_that_cannot_be_read_are_named(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    offsets = pyarrow.py_buffer(b"\0\0\0\0\1\0\0\0\3\0\0\0")
+    text = pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, offsets, pyarrow.py_buffer(b"a\xff\xfe")])
+    pyarrow.parquet.write_table(pyarrow.table({"a": text}), tmp_path / "bytes.parquet")
+    with pytest.raises(DataError, match=r"bytes.parquet row 2: column 'a' cannot be read: 'utf-8' codec"):
+        load_rows(f"{tmp_path}/bytes.parquet")
+    twice = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
+    pyarrow.parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r"twice.parquet: two columns have one name(?s:.*)'a'"):
+        load_rows(f"{tmp_path}/twice.parquet")
+
+
+def test_a_function_may_not_return_what_no_file_could_hold(row_maker, tmp_path):
+    with open(tmp_path / "my_rows_module.py", "a") as file:
+        file.write("def huge(): return [{'a': 1}, {'a': 10 ** 5000}]\ndef half(): return [{'a': '\\ud83d'}]\n")
+    with pytest.raises(DataError, match=r"huge row 2: column 'a' holds a number of more than 4300 digits"):
+        load_rows(f"{row_maker}:huge")
+    with pytest.raises(DataError, match=r"half row 1: column 'a' holds half of a surrogate pair"):
+        load_rows(f"{row_maker}:half")
+
+
+def test_a_prompt_on_the_command_line_is_checked_as_well():
+    with pytest.raises(DataError, match=r"row 1: column 'prompt' holds half of a surrogate pair") as error:
+        load_rows("text:caf\udce9")  # how Python reads an argument that is not UTF-8
+    str(error.value).encode()
 
 
 def test_missing_file_suggests_its_neighbour(tmp_path):

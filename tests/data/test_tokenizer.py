@@ -52,6 +52,7 @@ def test_the_model_folder_is_the_default(tmp_path):
         (ModelConfig(), "model.tokenizer: no tokenizer"),
         (ModelConfig(tokenizer="chars:"), "the alphabet is empty"),
         (ModelConfig(tokenizer="chars:abca"), "characters twice(?s:.*)keep one of each: 'a'"),
+        (ModelConfig(tokenizer="chars:ab\ud83d"), "the alphabet holds half of a surrogate pair"),
         (ModelConfig(tokenizer="./not/there"), "model.tokenizer: the tokenizer cannot be loaded"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,14 @@ def test_the_log_holds_whole_lines_and_the_last_drawing_of_a_bar(tmp_path: Path)
         "[launcher] lines",
         "[rank 2] no end",
     ]
+
+
+def test_a_line_of_unfinished_escapes_costs_no_time(tmp_path: Path) -> None:
+    log, start = OutputLog(tmp_path / "log.txt"), time.process_time()
+    log.write(1, b"\x1b]" * 30_000 + b"\x1b]0;title\x07text\x1b]8;;url\x1b\\ more\n")
+    assert time.process_time() - start < 2.0  # 0.01 s; the square of the length takes seconds
+    log.close()
+    assert (tmp_path / "log.txt").read_text().endswith("text more\n")
 
 
 class Ended:

@@ -57,6 +57,14 @@ def test_rewrite_keeps_what_it_is_told_to(tmp_path):
     rewrite_jsonl(tmp_path / "absent.jsonl", lambda line: True)
 
 
+def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path):
+    path, record = tmp_path / "s.jsonl", {"step": 1, "response": "caf\ud83d", "\ude00": "é"}
+    JsonlWriter(path).write(record)
+    assert read_jsonl(path) == [record]
+    rewrite_jsonl(path, lambda line: True)
+    assert read_jsonl(path) == [record]
+
+
 @pytest.mark.procs
 def test_kill_9_loses_no_line_that_write_returned_for(tmp_path):
     path = tmp_path / "m.jsonl"

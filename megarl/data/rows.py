@@ -1,0 +1,128 @@
+"""One row of data: plain values by column, checked as they are read, and where it came from."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.errors import DataError, close_matches
+
+MAX_DEPTH = 64  # lists and objects inside one another; rows are walked recursively, and Python's stack is finite
+
+
+class Row(dict):
+    """One data row: column -> plain JSON value, plus where it was read.
+
+    Attributes:
+        source: file, hub name, or function.
+        number: line of the file (jsonl, csv) or row counted from 1 (`unit` says which).
+    """
+
+    __slots__ = ("number", "source", "unit")
+
+    def __init__(self, values: Mapping[str, Any], source: str, number: int, unit: str = "row") -> None:
+        super().__init__(values)
+        self.source, self.number, self.unit = source, number, unit
+
+    @property
+    def where(self) -> str:
+        """`train.jsonl:17` for a line, `train.parquet row 17` for a row without a line."""
+        return f"{self.source}:{self.number}" if self.unit == "line" else f"{self.source} row {self.number}"
+
+    def column(self, name: str, key: str) -> Any:
+        """Value of column `name`, which configuration key `key` asks for.
+
+        Raises:
+            DataError: there is no such column; the message names the row, its columns and the nearest one.
+        """
+        if name in self:
+            return self[name]
+        near = close_matches(name, self)
+        raise DataError(
+            f"no column {name!r}",
+            where=self.where,
+            allowed=f"columns here: {', '.join(self) or 'none'}",
+            fix=f"set {key} to {near[0]!r}" if near else f"set {key} to the column that holds it",
+        )
+
+
+def make_row(value: Any, source: str, number: int, unit: str) -> Row:
+    """Row from a parsed value; dates and decimals become text."""
+    if not isinstance(value, Mapping):
+        where = f"{source}:{number}" if unit == "line" else f"{source} row {number}"
+        raise DataError(
+            "a row must be an object with named columns", where=where, found=value, allowed='{"column": ...}'
+        )
+    row = Row({}, source, number, unit)
+    for name, item in value.items():
+        if not isinstance(name, str):
+            raise DataError("a column name must be text", where=row.where, found=name)
+        check_text(name, "a column name", row)
+        row[name] = _plain(item, row, name)
+    return row
+
+
+def check_text(text: str, what: str, row: Row) -> None:
+    """Refuse text that no file and no tokenizer can hold: half a surrogate pair, as `"\\ud83d"` in JSON makes it.
+
+    Raises:
+        DataError: names `what` and the row.
+    """
+    if text.isascii():
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{what} holds half of a surrogate pair, which is no character",
+            where=row.where,
+            found=text[max(0, error.start - 20) : error.start + 20],
+            allowed="text that UTF-8 can hold",
+            fix="write the whole character, or take it out; text that was cut by length often ends in such a half",
+        ) from error
+
+
+def _plain(value: Any, row: Row, column: str, depth: int = 0) -> Any:
+    if type(value) is str:
+        check_text(value, f"column {column!r}", row)
+        return value
+    if type(value) is int:
+        return _checked_int(value, row, column)
+    if value is None or type(value) in (float, bool):
+        return value
+    if depth > MAX_DEPTH:
+        raise DataError(
+            f"column {column!r} holds more than {MAX_DEPTH} lists and objects inside one another", where=row.where
+        )
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        for key in value:
+            check_text(key, f"a name in column {column!r}", row)
+        return {key: _plain(item, row, column, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, row, column, depth + 1) for item in value]
+    if isinstance(value, datetime.date | datetime.time | decimal.Decimal):
+        return str(value)
+    raise DataError(
+        f"column {column!r} holds a value that is not plain data",
+        where=row.where,
+        found=type(value).__name__,
+        allowed="text, numbers, true/false, null, lists and objects of those",
+        fix="leave the column out, or convert it in a pkg.mod:fn source",
+    )
+
+
+def _checked_int(value: int, row: Row, column: str) -> int:
+    """The number, when Python writes it out as digits: rewards, templates and logs do that."""
+    if value.bit_length() > 1024:
+        try:
+            str(value)
+        except ValueError as error:
+            raise DataError(
+                f"column {column!r} holds a number of more than {sys.get_int_max_str_digits()} digits",
+                where=row.where,
+                fix="write it as text",
+            ) from error
+    return value
