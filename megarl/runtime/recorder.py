@@ -13,6 +13,7 @@ from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
 from megarl.runtime.controller import no_progress
 from megarl.runtime.health import report
+from megarl.runtime.heap import heap_bound
 from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
@@ -53,6 +54,7 @@ class Recorder:
                 resume_step=resume_step,
                 part=part,
             )
+        self._heap = heap_bound()
         self._trace = TraceWriter(c.run_dir, c.layout.rank)
         self._peak: float | None = None
         self._start = (time.perf_counter(), time.process_time())
@@ -115,6 +117,7 @@ class Recorder:
             numbers |= self._perf(numbers)
         if self._tracker is not None:
             self._tracker.log(step, numbers)
+        self._heap.after_step()
         return numbers
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:

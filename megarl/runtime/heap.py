@@ -1,0 +1,66 @@
+"""Bounds the memory that malloc keeps for reuse.
+
+A training step frees almost everything it took, and malloc keeps it, which is what makes the next step fast
+(`cluster.keep_freed_memory`). But steps differ, free blocks of one size do not serve another, and each of glibc's heaps
+grows to its own largest need: what is in use stays the same while the resident set creeps up, by a quarter in 1,000
+steps of the quickstart. Whole free pages can be given back, and the next step pays a page fault for each that it takes
+again (about 0.4 s a GB). So it must not happen in every step: only when the resident set has grown by a tenth since
+the last time, which the quickstart reaches a few times in a run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+GROWTH = 1.1
+"""Resident set, relative to that of the first steps after the last trim, at which free pages are given back."""
+SETTLE = 10
+"""Steps until the resident set after a trim is that of a step again: kinds of memory come back one by one."""
+
+
+class HeapBound:
+    """Gives free pages back when the resident set has grown; call `after_step` at the end of every step.
+
+    Args:
+        resident: bytes resident now.
+        trim: gives free pages back to the kernel.
+
+    Attributes:
+        trims: how often it happened.
+    """
+
+    def __init__(self, resident: Callable[[], int], trim: Callable[[], object]) -> None:
+        self._resident, self._trim = resident, trim
+        self._floor = self._steps = self.trims = 0
+
+    def after_step(self) -> None:
+        """Measure, and trim when it is time."""
+        now = self._resident()
+        self._steps += 1
+        if self._steps <= SETTLE:
+            self._floor = max(self._floor, now)
+        elif now > GROWTH * self._floor:
+            self._trim()
+            self.trims += 1
+            self._floor = self._steps = 0
+
+
+def heap_bound() -> HeapBound:
+    """Of this process; where malloc cannot give pages back (no glibc), it measures only."""
+    try:
+        malloc_trim = ctypes.CDLL(None).malloc_trim
+        malloc_trim.argtypes = [ctypes.c_size_t]
+    except (OSError, AttributeError):  # another C library
+        return HeapBound(_resident, lambda: None)
+    return HeapBound(_resident, lambda: malloc_trim(0))
+
+
+def _resident() -> int:
+    """Bytes of this process in memory; 0 where /proc is not there."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
