@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.checklist import Checklist
+from megarl.config.checks_weights import check_weights
 from megarl.config.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
 from megarl.config.hf_keys import unknown_keys
 from megarl.config.model import ModelConfig
@@ -56,10 +57,22 @@ def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist)
         )
     else:
         checks.ok("model", f"{facts.source}: {facts.model_type}, {facts.parameters:,} parameters")
+        check_local_weights("model", model.path, facts, checks)
     if model.hf_config is not None and model.path is None:
         _check_spelling(model.hf_config, checks)
     _check_tokenizer(model, facts, checks)
     return facts
+
+
+def check_local_weights(role: str, path: str | None, facts: ModelFacts, checks: Checklist) -> None:
+    """The weight files of a model that lies on this machine; `role` names it (model, critic, ...)."""
+    folder = Path(path).expanduser() if path is not None else None
+    if folder is None or not folder.is_dir():
+        return
+    try:
+        checks.ok(role, f"{folder}: {check_weights(folder, facts, value_head=role == 'critic')}")
+    except ConfigError as error:
+        checks.from_error(role, error)
 
 
 def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
@@ -272,6 +285,7 @@ def check_other_models(config: RunConfig, facts: ModelFacts | None, checks: Chec
             )
         else:
             checks.ok(role, f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
+            check_local_weights(role, path, found, checks)
 
 
 def check_places(config: RunConfig, checks: Checklist) -> None:

@@ -327,8 +327,9 @@ def test_model_folder(write, failures, tmp_path):
     write(json.dumps({"model_type": "gpt2"}), "model/config.json")
     assert "not supported" in only(failures(*overrides)).message
     write(json.dumps({"model_type": "llama", "num_attention_heads": 6, "hidden_size": 66}), "model/config.json")
-    assert failures(*overrides) == []
-    assert only(failures(*overrides, "cluster.nproc=4", "actor.parallel.tp=4")).key == "actor.parallel.tp"
+    missing = failures(*overrides, "cluster.nproc=4", "actor.parallel.tp=4")
+    assert [check.key for check in missing] == ["model.path", "actor.parallel.tp"]
+    assert "no *.safetensors files" in missing[0].message
 
 
 def test_unknown_hub_name_skips_what_it_cannot_know(config_of):

@@ -1,0 +1,169 @@
+"""Checks the weight files of a local model by their headers: whole, and with the tensors that config.json implies.
+
+A safetensors file begins with the length of its header (8 bytes, little-endian) and the header: JSON with dtype, shape
+and place of every tensor. Reading the headers of a model of 100 files takes a fraction of a second and no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megarl.config.facts import ModelFacts
+from megarl.errors import ConfigError
+
+INDEX = "model.safetensors.index.json"
+_LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones
+_AGAIN = "copy or download it again"
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) -> str:
+    """Check the files of `folder` against the sizes in its config.json.
+
+    Args:
+        value_head: a critic: it needs neither a vocabulary head nor a value head, which then starts at zero.
+
+    Returns:
+        What was checked, in a few words.
+
+    Raises:
+        ConfigError: no weights, a file that is missing or cut, a tensor that is missing or has another shape.
+    """
+    files = _weight_files(folder)
+    place: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    for file in files:
+        place |= {name: (file, shape) for name, shape in read_header(file).items()}
+    for alternatives in expected_tensors(facts, value_head=value_head):
+        _check_tensors(folder, alternatives, place)
+    return f"{len(place)} tensors in {len(files)} file{'s' if len(files) > 1 else ''}"
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if (folder / "model.safetensors").is_file():  # transformers takes it before an index
+        return [folder / "model.safetensors"]
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError("the index of the weights cannot be read", where=str(index), fix=_AGAIN) from error
+        for name in names:
+            if not (folder / name).is_file():
+                raise ConfigError(
+                    "this file is named by the index and is missing", where=str(folder / name), fix=_AGAIN
+                )
+        return [folder / name for name in names]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            "no *.safetensors files in this folder",
+            where="model.path",
+            found=str(folder),
+            fix="save the model with save_pretrained (safetensors is its default form)",
+        )
+    return files
+
+
+def read_header(file: Path) -> Shapes:
+    """Shapes of the tensors of a safetensors file.
+
+    Raises:
+        ConfigError: it is no such file, or it ends before its last tensor does.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if length > min(_LONGEST_HEADER, size - 8):
+            raise ConfigError(
+                "this is not a whole safetensors file: it ends inside its header", where=str(file), fix=_AGAIN
+            )
+        try:
+            header: dict[str, Any] = json.loads(opened.read(length))
+            tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+            shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+        except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
+            raise ConfigError(
+                "this is not a safetensors file: its header cannot be read", where=str(file), fix=_AGAIN
+            ) from error
+    if size != end:
+        last = max(tensors, key=lambda name: tensors[name]["data_offsets"][1])
+        cut = f"is cut inside its tensors; the last of them is {last!r}" if size < end else "goes on after its tensors"
+        raise ConfigError(
+            f"this is not a whole safetensors file: it {cut}",
+            where=str(file),
+            found=f"{size} bytes",
+            allowed=f"{end} bytes",
+            fix=_AGAIN,
+        )
+    return shapes
+
+
+def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator[list[Shapes]]:
+    """Groups of tensors that the weights must hold: of the forms in each list, one."""
+    hidden, embedding = facts.hidden, (facts.vocab, facts.hidden)
+    yield [{_EMBEDDING: embedding}, {_HEAD: embedding}] if facts.tied else [{_EMBEDDING: embedding}]
+    yield [{"model.norm.weight": (hidden,)}]
+    if not facts.tied and not value_head:
+        yield [{_HEAD: embedding}]
+    for layer in range(facts.layers):
+        prefix = f"model.layers.{layer}."
+        yield [_attention(facts, prefix)]
+        yield _feed_forward(facts, prefix)
+
+
+def _attention(facts: ModelFacts, prefix: str) -> Shapes:
+    hidden, rows, kv = facts.hidden, facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    shapes: Shapes = {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+    for name, size in (("q", rows), ("k", kv), ("v", kv)):
+        shapes[f"{prefix}self_attn.{name}_proj.weight"] = (size, hidden)
+        if facts.model_type == "qwen2":
+            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
+    shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, rows)
+    if facts.model_type.startswith("qwen3"):
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (facts.head_dim,) for name in ("q", "k")}
+    return shapes
+
+
+def _feed_forward(facts: ModelFacts, prefix: str) -> list[Shapes]:
+    """The forms that the second half of a layer may have: in a mixture of experts some layers may be dense."""
+
+    def three(names: tuple[str, str, str], start: str, width: int) -> Shapes:
+        gate, up, down = (f"{prefix}{start}{name}.weight" for name in names)
+        return {gate: (width, facts.hidden), up: (width, facts.hidden), down: (facts.hidden, width)}
+
+    plain = ("gate_proj", "up_proj", "down_proj")
+    if not facts.is_moe:
+        return [three(plain, "mlp.", facts.ffn)]
+    mixtral = facts.model_type == "mixtral"
+    block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", plain)
+    sparse: Shapes = {f"{prefix}{block}.gate.weight": (facts.experts, facts.hidden)}
+    for expert in range(facts.experts):
+        sparse |= three(names, f"{block}.experts.{expert}.", facts.ffn)
+    return [sparse] if mixtral else [sparse, three(plain, "mlp.", facts.dense_ffn)]
+
+
+def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, tuple[Path, tuple[int, ...]]]) -> None:
+    """One of `forms` is there, with its shapes; the error is about the form of which most is there."""
+    shapes = max(forms, key=lambda form: sum(name in place for name in form) / len(form))
+    for name, shape in shapes.items():
+        if name not in place:
+            raise ConfigError(
+                f"tensor {name!r} is missing",
+                where=str(folder),
+                allowed="a checkpoint whose tensors match its config.json",
+                fix="check that config.json belongs to these files",
+            )
+        file, found = place[name]
+        if found != shape:
+            raise ConfigError(
+                f"tensor {name!r} has another shape than config.json implies",
+                where=str(file),
+                found=found,
+                allowed=[shape],
+                fix="check that config.json belongs to these files",
+            )

@@ -1,0 +1,121 @@
+"""Weight files are looked at before a run: whole, and with the tensors that the configuration implies."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megarl.config.checks_weights import INDEX, check_weights, expected_tensors, read_header
+from megarl.config.facts import ARCHITECTURES, facts_from_config
+from megarl.errors import ConfigError
+
+SMALL = {
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 12,
+    "vocab_size": 10,
+    "max_position_embeddings": 64,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 6}
+
+
+def raw_config(model_type: str, **more: object) -> dict:
+    experts = {"mixtral": {"num_local_experts": 3}, "qwen3_moe": {"num_experts": 3, **MOE}}.get(model_type, {})
+    return {"model_type": model_type, **SMALL, **experts, **more}
+
+
+def facts_of(model_type: str, **more: object):
+    return facts_from_config(raw_config(model_type, **more), "here")
+
+
+def write(file: Path, shapes: dict[str, tuple[int, ...]], cut: int = 0) -> None:
+    """A safetensors file of zeros, without its last `cut` bytes."""
+    header, offset = {"__metadata__": {"format": "pt"}}, 0
+    for name, shape in shapes.items():
+        size = 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    content = len(text).to_bytes(8, "little") + text + bytes(offset)
+    file.write_bytes(content[: len(content) - cut])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_expected_tensors_are_those_that_are_loaded(model_type: str, tied: bool) -> None:
+    from transformers import AutoConfig
+
+    from megarl.models.weights.plan import hf_tensors
+
+    raw = raw_config(model_type, tie_word_embeddings=tied)
+    hf = AutoConfig.for_model(**raw)
+    for value_head in (False, True):
+        loaded = hf_tensors(hf, value_head=value_head)
+        loaded.pop("score.weight", None)
+        groups = expected_tensors(facts_from_config(raw, "here"), value_head=value_head)
+        expected = {name: shape for forms in groups for name, shape in forms[0].items()}
+        assert expected == loaded
+
+
+def test_a_whole_model_passes(tmp_path: Path) -> None:
+    facts = facts_of("qwen3")
+    shapes = {name: shape for forms in expected_tensors(facts) for name, shape in forms[0].items()}
+    write(tmp_path / "model.safetensors", shapes)
+    assert check_weights(tmp_path, facts) == f"{len(shapes)} tensors in 1 file"
+    assert read_header(tmp_path / "model.safetensors") == shapes
+
+
+def test_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
+    facts = facts_of("qwen3_moe", mlp_only_layers=[0])
+    groups = list(expected_tensors(facts))
+    shapes = {name: shape for forms in groups for name, shape in forms[0].items() if "layers.0.mlp" not in name}
+    shapes |= next(forms[1] for forms in groups if len(forms) > 1)
+    write(tmp_path / "model.safetensors", shapes)
+    check_weights(tmp_path, facts)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("none", ["no *.safetensors files", "save_pretrained"]),
+        ("cut", ["model-2.safetensors", "cut inside its tensors", "bytes"]),
+        ("short", ["model-2.safetensors", "ends inside its header"]),
+        ("text", ["model-2.safetensors", "ends inside its header"]),
+        ("lost", ["model-2.safetensors", "named by the index and is missing"]),
+        ("tensor", ["'model.norm.weight' is missing"]),
+        ("shape", ["model-2.safetensors", "'model.norm.weight' has another shape", "(9,)", "(8,)"]),
+        ("index", [INDEX, "cannot be read"]),
+    ],
+)
+def test_damage_is_located(tmp_path: Path, damage: str, words: list[str]) -> None:
+    facts = facts_of("qwen3")
+    shapes = {name: shape for forms in expected_tensors(facts) for name, shape in forms[0].items()}
+    if damage == "tensor":
+        del shapes["model.norm.weight"]
+    if damage == "shape":
+        shapes["model.norm.weight"] = (9,)
+    names = sorted(shapes)
+    parts = {"model-1.safetensors": names[:3], "model-2.safetensors": names[3:]}
+    for file, held in parts.items():
+        write(tmp_path / file, {n: shapes[n] for n in held}, cut=5 if damage == "cut" and "2" in file else 0)
+    weight_map = {name: file for file, held in parts.items() for name in held}
+    (tmp_path / INDEX).write_text("{" if damage == "index" else json.dumps({"weight_map": weight_map}))
+    second = tmp_path / "model-2.safetensors"
+    if damage == "short":
+        second.write_bytes(second.read_bytes()[:20])
+    if damage == "text":
+        second.write_text("version https://git-lfs.github.com/spec/v1\n")
+    if damage == "lost":
+        second.unlink()
+    if damage == "none":
+        for file in tmp_path.iterdir():
+            file.unlink()
+    with pytest.raises(ConfigError) as caught:
+        check_weights(tmp_path, facts)
+    for word in words:
+        assert word in str(caught.value)
