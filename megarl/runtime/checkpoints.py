@@ -157,8 +157,10 @@ class Checkpoints:
             ConfigError: a validation step has no `trainer.best_metric`.
             CheckpointError: a checkpoint could not be written; the one before it is whole.
         """
-        if self._saving is not None and self._saving.poll():
-            self._saving = None
+        if self._saving is not None:
+            with phase("checkpoint"):
+                if self._saving.poll():
+                    self._saving = None
         settings = self._c.config.trainer
         improved = accuracy is not None and numbers.get(settings.best_metric or "", -math.inf) > self.best
         if last or due(step, settings.save_every) or (improved and settings.save_every):

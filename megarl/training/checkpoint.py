@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 import megarl
 from megarl.comm import all_gather_json, broadcast_json
+from megarl.training import old_format
 from megarl.training.intact import Seal, faults, few, seal_text
 from megarl.training.rng import load_rng, rng_bytes
 from megarl.training.saving import Saving
@@ -175,10 +176,15 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
             where=str(folder),
             fix="resume a run of the same kind; trainer.resume=never starts from the beginning",
         )
-    names = [name for name in meta["files"] if name.startswith("rank_")]
-    index = broadcast_json(read_index(folder, names) if dist.get_rank() == 0 else None, 0)
+    index = broadcast_json(_index(folder, meta) if dist.get_rank() == 0 else None, 0)
     refuse_foreign((box for name, engine in engines.items() for box in weight_boxes(name, engine)), index, folder)
     return index
+
+
+def _index(folder: Path, meta: dict[str, Any]) -> Index:
+    if meta["format"] == old_format.FORMAT:
+        return old_format.read_old_index(folder)
+    return read_index(folder, [name for name in meta["files"] if name.startswith("rank_")])
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -234,12 +240,12 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"there is no {_META}", where=str(folder), fix=way) from None
     except (OSError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{_META} cannot be read: {error}", where=str(folder), fix=way) from error
+    if known == old_format.FORMAT:
+        return {**meta, "files": {}, "tag": ""}  # it has no checksums
     if known != FORMAT:
-        writer = f", written by megarl {meta.get('megarl')}" if isinstance(known, int) and known < FORMAT else ""
+        allowed = f"{old_format.FORMAT} and {FORMAT}"
         raise CheckpointError(
-            f"{_META} says format {known}{writer}, this version reads {FORMAT}",
-            where=str(folder),
-            fix=f"`megarl convert` of that version makes a model of it for model.path; {way}",
+            f"{_META} says format {known}, this version reads {allowed}", where=str(folder), fix=way, allowed=allowed
         )
     if seal != _meta_seal(meta):
         raise CheckpointError(f"{_META} was changed since it was written (checksum)", where=str(folder), fix=way)

@@ -24,7 +24,8 @@ from megarl.phase import beat
 from megarl.training.boxes import Box, Shape, overlap
 from megarl.training.intact import Seal
 
-_NAMES = {
+#: dtypes as the format calls them
+NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
@@ -33,8 +34,9 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _CHUNK = 16 << 20
+_FLUSHED = 256 << 20  # bytes of a file after which the disk catches up, so that progress is what the disk has taken
 _ALIGNED = 64
 
 #: key -> {"whole": shape, "boxes": [[file, first byte, dtype, offset, shape], ...]}
@@ -64,7 +66,7 @@ class Snapshot:
             room = self._memory[start:end].view(box.data.dtype).view(box.data.shape)
             room.copy_(box.data, non_blocking=True)
             header[f"{box.key}@{','.join(map(str, box.offset))}"] = {
-                "dtype": _NAMES[box.data.dtype],
+                "dtype": NAMES[box.data.dtype],
                 "shape": list(box.data.shape),
                 "data_offsets": [start, end],
             }
@@ -96,6 +98,8 @@ def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callab
                     file.write(chunk)
                     checksum.update(chunk)
                     size += len(chunk)
+                    if size % _FLUSHED < len(chunk):
+                        os.fdatasync(file.fileno())
                     progress(len(chunk))
             file.flush()
             os.fsync(file.fileno())
@@ -130,6 +134,7 @@ def read_index(folder: Path, names: Iterable[str]) -> Index:
     """Where every box is that the files `names` of `folder` hold."""
     index: Index = {}
     for name in names:
+        beat()
         header, begin = read_header(folder / name)
         for key, whole in json.loads(header.pop("__metadata__")["wholes"]).items():
             index.setdefault(key, {"whole": whole, "boxes": []})
@@ -182,4 +187,5 @@ def fill(boxes: Sequence[Box], index: Index, folder: Path) -> None:
 
 
 def _tensor(raw: Tensor, begin: int, dtype: torch.dtype, shape: Shape) -> Tensor:
-    return raw[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+    data = raw[begin : begin + math.prod(shape) * dtype.itemsize]
+    return (data.clone() if begin % dtype.itemsize else data).view(dtype).view(shape)  # format 2 does not align

@@ -1,5 +1,7 @@
 """Checkpoints: bit-for-bit resume, resharding with optimizer state, and folders that are complete or not there."""
 
+import json
+import pickle
 import re
 import resource
 import shutil
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
@@ -217,10 +220,14 @@ def test_training_goes_on_while_a_checkpoint_is_written(alone, tmp_path, monkeyp
     monkeypatch.setattr(shards, "write_file", lambda *args: go_on.wait(60) and write_file(*args))
     saving = checkpoint.begin(tmp_path, 2, {"actor": engine}, {"at": 2})
     metrics = _steps(engine, 2)
+    beats = []
+    monkeypatch.setattr("megarl.training.saving.beat", lambda: beats.append(1))
     assert not saving.poll()
     assert checkpoint.latest(tmp_path) is None
+    assert not beats  # a file system that hangs looks stuck
     go_on.set()
     saving.wait()
+    assert beats
     again = _engine("dense", {}, seed=8)
     assert checkpoint.load(tmp_path / "step_2", {"actor": again}) == (2, {"at": 2})
     assert _hashes(again) == want
@@ -340,6 +347,60 @@ def test_a_best_json_that_cannot_be_read_is_none(alone, tmp_path, caplog):
 def test_nothing_in_a_checkpoint_is_a_pickle(alone, tmp_path):
     folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {})
     assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}
+
+
+def _as_format_2(folder: Path) -> None:
+    """Turn the checkpoint of one rank into what Megatron's writer made of it."""
+    from torch.distributed import checkpoint as dcp
+
+    index = shards.read_index(folder, ["rank_0.safetensors"])
+    stored = load_file(folder / "rank_0.safetensors")
+    whole = {}
+    for key, entry in index.items():
+        whole[key] = torch.zeros(
+            entry["whole"], dtype=stored[f"{key}@{','.join(map(str, entry['boxes'][0][3]))}"].dtype
+        )
+        for _, _, _, offset, shape in entry["boxes"]:
+            place = tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))
+            whole[key][place] = stored[f"{key}@{','.join(map(str, offset))}"]
+    dcp.save(whole, storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=True))
+    (folder / "rank_0.safetensors").unlink()
+    meta = json.loads((folder / "meta.json").read_text())
+    gone = ("files", "checksum", "tag")
+    meta = {key: value for key, value in meta.items() if key not in gone} | {"format": 2}
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_of_the_format_before_is_read(alone, tmp_path, dtype):
+    engine = _engine("moe", {}, dtype=dtype)
+    _steps(engine, 0)
+    folder = checkpoint.save(tmp_path, 2, {"actor": engine}, {"at": 2})
+    _as_format_2(folder)
+    metrics = _steps(engine, 2)
+    again = _engine("moe", {}, dtype=dtype, seed=8)
+    assert checkpoint.load(folder, {"actor": again}) == (2, {"at": 2})
+    assert _steps(again, 2) == metrics
+    assert _hashes(again) == _hashes(engine)
+
+
+class _Evil:
+    def __reduce__(self):
+        return (Path.touch, (Path(_Evil.target),))
+
+
+def test_a_foreign_pickle_of_the_format_before_is_not_run(alone, tmp_path):
+    engine = _engine("dense", {})
+    folder = checkpoint.save(tmp_path, 1, {"actor": engine}, {})
+    _as_format_2(folder)
+    _Evil.target = str(tmp_path / "ran")
+    (folder / ".metadata").write_bytes(pickle.dumps(_Evil()))
+    with pytest.raises(CheckpointError, match="not a part of any index"):
+        checkpoint.load(folder, {"actor": engine})
+    assert not (tmp_path / "ran").exists()
+    (folder / ".metadata").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint.load(folder, {"actor": engine})
 
 
 def test_the_file_of_another_checkpoint_is_named(alone, tmp_path):
