@@ -132,12 +132,18 @@ def _job(arguments: argparse.Namespace) -> int:
         config = config.model_copy(update={"data": as_prompts(config.data, arguments.prompt)})
     if arguments.dry_run:
         from megarl.config.base import raise_problems
+        from megarl.config.checklist import Checklist
         from megarl.config.plan import make_plan
 
-        plan = make_plan(config, arguments.launcher, arguments.command)
+        rows = Checklist()
+        try:
+            check_rows(config, arguments.command)
+            rows.ok("rows", "columns, as far as they can be read here")
+        except UserError as error:
+            rows.from_error("rows", error)
+        plan = make_plan(config, arguments.launcher, arguments.command, rows.items)
         print(plan.text, flush=True)
         raise_problems(plan.problems)
-        check_rows(config, arguments.command)
         return 0
     from megarl.config.checks import validate
     from megarl.config.plan import build_task_graph
@@ -152,16 +158,22 @@ def _job(arguments: argparse.Namespace) -> int:
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
     code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
-    if code not in (0, UserError.exit_code) and arguments.command in ("train", "sft"):
+    if arguments.command in ("train", "sft") and code and (code != UserError.exit_code or _has_saved(run_dir)):
         print(f"  to go on: {_command_to_go_on(arguments, run_dir, config.trainer.resume)}", file=sys.stderr)
     return code
+
+
+def _has_saved(run_dir: Path) -> bool:
+    return any(run_dir.glob("checkpoints/step_*/meta.json"))
 
 
 def _use_run(arguments: argparse.Namespace) -> None:
     """Let the command take configuration and model of the run folder that stands in the place of a recipe."""
     from megarl.config.trained import use_model_of
+    from megarl.tracking.close import close_if_killed
 
     run_dir = Path(arguments.recipe)
+    close_if_killed(run_dir)
     overrides, what = use_model_of(run_dir, arguments.weights)
     arguments.recipe, arguments.overrides = str(run_dir / "config.yaml"), [*overrides, *arguments.overrides]
     print(f"model: {what}", flush=True)
@@ -217,11 +229,13 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from megarl.tracking.close import close_if_killed
     from megarl.tracking.report import write_report
 
     for folder in [arguments.run_dir, *arguments.compare]:
         if not folder.is_dir():
             raise UserError("no such run folder", where="megarl report", found=str(folder))
+        close_if_killed(folder)
     print(write_report(arguments.run_dir, arguments.compare))
     return 0
 

@@ -57,7 +57,7 @@ class DataError(UserError):
     """A data file, row or column is wrong; `where` names file and line."""
 
 
-class RewardError(MegarlError):
+class RewardError(UserError):
     """A reward function raised or returned something that is not a finite number; the message names the sample."""
 
 

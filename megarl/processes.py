@@ -11,10 +11,13 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PR_SET_PDEATHSIG = 1
+_CLOCK_S = 2.0  # the start of a process is counted from that of the machine, which moves with its clock
 
 
 def kill_with_parent() -> None:
@@ -118,6 +121,27 @@ def _counter(file: Path, name: str) -> int:
             if line.startswith(f"{name} "):
                 return int(line.split()[1])
     return 0
+
+
+def identity() -> dict[str, Any]:
+    """What tells this process from all others, later ones with its number included; plain JSON."""
+    import psutil
+
+    return {"host": socket.gethostname(), "pid": os.getpid(), "began": psutil.Process().create_time()}
+
+
+def has_ended(who: Mapping[str, Any]) -> bool:
+    """Whether the process of an `identity` is gone for certain; of another machine's processes nothing is known."""
+    import psutil
+
+    if who["host"] != socket.gethostname():
+        return False
+    try:
+        process = psutil.Process(who["pid"])
+        same = abs(process.create_time() - who["began"]) < _CLOCK_S
+        return not same or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def write_atomically(path: Path, text: str) -> None:

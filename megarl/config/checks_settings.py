@@ -12,6 +12,8 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import OptimConfig
 
+#: Learning rates beyond which AdamW breaks fresh and trained transformers; tiny ones still learn just below.
+_FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
 PIPELINES = ("grpo", "ppo", "dapo")
 GROUP_ESTIMATORS = (
     "gdpo",
@@ -339,8 +341,10 @@ def check_schedules(config: RunConfig, checks: Checklist) -> None:
     has_critic = config.algorithm.pipeline == "ppo"
     rests = config.critic.warmup_steps if has_critic else 0
     _check_optim("actor.optim", config.actor.optim, config.updates(config.actor, rests), checks)
+    _check_rate("actor.optim", config.actor.optim, config, checks)
     if has_critic:
         _check_optim("critic.optim", config.critic.optim, config.updates(config.critic), checks)
+        _check_rate("critic.optim", config.critic.optim, config, checks)
     if rests >= config.trainer.steps:
         checks.warn(
             "critic warm-up",
@@ -352,6 +356,7 @@ def check_schedules(config: RunConfig, checks: Checklist) -> None:
     sft, evaluated = config.sft, bool(config.data.val_files)
     if sft.steps:
         _check_optim("sft.optim", sft.optim, sft.steps, checks)
+        _check_rate("sft.optim", sft.optim, config, checks)
     if sft.stop_at_accuracy is not None and sft.steps and not (sft.eval_every and evaluated):
         missing = "sft.eval_every" if not sft.eval_every else "data.val_files"
         checks.fail(
@@ -391,6 +396,20 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
             found="null",
             allowed="a trained model, or a checkpoint in trainer.resume",
             fix="set model.path=RUN_DIR/hf model.hf_config=null, or trainer.resume=RUN_DIR/checkpoints/step_N",
+        )
+
+
+def _check_rate(key: str, optim: OptimConfig, config: RunConfig, checks: Checklist) -> None:
+    """AdamW moves every weight by about the learning rate in a step, whatever the gradient's size."""
+    limit = _FRESH_LR if config.model.path is None else _TRAINED_LR
+    if optim.lr > limit:
+        kind = "fresh" if config.model.path is None else "trained"
+        checks.warn(
+            "learning rate",
+            f"{key}.lr",
+            f"a {kind} model is far more likely to break than to learn above {limit:g}",
+            found=optim.lr,
+            fix=f"set {key}.lr={'1e-3' if kind == 'fresh' else '1e-6'}",
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,10 +38,14 @@ class Plan:
     problems: list[ConfigError]
 
 
-def make_plan(config: RunConfig, launcher: str, job: str = "train") -> Plan:
-    """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded."""
+def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequence[Check] = ()) -> Plan:
+    """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded.
+
+    Args:
+        more: checks that were made elsewhere.
+    """
     machine = this_machine()
-    checks = check_config(config, launcher=launcher, job=job, machine=machine)
+    checks = [*check_config(config, launcher=launcher, job=job, machine=machine), *more]
     sections = {"Configuration": dump_config(config)}
     if job == "train":
         sections["Task graph"] = _graph_text(config, checks)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megarl.config.conversion import check_target
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
 from megarl.models.hf import check_supported, read_hf_config
@@ -15,17 +16,6 @@ from megarl.models.weights.files import CheckpointReader, FolderWriter
 from megarl.models.weights.plan import hf_tensors
 
 _KEPT = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
-
-
-def check_target(target: Path) -> None:
-    """Refuse to overwrite anything but an empty folder."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError(
-            "the target exists and is not an empty folder",
-            where="megarl convert",
-            found=str(target),
-            fix="name another",
-        )
 
 
 def convert(source: Path | str, target: Path | str, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megarl.config.facts import is_hub_name
+from megarl.config.conversion import check_conversion
 from megarl.config.model import ParallelConfig
 from megarl.errors import ConfigError
-from megarl.models.convert import check_target
-from megarl.models.convert import convert as convert_folder
-from megarl.models.weights.files import CheckpointReader
-from megarl.training.checkpoint import steps_in
 
 
 def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:
@@ -25,9 +21,9 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_g
     Raises:
         ConfigError: there is no model at `source`, it is not supported, or `target` is taken or cannot be written.
     """
-    _check_source(source)
-    if max_shard_gb <= 0:
-        raise ConfigError("a file has a size above 0", where="--max-shard-gb", found=max_shard_gb, allowed="number > 0")
+    check_conversion(source, target, max_shard_gb)  # before torch is imported, below
+    from megarl.models.convert import convert as convert_folder
+
     try:
         if (source / "meta.json").is_file():
             _convert_checkpoint(source, target, dtype, max_shard_gb)
@@ -44,29 +40,14 @@ def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_g
 
 def describe(folder: Path) -> str:
     """What a Hugging Face folder holds: tensors, dtypes, bytes, files."""
+    from megarl.models.weights.files import CheckpointReader
+
     reader = CheckpointReader(folder)
     dtypes = ", ".join(sorted({reader.dtype(name) for name in reader.names()}))
     files = list(folder.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files) / 1e9
     noun = "file" if len(files) == 1 else "files"
     return f"{folder}: {len(reader.names())} tensors, {dtypes}, {size:.3g} GB in {len(files)} {noun}"
-
-
-def _check_source(source: Path) -> None:
-    """Refuse a folder that holds no model, and name one inside that does."""
-    if any((source / name).is_file() for name in ("meta.json", "config.json")):
-        return
-    if not source.is_dir() and is_hub_name(str(source)):
-        return
-    steps = [root / f"step_{max(found)}" for root in (source, source / "checkpoints") if (found := steps_in(root))]
-    inside = [*steps, *(file.parent for file in source.glob("hf/config.json"))]
-    raise ConfigError(
-        "this folder holds neither a model nor a checkpoint" if source.is_dir() else "there is no such folder",
-        where="megarl convert",
-        found=str(source),
-        allowed="a folder with config.json and *.safetensors, a hub name, or RUN_DIR/checkpoints/step_N",
-        fix=f"did you mean {inside[-1]}?" if inside else "check the path; it is relative to the current folder",
-    )
 
 
 def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard_gb: float) -> None:
@@ -82,7 +63,6 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
     from megarl.training import checkpoint
     from megarl.training.parallel import init_parallel
 
-    check_target(target)
     recipe = folder.resolve().parents[1] / "config.yaml"
     if not recipe.is_file():
         raise ConfigError(

@@ -11,6 +11,7 @@ from megarl import phase as phases
 from megarl.comm import reduce_metrics
 from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
+from megarl.runtime.alarms import Alarms
 from megarl.runtime.controller import no_progress
 from megarl.runtime.health import report
 from megarl.runtime.heap import heap_bound
@@ -57,6 +58,7 @@ class Recorder:
         self._heap = heap_bound()
         self._trace = TraceWriter(c.run_dir, c.layout.rank)
         self._peak: float | None = None
+        self._alarms = Alarms()
         self._start = (time.perf_counter(), time.process_time())
 
     def __enter__(self) -> Recorder:
@@ -117,6 +119,8 @@ class Recorder:
             numbers |= self._perf(numbers)
         if self._tracker is not None:
             self._tracker.log(step, numbers)
+            for warning in self._alarms.look(step, numbers):
+                self._tracker.view.note(f"WARNING: {warning}")
         self._heap.after_step()
         return numbers
 

@@ -132,6 +132,17 @@ def _train_loader(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout:
     data = PromptDataset(config.data, tokenizer, "train")
     if layout.rank == 0:
         print(data.describe(), flush=True)
+        warn_if_repeated("data.batch_size", config.data.batch_size, len(data))
     return PromptLoader(
         data, config.data.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle
     )
+
+
+def warn_if_repeated(key: str, size: int, samples: int) -> None:
+    """Say that a batch of `size` (configuration key `key`) meets some of the `samples` there are more than once."""
+    if size > samples:
+        print(
+            f"WARNING: {key} is {size}, and there are only {samples} different ones: every step meets some of them "
+            f"more than once. Add data, or set {key}={samples} or less",
+            flush=True,
+        )

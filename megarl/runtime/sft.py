@@ -10,7 +10,7 @@ from megarl.data.loader import PromptLoader
 from megarl.data.sft import SFTDataset
 from megarl.phase import phase, set_step
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.setup import build_controller
+from megarl.runtime.setup import build_controller, warn_if_repeated
 from megarl.runtime.validate import due, evaluate
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def _loader(c: Controller) -> PromptLoader:
     )
     if layout.rank == 0:
         print(data.describe(), flush=True)
+        warn_if_repeated("sft.batch_size", config.sft.batch_size, len(data))
     return PromptLoader(
         data, config.sft.batch_size, layout.dp_rank, layout.dp_size, config.trainer.seed, config.data.shuffle
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.credentials import mask
-from megarl.processes import write_atomically
+from megarl.processes import has_ended, write_atomically
 
 if TYPE_CHECKING:
     from megarl.tracking.tracker import Status
@@ -18,32 +18,48 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def close_run(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:
+def close_if_killed(run_dir: Path) -> None:
+    """Close a run that says it is running although its process is gone: its launcher was killed with it.
+
+    Commands that read a run folder call this first. Nothing is known of a run on another machine.
+    """
+    path = run_dir / "run.json"
+    if not path.is_file():
+        return
+    run = json.loads(path.read_text())
+    if run["status"] == "running" and "process" in run and has_ended(run["process"]):
+        last = run_dir / "metrics.jsonl"  # written in every step, so the end was soon after
+        close_run(run_dir, "killed", ended=last.stat().st_mtime if last.is_file() else run["started"])
+
+
+def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: float | None = None) -> None:
     """Complete what is missing of a run that did not finish: status in run.json and MLflow, trace.json, report.html.
 
-    Best effort within `budget_s` seconds, without errors; nothing where no run was recorded.
+    Best effort within `budget_s` seconds, without errors; nothing where no run was recorded. `ended` is unix time
+    (None: now).
     """
-    thread = threading.Thread(target=_close, args=(run_dir, status), name="close-run", daemon=True)
+    at = time.time() if ended is None else ended
+    thread = threading.Thread(target=_close, args=(run_dir, status, at), name="close-run", daemon=True)
     thread.start()
     thread.join(budget_s)
 
 
-def _close(run_dir: Path, status: Status) -> None:
+def _close(run_dir: Path, status: Status, ended: float) -> None:
     for part in (_close_files, _close_mlflow):
         try:
-            part(run_dir, status)
+            part(run_dir, status, ended)
         except Exception as error:
             log.warning("the record of the run is incomplete: %s", mask(f"{type(error).__name__}: {error}"))
 
 
-def _close_mlflow(run_dir: Path, status: Status) -> None:
+def _close_mlflow(run_dir: Path, status: Status, ended: float) -> None:
     from megarl.tracking.mlflow_log import STATUS, close_open_run
 
     for id_file in run_dir.glob("mlflow.*.json"):
         close_open_run(id_file, STATUS[status])
 
 
-def _close_files(run_dir: Path, status: Status) -> None:
+def _close_files(run_dir: Path, status: Status, ended: float) -> None:
     """Write the status that run.json lacks, and then the files that show it."""
     from megarl.tracking.report import write_report
     from megarl.tracking.trace import merge_trace
@@ -54,7 +70,7 @@ def _close_files(run_dir: Path, status: Status) -> None:
     run = json.loads(path.read_text())
     if run["status"] != "running":
         return
-    run |= {"status": status, "ended": time.time()}
+    run |= {"status": status, "ended": ended}
     write_atomically(path, json.dumps(run, indent=1))
     merge_trace(run_dir)
     if run["config"]["tracking"]["report"]:

@@ -24,7 +24,7 @@ from megarl.processes import write_atomically
 
 log = logging.getLogger(__name__)
 EXPERIMENT = "megarl"
-STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
 _PARAM_CHARS = 500  # the smallest limit among MLflow's stores
 _PARAMS_PER_CALL = 100
 _FINISH_TIMEOUT_S = 120.0

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megarl.processes import identity
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
 from megarl.tracking.machine import machine_info
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from megarl.config.run import TrackingConfig
 
-Status = Literal["finished", "failed", "stopped"]
+Status = Literal["finished", "failed", "stopped", "killed"]
 Part = Literal["whole", "first", "second"]
 _ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
 
@@ -73,6 +74,7 @@ class Tracker:
         self._samples = JsonlWriter(self.run_dir / "samples.jsonl", durable=False)
         started = self._started() if part == "second" or resume_step is not None else time.time()
         self._run = {"name": name, "stage": stage, "status": "running", "started": started}
+        self._run |= {"process": identity()}
         self._run |= {"machine": machine_info(), "config": resolved}
         self._write_run()
         self.view = ConsoleView(total_steps, console, "step" if stage == "train" else stage)

@@ -50,6 +50,20 @@ def test_a_dry_run_tells_every_problem_and_every_warning_once(megarl):
         assert (out + err).count(told) == 1
 
 
+@pytest.mark.parametrize("missing", ["sft.response_key", "data.answer_key"])
+def test_a_dry_run_agrees_with_itself_about_columns(megarl, write, missing):
+    write('{"prompt": "1+1=", "answer": "2"}\n', "rows.jsonl")
+    given = ["data.train_files=rows.jsonl", "sft.steps=3"]
+    code, out, err = megarl(*given, f"{missing}=nope", options=["--dry-run"])
+    assert code == 2
+    assert f"set {missing} to the column" in err
+    assert "[fail] rows: rows.jsonl:1, see the end" in out
+    assert ", 1 fail, " in out
+    code, out, _ = megarl(*given, options=["--dry-run"])
+    assert code == 0
+    assert "[  ok] rows: " in out
+
+
 def test_missing_recipe(capsys):
     assert main(["train", "no_such_recipe.yaml"]) == 2
     assert "there is no such recipe" in capsys.readouterr().err

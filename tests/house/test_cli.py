@@ -24,7 +24,13 @@ def loaded_by(statement: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "statement",
-    ["import megarl", "from megarl.cli import build_parser; build_parser()", "import megarl.launchers.common"],
+    [
+        "import megarl",
+        "from megarl.cli import build_parser; build_parser()",
+        "import megarl.launchers.common",
+        "from megarl import cli; assert cli.main(['convert', '/no/such/folder', '/tmp']) == 2",
+        "from megarl import cli; assert cli.main(['convert', 'org/model', '/dev/null/here']) == 2",
+    ],
 )
 def test_nothing_heavy_is_imported(statement: str) -> None:
     assert loaded_by(statement).isdisjoint(HEAVY)

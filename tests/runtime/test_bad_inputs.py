@@ -213,12 +213,12 @@ class Case:
 CASES = {
     "a reward that raises": Case(
         ("reward.name=rewards.py:raises",),
-        1,
+        2,
         ("in phase step/reward at step 1", "ZeroDivisionError", "rewards.py:4: return [1 /", "prompt:", "on_error"),
     ),
     "a reward that is not a number": Case(
         ("reward.name=rewards.py:not_a_number",),
-        1,
+        2,
         ("in phase step/reward at step 1", "sample 2 of 16 failed: the function returned nan", "uid:", "on_error"),
     ),
     "a reward file that does not import": Case(

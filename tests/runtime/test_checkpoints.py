@@ -97,6 +97,28 @@ def test_a_checkpoint_that_was_asked_for_is_not_replaced_by_another(run_dir):
         find(run_dir, str(folder))
 
 
+@pytest.mark.parametrize(
+    ("code", "saved", "told"),
+    [(0, True, False), (1, False, True), (2, False, False), (2, True, True), (137, True, True)],
+)
+def test_a_run_that_fails_late_says_how_to_go_on_whoever_is_to_blame(monkeypatch, tmp_path, capsys, code, saved, told):
+    """A reward function may raise at step 1000; a recipe that is refused has nothing to go on with."""
+    from tests.config.conftest import RECIPE
+
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    run_dir = tmp_path / "run"
+
+    def run_workers(*_: object) -> int:
+        if saved:
+            (run_dir / "checkpoints" / "step_3").mkdir(parents=True)
+            (run_dir / "checkpoints" / "step_3" / "meta.json").write_text("{}")
+        return code
+
+    monkeypatch.setattr("megarl.launchers.common.run_workers", run_workers)
+    assert cli.main(["train", str(tmp_path / "r.yaml"), "--run-dir", str(run_dir)]) == code
+    assert ("to go on:" in capsys.readouterr().err) is told
+
+
 def test_steps_run_while_a_checkpoint_is_written_and_the_last_one_waits(monkeypatch, tmp_path):
     from megarl.training import checkpoint
 

@@ -1,0 +1,64 @@
+"""`megarl convert`, before anything heavy is imported: is there a model at the source, is the target free?"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megarl.config.facts import is_hub_name
+from megarl.errors import ConfigError
+
+_WHERE = "megarl convert"
+
+
+def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
+    """Refuse what cannot be converted.
+
+    Raises:
+        ConfigError: no model at `source` (one inside that is, is named), a `target` that is taken or cannot be written,
+            or a file size that is none.
+    """
+    _check_source(source)
+    check_target(target)
+    if not max_shard_gb > 0:
+        raise ConfigError("a file has a size above 0", where="--max-shard-gb", found=max_shard_gb, allowed="number > 0")
+
+
+def check_target(target: Path) -> None:
+    """Refuse to overwrite anything but an empty folder, and a place where no folder can be made.
+
+    Raises:
+        ConfigError: names the target, or what is in its way.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(
+            "the target exists and is not an empty folder", where=_WHERE, found=str(target), fix="name another"
+        )
+    above = next(folder for folder in (target, *target.absolute().parents) if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        what = "the target's folder cannot be written" if above.is_dir() else "the target lies below a file"
+        raise ConfigError(what, where=_WHERE, found=str(above), fix="name another, or check permissions")
+
+
+def _check_source(source: Path) -> None:
+    if any((source / name).is_file() for name in ("meta.json", "config.json")):
+        return
+    if not source.is_dir() and is_hub_name(str(source)):
+        return
+    newest = [max(found, key=_step) for root in (source, source / "checkpoints") if (found := _checkpoints(root))]
+    inside = [*newest, *(file.parent for file in source.glob("hf/config.json"))]
+    raise ConfigError(
+        "this folder holds neither a model nor a checkpoint" if source.is_dir() else "there is no such folder",
+        where=_WHERE,
+        found=str(source),
+        allowed="a folder with config.json and *.safetensors, a hub name, or RUN_DIR/checkpoints/step_N",
+        fix=f"did you mean {inside[-1]}?" if inside else "check the path; it is relative to the current folder",
+    )
+
+
+def _checkpoints(root: Path) -> list[Path]:
+    return [file.parent for file in root.glob("step_*/meta.json") if file.parent.name[5:].isdigit()]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name[5:])

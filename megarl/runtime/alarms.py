@@ -1,0 +1,84 @@
+"""What the numbers of a step say about a run that learns nothing, or is about to break."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from statistics import median
+
+SAME_STEPS = 3  # steps in a row without a difference to learn from
+_WINDOW, _ENOUGH = 20, 5  # steps that a norm or loss is compared with: at most, at least
+_NORM_FACTOR = 100.0  # a hard batch makes a norm several times larger, a policy that breaks makes it thousands of times
+_LOSS_FACTOR, _LOSS_FLOOR = 3.0, 1.0  # nats per token; below, a multiple of nearly nothing is still nearly nothing
+_FIX = "lower the learning rate, or go on from an earlier checkpoint with a lower one"
+
+
+class Alarms:
+    """Looks at each step's numbers; an alarm is given once, and again only after it was off."""
+
+    def __init__(self) -> None:
+        self._past: dict[str, deque[float]] = {}
+        self._given: set[str] = set()
+        self._same_scores = self._no_advantage = 0
+
+    def look(self, step: int, numbers: Mapping[str, float]) -> list[str]:
+        """Warnings that step `step` gives rise to, in one line each.
+
+        Args:
+            numbers: metrics over all ranks; those that are missing are not looked at.
+        """
+        found = {
+            "rewards": self._rewards(numbers),
+            **{f"norm {role}": self._norm(role, numbers) for role in ("actor", "critic")},
+            "loss": self._loss(numbers),
+        }
+        new = [text for name, text in found.items() if text is not None and name not in self._given]
+        self._given = {name for name, text in found.items() if text is not None}
+        return [f"step {step}: {text}" for text in new]
+
+    def _rewards(self, numbers: Mapping[str, float]) -> str | None:
+        low, high = (numbers.get(f"critic/score/{end}") for end in ("min", "max"))
+        if low is None:
+            return None  # a step that draws nothing
+        self._same_scores = self._same_scores + 1 if low == high else 0
+        flat = numbers.get("critic/advantages/min") == numbers.get("critic/advantages/max") == 0
+        self._no_advantage = self._no_advantage + 1 if flat else 0
+        if self._same_scores >= SAME_STEPS:
+            return (
+                f"every response of the last {SAME_STEPS} steps or more scored {low:g}, so there is nothing to learn "
+                "from; look at samples.jsonl, the reward function and the difficulty of the prompts"
+            )
+        if self._no_advantage >= SAME_STEPS:
+            return (
+                f"for {SAME_STEPS} steps or more all responses to a prompt scored alike, so every advantage is 0; "
+                "raise rollout.sampling.n or the temperature, or choose prompts that are solved sometimes"
+            )
+        return None
+
+    def _norm(self, role: str, numbers: Mapping[str, float]) -> str | None:
+        before, now = self._compare(f"{role}/grad_norm", numbers)
+        if now is None or before is None or now <= _NORM_FACTOR * before:
+            return None
+        rate = numbers.get(f"{role}/lr")
+        at = "" if rate is None else f" at a learning rate of {rate:g}"
+        return f"{role}/grad_norm is {now:.3g}{at}, the median of the steps before is {before:.3g}; {_FIX}"
+
+    def _loss(self, numbers: Mapping[str, float]) -> str | None:
+        before, now = self._compare("sft/loss", numbers)
+        if now is None or before is None or now <= max(_LOSS_FACTOR * before, _LOSS_FLOOR):
+            return None
+        return f"sft/loss is {now:.3g}, the median of the steps before is {before:.3g}; {_FIX}"
+
+    def _compare(self, name: str, numbers: Mapping[str, float]) -> tuple[float | None, float | None]:
+        """Median of the values before, when there are enough; and the value. Zeros (nothing to train on) are left out.
+
+        While a value is alarming it does not become what the next ones are compared with.
+        """
+        now = numbers.get(name)
+        if not now:
+            return None, None
+        past = self._past.setdefault(name, deque(maxlen=_WINDOW))
+        before = median(past) if len(past) >= _ENOUGH else None
+        if before is None or now <= _LOSS_FACTOR * before:
+            past.append(now)
+        return before, now

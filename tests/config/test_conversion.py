@@ -1,0 +1,39 @@
+"""What `megarl convert` refuses before it imports anything heavy."""
+
+import pytest
+
+from megarl.config.conversion import check_conversion
+from megarl.errors import ConfigError
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    for step in (9, 10):
+        (tmp_path / "run" / "checkpoints" / f"step_{step}").mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / f"step_{step}" / "meta.json").write_text("{}")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").write_text("")
+    return tmp_path / "run"
+
+
+def test_what_can_be_converted_passes(run_dir):
+    check_conversion(run_dir / "checkpoints" / "step_9", run_dir / "new" / "deeper", 4.0)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "gb", "words"),
+    [
+        (".", "new", 4.0, ["neither a model nor a checkpoint", "step_10?"]),
+        ("checkpoints", "new", 4.0, ["neither a model nor a checkpoint", "step_10?"]),
+        ("../nowhere", "new", 4.0, ["there is no such folder", "check the path"]),
+        ("checkpoints/step_9", "../full", 4.0, ["not an empty folder"]),
+        ("checkpoints/step_9", "../file", 4.0, ["not an empty folder"]),
+        ("checkpoints/step_9", "../file/below", 4.0, ["lies below a file"]),
+        ("checkpoints/step_9", "new", 0.0, ["--max-shard-gb", "size above 0"]),
+    ],
+)
+def test_what_cannot_is_refused(run_dir, source, target, gb, words):
+    with pytest.raises(ConfigError) as caught:
+        check_conversion(run_dir / source, run_dir / target, gb)
+    assert all(word in str(caught.value) for word in words), caught.value

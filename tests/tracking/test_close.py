@@ -1,0 +1,74 @@
+"""A run whose launcher was killed does not say for ever that it is running."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from megarl.processes import has_ended, identity
+from megarl.tracking.close import close_if_killed
+
+WHO = "import json; from megarl.processes import identity; print(json.dumps(identity()), flush=True); "
+
+
+@pytest.fixture
+def gone():
+    """Identity of a process that was there."""
+    return json.loads(subprocess.run([sys.executable, "-c", WHO], capture_output=True, check=True).stdout)
+
+
+def test_a_process_is_told_from_a_later_one_with_its_number(gone):
+    mine = identity()
+    assert not has_ended(mine)
+    assert has_ended(gone)
+    assert has_ended(mine | {"began": mine["began"] - 60})
+    assert not has_ended(gone | {"host": "elsewhere"}), "nothing is known of it"
+
+
+def test_a_process_that_nobody_waits_for_has_ended():
+    process = subprocess.Popen([sys.executable, "-c", WHO], stdout=subprocess.PIPE)
+    who = json.loads(process.stdout.readline())
+    process.stdout.read()
+    deadline = time.monotonic() + 20
+    while not has_ended(who) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert has_ended(who)
+    process.wait()
+
+
+def record(folder, **fields):
+    run = {"status": "running", "started": 100.0, "config": {"tracking": {"report": False}}, **fields}
+    (folder / "run.json").write_text(json.dumps(run))
+    (folder / "metrics.jsonl").write_text("")
+    os.utime(folder / "metrics.jsonl", (500.0, 500.0))
+
+
+def status(folder):
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_a_killed_run_is_closed_with_the_time_of_its_last_line(tmp_path, gone):
+    record(tmp_path, process=gone)
+    close_if_killed(tmp_path)
+    assert (status(tmp_path)["status"], status(tmp_path)["ended"]) == ("killed", 500.0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"process": identity()}, {"status": "finished"}])
+def test_other_runs_stay_as_they_are(tmp_path, fields, gone):
+    record(tmp_path, **({"process": gone} if "status" in fields else {}), **fields)
+    before = status(tmp_path)
+    close_if_killed(tmp_path)
+    assert status(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", [["report"], ["eval"]])
+def test_commands_that_read_the_folder_close_it(tmp_path, gone, command):
+    from megarl import cli
+
+    record(tmp_path, process=gone)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "stage": "train", "x": 1.0, "time": 1.0}\n')
+    cli.main([*command, str(tmp_path)])  # eval: there is no config.yaml
+    assert status(tmp_path)["status"] == "killed"
