@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -37,10 +37,13 @@ def test_nothing_heavy_is_imported(statement: str) -> None:
 
 
 def test_help_takes_less_than_half_a_second() -> None:
+    """Of processor time: what else the machine does is not counted."""
+
     def seconds() -> float:
-        started = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run([sys.executable, "-m", "megarl", "--help"], capture_output=True, check=True)
-        return time.perf_counter() - started
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
     assert min(seconds() for _ in range(3)) < 0.5
 
