@@ -17,6 +17,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megarl.device import device
 from megarl.models.attention import PackedAttention
 from megarl.models.config import PolicyConfig
 from megarl.models.hf import moe_layers
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head: bool = False) -> list[PolicyModel]:
-    """This process's chunks, one per virtual pipeline stage, with uninitialised parameters.
+    """This process's chunks, one per virtual pipeline stage, with uninitialised parameters, on this process's device.
 
     Megatron's parallel state must be initialised. Follow with `load_weights` or `init_random` from models.weights.
     """
@@ -50,7 +51,8 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
             value_head=value_head,
         )
         _mark_split(chunk)
-        chunks.append(chunk)
+        # Megatron makes some parameters on the host whatever the device (routers), and a module of ours may, too.
+        chunks.append(chunk.to(device()))
     return chunks
 
 
