@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.embedded.graphs import length_bucket, row_bucket
+from megarl.rollout.embedded.graphs import cache_length, length_bucket, row_bucket, slots_below
 from tests.rollout.cases import STOP, build, engine, logprobs, make_requests, sampled, tokens
 
 
@@ -21,9 +21,22 @@ def test_a_length_bucket_holds_the_positions_and_fits_the_cache(needed, spare):
     assert needed <= length_bucket(needed, needed + spare) <= needed + spare
 
 
+@given(st.integers(1, 40_000))
+def test_a_cache_holds_its_sequences_and_little_more(longest):
+    assert longest <= cache_length(longest) < longest + max(64, longest / 4)
+
+
+@given(st.integers(1, 600))
+def test_fewer_slots_than_wanted_are_a_row_bucket(fit):
+    slots = slots_below(fit)
+    assert fit / 2 <= slots <= fit
+    assert row_bucket(slots, 10**6) == slots
+
+
 def test_buckets_are_few():
     assert len({row_bucket(rows, 256) for rows in range(1, 257)}) <= 20
     assert len({length_bucket(needed, 8192) for needed in range(1, 8193)}) <= 8
+    assert len({cache_length(longest) for longest in range(4097, 8193)}) <= 8
 
 
 @pytest.mark.gpu

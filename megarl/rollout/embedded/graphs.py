@@ -1,7 +1,9 @@
-"""CUDA graphs of the decode step, one per (rows, length) bucket, alive for one call of `generate`.
+"""The few shapes that a GPU decodes in, and CUDA graphs of the decode step, one per shape.
 
-A decode step of a small model is bound by kernel launches; replaying it as one graph removes them. Padded rows of a
-bucket belong to a dump sample and write into cache rows that nobody owns.
+Libraries plan a kernel for each shape and stride they meet, which takes longer than the kernel: so on a GPU rows,
+cached positions and the size of the cache itself are rounded up to buckets, and calls of `generate` with about the same
+work meet the same shapes. A decode step of a small model is bound by kernel launches; replaying it as one graph
+removes them. Padded rows of a bucket belong to a dump sample and write into cache rows that nobody owns.
 """
 
 from __future__ import annotations
@@ -22,48 +24,57 @@ def row_bucket(rows: int, slots: int) -> int:
     return min(size, slots)
 
 
+def slots_below(fit: int) -> int:
+    """The largest row bucket of at most `fit` rows."""
+    return next(rows for rows in range(fit, 0, -1) if row_bucket(rows, rows + 32) == rows)
+
+
+def cache_length(longest: int) -> int:
+    """Positions of a cache for sequences of up to `longest`: an eighth more at most (64 for short ones)."""
+    step = max(64, 1 << max(0, (longest - 1).bit_length() - 4))
+    return -(-longest // step) * step
+
+
 def length_bucket(needed: int, max_length: int) -> int:
     """Smallest of 128, 256, 512, ... that holds `needed`; at most `max_length`."""
     return min(max(128, 1 << (needed - 1).bit_length()), max_length)
 
 
 class DecodeGraphs:
-    """Captures `step(rows, length, lockstep)` on first use of a bucket and replays it afterwards.
+    """Captures steps on first use of a shape and replays them afterwards.
+
+    It does not keep `step`, a method of its owner: the two would keep each other, and the owner's cache, alive until
+    Python looks for cycles, which may be many calls of `generate` later.
 
     Args:
-        step: works on the first `rows` rows of persistent buffers and changes `numbers` and `done` in place.
         numbers: int64 [4, slots], the row state: sample, token, position, count.
         done: bool [slots].
-        idle: number of the dump sample that padded rows belong to.
     """
 
-    def __init__(self, step: Callable[[int, int, int], None], numbers: Tensor, done: Tensor, idle: int) -> None:
-        self._step, self._numbers, self._done = step, numbers, done
-        self._slots = numbers.shape[1]
-        self._pad = torch.tensor([[idle], [0], [0], [0]], device=numbers.device)
+    def __init__(self, numbers: Tensor, done: Tensor) -> None:
+        self._numbers, self._done = numbers, done
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
 
-    def run(self, rows: int, needed: int, max_length: int) -> None:
-        """One decode step of `rows` rows that reads up to `needed` positions."""
-        key = (row_bucket(rows, self._slots), length_bucket(needed, max_length))
-        self._numbers[:, rows : key[0]] = self._pad
+    def run(self, step: Callable[[int, int, int], None], rows: int, length: int) -> None:
+        """`step(rows, length, rows)`: it works on persistent buffers, and changes `numbers` and `done` in place."""
+        key = (rows, length)
         if key not in self._graphs:
-            self._capture(key)
+            self._capture(step, key)
         self._graphs[key].replay()
 
-    def _capture(self, key: tuple[int, int]) -> None:
+    def _capture(self, step: Callable[[int, int, int], None], key: tuple[int, int]) -> None:
         """Record a bucket. The warm-up run, which libraries need before capture, is undone."""
         saved = self._numbers.clone(), self._done.clone()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._step(*key, key[0])
+            step(*key, key[0])
         torch.cuda.current_stream().wait_stream(stream)
         self._numbers.copy_(saved[0])
         self._done.copy_(saved[1])
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            self._step(*key, key[0])
+            step(*key, key[0])
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph

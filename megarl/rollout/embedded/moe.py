@@ -15,6 +15,9 @@ from torch import Tensor
 
 from megarl.rollout.embedded.parallel import Mesh
 
+_EVERY_TOKEN = 512
+"""Up to so many tokens reading an expert's weights takes a GPU about as long as computing all tokens with them."""
+
 
 class MoE:
     """Router and local experts of one layer, read from a Megatron MoELayer.
@@ -66,13 +69,33 @@ class MoE:
 
     def _run(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """What the local experts contribute to each token."""
-        out = torch.zeros_like(x)
         local = experts - self._first
-        for number, (up, down) in enumerate(self._experts):
-            token, choice = (local == number).nonzero(as_tuple=True)
-            if not len(token):
+        if x.is_cuda and len(x) <= _EVERY_TOKEN:
+            return self._run_all(x, weights, local)
+        return self._run_chosen(x, weights, local)
+
+    def _run_chosen(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
+        """Each expert computes the tokens that chose it; the host has to know how many."""
+        out, topk = torch.zeros_like(x), local.shape[1]
+        order = local.flatten().argsort(stable=True)
+        numbers = torch.arange(len(self._experts) + 1, device=x.device)
+        ends = torch.searchsorted(local.flatten()[order], numbers).tolist()
+        for (up, down), start, end in zip(self._experts, ends, ends[1:], strict=False):
+            if start == end:
                 continue
+            token = order[start:end] // topk
             gate, value = F.linear(x[token], up).chunk(2, dim=-1)
-            inner = F.silu(gate) * value * weights[token, choice, None]
+            inner = F.silu(gate) * value * weights.flatten()[order[start:end], None]
             out.index_add_(0, token, F.linear(inner.to(x.dtype), down))
+        return out
+
+    def _run_all(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
+        """Each expert computes all tokens, and those that did not choose it get nothing: the host need not wait."""
+        out = torch.zeros_like(x)
+        for number, (up, down) in enumerate(self._experts):
+            chosen = local == number
+            share = (weights * chosen).sum(1, keepdim=True)
+            gate, value = F.linear(x, up).chunk(2, dim=-1)
+            inner = (F.silu(gate) * value * share).masked_fill_(~chosen.any(1, keepdim=True), 0)  # inf * 0 is NaN
+            out += F.linear(inner.to(x.dtype), down)
         return out

@@ -20,7 +20,7 @@ from megarl.errors import MegarlError
 from megarl.phase import beat
 from megarl.rollout.embedded.attention import Attend, DecodeAttention, KernelAttention, PromptAttention
 from megarl.rollout.embedded.cache import KVCache, free_bytes
-from megarl.rollout.embedded.graphs import DecodeGraphs
+from megarl.rollout.embedded.graphs import DecodeGraphs, cache_length, length_bucket, row_bucket, slots_below
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.sampler import Sampler
 from megarl.rollout.embedded.scheduler import Prefill, Scheduler
@@ -69,7 +69,10 @@ class Session:
         seeds = [seed for request in requests for seed in request.seeds]
         self._width = sampling.max_new_tokens + self._check_every
         longest = max((len(r.prompt_ids) for r in requests), default=1) - 1 + self._width
-        slots = self._slots(min(limits.max_running, len(seeds)), longest, limits.sessions)
+        wanted = min(limits.max_running, len(seeds))
+        if fixed:
+            longest, wanted = cache_length(longest), row_bucket(wanted, limits.max_running) if wanted else 0
+        slots = self._slots(wanted, longest, limits.sessions)
         self._scheduler = Scheduler(requests, slots, limits.max_prefill_tokens)
         self._cache = KVCache(
             layers=stage.layers,
@@ -83,6 +86,7 @@ class Session:
         )
         # One sample more than there are: padded rows of a captured graph write there.
         self._state = _State(slots, idle=len(seeds), device=device)
+        self._idle = torch.tensor([[len(seeds)], [0], [0], [0]], device=device)
         self._seeds = torch.tensor([*seeds, 0], dtype=torch.int64, device=device)
         self._tokens = torch.zeros(len(seeds) + 1, self._width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(len(seeds) + 1, self._width, dtype=torch.float32, device=device)
@@ -100,7 +104,7 @@ class Session:
         self._pending: deque[Prefill] = deque()
         self._reach = 0  # the largest position that the next decode step writes
         graphs = fixed and limits.graphs and self._mesh.pp.size == 1 and not stage.is_moe
-        self._graphs = DecodeGraphs(self._step, self._state.numbers, self._state.done, len(seeds)) if graphs else None
+        self._graphs = DecodeGraphs(self._state.numbers, self._state.done) if graphs else None
 
     def _slots(self, wanted: int, length: int, sessions: int) -> int:
         """Rows that fit into memory, the same number on all ranks of the replica."""
@@ -117,7 +121,7 @@ class Session:
                 f"the key/value cache of one sequence of {length} tokens needs {row / 1e9:.2f} GB and does not fit "
                 "into memory; lower sampling.max_new_tokens or data.max_prompt_tokens, or raise actor.parallel.tp or pp"
             )
-        return fit
+        return slots_below(fit) if fit < wanted and device.type == "cuda" else fit
 
     @torch.inference_mode()
     def run(self) -> list[tuple[list[int], list[float], FinishReason]]:
@@ -129,7 +133,7 @@ class Session:
                 self._admit()
             batch = self._pending.popleft() if self._pending else None
             rows = len(self._scheduler.running)
-            work = self._prefill_tokens(batch) if batch else rows
+            work = self._prefill_tokens(batch) if batch else self._padded(rows)
             lockstep = self._mesh.expert.all_max(work, self._stage.device) if self._stage.is_moe else work
             if lockstep == 0:
                 return self._results()
@@ -187,13 +191,20 @@ class Session:
         attend = DecodeAttention(self._cache, nothing, 0, self._scale)
         self._stage.forward(nothing, nothing, attend, want_logits=False, lockstep=lockstep)
 
+    def _padded(self, rows: int) -> int:
+        """Rows that a decode step of `rows` samples computes."""
+        return row_bucket(rows, self._cache.slots) if rows and self._cache.fixed else rows
+
     def _decode(self, rows: int, lockstep: int) -> None:
         self._cache.reserve(rows, self._reach + 1)
+        length, padded = self._cache.length, self._padded(rows)
+        if self._cache.fixed:
+            length = length_bucket(self._reach + 1, length)
+            self._state.numbers[:, rows:padded] = self._idle
         if self._graphs is not None:
-            self._graphs.run(rows, self._reach + 1, self._cache.max_length)
+            self._graphs.run(self._step, padded, length)
         else:
-            length = min(self._cache.length, self._reach + 1) if self._cache.fixed else self._cache.length
-            self._step(rows, length, lockstep)
+            self._step(padded, length, lockstep)
         self._reach += 1
 
     def _step(self, rows: int, length: int, lockstep: int) -> None:
@@ -222,7 +233,7 @@ class Session:
 
     def _retire(self, rows: int) -> None:
         """Give the rows of finished samples back and close the gaps."""
-        finished = self._state.done[:rows].nonzero()[:, 0].tolist()
+        finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
         if not finished:
             return
         self._advance(len(finished))
