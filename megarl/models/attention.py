@@ -21,7 +21,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from megarl import device
 from megarl.models.attention_cpu import LONGEST, causal_attention
 from megarl.models.config import PolicyConfig
 from megarl.models.packing import PackedSequences, cp_split
@@ -73,8 +72,8 @@ class PackedAttention(MegatronModule):
             k = gather_from_sequence_parallel_region(k.contiguous(), group=self.cp_group)
             v = gather_from_sequence_parallel_region(v.contiguous(), group=self.cp_group)
         window = self.window if self.window and self.window < packed_seq_params.max_seqlen_q else None
-        kernel = _varlen_kernel() if q.is_cuda and packed_seq_params.cp_size == 1 else None
-        if kernel is not None and q.dtype != torch.float32:
+        kernel = varlen_kernel(q) if packed_seq_params.cp_size == 1 else None
+        if kernel is not None:
             out = kernel(q, k, v, packed_seq_params, self.scale, window)
         elif (
             q.is_cpu and window is None and packed_seq_params.cp_size == 1 and packed_seq_params.max_seqlen_q <= LONGEST
@@ -85,11 +84,13 @@ class PackedAttention(MegatronModule):
         return out.reshape(out.shape[0], 1, -1)
 
 
-def _varlen_kernel() -> Callable[..., torch.Tensor] | None:
-    """The variable-length kernel of this machine: flash-attn, else torch's own, else None."""
+def varlen_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """The variable-length kernel for such queries: flash-attn, else torch's own, else None (CPUs, float32)."""
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
+        return None
     if importlib.util.find_spec("flash_attn") is not None:
         return _flash_varlen
-    if device.has_cuda() and torch.cuda.get_device_capability()[0] >= 8:
+    if torch.cuda.get_device_capability()[0] >= 8:
         return _torch_varlen
     return None
 

@@ -4,7 +4,9 @@ Shape legend: N tokens, H hidden size, V columns of this rank's vocabulary shard
 
 For logits l = hidden @ weight.T / T over the whole vocabulary: logp = l[target] - logZ and entropy = logZ - sum(p l).
 Only one chunk of logits [C, V] lives at a time; the backward pass computes them again (unless everything is a single
-chunk, which is then kept). With a tensor-parallel group each rank reduces its own columns to four numbers per token,
+chunk, which is then kept). It goes in blocks of columns where there are fewer tokens than columns: then each row of the
+weight's gradient is written once, and the gradient that all blocks add to is the smaller one, [N, H]; else in chunks of
+tokens. With a tensor-parallel group each rank reduces its own columns to four numbers per token,
 and one all-gather of [4, N] combines them; the backward pass needs no communication at all:
 
     rank r:   m_r = max l,  s_r = sum exp(l - m_r),  t_r = sum exp(l - m_r) (l - m_r),  l[target] or 0
@@ -14,11 +16,14 @@ and one all-gather of [4, N] combines them; the backward pass needs no communica
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megarl.models.head import head_logits
 
 
 class _Shard(NamedTuple):
@@ -81,8 +86,8 @@ class _LinearLogprob(torch.autograd.Function):
         logits = None
         for begin in range(0, count, shard.chunk):
             part = slice(begin, begin + shard.chunk)
-            logits = torch.mm(hidden[part], weight.t())
-            _reduce(logits, targets[part], shard, stats[:, part])
+            logits = head_logits(hidden[part], weight)
+            _reduce(logits, targets[part], shard, stats[:, part], keep)
         logp, log_z, entropy = _combine(stats, shard)
         ctx.shard = shard
         ctx.save_for_backward(hidden, weight, targets, log_z, entropy, logits if keep else None)
@@ -94,27 +99,64 @@ class _LinearLogprob(torch.autograd.Function):
         shard: _Shard = ctx.shard
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Sums over chunks are kept wide: a bf16 accumulator would lose the small contributions of late chunks.
-        grad_weight = weight.new_zeros(weight.shape, dtype=log_z.dtype) if wants_weight else None
-        for begin in range(0, hidden.shape[0], shard.chunk):
-            part = slice(begin, begin + shard.chunk)
-            logits = torch.mm(hidden[part], weight.t()) if kept is None else kept
-            grad_logits = _grad_logits(
-                logits,
-                targets[part],
-                shard,
-                log_z[part],
-                entropy[part] if shard.entropy else None,
-                None if grad_logp is None else grad_logp[part],
-                None if grad_entropy is None else grad_entropy[part],
-            ).to(weight.dtype)
-            if grad_hidden is not None:
-                torch.mm(grad_logits, weight, out=grad_hidden[part])
-            if grad_weight is not None:
-                grad_weight += torch.mm(grad_logits.t(), hidden[part])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None
+        rows = _Rows(hidden, targets, log_z, entropy if shard.entropy else None, grad_logp, grad_entropy)
+        by_columns = kept is None and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
+        backward = _by_columns if by_columns else _by_tokens
+        return *backward(rows, weight, shard, kept, ctx.needs_input_grad), None, None
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the gradient of some tokens' logits depends on."""
+
+    hidden: Tensor
+    targets: Tensor
+    log_z: Tensor
+    entropy: Tensor | None
+    grad_logp: Tensor | None
+    grad_entropy: Tensor | None
+
+    def part(self, place: slice) -> _Rows:
+        """The same of some of these tokens."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return _Rows(*(None if value is None else value[place] for value in values))
+
+
+def _by_tokens(
+    rows: _Rows, weight: Tensor, shard: _Shard, kept: Tensor | None, wants: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of hidden states and weight, a chunk of tokens at a time."""
+    hidden = rows.hidden
+    grad_hidden = torch.empty_like(hidden) if wants[0] else None
+    # Sums over chunks are kept wide: a bf16 accumulator would lose the small contributions of late chunks.
+    grad_weight = weight.new_zeros(weight.shape, dtype=rows.log_z.dtype) if wants[1] else None
+    for begin in range(0, hidden.shape[0], shard.chunk):
+        part = slice(begin, begin + shard.chunk)
+        logits = head_logits(hidden[part], weight) if kept is None else kept
+        grad_logits = _grad_logits(logits, rows.part(part), shard, kept is not None).to(weight.dtype)
+        if grad_hidden is not None:
+            torch.mm(grad_logits, weight, out=grad_hidden[part])
+        if grad_weight is not None:
+            grad_weight += torch.mm(grad_logits.t(), hidden[part])
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
+
+
+def _by_columns(
+    rows: _Rows, weight: Tensor, shard: _Shard, kept: Tensor | None, wants: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None]:
+    """The same, some columns of the vocabulary at a time: as many logits as a chunk of tokens has."""
+    hidden = rows.hidden
+    grad_hidden = hidden.new_zeros(hidden.shape, dtype=rows.log_z.dtype) if wants[0] else None
+    grad_weight = torch.empty_like(weight)
+    columns = max(1, shard.chunk * len(weight) // len(hidden))
+    for begin in range(0, len(weight), columns):
+        part = slice(begin, begin + columns)
+        logits = head_logits(hidden, weight[part])
+        grad_logits = _grad_logits(logits, rows, shard._replace(start=shard.start + begin), False).to(weight.dtype)
+        torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
+        if grad_hidden is not None:
+            grad_hidden += torch.mm(grad_logits, weight[part])
+    return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -122,9 +164,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _scaled(logits: Tensor, shard: _Shard) -> Tensor:
-    """A wide copy of `logits`, divided by the temperature."""
-    scaled = logits.to(_wide(logits.dtype), copy=True)
+def _scaled(logits: Tensor, shard: _Shard, keep: bool) -> Tensor:
+    """`logits`, wide and divided by the temperature: a copy where they are wide already and wanted again."""
+    scaled = logits.to(_wide(logits.dtype), copy=keep)
     return scaled if shard.inverse_temperature == 1.0 else scaled.mul_(shard.inverse_temperature)
 
 
@@ -135,13 +177,13 @@ def _local(targets: Tensor, shard: _Shard, columns: int) -> tuple[Tensor, Tensor
     return column.masked_fill(~here, 0), here
 
 
-def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor) -> None:
+def _reduce(logits: Tensor, targets: Tensor, shard: _Shard, out: Tensor, keep: bool) -> None:
     """Write max, sum of exp, sum of exp times shifted logit, and target logit (or 0) of this shard to out [4, C]."""
     if logits.shape[1] == 0:  # no column here: a contribution of zero that stays finite
         out.zero_()
         out[0] = torch.finfo(out.dtype).min / 2
         return
-    logits = _scaled(logits, shard)
+    logits = _scaled(logits, shard, keep)
     column, here = _local(targets, shard, logits.shape[1])
     torch.mul(logits.gather(1, column[:, None])[:, 0], here, out=out[3])
     torch.amax(logits, 1, out=out[0])
@@ -174,20 +216,12 @@ def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
     return target.sum(0) - log_z, log_z, entropy
 
 
-def _grad_logits(
-    logits: Tensor,
-    targets: Tensor,
-    shard: _Shard,
-    log_z: Tensor,
-    entropy: Tensor | None,
-    grad_logp: Tensor | None,
-    grad_entropy: Tensor | None,
-) -> Tensor:
+def _grad_logits(logits: Tensor, rows: _Rows, shard: _Shard, keep: bool) -> Tensor:
     """Gradient [C, V] of the unscaled logits: g (onehot - p) - e p (log p + entropy), divided by the temperature."""
-    logp = _scaled(logits, shard).sub_(log_z[:, None])
-    grad = logp.exp()
-    if grad_entropy is not None and entropy is not None:
-        logp.add_(entropy[:, None]).mul_(grad_entropy[:, None])
+    logp = _scaled(logits, shard, keep).sub_(rows.log_z[:, None])
+    grad_logp, grad = rows.grad_logp, logp.exp()
+    if rows.grad_entropy is not None and rows.entropy is not None:
+        logp.add_(rows.entropy[:, None]).mul_(rows.grad_entropy[:, None])
         if grad_logp is not None:
             logp.add_(grad_logp[:, None])
         grad.mul_(logp)
@@ -196,6 +230,6 @@ def _grad_logits(
         grad.mul_(grad_logp[:, None])
     grad.neg_()
     if grad_logp is not None and grad.shape[1]:
-        column, here = _local(targets, shard, grad.shape[1])
+        column, here = _local(rows.targets, shard, grad.shape[1])
         grad.scatter_add_(1, column[:, None], (grad_logp * here)[:, None])
     return grad if shard.inverse_temperature == 1.0 else grad.mul_(shard.inverse_temperature)

@@ -30,9 +30,9 @@ def _loss(logp, entropy):
 
 
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, temperature):
-    hidden, weight, targets = _inputs()
+@pytest.mark.parametrize(("temperature", "tokens"), [(1.0, N), (0.7, N), (0.7, 2 * V)])
+def test_values_and_gradients_equal_the_oracle_for_any_chunk(chunk, temperature, tokens):
+    hidden, weight, targets = _inputs(n=tokens)
     expected = _oracle(hidden, weight, targets, temperature)
     _loss(*expected).backward()
     grads = hidden.grad.clone(), weight.grad.clone()
@@ -101,6 +101,28 @@ class _Largest(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 self.numel = max(self.numel, value.numel())
         return out
+
+
+class _Weights(TorchDispatchMode):
+    """Counts results of a weight's shape."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.count += isinstance(out, torch.Tensor) and out.shape == (V, H) and not func.is_view
+        return out
+
+
+def test_the_gradient_of_the_head_is_written_once_however_many_chunks_there_are():
+    counts = []
+    for chunk in (20, 2):
+        hidden, weight, targets = _inputs(torch.bfloat16)
+        logp, _ = linear_logprob(hidden, weight, targets, chunk_tokens=chunk)
+        with _Weights() as seen:
+            logp.sum().backward()
+        counts.append(seen.count)
+    assert counts[0] == counts[1]
 
 
 def test_never_more_than_one_chunk_of_logits():

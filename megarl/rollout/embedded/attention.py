@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.kernels.cpu import CpuKernels
+from megarl.models.attention import varlen_kernel
+from megarl.models.packing import pack_stream
 from megarl.rollout.embedded.cache import KVCache
 
 
@@ -43,10 +45,10 @@ class HeadNorm:
 
     def split(self, qkv: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and rotated q [t, G, q, D] and k [t, G, D], and v [t, G, D], from qkv [t, G, q + 2, D]."""
-        qk, per, size = qkv[:, :, :-1], qkv.shape[2] - 2, qkv.shape[3]
-        if self.weights is not None:
-            weights = torch.cat((self.weights[:1].expand(per, -1), self.weights[1:]))
-            qk = F.rms_norm(qk, (size,), None, self.eps) * weights
+        qk, size = qkv[:, :, :-1], qkv.shape[3]
+        if self.weights is not None:  # with its weight in the same pass as in training, so that both round once
+            parts = (qk[:, :, :-1], self.weights[0]), (qk[:, :, -1:], self.weights[1])
+            qk = torch.cat([F.rms_norm(part, (size,), weight, self.eps) for part, weight in parts], dim=2)
         cos, sin = rope.wide
         swapped = torch.cat((qk[..., size // 2 :], qk[..., : size // 2]), dim=-1)
         qk = torch.addcmul(qk * cos, swapped, sin)
@@ -129,6 +131,7 @@ class PromptAttention:
         # Padding repeats the first token of its prompt: finite, and overwritten or masked wherever it lands.
         self._padded = torch.where(real, start[:, None] + place, start[:, None]).flatten().to(device)
         self._packed = real.flatten().nonzero()[:, 0].to(device)
+        self._stream = pack_stream(lengths, device=device).params
         self._rows = torch.tensor([row for group in rows for row in group], device=device)
         self._source = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=device)
 
@@ -136,9 +139,13 @@ class PromptAttention:
         """See `Attend`."""
         m, longest = self._shape
         q, k, v = norm.split(qkv, rope)
-        q = q[self._padded].view(m, longest, *q.shape[1:]).permute(0, 2, 3, 1, 4)
+        kernel = varlen_kernel(q)
+        out = None if kernel is None else kernel(q.flatten(1, 2), k, v, self._stream, self._scale, window)
         k, v = (x[self._padded].view(m, longest, *x.shape[1:]).transpose(1, 2) for x in (k, v))
         self._cache.fill(layer, self._rows, k[self._source], v[self._source])
+        if out is not None:
+            return out.flatten(1)
+        q = q[self._padded].view(m, longest, *q.shape[1:]).permute(0, 2, 3, 1, 4)
         out = attend_prompts(q, k, v, window, self._scale)
         return out.permute(0, 3, 1, 2, 4).reshape(m * longest, -1)[self._packed]
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
+from megarl.models.head import head_logits
 from megarl.rollout.embedded.attention import Attend, HeadNorm, Rope
 from megarl.rollout.embedded.moe import MoE
 from megarl.rollout.embedded.parallel import Mesh
@@ -51,6 +52,13 @@ class Recipe:
             return lambda x: F.linear(x, w, b)
         packed = torch.ops.mkldnn._reorder_linear_weight(w, self.pack_rows)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, b, "none", [], "")
+
+    def head(self, weight: Tensor) -> Linear:
+        """x [n, in] -> logits, as scoring computes them."""
+        if self.pack_rows:
+            return self.linear(weight)
+        w = self.cast(weight)
+        return lambda x: head_logits(x, w)
 
 
 @dataclass(frozen=True)
@@ -131,7 +139,7 @@ class DecoderStage:
         self.shard = last.vocab_size // mesh.tp.size
         if mesh.is_last_stage:
             self._final_norm = recipe.cast(last.decoder.final_layernorm.weight)
-            self._head = recipe.linear(last.lm_head_weight)
+            self._head = recipe.head(last.lm_head_weight)
 
     def _load_kernels(self) -> CpuKernels | None:
         """The compiled CPU kernels, where they fit this model."""

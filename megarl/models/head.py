@@ -1,0 +1,16 @@
+"""The vocabulary head as one product, the same in training, scoring and decoding."""
+
+from __future__ import annotations
+
+import torch
+
+
+def head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Logits [n, V] of `hidden` [n, H] and `weight` [V, H], without autograd.
+
+    Of bf16 and fp16 operands a GPU returns its float32 sums as they are: rounded to bf16, a logit of 20 is off by up to
+    0.06, and so is its log-prob. A CPU has no such product and returns the operands' dtype.
+    """
+    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+    return torch.mm(hidden, weight.t())
