@@ -110,6 +110,14 @@ REWRITES: tuple[Rewrite, ...] = (
         "a CPU tensor must become a numpy array too, or the all-to-all gets tensors as split sizes",
     ),
     Rewrite(
+        "gradient-norm",
+        ("megatron.core.utils",),
+        r"torch\.norm\(torch\.tensor\(l2\)\)\n(\s+)l2_cuda = torch\.tensor\(\[float\(l2_reduced\)\], [^)]*\)",
+        r"torch.norm(torch.stack([norm for norms in l2 for norm in norms]))\n\1l2_cuda = l2_reduced.reshape(1).float()",
+        "without Apex and TE the norm of each parameter's gradient is read by the host: one wait per parameter",
+        cpu_only=False,
+    ),
+    Rewrite(
         "adam-step-copy",
         ("megatron.core.optimizer.distrib_optimizer",),
         r"(for key in dst_tensors:\n)(\s+)(dst_tensors\[key\]\.copy_)",

@@ -8,12 +8,15 @@ Without context parallelism nothing is padded but that.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+
+HOST = torch.device("cpu")
 
 
 @dataclass
@@ -43,6 +46,13 @@ class PackedStream:
     index: torch.Tensor
     position_ids: torch.Tensor
 
+    def to(self, device: torch.device) -> PackedStream:
+        """The same with all tensors on `device`."""
+        cu = self.params.cu_seqlens_q.to(device)
+        params = copy.copy(self.params)
+        params.cu_seqlens_q = params.cu_seqlens_kv = cu
+        return PackedStream(params, self.index.to(device), self.position_ids.to(device))
+
     def take(self, values: torch.Tensor, fill: float = 0) -> torch.Tensor:
         """This rank's share [t, ...] of `values` [total, ...], `fill` at padding."""
         taken = values.index_select(0, self.index.clamp(min=0))
@@ -59,7 +69,7 @@ def pack_stream(
     cp_size: int = 1,
     cp_rank: int = 0,
     multiple: int = 1,
-    device: torch.device | str = "cpu",
+    device: torch.device = HOST,
 ) -> PackedStream:
     """Lay sequences of `lengths` tokens out as one stream and cut out the share of `cp_rank`.
 
@@ -83,7 +93,7 @@ def pack_stream(
     mine = cp_split(padded, cp_size, cp_rank)
     if mine is not None:
         index, positions = index[mine], positions[mine]
-    cu = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0).to(torch.int32).to(device)
+    cu = torch.tensor([0, *padded], dtype=torch.int64).cumsum(0).to(torch.int32)
     longest = max(padded)
     params = PackedSequences(
         qkv_format="sbhd",  # Megatron's own "thd" path would apply RoPE by itself and refuse this layout
@@ -95,7 +105,7 @@ def pack_stream(
         cp_size=cp_size,
         cp_rank=cp_rank,
     )
-    return PackedStream(params, index.to(device), positions.unsqueeze(0).to(device))
+    return PackedStream(params, index, positions.unsqueeze(0)).to(device)
 
 
 def _full_index(lengths: list[int], padded: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,19 +96,20 @@ def build(
         cp_size=layout.cp_size,
         cp_rank=layout.cp_rank,
         multiple=layout.tp_size,  # sequence parallelism needs it, and mixtures of experts always use that
-        device=device,
     )
-    which = stream.take(predicts.to(device), fill=-1)
+    # All of this on the host: on a GPU it would wait for the count of rows.
+    which = stream.take(predicts, fill=-1)
     rows = (which >= 0).nonzero()[:, 0]
     order = which[rows]
+    there = stream.to(device)
     return MicroBatch(
         samples=tuple(samples),
-        input_ids=stream.input_ids(tokens.to(device)),
-        position_ids=stream.position_ids,
-        packed=stream.params,
-        rows=rows,
-        order=order,
-        targets=responses.values.to(device)[order],
+        input_ids=stream.input_ids(tokens).to(device),
+        position_ids=there.position_ids,
+        packed=there.params,
+        rows=rows.to(device),
+        order=order.to(device),
+        targets=responses.values[order].to(device),
         tokens=len(responses.values),
     )
 
