@@ -39,6 +39,17 @@ def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 24
     Raises:
         AssertionError: with the traceback of the first rank that failed, or the ranks that did not end in `timeout` s.
     """
+    return _run(fn, world_size, timeout, args, "tests.preload")
+
+
+def run_pretending(fn: Callable[..., Any], world_size: int, timeout: float = 240.0, *args: Any) -> list[Any]:
+    """The same in processes with a pretended GPU each (tests/pretend_cuda.py)."""
+    if has_nvidia_device():
+        pytest.skip("this machine has a GPU: nothing to pretend")
+    return _run(fn, world_size, timeout, args, "tests.preload_pretending")
+
+
+def _run(fn: Callable[..., Any], world_size: int, timeout: float, args: tuple, preload: str) -> list[Any]:
     environment = os.environ | {
         "WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
@@ -50,7 +61,8 @@ def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 24
         ranks: list[Any] = []
         try:
             for rank in range(world_size):
-                ranks.append(_start(rank, (names, rank, world_size, environment, folder, timeout, by_value)))
+                task = (names, rank, world_size, environment, folder, timeout, by_value)
+                ranks.append(_start(rank, task, preload))
             wait_for_ranks(ranks, Path(folder), time.monotonic() + timeout)
         finally:
             for process in ranks:
@@ -60,13 +72,14 @@ def run_distributed(fn: Callable[..., Any], world_size: int, timeout: float = 24
         return [_read(Path(folder), rank) for rank in range(world_size)]
 
 
-def _start(rank: int, args: tuple) -> Any:
+def _start(rank: int, args: tuple, preload: str) -> Any:
     """The process of a rank, forked from one that has imported what takes five seconds in each of them."""
     if has_nvidia_device():  # what looks for GPUs leaves the driver in a state that a fork does not survive
         process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=args, daemon=True)
         process.start()
         return process
-    server = _servers()[rank % 2]
+    servers = _servers(preload)
+    server = servers[rank % len(servers)]
     process = multiprocessing.get_context("forkserver").Process(target=_rank_main, args=args, daemon=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
@@ -75,16 +88,20 @@ def _start(rank: int, args: tuple) -> Any:
 
 
 @functools.cache
-def _servers() -> list[forkserver.ForkServer]:
-    """Two, with hash seeds of their own: ranks that go through a set in their own order must not agree by chance."""
+def _servers(preload: str) -> list[forkserver.ForkServer]:
+    """Processes that have imported `preload`, from which ranks are forked.
+
+    Two, with hash seeds of their own: ranks that go through a set in their own order must not agree by chance. One is
+    enough where a GPU is pretended.
+    """
     servers = []
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _OPENMP.items():  # OpenMP reads these when it is loaded
             patch.setenv(name, value)
         patch.setenv("PYTHONPATH", str(_ROOT), prepend=os.pathsep)  # tests.preload is found from any folder
-        for _ in range(2):
+        for _ in range(2 if preload == "tests.preload" else 1):
             server = forkserver.ForkServer()
-            server.set_forkserver_preload(["tests.preload"])
+            server.set_forkserver_preload([preload])
             server.ensure_running()
             servers.append(server)
     return servers

@@ -29,6 +29,11 @@ SHAPES = {
 
 @pytest.fixture(scope="module")
 def loader():
+    return load_loader()
+
+
+def load_loader():
+    """The module as a server imports it."""
     found = importlib.util.spec_from_file_location("megarl_loader", LOADERS / "megarl_loader.py")
     made = importlib.util.module_from_spec(found)
     sys.modules["megarl_loader"] = made

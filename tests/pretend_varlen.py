@@ -1,0 +1,66 @@
+"""torch's variable-length attention for `pretend_cuda`: the same operation, sequence by sequence, in float32."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _heads(x: Tensor, start: int, end: int, times: int) -> Tensor:
+    """[heads, t, d] of one sequence, in float32."""
+    return x[start:end].float().transpose(0, 1).repeat_interleave(times, 0)
+
+
+def _chances(q: Tensor, k: Tensor, scale: float, window: list[int] | None) -> Tensor:
+    scores = q @ k.transpose(1, 2) * scale
+    at = torch.arange(q.shape[1])
+    left, right = window or [-1, -1]
+    hidden = torch.zeros(len(at), len(at), dtype=torch.bool)
+    if right >= 0:
+        hidden |= at > at[:, None] + right
+    if left >= 0:
+        hidden |= at < at[:, None] - left
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, cu: Tensor) -> None:
+    """What the kernel asks for."""
+    assert q.dtype == k.dtype == v.dtype
+    assert q.dtype in (torch.bfloat16, torch.float16), q.dtype
+    assert cu.dtype == torch.int32, cu.dtype
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, cu_k: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Output [t, heads, d], log-sum-exp (not computed) and random state."""
+    _check(q, k, v, cu)
+    scale, window, times = rest[3] or q.shape[-1] ** -0.5, rest[4], q.shape[1] // k.shape[1]
+    out = torch.empty_like(q)
+    places = cu.tolist()
+    for start, end in itertools.pairwise(places):
+        chances = _chances(_heads(q, start, end, 1), _heads(k, start, end, times), scale, window)
+        out[start:end] = (chances @ _heads(v, start, end, times)).transpose(0, 1)
+    return out, torch.zeros(q.shape[1], q.shape[0]), torch.zeros(2, dtype=torch.uint64)
+
+
+def backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu: Tensor, cu_k: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    scale, window = rest[4] or q.shape[-1] ** -0.5, rest[5]
+    times, groups = q.shape[1] // k.shape[1], k.shape[1]
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    places = cu.tolist()
+    for start, end in itertools.pairwise(places):
+        wide_q, wide_k, wide_v = (_heads(x, start, end, n) for x, n in ((q, 1), (k, times), (v, times)))
+        up = _heads(grad, start, end, 1)
+        chances = _chances(wide_q, wide_k, scale, window)
+        toward = up @ wide_v.transpose(1, 2)
+        scores = chances * (toward - (toward * chances).sum(-1, keepdim=True)) * scale
+        dq[start:end] = (scores @ wide_k).transpose(0, 1)
+        for found, wide in ((dk, scores.transpose(1, 2) @ wide_q), (dv, chances.transpose(1, 2) @ up)):
+            found[start:end] = wide.view(groups, times, end - start, -1).sum(1).transpose(0, 1)
+    return dq, dk, dv

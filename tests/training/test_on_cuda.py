@@ -1,0 +1,138 @@
+"""Engines on a pretended GPU: everything is on it, nothing waits for it too often, numbers are those of a CPU."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.dist import run_distributed, run_pretending
+from tests.training.cases import MODELS, make_batch, make_engine, outputs, split_over, train
+
+DENSE_STEP, MOE_LAYER = 8, 4
+"""Waits of a training step beside those of its micro-batches; waits of Megatron's dispatcher in a layer of experts."""
+MICRO_BATCH = 6 + 3 * 3
+"""Copies that build a micro-batch, all before the first one runs, and what the test's own loss reads."""
+
+
+def left_on_host(engine) -> list[str]:
+    return [
+        name
+        for chunk in engine.chunks
+        for name, tensor in [*chunk.named_parameters(), *chunk.named_buffers()]
+        if not tensor.is_cuda
+    ]
+
+
+def numbers(engine, batch) -> dict:
+    return {name: jagged.values for name, jagged in outputs(engine, batch).items()}
+
+
+def logits_of(engine, batch) -> list[str]:
+    """Dtypes of the logits that log-probs are made of."""
+    from megarl.training import logprob
+
+    seen, reduce = set(), logprob._reduce
+    with mock.patch.object(logprob, "_reduce", lambda logits, *args: (seen.add(logits.dtype), reduce(logits, *args))):
+        outputs(engine, batch)
+    return sorted(map(str, seen))
+
+
+def live(model: str) -> dict:
+    """An engine's life in bf16."""
+    from megarl.training import checkpoint
+    from tests.pretend_cuda import SEEN, Pretend
+
+    with Pretend():
+        engine, batch = make_engine(model, dtype=torch.bfloat16), make_batch()
+        found: dict = {"on host": left_on_host(engine), "before": numbers(engine, batch)}
+        found["logits"] = logits_of(engine, batch)
+        engine.offload()
+        engine.onload()
+        found["after"] = numbers(engine, batch)
+        SEEN.clear()
+        found["losses"] = [train(engine, batch).result()["loss"]]
+        found["waits"] = SEEN.by_place()
+        with tempfile.TemporaryDirectory() as folder:
+            saved = checkpoint.save(Path(folder), 1, {"actor": engine}, {})
+            other = make_engine(model, dtype=torch.bfloat16, seed=9)
+            checkpoint.load(saved, {"actor": other})
+        found["went on"] = [train(e, batch).result()["loss"] for e in (engine, other)]
+        frozen = make_engine(model, dtype=torch.bfloat16, frozen=True)
+        found["frozen on host"], found["frozen"] = left_on_host(frozen), numbers(frozen, batch)
+    return found
+
+
+def every_life() -> dict:
+    return {model: live(model) for model in MODELS}
+
+
+def exact(models: list[str], tp: int = 1, pretend: bool = True) -> dict:
+    """Log-probs of all samples and a step's loss in float32; this rank's share of data-parallel ranks is all of it."""
+    import contextlib
+
+    from megarl.config.model import ParallelConfig
+    from tests.dist import no_parallel
+
+    found: dict = {}
+    if pretend:
+        from tests.pretend_cuda import Pretend
+    with Pretend() if pretend else contextlib.nullcontext():
+        for model in models:
+            no_parallel()
+            engine = make_engine(model, ParallelConfig(tp=tp, sp=tp > 1))
+            batch = split_over(make_batch(), engine.layout.dp_rank, engine.layout.dp_size)
+            found[model] = {**numbers(engine, batch), "loss": train(engine, batch).result()["loss"]}
+            found[model]["again"] = train(engine, batch).result()["loss"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def lives() -> dict:
+    return run_pretending(every_life, 1, 300)[0]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("model", MODELS)
+def test_no_parameter_and_no_buffer_stays_on_the_host(lives, model):
+    assert lives[model]["on host"] == lives[model]["frozen on host"] == []
+
+
+@pytest.mark.procs
+def test_logits_of_bf16_weights_are_float32(lives):
+    assert lives["dense"]["logits"] == lives["moe"]["logits"] == ["torch.float32"]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("model", MODELS)
+def test_offload_and_checkpoints_keep_every_number(lives, model):
+    found = lives[model]
+    for name, before in found["before"].items():
+        assert torch.equal(found["after"][name], before), name
+        assert torch.equal(found["frozen"][name], before), name
+    assert found["went on"][0] == found["went on"][1] < found["losses"][0]
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize("model", MODELS)
+def test_the_host_waits_a_bounded_number_of_times(lives, model):
+    micros = 3
+    layers = 2 * 4 * micros * MOE_LAYER if "moe" in model else 0  # forward, and again with recomputation at most
+    waits = lives[model]["waits"]
+    assert sum(waits.values()) <= DENSE_STEP + micros * MICRO_BATCH + layers, waits
+    assert not [place for place in waits if "nonzero" in place], waits
+
+
+@pytest.mark.procs
+def test_numbers_are_those_of_a_cpu_also_with_two_tensor_parallel_ranks():
+    models = ["dense", "tied", "moe"]
+    (plain,) = run_distributed(exact, 1, 240, models, 1, False)
+    for ranks in (run_pretending(exact, 1, 240, models), run_pretending(exact, 2, 240, models, 2)):
+        for found in ranks:
+            for model in models:
+                for name, value in plain[model].items():
+                    # float32, summed in other orders; the second loss comes after an update
+                    torch.testing.assert_close(found[model][name], value, rtol=1e-4, atol=1e-4)
