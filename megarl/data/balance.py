@@ -105,6 +105,7 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
     if k < 2 or width == 0:
         return
     padded = np.append(sizes, 0)
+    order = np.append(sizes, -1)  # unused places first, before items of length 0
     pairs = np.arange(k // 2)
     # Lengths of different pairs must not meet in the one sorted list that is searched.
     gap = 4 * (int(sizes.sum()) + 1)
@@ -115,20 +116,19 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
             return
         heavy, light = rank[: k // 2], rank[::-1][: k // 2]
         surplus = totals[heavy] - totals[light]
-        table[light] = np.take_along_axis(table[light], np.argsort(padded[table[light]], axis=1, kind="stable"), 1)
+        table[light] = np.take_along_axis(table[light], np.argsort(order[table[light]], axis=1, kind="stable"), 1)
         give, take = padded[table[heavy]], padded[table[light]]
         # An item of length x is best exchanged for one of length x - surplus / 2: look at both neighbours of that.
         keys = (2 * take + pairs[:, None] * gap).ravel()
         wanted = 2 * give - surplus[:, None] + pairs[:, None] * gap
         right = np.searchsorted(keys, wanted.ravel()).reshape(wanted.shape) - pairs[:, None] * width
-        near = np.stack([np.clip(right - 1, 0, width - 1), np.clip(right, 0, width - 1)], axis=2)
+        # Of two parts with unused places neither may give its own away, or the counts would drift apart.
+        first = np.zeros((len(pairs), 1), dtype=np.int64)
+        if fixed_counts:
+            first[:, 0] = (table[light[:, None], 0] < 0).any(1) & (table[heavy] < 0).any(1)
+        near = np.stack([np.clip(right - 1, first, width - 1), np.clip(right, first, width - 1)], axis=2)
         got = np.take_along_axis(take, near.reshape(len(pairs), -1), 1).reshape(near.shape)
         left_over = np.abs(surplus[:, None, None] - 2 * (give[:, :, None] - got))
-        if fixed_counts:
-            # A part with an unused place must not get a second one, or the counts would drift apart.
-            unused = np.take_along_axis(table[light], near.reshape(len(pairs), -1), 1).reshape(near.shape) < 0
-            short = np.any(table[heavy] < 0, axis=1).reshape(-1, 1, 1)
-            left_over[unused & short] = np.iinfo(np.int64).max
         best = left_over.reshape(len(pairs), -1).argmin(1)
         better = left_over.reshape(len(pairs), -1)[pairs, best] < surplus
         if not better.any():

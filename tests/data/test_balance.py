@@ -6,7 +6,7 @@ import time
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given, settings
 
 from megarl.data.balance import balance
 
@@ -74,24 +74,42 @@ def test_small_cases_are_close_to_the_brute_force_optimum(equal_counts):
     assert max(ratios) < 1.2
 
 
+@given(st.integers(0, 10**6), st.integers(2, 8))
+@settings(max_examples=300)
+def test_no_exchange_between_heaviest_and_lightest_part_evens_them_out(seed, k):
+    generator = np.random.default_rng(seed)
+    lengths = generator.lognormal(3, 2, generator.integers(k + 1, 5 * k)).astype(int).tolist()
+    parts = sorted(balance(lengths, k, equal_counts=True), key=lambda part: sum(lengths[i] for i in part))
+    totals = [sum(lengths[i] for i in part) for part in parts]
+    assume(totals[0] < totals[1] or k == 2)  # of several heaviest and lightest parts, others may have been compared
+    assume(totals[-1] > totals[-2] or k == 2)
+    light, heavy = ([lengths[i] for i in part] for part in (parts[0], parts[-1]))
+    surplus = sum(heavy) - sum(light)
+    pairs = [(give, take) for give in heavy for take in light]
+    if len(heavy) > len(light):  # then an item may also move
+        pairs += [(give, 0) for give in heavy]
+    assert surplus <= 1 or all(abs(surplus - 2 * (give - take)) >= surplus for give, take in pairs)
+
+
 DISTRIBUTIONS = {
-    "uniform": lambda g: g.integers(1, 4097, 8192),
-    "lognormal": lambda g: np.minimum(g.lognormal(6, 1, 8192), 8192).astype(int) + 1,
-    "exponential": lambda g: g.exponential(1000, 8192).astype(int) + 1,
-    "clipped": lambda g: np.where(g.random(8192) < 0.3, 4096, g.integers(50, 4096, 8192)),
+    "uniform": lambda g, n: g.integers(1, 4097, n),
+    "lognormal": lambda g, n: np.minimum(g.lognormal(6, 1, n), 8192).astype(int) + 1,
+    "exponential": lambda g, n: g.exponential(1000, n).astype(int) + 1,
+    "clipped": lambda g, n: np.where(g.random(n) < 0.3, 4096, g.integers(50, 4096, n)),
 }
 
 
+@pytest.mark.parametrize("n", [8192, 8193, 10_000])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_8192_lengths_over_512_ranks_with_equal_counts(name):
-    lengths = DISTRIBUTIONS[name](np.random.default_rng(0))
+def test_many_lengths_over_512_ranks_with_equal_counts(name, n):
+    lengths = DISTRIBUTIONS[name](np.random.default_rng(0), n)
     best = float("inf")
     for _ in range(3):
         start = time.process_time()
         parts = balance(lengths, 512, equal_counts=True)
         best = min(best, time.process_time() - start)
     totals = [lengths[part].sum() for part in parts]
-    assert {len(part) for part in parts} == {16}
+    assert {len(part) for part in parts} == {n // 512, -(-n // 512)}
     assert max(totals) / np.mean(totals) <= 1.02
     assert best <= 0.05
 
