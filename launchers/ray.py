@@ -12,10 +12,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from megarl.credentials import PASSWORD, USER
 from megarl.errors import ConfigError, WorkerError
@@ -29,6 +32,7 @@ from megarl.rollout.sglang.gpus import TRAINER_GPUS
 if TYPE_CHECKING:
     from megarl.config.run import ClusterConfig
 
+_PROBE_S = 5.0  # to open a connection to a cluster
 _OBJECT_STORE_BYTES = 128 << 20  # no batch travels through Ray objects; only arguments and exit codes do
 
 
@@ -95,7 +99,7 @@ class RayWorkers:
 
     def launch(self) -> None:
         """Everything up to the moment all ranks run."""
-        _connect(self._job.config.cluster.nproc)
+        _connect(self._job.config.cluster.nproc, self._left())
         self._reserve()
         self._number_by_node()
         self._run()
@@ -208,14 +212,17 @@ def gpus_of(host: str, places: Sequence[tuple[str, list[int]]]) -> str:
     return ",".join(str(gpu) for node, gpus in places if node == host for gpu in gpus)
 
 
-def _connect(nproc: int) -> None:
+def _connect(nproc: int, limit_s: float) -> None:
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        check_reachable(address, min(_PROBE_S, limit_s))
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(address=os.environ["RAY_ADDRESS"], **quiet)
+    if address:
+        within(limit_s, f"Ray at RAY_ADDRESS={address}", lambda: ray.init(address=address, **quiet))
         return
-    ray.init(
+    ray.init(  # from the main thread: what Ray starts here ends with the thread that started it
         address="local",
         num_cpus=max(nproc, available_cores()),  # a small machine may hold more CPU workers than cores
         include_dashboard=False,
@@ -223,6 +230,55 @@ def _connect(nproc: int) -> None:
         _node_ip_address="127.0.0.1",
         **quiet,
     )
+
+
+def check_reachable(address: str, limit_s: float) -> None:
+    """Refuse an address of a Ray cluster where nobody listens: Ray itself goes on trying for minutes.
+
+    Args:
+        address: as in RAY_ADDRESS: host:port, ray://host:port, auto or local; the last two are left to Ray.
+        limit_s: seconds to try.
+
+    Raises:
+        ConfigError: nothing answers there.
+    """
+    place = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = place.hostname, place.port
+        if host is None or port is None:
+            return
+        socket.create_connection((host, port), timeout=limit_s).close()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no Ray cluster answers at this address ({getattr(error, 'strerror', None) or error})",
+            where="RAY_ADDRESS",
+            found=address,
+            allowed="host:port of a running cluster's head node",
+            fix="start it (ray start --head), correct the address, or unset RAY_ADDRESS to start Ray for this run",
+        ) from error
+
+
+def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
+    """`call()`, for `limit_s` at most: it waits inside Ray's native code, where nothing else can end it.
+
+    Raises:
+        WorkerError: it took longer; it goes on in a thread that nobody waits for.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="ray-init", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if thread.is_alive():
+        raise WorkerError(f"{what} was not ready within cluster.start_timeout_s = {limit_s:g} s")
+    if errors:
+        raise errors[0]
 
 
 def _bundle(cluster: ClusterConfig, resources: dict[str, float]) -> dict[str, float]:

@@ -120,6 +120,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def _job(arguments: argparse.Namespace) -> int:
+    from megarl.config.hub import check_hub
     from megarl.config.load import hide_credentials, load_config
     from megarl.data.preflight import check_rows
 
@@ -144,6 +145,7 @@ def _job(arguments: argparse.Namespace) -> int:
         plan = make_plan(config, arguments.launcher, arguments.command, rows.items)
         print(plan.text, flush=True)
         raise_problems(plan.problems)
+        check_hub(config, arguments.command, ask=False)
         return 0
     from megarl.config.checks import validate
     from megarl.config.plan import build_task_graph
@@ -152,6 +154,7 @@ def _job(arguments: argparse.Namespace) -> int:
     validate(config, launcher=arguments.launcher, job=arguments.command)
     if arguments.command == "train":
         build_task_graph(config)
+    check_hub(config, arguments.command, ask=True)
     check_rows(config, arguments.command)
     if arguments.command in ("eval", "generate") and arguments.run_dir is not None:
         _refuse_trained(arguments.run_dir, arguments.command)

@@ -201,6 +201,16 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
         checks.skip("data", f"{key}: {source} is not a local path: taken as a hub name")
 
 
+def hub_dataset(source: str) -> str | None:
+    """The hub repository that a data source stands for; None when it is something else."""
+    path = Path(source).expanduser()
+    if source.startswith(TEXT) or path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
+        return None
+    if is_module_reference(source) or path.suffix.lower() in SUFFIXES or not _HUB_DATA.fullmatch(source):
+        return None
+    return re.split("[:@]", source)[0]
+
+
 def check_reward(config: RunConfig, checks: Checklist) -> None:
     """The reward's name, or the function it refers to; its arguments; and its parts, as far as its source tells."""
     name = config.reward.name

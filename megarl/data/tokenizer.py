@@ -35,11 +35,13 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
+        from megarl.config.hub import advice
+
         raise ConfigError(
             f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}",
             where="model.tokenizer" if model.tokenizer else "model.path",
             found=name,
-            fix="name a folder or hub repository that holds tokenizer.json",
+            fix=advice("models", name, "name a folder or hub repository that holds tokenizer.json"),
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(

@@ -56,13 +56,15 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:  # what transformers raises for files, hub and types
+        from megarl.config.hub import advice
+
         reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
             f"the model's configuration cannot be loaded: {reason}",
             where=where,
             found=path,
             allowed=_ALLOWED,
-            fix="check the name; a hub name needs the network, or a download made before",
+            fix=advice("models", path, "check its config.json"),
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megarl.config.run import ClusterConfig, RunConfig
+from megarl.errors import ConfigError, WorkerError
+from megarl.launchers.common import run_workers
 from megarl.processes import free_port
 
 HERE = Path(__file__).parent
@@ -185,6 +189,34 @@ def test_workers_go_with_their_launcher(launcher: str, number: int, tmp_path: Pa
 def test_ray_is_started_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS")
     assert launch("ray", "write_environment", tmp_path, "3").code == 0  # three workers, also on two cores
+
+
+def test_a_ray_cluster_that_is_gone_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    result = launch("ray", "write_environment", tmp_path)
+    assert result.code == 2, result.err
+    assert "RAY_ADDRESS: no Ray cluster answers at this address" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
+    from megarl.launchers.ray import within
+
+    with pytest.raises(WorkerError, match=r"Ray at x was not ready within cluster\.start_timeout_s = 0\.1 s"):
+        within(0.1, "Ray at x", lambda: time.sleep(5))
+    with pytest.raises(ZeroDivisionError):
+        within(5, "Ray at x", lambda: 1 // 0)
+
+
+def test_a_port_in_use_is_named_before_torchrun_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("megarl.rendezvous._is_loopback", lambda address: False)
+        cluster = ClusterConfig(nproc=2, nnodes=2)
+        with pytest.raises(ConfigError, match=f"MASTER_PORT: another process listens on this port\n.*:{port}"):
+            run_workers("torchrun", "m:f", RunConfig(name="x", cluster=cluster), tmp_path)
 
 
 def test_torchrun_alone_can_start_the_worker(tmp_path: Path) -> None:

@@ -30,11 +30,14 @@ def resolve_folder(source: str | Path) -> Path:
         with keep_beating():
             return Path(snapshot_download(str(source), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
     except Exception as error:
+        from megarl.config.hub import advice
+
         raise ConfigError(
             f"cannot find this model: {type(error).__name__}",
             where="model.path",
             found=str(source),
             allowed="a folder with config.json and *.safetensors, or a hub name",
+            fix=advice("models", str(source), "check the name and the free space of the hub cache"),
         ) from error
 
 

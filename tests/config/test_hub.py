@@ -1,0 +1,133 @@
+"""The hub: what is missing is said in seconds, and why; a filled cache is used without waiting for it."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.config import hub
+from megarl.config.base import ConfigErrors
+from megarl.config.checks import ConfigWarning
+from megarl.config.hub import Source, advice, check_hub, sources
+from megarl.config.load import load_config
+from megarl.config.run import RunConfig
+from megarl.errors import ConfigError
+from megarl.processes import free_port
+
+MODEL = ["model.path=org/model", "model.hf_config=null", "model.tokenizer=null"]
+
+
+@pytest.fixture(autouse=True)
+def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in (*hub._SWITCHES, "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_TOKEN", "HF_TOKEN_PATH", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # put back at the end, whatever is set in between
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    return tmp_path
+
+
+def recipe(*overrides: str) -> RunConfig:
+    return load_config("grpo_quickstart", [*MODEL, *overrides])
+
+
+@pytest.fixture
+def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that has one model, org/model."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/api/models/org/model" else 401)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None: ...
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    yield
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+
+
+def test_what_a_job_takes_from_the_hub() -> None:
+    config = recipe("data.val_files=[org/set@test, org/set:part@train]", "reward.name=exact_match")
+    assert sources(config, "eval") == [
+        Source("model.path", "models", "org/model"),
+        Source("data.val_files", "datasets", "org/set"),
+    ]
+
+
+@pytest.mark.parametrize("switch", hub._SWITCHES)
+def test_offline_without_a_cache_is_said_at_once_and_nobody_is_asked(
+    switch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(switch, "1")
+    monkeypatch.setattr(hub, "_ask", lambda asked: pytest.fail("asked the hub"))
+    with pytest.raises(ConfigError, match=rf"{switch} is set, and this is not in the local cache"):
+        check_hub(recipe(), "train", ask=True)
+    with pytest.raises(ConfigError, match=f"unset {switch}"):
+        check_hub(recipe(), "train", ask=False)
+
+
+def test_a_hub_that_cannot_be_reached_is_named_with_what_is_missing(no_network: None) -> None:
+    with pytest.raises(ConfigErrors, match="refused") as caught:
+        check_hub(recipe("data.val_files=[org/set@test]"), "train", ask=True)
+    assert "model.path: this is not in the local cache, and the hub at http://127.0.0.1" in str(caught.value)
+    assert "data.val_files: this is not in the local cache" in str(caught.value)
+    assert "check the network" in str(caught.value)
+
+
+def test_a_name_server_that_is_silent_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "ASK_S", 0.2)
+    monkeypatch.setattr("urllib.request.urlopen", lambda *args, **kwargs: time.sleep(5))
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=r"no answer within 0\.2 s"):
+        check_hub(recipe(), "train", ask=True)
+    assert time.monotonic() - began < 3
+
+
+def test_what_the_hub_has_passes_and_a_wrong_name_does_not(endpoint: None) -> None:
+    check_hub(recipe(), "train", ask=True)
+    with pytest.raises(ConfigError, match=r"has no such public repository(.|\n)*check the name") as caught:
+        check_hub(recipe("model.path=org/modle"), "train", ask=True)
+    assert "network" not in str(caught.value)
+
+
+def test_with_a_token_what_may_be_private_is_left_to_the_hubs_own_packages(
+    endpoint: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "x")
+    check_hub(recipe("model.path=org/private"), "train", ask=True)
+
+
+def test_a_filled_cache_needs_no_hub_and_workers_do_not_wait_for_it(no_cache: Path, no_network: None) -> None:
+    (no_cache / "hub" / "models--org--model" / "snapshots" / "1").mkdir(parents=True)
+    check_hub(recipe(), "train", ask=False)
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+    with pytest.warns(ConfigWarning, match="org/model come from the cache"):
+        check_hub(recipe(), "train", ask=True)
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_advice_of_a_worker_is_by_what_stands_in_the_way(
+    endpoint: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert advice("models", "org/model", "look inside") == "look inside"
+    assert "check the name" in advice("models", "org/modle", "look inside")
+    assert advice("models", str(tmp_path), "look inside") == "look inside"
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    assert "check the network" in advice("datasets", "org/set@test", "look inside")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "unset HF_HUB_OFFLINE" in advice("datasets", "org/set@test", "look inside")
