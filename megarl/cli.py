@@ -12,13 +12,16 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from megarl import __version__
 from megarl.benchmarks import algorithms, checkpoint, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.credentials import mask
 from megarl.errors import MegarlError, UserError
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
 
 # What runs inside the workers: command -> (entry, help)
 JOBS = {
@@ -122,7 +125,6 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 def _job(arguments: argparse.Namespace) -> int:
     from megarl.config.hub import check_hub
     from megarl.config.load import hide_credentials, load_config
-    from megarl.data.preflight import check_rows
 
     if hasattr(arguments, "weights") and Path(arguments.recipe).is_dir():
         _use_run(arguments)
@@ -138,8 +140,8 @@ def _job(arguments: argparse.Namespace) -> int:
 
         rows = Checklist()
         try:
-            check_rows(config, arguments.command)
-            rows.ok("rows", "columns, as far as they can be read here")
+            _check_inputs(config, arguments.command)
+            rows.ok("rows", "columns and tokens, as far as they can be read here")
         except UserError as error:
             rows.from_error("rows", error)
         plan = make_plan(config, arguments.launcher, arguments.command, rows.items)
@@ -155,7 +157,7 @@ def _job(arguments: argparse.Namespace) -> int:
     if arguments.command == "train":
         build_task_graph(config)
     check_hub(config, arguments.command, ask=True)
-    check_rows(config, arguments.command)
+    _check_inputs(config, arguments.command)
     if arguments.command in ("eval", "generate") and arguments.run_dir is not None:
         _refuse_trained(arguments.run_dir, arguments.command)
     run_dir = make_run_dir(config, arguments.run_dir)
@@ -168,6 +170,16 @@ def _job(arguments: argparse.Namespace) -> int:
 
 def _has_saved(run_dir: Path) -> bool:
     return any(run_dir.glob("checkpoints/step_*/meta.json"))
+
+
+def _check_inputs(config: RunConfig, job: str) -> None:
+    """Read what the run will read, as far as that takes seconds: rows and their tokens, the user's reward."""
+    from megarl.data.preflight import check_rows
+    from megarl.rewards.preflight import check_import
+
+    check_rows(config, job)
+    if job != "generate":
+        check_import(config.reward)
 
 
 def _use_run(arguments: argparse.Namespace) -> None:

@@ -1,46 +1,94 @@
-"""What can be known about the rows of a run before its workers start: files are read, columns are looked for.
+"""What can be known about the rows of a run before its workers start.
 
-Only local files of moderate size are read, in the launcher, where an error costs a second instead of a start-up.
-Everything else (hub names, functions, large files, token counts) is checked by the workers.
+Files are read, columns are looked for, prompts are rendered and tokenised: what a worker would refuse half a minute
+later is refused here, by the same functions. Only local files of moderate size are read, and tokens are counted for two
+seconds at most. Everything else (hub names, functions, large files, chat templates, tokenizers that only transformers
+reads) is checked by the workers.
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megarl.config.checks_files import trains_supervised
+from megarl.config.data import DataConfig
 from megarl.config.run import RunConfig
+from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer, light_tokenizer
+from megarl.data.render import Split, render_prompts, response_text, tokenize, uses_chat, within_limit
+from megarl.data.rows import Row
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
+from megarl.data.templates import no_chat_template
 
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
+_TOKENIZE_S = 2.0
+_AT_ONCE = 256
+_Tokenizer = CharacterTokenizer | FileTokenizer
 
 
-def check_rows(config: RunConfig, job: str) -> None:
-    """Read the rows that `job` (train, sft, eval, generate) needs, and look for the columns that are asked for.
+def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.monotonic) -> None:
+    """Read the rows that `job` (train, sft, eval, generate) needs; look for columns, templates, tokens, lengths.
 
     Raises:
-        DataError: a broken file, no rows, or a missing column; file and line are named.
+        DataError: a broken file, no rows, a missing column, a prompt without tokens, or none that is short enough; file
+            and line are named.
+        ConfigError: a chat template is asked for, and the tokenizer has none.
     """
     data = config.data
     columns = [("data.prompt_key", data.prompt_key)]
     if data.answer_key is not None:
         columns.append(("data.answer_key", data.answer_key))
-    _check(data.val_files, columns)
+    tokenizer = light_tokenizer(config.model)
+    if data.override_chat_template:
+        tokenizer = None  # what that template leaves of a message is not known here
+    elif tokenizer is not None and data.chat_template and not tokenizer.has_chat_template:
+        raise no_chat_template()
+    deadline = clock() + _TOKENIZE_S
+    in_time = lambda: clock() < deadline  # noqa: E731
+    _check_prompts(data, "val", data.val_files, columns, tokenizer, in_time)
     if job in ("eval", "generate"):
         return
     supervised, examples = trains_supervised(config, job), config.sft.train_files
-    answered = [*columns, ("sft.response_key", config.sft.response_key)]
-    _check(data.train_files, answered if supervised and not examples else columns)
+    response = config.sft.response_key if supervised else None
+    _check_prompts(data, "train", data.train_files, columns, tokenizer, in_time, None if examples else response)
     if supervised and examples:
-        _check(examples, answered)
+        _check_prompts(data, "train", examples, columns, tokenizer, in_time, response)
 
 
-def _check(sources: list[str], columns: list[tuple[str, str]]) -> None:
-    for source in sources:
-        if _is_readable_here(source):
-            for row in load_rows(source):
-                for key, name in columns:
-                    row.column(name, key)
+def _check_prompts(
+    data: DataConfig,
+    split: Split,
+    sources: list[str],
+    columns: list[tuple[str, str]],
+    tokenizer: _Tokenizer | None,
+    in_time: Callable[[], bool],
+    response: str | None = None,
+) -> None:
+    """The rows of a split. `response`: the column that supervised examples learn."""
+    known = [row for source in sources if _is_readable_here(source) for row in load_rows(source)]
+    for row in known:
+        for key, name in columns:
+            row.column(name, key)
+    answers = [response_text(row.column(response, "sft.response_key"), response, row) for row in known if response]
+    ids: list[list[int]] = []
+    for start in range(0, len(known), _AT_ONCE):
+        if not in_time():
+            return
+        rows = known[start : start + _AT_ONCE]
+        texts = render_prompts(data, _contents if uses_chat(data) else None, rows)
+        if tokenizer is None:
+            continue
+        ids += tokenize(tokenizer, texts, rows, special=not uses_chat(data))
+        learnt = [i for i in range(start, len(ids)) if answers and len(ids[i]) <= data.max_prompt_tokens]
+        tokenize(tokenizer, [answers[i] for i in learnt], [known[i] for i in learnt], special=False)
+    if len(ids) == len(known) and all(_is_readable_here(source) for source in sources) and known:
+        within_limit(data, split, known, ids)
+
+
+def _contents(messages: Sequence[dict[str, str]], row: Row) -> str:
+    """What a chat template writes at least: all that the messages say."""
+    return "".join(message["content"] for message in messages)
 
 
 def _is_readable_here(source: str) -> bool:

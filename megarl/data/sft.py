@@ -10,8 +10,8 @@ import torch
 
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.data.prompts import PromptDataset, Split, tokenize
-from megarl.data.rows import Row
+from megarl.data.prompts import PromptDataset
+from megarl.data.render import Split, response_text, tokenize
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ class SFTDataset(PromptDataset):
                 example is longer than `max_tokens`, or all are.
         """
         super().__init__(config, tokenizer, split)
-        responses = [_response(row.column(response_key, "sft.response_key"), response_key, row) for row in self.rows]
+        responses = [
+            response_text(row.column(response_key, "sft.response_key"), response_key, row) for row in self.rows
+        ]
         ids = tokenize(tokenizer, responses, self.rows, special=False)
         ids = [[*tokens, tokenizer.eos_token_id] for tokens in ids]
         self.max_tokens = max_tokens
@@ -95,16 +97,3 @@ class SFTDataset(PromptDataset):
         batch.set("response_mask", responses.like(torch.ones(len(responses.values), dtype=torch.bool)))
         batch.set("response_text", [self.responses[i] for i in indices])
         return batch
-
-
-def _response(value: object, key: str, row: Row) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    raise DataError(
-        f"wrong type in column {key!r}",
-        where=row.where,
-        found=value,
-        allowed="text or a whole number",
-    )

@@ -71,6 +71,16 @@ def prompt_formatter(template: str | None) -> Callable[[str, Row], str]:
     return render
 
 
+def no_chat_template() -> ConfigError:
+    """The error for a chat template that is asked for and that no one has."""
+    return ConfigError(
+        "the tokenizer has no chat template",
+        where="data.chat_template",
+        found=True,
+        fix="set data.override_chat_template, or data.chat_template: false for plain text prompts",
+    )
+
+
 def chat_renderer(tokenizer: Any, override: str | None) -> Callable[[list[dict[str, str]], Row], str]:
     """Function (messages, row) -> text that ends where the assistant begins to answer.
 
@@ -81,12 +91,7 @@ def chat_renderer(tokenizer: Any, override: str | None) -> Callable[[list[dict[s
     key = "data.override_chat_template"
     template = read_template(override, key) if override is not None else tokenizer.chat_template
     if template is None:
-        raise ConfigError(
-            "the tokenizer has no chat template",
-            where="data.chat_template",
-            found=True,
-            fix=f"set {key}, or data.chat_template: false for plain text prompts",
-        )
+        raise no_chat_template()
     import jinja2
 
     def render(messages: list[dict[str, str]], row: Row) -> str:

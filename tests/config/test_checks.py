@@ -357,7 +357,7 @@ def test_sft_needs_steps_and_either_kind_of_examples(config_of):
 
 def test_the_cold_start_reads_its_own_examples(write, config_of):
     write('{"prompt": "1", "answer": "2"}', "rl.jsonl")
-    write('{"prompt": "1", "answer": "2", "solution": "1 2"}', "sft.jsonl")
+    write('{"prompt": "1", "answer": "2", "solution": "12"}', "sft.jsonl")
     files = ["data.train_files=rl.jsonl", "sft.response_key=solution", "sft.steps=1"]
     check_rows(config_of(*files, "sft.train_files=sft.jsonl"), "train")
     for job, overrides in (("train", []), ("sft", ["sft.train_files=rl.jsonl"])):

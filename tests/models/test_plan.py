@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 
+from megarl.config.checks_weights import expected_tensors
+from megarl.config.facts import facts_from_config
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config, num_experts
@@ -14,6 +16,19 @@ from tests.models.tiny import ARCHITECTURES, save_tiny, tiny_dict
 
 def config(name: str, **changes):
     return load_hf_config(ModelConfig(hf_config=tiny_dict(name, **changes)))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_is_checked_before_a_run_is_what_is_loaded(name, tied):
+    raw = tiny_dict(name, tie_word_embeddings=tied)
+    for value_head in (False, True):
+        loaded = hf_tensors(config(name, tie_word_embeddings=tied), value_head=value_head)
+        loaded.pop("score.weight", None)
+        found = {}
+        for forms in expected_tensors(facts_from_config(raw, "here"), value_head=value_head):
+            found |= next((form for form in forms if form.keys() <= loaded.keys()), forms[0])
+        assert found == loaded
 
 
 def coordinates(tp: int, pp: int, vpp: int, ep: int, etp: int):

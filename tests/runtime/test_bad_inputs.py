@@ -147,6 +147,11 @@ def train(folder: Path, *arguments: str, **environment: str) -> Ended:
         (["data.train_files=misnamed.jsonl"], ["misnamed.jsonl:1: no column 'prompt'", "data.prompt_key to 'promt'"]),
         (["data.val_files=unanswered.jsonl"], ["unanswered.jsonl:2: no column 'answer'", "data.answer_key"]),
         (["data.train_files=good.jsonl", "sft.response_key=solution"], ["good.jsonl:1: no column 'solution'", "sft."]),
+        (["reward.name=no_import.py:score"], ["reward.name: importing", "a_package_that_is_nowhere", "no_import.py:1"]),
+        (
+            ["data.train_files=good.jsonl", "data.overlong=error", "data.max_prompt_tokens=3"],
+            ["good.jsonl:1: the prompt is longer", "(4 such prompts", "data.max_prompt_tokens: 3", "raise it to 4"],
+        ),
         (["data.batch_size=5"], ["data.batch_size 5 is not divisible by 2", "4 or 6"]),
         (["algorithm.advantage.name=grppo"], ["unknown advantage estimator", "rloo", "did you mean grpo?"]),
         (["reward.name=nowhere.py:score"], ["reward.name: there is no file nowhere.py"]),
@@ -220,21 +225,6 @@ CASES = {
         ("reward.name=rewards.py:not_a_number",),
         2,
         ("in phase step/reward at step 1", "sample 2 of 16 failed: the function returned nan", "uid:", "on_error"),
-    ),
-    "a reward file that does not import": Case(
-        ("reward.name=no_import.py:score",),
-        2,
-        ("rank 0 stopped in phase load_data", "reward.name: importing", "a_package_that_is_nowhere", "no_import.py:1"),
-    ),
-    "a prompt longer than the limit": Case(
-        (
-            "data.train_files=good.jsonl",
-            "data.val_files=[megarl.recipes.arithmetic:make_rows]",
-            "data.overlong=error",
-            "data.max_prompt_tokens=3",
-        ),
-        2,
-        ("good.jsonl:1: the prompt is longer", "(4 such prompts", "data.max_prompt_tokens: 3", "raise it to 4"),
     ),
     "no response column in rows of a function": Case(
         ("sft.steps=1", "sft.response_key=solution"),

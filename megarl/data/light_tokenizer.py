@@ -1,0 +1,74 @@
+"""What can be known of a tokenizer without transformers, which takes seconds to import: for checks before a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.config.facts import hub_cache_folder, is_hub_name
+from megarl.config.model import ModelConfig
+from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS
+
+
+class CharacterTokenizer:
+    """The tokens of `tokenizer.character_tokenizer`."""
+
+    bos_token_id, unk_token_id = 1, 3
+    has_chat_template = False
+
+    def __init__(self, alphabet: str) -> None:
+        self._ids = {character: number for number, character in enumerate(alphabet, len(SPECIAL_TOKENS))}
+
+    def __call__(self, text: str | Sequence[str], **settings: Any) -> dict[str, Any]:
+        """`input_ids` of a text, or of each of a list."""
+        if isinstance(text, str):
+            return {"input_ids": [self._ids.get(character, self.unk_token_id) for character in text]}
+        return {"input_ids": [self(one)["input_ids"] for one in text]}
+
+
+class FileTokenizer:
+    """A folder's tokenizer.json, as the `tokenizers` package reads it."""
+
+    def __init__(self, folder: Path) -> None:
+        import tokenizers
+
+        self._backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        file = folder / "tokenizer_config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        self.bos_token_id, self.unk_token_id = (self._id(config.get(f"{kind}_token")) for kind in ("bos", "unk"))
+        files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+        self.has_chat_template = bool(config.get("chat_template")) or any((folder / name).exists() for name in files)
+
+    def _id(self, token: Any) -> int | None:
+        text = token.get("content") if isinstance(token, dict) else token
+        found: int | None = self._backend.token_to_id(text) if isinstance(text, str) else None
+        return found
+
+    def __call__(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True, **settings: Any
+    ) -> dict[str, Any]:
+        """`input_ids` of a text, or of each of a list."""
+        if isinstance(text, str):
+            return {"input_ids": self._backend.encode(text, add_special_tokens=add_special_tokens).ids}
+        batch = self._backend.encode_batch(list(text), add_special_tokens=add_special_tokens)
+        return {"input_ids": [encoding.ids for encoding in batch]}
+
+
+def light_tokenizer(model: ModelConfig) -> CharacterTokenizer | FileTokenizer | None:
+    """The tokenizer of `model`, None where only transformers can tell: it is not here, or it is no tokenizer.json."""
+    name = model.tokenizer or model.path
+    if name is None or model.trust_remote_code:
+        return None
+    if name.startswith(CHARS):
+        return CharacterTokenizer(name.removeprefix(CHARS))
+    folder: Path | None = Path(name).expanduser()
+    if folder is not None and not folder.is_dir():
+        folder = hub_cache_folder(name) if is_hub_name(name) else None
+    if folder is None or not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        return FileTokenizer(folder)
+    except Exception:  # the package raises bare exceptions; the workers' message says which
+        return None

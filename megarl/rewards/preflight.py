@@ -1,0 +1,64 @@
+"""Imports a user's reward before a run, in a process of its own: a file that does not import is found in a moment.
+
+    python -m megarl.rewards.preflight      # a reward section as JSON on stdin; the error, if any, as JSON on stdout
+
+What the import does (prints, threads, packages that it loads) stays in that process. One that takes longer than two
+seconds is left to the workers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from megarl.errors import ConfigError
+from megarl.rewards.registry import load_scorer
+
+if TYPE_CHECKING:
+    from megarl.config.data import RewardConfig
+
+_LIMIT_S = 2.0
+_PARTS = ("what", "where", "found", "allowed", "fix")
+
+
+def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
+    """Import the function that `reward.name` refers to and bind its arguments; included rewards need no check.
+
+    Raises:
+        ConfigError: what a worker would raise.
+    """
+    if ":" not in reward.name:
+        return
+    section = json.dumps({"name": reward.name, "mode": reward.mode, "kwargs": reward.kwargs})
+    environment = os.environ | {"PYTHONSAFEPATH": "1"}  # as in workers
+    command = [sys.executable, "-m", __name__]
+    try:
+        done = subprocess.run(
+            command, input=section, capture_output=True, text=True, timeout=limit_s, env=environment, check=False
+        )
+        parts = json.loads(done.stdout.rpartition("\n")[2]) if done.stdout else None
+    except (subprocess.TimeoutExpired, ValueError):  # too slow, or its own prints at the end: the workers will see
+        return
+    if parts:
+        raise ConfigError(parts.pop("what"), **parts)
+
+
+def main() -> None:
+    """Load the scorer; its error is the last line of stdout."""
+    section = json.load(sys.stdin)
+    parts: dict[str, object] = {}
+    try:
+        load_scorer(section["name"], section["mode"], section["kwargs"])
+    except ConfigError as error:
+        parts = {name: getattr(error, name) for name in _PARTS}
+        found = parts["found"]
+        parts["found"] = found if found is None or isinstance(found, str | int | float | dict) else repr(found)
+    print("\n" + json.dumps(parts), end="", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # threads that the import may have started do not keep the command waiting

@@ -1,0 +1,135 @@
+"""What workers would refuse in the rows is refused before one starts, by the same words."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.config.load import load_config
+from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer
+from megarl.data.preflight import check_rows
+from megarl.data.tokenizer import character_tokenizer
+from megarl.errors import ConfigError, DataError, UserError
+
+RECIPE = """
+name: case
+model:
+  hf_config: {model_type: qwen3, hidden_size: 64, num_hidden_layers: 4, num_attention_heads: 4, num_key_value_heads: 2,
+              head_dim: 16, intermediate_size: 128, vocab_size: 32, max_position_embeddings: 256}
+  tokenizer: "chars:0123456789+="
+data: {train_files: [train.jsonl], max_prompt_tokens: 4}
+"""
+GOOD = {"prompt": "1+1=", "answer": "2"}
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """check(rows, *overrides) -> what a start says about these rows."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+
+    def check_them(rows: list[dict], *overrides: str, job: str = "train", **more) -> None:
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        check_rows(load_config(tmp_path / "recipe.yaml", overrides), job, **more)
+
+    return check_them
+
+
+def chat(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def test_good_rows_pass(check):
+    check([GOOD, {"prompt": "10+10=", "answer": "20"}])  # the second is too long, and is dropped by the workers
+    check([{"prompt": chat("1+1="), "answer": "2"}], "data.override_chat_template={{ messages[0].content }}")
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "words"),
+    [
+        ([GOOD, {"prompt": "1-1=", "answer": "0"}], [], ["train.jsonl:2", "no token for '-'"]),
+        ([{"prompt": "10+10=", "answer": "2"}], [], ["no prompt is left", "shortest prompt: 6 tokens"]),
+        (
+            [GOOD, {"prompt": "10+10=", "answer": "2"}],
+            ["data.overlong=error"],
+            ["train.jsonl:2", "longer than the limit", "raise it to 6"],
+        ),
+        ([{"prompt": chat("1+1="), "answer": "2"}], [], ["train.jsonl:1", "no chat template is in use"]),
+        ([{"prompt": 3, "answer": "2"}], [], ["train.jsonl:1", "wrong type in column 'prompt'"]),
+        ([{"prompt": "", "answer": "2"}], [], ["train.jsonl:1", "the text has no tokens"]),
+        ([GOOD], ["data.chat_template=true"], ["data.chat_template", "has no chat template"]),
+        ([GOOD], ["data.format_prompt={{ contant }}"], ["train.jsonl:1", "data.format_prompt fails on this row"]),
+        ([{"prompt": "1+1=", "answer": "two"}], ["sft.steps=1"], ["train.jsonl:1", "no token for 't'"]),
+        ([{"prompt": "1+1=", "answer": 0.5}], ["sft.steps=1"], ["train.jsonl:1", "wrong type in column 'answer'"]),
+        (
+            [GOOD],
+            ["data.val_files=[train.jsonl]", "data.max_prompt_tokens=3"],
+            ["data.val_files", "all 1 are longer than the limit"],
+        ),
+    ],
+)
+def test_bad_rows_are_named(check, rows, overrides, words):
+    with pytest.raises(UserError) as caught:
+        check(rows, *overrides)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_answers_that_nothing_learns_need_no_tokens(check):
+    check([{"prompt": "1+1=", "answer": "two"}])
+
+
+def test_held_out_prompts_only_count_for_their_jobs(check):
+    check([{"prompt": "1-1=", "answer": "0"}], job="eval")  # its train files are not read by the workers either
+    with pytest.raises(DataError):
+        check([{"prompt": "1-1=", "answer": "0"}], "data.val_files=[train.jsonl]", job="eval")
+
+
+def test_tokens_are_counted_for_two_seconds_at_most(check):
+    rows = [GOOD] * 600 + [{"prompt": "1-1=", "answer": "0"}]
+    with pytest.raises(DataError, match=r"train.jsonl:601"):
+        check(rows)
+    ticks = itertools.count(0, 0.9)
+    check(rows, clock=lambda: next(ticks))  # two blocks of 256 rows, and the time is over
+
+
+def test_character_tokens_are_those_of_the_real_tokenizer():
+    real, light = character_tokenizer("abc+"), CharacterTokenizer("abc+")
+    texts = ["a+b", "", "c?"]
+    assert light(texts)["input_ids"] == real(texts)["input_ids"]
+    assert light("ca")["input_ids"] == real("ca")["input_ids"]
+    assert (light.bos_token_id, light.unk_token_id) == (real.bos_token_id, real.unk_token_id)
+
+
+def test_tokens_of_a_folder_are_those_of_the_real_tokenizer(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    character_tokenizer("abc+").save_pretrained(tmp_path)
+    real, light = AutoTokenizer.from_pretrained(tmp_path), FileTokenizer(tmp_path)
+    assert light(["a+b", "c?"])["input_ids"] == real(["a+b", "c?"])["input_ids"]
+    assert light("ca")["input_ids"] == real("ca")["input_ids"]
+    assert (light.bos_token_id, light.unk_token_id) == (real.bos_token_id, real.unk_token_id)
+    assert not light.has_chat_template
+    real.chat_template = "{{ messages }}"
+    real.save_pretrained(tmp_path)
+    assert FileTokenizer(tmp_path).has_chat_template
+
+
+def test_a_folder_is_looked_at_as_well(check, tmp_path):
+    character_tokenizer("0123456789+=").save_pretrained(tmp_path / "tokenizer")
+    check([GOOD], "model.tokenizer=tokenizer")
+    with pytest.raises(DataError, match="no token for '-'"):
+        check([{"prompt": "1-1=", "answer": "0"}], "model.tokenizer=tokenizer")
+    with pytest.raises(ConfigError, match="has no chat template"):
+        check([GOOD], "model.tokenizer=tokenizer", "data.chat_template=true")
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys, megarl.data.preflight; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
