@@ -43,21 +43,21 @@ MODELS = {
 }
 
 
-def hf_config(name: str):
+def hf_config(name: str, **changes):
     from transformers import AutoConfig
 
-    fields = dict(MODELS[name])
+    fields = {**MODELS[name], **changes}
     return AutoConfig.for_model(fields.pop("model_type"), **fields)
 
 
 def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **kwargs):
-    """Engine with seeded weights; `engine`, `optim`, `dtype`, `frozen`, `layout` and `seed` can be overridden."""
+    """Engine with seeded weights; `engine`, `optim`, `dtype`, `frozen`, `layout`, `layers` and `seed` can be given."""
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import init_parallel
 
     parallel = parallel or ParallelConfig()
     layout = kwargs.pop("layout", None) or init_parallel(parallel, 120)
-    hf = hf_config(model)
+    hf = hf_config(model, num_hidden_layers=kwargs.pop("layers", 4))
     optim = None if kwargs.pop("frozen", False) else kwargs.pop("optim", OptimConfig(lr=1e-2, eps=1e-3))
     seed = kwargs.pop("seed", 3)
     return MegatronEngine(
