@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from megarl.config.descriptors import LAZY_FROM
 from megarl.errors import ConfigError, MegarlError, UserError
 from megarl.launchers.output import OutputLog
 from megarl.machine import available_cores
@@ -237,6 +238,8 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
     }
     if config.cluster.keep_freed_memory and not has_nvidia_device():
         chosen |= KEEP_FREED_MEMORY
+    if config.cluster.nproc >= LAZY_FROM:
+        chosen["TORCH_GLOO_LAZY_INIT"] = "1"  # groups that nobody uses for CPU tensors connect nobody
     if config.cluster.nnodes == 1:
         chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses
         if not config.rollout.sglang.urls:  # servers on other machines may join an nccl group of the trainer

@@ -21,7 +21,7 @@ from pathlib import Path
 from megarl.errors import ConfigError
 from megarl.launchers.common import Job, node_rank, process_environment, warn_of_few_cores
 from megarl.launchers.output import Follower
-from megarl.processes import LOOPBACK, kill_with_parent, watch_parent, write_atomically
+from megarl.processes import LOOPBACK, kill_with_parent, raise_descriptor_limit, watch_parent, write_atomically
 from megarl.rendezvous import LISTENER, given_listener, listen
 
 GRACE_S = 3.0
@@ -140,6 +140,7 @@ def agent(arguments: list[str], report: Path) -> int:
 
     from megarl.compat.torch_store import serve_on
 
+    raise_descriptor_limit()  # every rank is a client of its store
     listener = given_listener()
     if listener is not None:
         serve_on(listener)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _PR_SET_PDEATHSIG = 1
+_MOST_DESCRIPTORS = 1 << 20  # some programs go through all numbers up to the limit when they start
 _CLOCK_S = 2.0  # the start of a process is counted from that of the machine, which moves with its clock
 
 
@@ -39,6 +41,14 @@ def watch_parent(poll_s: float = 1.0) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def raise_descriptor_limit() -> None:
+    """Let this process and its children open as many files and sockets as its hard limit allows, a million at most."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _MOST_DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def free_port(host: str = "127.0.0.1") -> int:

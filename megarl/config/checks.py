@@ -14,6 +14,7 @@ from megarl.config.checks_packages import check_packages
 from megarl.config.checks_secrets import check_secrets
 from megarl.config.checks_settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.config.checks_sglang import check_servers
+from megarl.config.descriptors import check_descriptors
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
 from megarl.machine import Machine, this_machine
@@ -48,6 +49,7 @@ def check_config(
     check_deadlines(config, checks)
     check_parallel(config, "actor.parallel", config.actor.parallel, facts, checks)
     check_same_layout(config, checks)
+    check_descriptors(config, checks)
     if job in ("train", "sft"):
         check_batches(config, checks)
         check_schedules(config, checks)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megarl.imports import import_callable
 from megarl.phase import phase
-from megarl.processes import kill_with_parent, watch_parent
+from megarl.processes import kill_with_parent, raise_descriptor_limit, watch_parent
 from megarl.runtime.health import Heartbeat, report
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
@@ -29,6 +29,7 @@ def run(entry: str, config_path: Path) -> int:
     run_dir = config_path.parent
     rank = int(os.environ["RANK"])
     Heartbeat(run_dir, rank)
+    raise_descriptor_limit()  # gloo holds a socket per rank and group
     try:
         with phase("start"):
             from megarl.config.load import hide_credentials, load_config

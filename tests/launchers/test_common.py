@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.rollout import RolloutConfig
 from megarl.config.run import ClusterConfig, RunConfig, TrackingConfig
+from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 from megarl.launchers import common, supervise
 from megarl.launchers.common import Job, Stopped, make_run_dir, process_environment, run_workers
@@ -83,8 +85,8 @@ def test_the_loopback_device_is_for_one_machine_only(monkeypatch: pytest.MonkeyP
 
 def test_nccl_keeps_its_choice_where_servers_may_be_on_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
-    with_urls = config()
-    with_urls.rollout.sglang.urls = ["http://gpu3:30000"]
+    sglang = SGLangConfig(urls=["http://gpu3:30000"])
+    with_urls = RunConfig(name="x", rollout=RolloutConfig(sglang=sglang))
     assert "NCCL_SOCKET_IFNAME" not in process_environment(with_urls, 1)
 
 

@@ -1,0 +1,66 @@
+"""File descriptors of a rank: each gloo group of n ranks holds a socket to each of the other n - 1.
+
+Measured with torch 2.13 on 2, 4 and 8 processes: a group of n costs n + 3 descriptors, also of one rank, and the first
+rank holds one more for each client of the store. With TORCH_GLOO_LAZY_INIT=1 a group costs 4, and each connection one
+from its first use on. Every group has gloo, on GPUs, too: metrics and other plain data travel as CPU tensors.
+"""
+
+from __future__ import annotations
+
+import resource
+
+from megarl.config.checklist import Checklist
+from megarl.config.checks_layout import data_parallel_size
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
+
+#: From so many processes on, connections of gloo are made when they are first used (launchers set the variable).
+LAZY_FROM = 128
+_GROUP = 4  # of a group before its first connection
+_OTHERS = 128  # files, pipes, servers, libraries: 17 in a bare process, more with servers and reward processes
+_USUAL = 1024  # the limit that most systems start processes with
+
+
+def group_sizes(nproc: int, parallel: ParallelConfig) -> list[int]:
+    """Ranks of each process group that one rank is in: those of Megatron, and that of its replica; without the world.
+
+    The most that any rank has, which is one of the first pipeline stage: the others are in fewer.
+    """
+    tp, pp, cp, ep, etp = parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.expert_tp
+    dp, expert_dp = nproc // parallel.model_parallel_size, nproc // (etp * ep * pp)
+    dense = [tp, pp, cp, dp, dp, dp * cp, dp * cp, tp * pp, tp * cp, tp * dp, tp * dp * cp, min(pp, 2), 1]
+    experts = [ep, etp, etp * ep, etp * ep * pp, expert_dp, expert_dp]
+    return [*dense, *experts, nproc, tp * pp * cp]
+
+
+def descriptors(nproc: int, parallel: ParallelConfig) -> int:
+    """The most descriptors that a rank of such a run has open, the first rank with the store included."""
+    sizes = [*group_sizes(nproc, parallel), nproc]
+    return sum(_GROUP + _connections(size, nproc >= LAZY_FROM) for size in sizes) + nproc + _OTHERS
+
+
+def _connections(size: int, lazy: bool) -> int:
+    """Connections of a rank in a group. Rings use two, trees and barriers two per doubling of the ranks."""
+    return min(size - 1, 2 + 2 * size.bit_length()) if lazy else size - 1
+
+
+def check_descriptors(config: RunConfig, checks: Checklist) -> None:
+    """Compare what a rank needs with the limit of this machine, where that matters; workers raise theirs so far."""
+    parallel, nproc = config.actor.parallel, config.cluster.nproc
+    if data_parallel_size(config, parallel) is None or nproc % (parallel.expert_tp * parallel.ep * parallel.pp):
+        return
+    needed, (_, hard) = descriptors(nproc, parallel), resource.getrlimit(resource.RLIMIT_NOFILE)
+    if needed <= _USUAL // 2:
+        return
+    text = f"about {needed} of a rank; the limit here is {'none' if hard == resource.RLIM_INFINITY else hard}"
+    if hard == resource.RLIM_INFINITY or needed <= hard:
+        checks.ok("file descriptors", text)
+        return
+    checks.fail(
+        "file descriptors",
+        "cluster.nproc",
+        f"a rank needs {text}",
+        found=nproc,
+        allowed=f"a hard limit of {needed} or more on every machine",
+        fix="raise it (ulimit -Hn, LimitNOFILE= of a service, nofile in /etc/security/limits.conf)",
+    )
