@@ -7,7 +7,14 @@ import warnings
 from megarl.config.base import raise_problems
 from megarl.config.checklist import Check, Checklist
 from megarl.config.checks_correction import check_correction
-from megarl.config.checks_files import check_data, check_model, check_other_models, check_places, check_reward
+from megarl.config.checks_files import (
+    check_data,
+    check_model,
+    check_only_in_training,
+    check_other_models,
+    check_places,
+    check_reward,
+)
 from megarl.config.checks_layout import check_cluster, check_deadlines, check_parallel, check_same_layout
 from megarl.config.checks_machine import check_machine
 from megarl.config.checks_packages import check_packages
@@ -51,6 +58,7 @@ def check_config(
     check_same_layout(config, checks)
     check_descriptors(config, checks)
     if job in ("train", "sft"):
+        check_only_in_training(facts, checks)
         check_batches(config, checks)
         check_schedules(config, checks)
     if job == "train":

@@ -75,6 +75,19 @@ def check_local_weights(role: str, path: str | None, facts: ModelFacts, checks: 
         checks.from_error(role, error)
 
 
+def check_only_in_training(facts: ModelFacts | None, checks: Checklist) -> None:
+    """Refuse to train a model whose config asks for what transformers does in training only, and this trainer not."""
+    for key, value in facts.only_in_training if facts is not None else ():
+        checks.fail(
+            "training options",
+            f"{facts.source}: {key}" if facts is not None else key,
+            "transformers obeys this key when it trains, and megarl does not: the training would be another one",
+            found=value,
+            allowed="false" if value is True else "0.0",
+            fix="set it to that; what the model computes without training stays the same",
+        )
+
+
 def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
     known = hf_config.get("model_type") in ARCHITECTURES
     for key, fix in unknown_keys(hf_config) if known else ():
@@ -284,18 +297,38 @@ def check_other_models(config: RunConfig, facts: ModelFacts | None, checks: Chec
             continue
         if found is None:
             checks.skip(role, f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
-        elif role == "teacher" and facts is not None and not 0 <= found.vocab - facts.vocab <= _PADDING:
-            checks.fail(
-                role,
-                "teacher.path",
-                "teacher and policy have different vocabularies, and distillation compares token by token",
-                found=f"{found.vocab} tokens",
-                allowed=f"{facts.vocab} tokens, and up to {_PADDING} more that pad the teacher's embedding",
-                fix="choose a teacher with the policy's tokenizer, and with as large a vocab_size",
-            )
-        else:
+            continue
+        if role == "critic":
+            check_only_in_training(found, checks)
+        if _fits_the_policy(role, found, facts, checks):
             checks.ok(role, f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
             check_local_weights(role, path, found, checks)
+
+
+def _fits_the_policy(role: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:
+    """Whether the policy's tokens mean something to this model, and a critic has one value for each."""
+    if role == "critic" and found.labels not in (None, 1):
+        checks.fail(
+            role,
+            "critic.path",
+            "this classifier gives several numbers per token, and a critic gives one",
+            found=f"{found.labels} labels",
+            allowed="a language model, or a classifier with one label",
+            fix="train a classifier with num_labels=1, or leave critic.path out: the critic starts from the policy",
+        )
+        return False
+    if policy is None or 0 <= found.vocab - policy.vocab <= _PADDING:
+        return True
+    why = "distillation compares token by token" if role == "teacher" else "both read the same tokens"
+    checks.fail(
+        role,
+        f"{role}.path",
+        f"{role} and policy have different vocabularies, and {why}",
+        found=f"{found.vocab} tokens",
+        allowed=f"{policy.vocab} tokens, and up to {_PADDING} more that pad the {role}'s embedding",
+        fix=f"choose a {role} with the policy's tokenizer, and with as large a vocab_size",
+    )
+    return False
 
 
 def check_places(config: RunConfig, checks: Checklist) -> None:

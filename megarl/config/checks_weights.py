@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.config.checkpoint_files import file_names, read_config, weight_files
 from megarl.config.facts import ModelFacts
 from megarl.errors import ConfigError
 
-INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones
 _AGAIN = "copy or download it again"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -28,44 +28,18 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
         value_head: a critic: it needs neither a vocabulary head nor a value head, which then starts at zero.
 
     Returns:
-        What was checked, in a few words.
+        What was checked, and which files that was, in a few words.
 
     Raises:
         ConfigError: no weights, a file that is missing or cut, a tensor that is missing or has another shape.
     """
-    files = _weight_files(folder)
+    files = weight_files(folder, read_config(folder))
     place: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for file in files:
         place |= {name: (file, shape) for name, shape in read_header(file).items()}
     for alternatives in expected_tensors(facts, value_head=value_head):
         _check_tensors(folder, alternatives, place)
-    return f"{len(place)} tensors in {len(files)} file{'s' if len(files) > 1 else ''}"
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX
-    if (folder / "model.safetensors").is_file():  # transformers takes it before an index
-        return [folder / "model.safetensors"]
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError("the index of the weights cannot be read", where=str(index), fix=_AGAIN) from error
-        for name in names:
-            if not (folder / name).is_file():
-                raise ConfigError(
-                    "this file is named by the index and is missing", where=str(folder / name), fix=_AGAIN
-                )
-        return [folder / name for name in names]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(
-            "no *.safetensors files in this folder",
-            where="model.path",
-            found=str(folder),
-            fix="save the model with save_pretrained (safetensors is its default form)",
-        )
-    return files
+    return f"{len(place)} tensors in {file_names(files)}"
 
 
 def read_header(file: Path) -> Shapes:

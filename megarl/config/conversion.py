@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megarl.config.facts import is_hub_name
+from megarl.config.facts import is_hub_name, model_facts
+from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 
 _WHERE = "megarl convert"
@@ -15,13 +16,15 @@ def check_conversion(source: Path, target: Path, max_shard_gb: float) -> None:
     """Refuse what cannot be converted.
 
     Raises:
-        ConfigError: no model at `source` (one inside that is, is named), a `target` that is taken or cannot be written,
-            or a file size that is none.
+        ConfigError: no model at `source` (one inside that is, is named), or one that is not supported, a `target` that
+            is taken or cannot be written, or a file size that is none.
     """
     _check_source(source)
     check_target(target)
     if not max_shard_gb > 0:
         raise ConfigError("a file has a size above 0", where="--max-shard-gb", found=max_shard_gb, allowed="number > 0")
+    if not (source / "meta.json").is_file():
+        model_facts(ModelConfig(path=str(source)))
 
 
 def check_target(target: Path) -> None:

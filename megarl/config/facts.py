@@ -8,66 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.config.architectures import (
+    ARCHITECTURES,
+    check_keys,
+    expert_count,
+    expert_width,
+    head_width,
+    key_value_heads,
+    only_in_training,
+    sparse_layers,
+)
+from megarl.config.checkpoint_files import quantized_block
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError, close_matches
-
-_DENSE = {
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": None,
-    "head_dim": None,
-    "tie_word_embeddings": False,
-}
-# Defaults of the Hugging Face configuration classes, for keys that a config.json or model.hf_config leaves out.
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "llama": {**_DENSE, "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048},
-    "mistral": {
-        **_DENSE,
-        "intermediate_size": 14336,
-        "vocab_size": 32000,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-    },
-    "mixtral": {
-        **_DENSE,
-        "intermediate_size": 14336,
-        "vocab_size": 32000,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
-    "qwen2": {
-        **_DENSE,
-        "intermediate_size": 22016,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-    },
-    "qwen3": {
-        **_DENSE,
-        "intermediate_size": 22016,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-    },
-    "qwen3_moe": {
-        **_DENSE,
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "intermediate_size": 6144,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-    },
-}
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE scaling that are supported."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +44,12 @@ class ModelFacts:
     dense_ffn: int = 0
     experts: int = 0
     experts_per_token: int = 0
+    dense_layers: int = 0
+    """Layers without experts in a mixture of experts."""
+    only_in_training: tuple[tuple[str, object], ...] = ()
+    """Keys and values that transformers obeys in training only, and this trainer does not."""
+    labels: int | None = None
+    """Outputs per token of a classifier, None for a language model."""
 
     @property
     def is_moe(self) -> bool:
@@ -98,81 +57,70 @@ class ModelFacts:
         return self.experts > 0
 
     @property
-    def layer_parameters(self) -> int:
-        """Parameters of one layer without its experts: attention, norms, router, and the dense feed-forward."""
+    def layer_parameters(self) -> float:
+        """Parameters of one layer without its experts: attention, norms, router or the dense feed-forward part.
+
+        The mean over all layers, where they differ.
+        """
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         count = self.hidden * (2 * q + 2 * kv) + 2 * self.hidden
-        if self.model_type == "qwen2":
-            count += q + 2 * kv  # attention biases
-        if self.model_type.startswith("qwen3"):
-            count += 2 * self.head_dim  # query and key norms
-        return count + (self.hidden * self.experts if self.is_moe else 3 * self.hidden * self.ffn)
+        if ARCHITECTURES[self.model_type].qkv_bias:
+            count += q + 2 * kv
+        if ARCHITECTURES[self.model_type].qk_norm:
+            count += 2 * self.head_dim
+        if not self.is_moe:
+            return count + 3 * self.hidden * self.ffn
+        sparse = self.layers - self.dense_layers
+        other = sparse * self.hidden * self.experts + self.dense_layers * 3 * self.hidden * self.dense_ffn
+        return count + other / self.layers
 
     @property
-    def expert_parameters(self) -> int:
-        """Parameters of all experts of one layer, 0 for a dense model."""
-        return 3 * self.hidden * self.ffn * self.experts
+    def expert_parameters(self) -> float:
+        """Parameters of all experts of one layer, 0 for a dense model. The mean over all layers, where they differ."""
+        return 3 * self.hidden * self.ffn * self.experts * (self.layers - self.dense_layers) / self.layers
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.hidden + self.layers * (self.layer_parameters + self.expert_parameters)
+        return embeddings + self.hidden + round(self.layers * (self.layer_parameters + self.expert_parameters))
 
 
 def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
-    """Facts of a Hugging Face config; `source` names it in errors. ConfigError for an unsupported architecture."""
-    model_type = raw.get("model_type")
-    if model_type not in ARCHITECTURES:
-        near = close_matches(str(model_type), ARCHITECTURES)
-        raise ConfigError(
-            "the model's architecture is not supported" if model_type else "the model's config has no model_type",
-            where=source,
-            found=model_type,
-            allowed=sorted(ARCHITECTURES),
-            fix=f"did you mean {near[0]}?" if near else None,
-        )
-    _refuse_variants(raw, source)
-    values = {**ARCHITECTURES[model_type], **raw}
+    """Facts of a Hugging Face config; `source` names it in errors.
 
-    def size(name: str) -> int:
-        value = values[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} is not a size", where=source, found=value, allowed="whole number > 0")
-        return value
-
-    heads = size("num_attention_heads")
-    experts = next((size(name) for name in ("num_experts", "num_local_experts") if name in values), 0)
+    Raises:
+        ConfigError: an architecture, a variant, a value or a quantisation that is not supported.
+    """
+    values = check_keys(raw, source)
+    quantized_block(raw, source)
+    experts, sparse = expert_count(values), sparse_layers(values)
     return ModelFacts(
         source=source,
-        model_type=model_type,
-        layers=size("num_hidden_layers"),
-        hidden=size("hidden_size"),
-        heads=heads,
-        kv_heads=heads if values["num_key_value_heads"] is None else size("num_key_value_heads"),
-        head_dim=size("hidden_size") // heads if values["head_dim"] is None else size("head_dim"),
-        ffn=size("moe_intermediate_size") if "moe_intermediate_size" in values else size("intermediate_size"),
-        vocab=size("vocab_size"),
-        max_positions=size("max_position_embeddings"),
-        tied=bool(values["tie_word_embeddings"]),
-        dense_ffn=size("intermediate_size") if experts else 0,
+        model_type=values["model_type"],
+        layers=values["num_hidden_layers"],
+        hidden=values["hidden_size"],
+        heads=values["num_attention_heads"],
+        kv_heads=key_value_heads(values),
+        head_dim=head_width(values),
+        ffn=expert_width(values),
+        vocab=values["vocab_size"],
+        max_positions=values["max_position_embeddings"],
+        tied=values["tie_word_embeddings"],
+        dense_ffn=values["intermediate_size"] if experts else 0,
         experts=experts,
-        experts_per_token=size("num_experts_per_tok") if experts else 0,
+        experts_per_token=values["num_experts_per_tok"] if experts else 0,
+        dense_layers=sparse.count(False) if experts else 0,
+        only_in_training=tuple(only_in_training(values).items()),
+        labels=_labels(raw),
     )
 
 
-def _refuse_variants(raw: dict[str, Any], source: str) -> None:
-    """Refuse what a supported architecture can also be and the Megatron model would compute differently."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    variants = {
-        "hidden_act": (raw.get("hidden_act", "silu"), ("silu",)),
-        "attention_bias": (bool(raw.get("attention_bias", False)), (False,)),
-        "mlp_bias": (bool(raw.get("mlp_bias", False)), (False,)),
-        "rope_parameters": (rope.get("rope_type", rope.get("type", "default")), ROPE_TYPES),
-    }
-    for key, (value, supported) in variants.items():
-        if value not in supported:
-            raise ConfigError("this variant is not supported", where=f"{source}: {key}", found=value, allowed=supported)
+def _labels(raw: dict[str, Any]) -> int | None:
+    """Outputs of the classifier that a config describes; transformers leaves its default, 2, out of the file."""
+    if not any("Classification" in str(name) for name in raw.get("architectures") or ()):
+        return None
+    return len(raw["id2label"]) if raw.get("id2label") else int(raw.get("num_labels") or 2)
 
 
 def model_facts(model: ModelConfig) -> ModelFacts | None:

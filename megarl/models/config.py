@@ -9,6 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megarl import device
+from megarl.config.architectures import ARCHITECTURES
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import (
@@ -18,6 +19,7 @@ from megarl.models.hf import (
     layer_windows,
     load_hf_config,
     moe_layers,
+    normalizes_experts,
     num_experts,
 )
 
@@ -54,8 +56,8 @@ def transformer_config(
         "ffn_hidden_size": hf.intermediate_size,
         "layernorm_epsilon": hf.rms_norm_eps,
         "normalization": "RMSNorm",
-        "qk_layernorm": hf.model_type in ("qwen3", "qwen3_moe"),
-        "add_qkv_bias": hf.model_type == "qwen2",
+        "qk_layernorm": ARCHITECTURES[hf.model_type].qk_norm,
+        "add_qkv_bias": ARCHITECTURES[hf.model_type].qkv_bias,
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": torch.nn.functional.silu,
@@ -83,7 +85,12 @@ def transformer_config(
     fields |= _parallel_fields(parallel) | _moe_fields(hf, parallel) | _recompute_fields(engine)
     # Megatron refuses to train experts under tensor parallelism without sequence parallelism.
     fields["sequence_parallel"] = parallel.tp > 1 and (parallel.sp or num_experts(hf) is not None)
-    return PolicyConfig(**fields)
+    config = PolicyConfig(**fields)
+    if num_experts(hf) is not None:
+        # Top-k before the softmax equals renormalised probabilities. Set after Megatron's checks: of one expert the
+        # renormalised probability is 1 and the router gets no gradient, as in transformers, and Megatron refuses that.
+        config.moe_router_pre_softmax = not normalizes_experts(hf)
+    return config
 
 
 def _parallel_fields(parallel: ParallelConfig) -> dict[str, Any]:
@@ -107,8 +114,7 @@ def _moe_fields(hf: PretrainedConfig, parallel: ParallelConfig) -> dict[str, Any
         "moe_layer_freq": [int(sparse) for sparse in moe_layers(hf)],
         "moe_ffn_hidden_size": expert_ffn(hf),
         "moe_router_topk": hf.num_experts_per_tok,
-        # Top-k before the softmax equals renormalised probabilities.
-        "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
+        "moe_router_pre_softmax": True,  # until Megatron has checked it: see transformer_config
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": False,

@@ -1,4 +1,4 @@
-"""Hugging Face folder to Hugging Face folder: another dtype or file size, the same tensors, one in memory at a time."""
+"""Hugging Face folder to Hugging Face folder: another dtype or file size, the same numbers, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from megarl.config.conversion import check_target
+from megarl.config.model import ModelConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
-from megarl.models.hf import check_supported, read_hf_config
+from megarl.models.hf import load_hf_config
 from megarl.models.weights.export import write_metadata
-from megarl.models.weights.files import CheckpointReader, FolderWriter
+from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.plan import hf_tensors
 
 _KEPT = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
@@ -34,10 +35,11 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
 
     target = Path(target)
     check_target(target)
-    reader = CheckpointReader(source)
-    hf = read_hf_config(str(reader.folder), "megarl convert")
-    check_supported(hf, str(reader.folder / "config.json"))
-    shapes = hf_tensors(hf)
+    folder = resolve_folder(source)
+    hf = load_hf_config(ModelConfig(path=str(folder)), str(folder / "config.json"))
+    reader = CheckpointReader(folder)
+    value_head = "score.weight" in reader
+    shapes = hf_tensors(hf, value_head=value_head)
     to = DTYPES[dtype] if dtype else reader.read(next(iter(shapes)), ((0, 1), (0, 1))).dtype
     if to not in DTYPES.values() and to is not torch.float16:
         raise ConfigError(
@@ -48,9 +50,10 @@ def convert(source: Path | str, target: Path | str, *, dtype: str | None = None,
             fix="name one: --dtype bf16",
         )
     with FolderWriter(target, shapes, to, int(max_shard_gb * 1e9)) as writer:
+        print(f"weights: {reader.describe()}", flush=True)
         for name in shapes:
             writer.add(name, reader.read(name))
-        write_metadata(writer.temporary, hf, None, to)
+        write_metadata(writer.temporary, hf, None, to, value_head=value_head)
         if (reader.folder / "generation_config.json").is_file():
             GenerationConfig.from_pretrained(reader.folder).save_pretrained(writer.temporary)
         for pattern in _KEPT:

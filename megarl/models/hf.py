@@ -1,14 +1,17 @@
 """What the code has to know about a Hugging Face configuration: supported kinds, derived sizes, layouts that fit.
 
-Nothing here imports Megatron. A dry run, which has no transformers either, makes the same checks in config/facts.py.
+Nothing here imports Megatron. What a key means is said once, in config/architectures.py, which a dry run asks too.
 """
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megarl.config.facts import ARCHITECTURES, ROPE_TYPES
+from megarl.config import architectures
+from megarl.config.architectures import ARCHITECTURES
+from megarl.config.facts import facts_from_config
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
 
@@ -29,19 +32,61 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     """
     from transformers import AutoConfig
 
-    where = key if model.path is not None else "model.hf_config"
     if model.path is not None:
         config = read_hf_config(model.path, key, trust_remote_code=model.trust_remote_code)
+        check_supported(config, key)
+        _follow_files(config, model.path)
     elif model.hf_config is not None:
-        fields = dict(model.hf_config)
-        _check_architecture(fields.pop("model_type", None), "model.hf_config.model_type")
-        config = AutoConfig.for_model(model.hf_config["model_type"], **fields)
+        facts_from_config(model.hf_config, "model.hf_config")
+        try:
+            config = AutoConfig.for_model(**model.hf_config)
+        except _refusals() as error:
+            raise ConfigError(
+                f"transformers refuses this configuration: {_first_line(error)}",
+                where="model.hf_config",
+                found=model.hf_config,
+            ) from error
     else:
         raise ConfigError(
             "no model is named", where="model", fix="set model.path to a folder or hub name, or model.hf_config"
         )
-    check_supported(config, where)
+    config.__dict__.pop("quantization_config", None)  # what is exported is not quantised
     return config
+
+
+def _follow_files(config: PretrainedConfig, source: str) -> None:
+    """Let `config` say what the tensors in the files say: an untied head, and the bias of a value head.
+
+    transformers keeps a `lm_head.weight` that differs from the embeddings although `tie_word_embeddings` is true, and
+    warns. A token classifier has a bias unless its config says `token_classification_bias: false`.
+    """
+    from megarl.models.weights.files import CheckpointReader, resolve_folder
+
+    folder = resolve_folder(source)
+    if not CheckpointReader.has_weights(folder):
+        return  # only sizes are asked for; who reads the weights says that there are none
+    reader = CheckpointReader(folder)
+    if "score.weight" in reader:
+        config.token_classification_bias = "score.bias" in reader
+    if config.tie_word_embeddings and reader.untied_head():
+        warnings.warn(
+            f"{folder}: config.json says tie_word_embeddings, and lm_head.weight in the files differs from the "
+            "embeddings: the model is taken with a head of its own, as transformers takes it. Set "
+            "tie_word_embeddings to false there, or remove lm_head.weight from the files",
+            stacklevel=2,
+        )
+        config.tie_word_embeddings = False
+
+
+def _refusals() -> tuple[type[Exception], ...]:
+    """What transformers raises for files, the hub, and values that its configuration classes do not take."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError, StrictDataclassError)
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join((str(error).strip() or repr(error)).split("\n")[:2]).strip()
 
 
 def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -55,12 +100,11 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
     _check_folder(path, where)
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:  # what transformers raises for files, hub and types
+    except _refusals() as error:
         from megarl.config.hub import advice
 
-        reason = (str(error).strip() or repr(error)).splitlines()[0]
         raise ConfigError(
-            f"the model's configuration cannot be loaded: {reason}",
+            f"the model's configuration cannot be loaded: {_first_line(error)}",
             where=where,
             found=path,
             allowed=_ALLOWED,
@@ -69,17 +113,28 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
 
 
 def check_supported(hf: PretrainedConfig, where: str) -> None:
-    """Refuse what the Megatron model would compute differently, naming the key found at `where`."""
-    _check_architecture(hf.model_type, where)
-    if hf.hidden_act != "silu":
-        raise ConfigError("unsupported activation", where=f"{where}: hidden_act", found=hf.hidden_act, allowed=["silu"])
-    for key in ("attention_bias", "mlp_bias"):
-        if getattr(hf, key, False):
-            raise ConfigError("this bias is not supported", where=f"{where}: {key}", found=True, allowed=[False])
-    if rope_type(hf) not in ROPE_TYPES:
-        raise ConfigError(
-            "unsupported RoPE scaling", where=f"{where}: rope_parameters", found=rope_type(hf), allowed=ROPE_TYPES
-        )
+    """Refuse what the Megatron model would compute differently, naming the key found at `where`.
+
+    Raises:
+        ConfigError: as `config.facts.facts_from_config`, for what transformers made of the config.
+    """
+    raw = {"model_type": hf.model_type, **_attributes(hf)}
+    for key in ("layer_types", "quantization_config"):
+        if getattr(hf, key, None) is not None:
+            raw[key] = getattr(hf, key)
+    if getattr(hf, "is_heterogeneous", False):
+        raw["per_layer_config"] = "sizes per layer"
+    facts_from_config(raw, where)
+
+
+def _attributes(hf: PretrainedConfig) -> dict[str, Any]:
+    """The keys that the architecture of `hf` reads, as far as `hf` has them."""
+    keys = ARCHITECTURES[hf.model_type].keys if hf.model_type in ARCHITECTURES else {}
+    return {key: getattr(hf, key) for key in keys if hasattr(hf, key)}
+
+
+def _keys(hf: PretrainedConfig) -> dict[str, Any]:
+    return architectures.read_keys({"model_type": hf.model_type, **_attributes(hf)})
 
 
 def _check_folder(path: str, where: str) -> None:
@@ -95,16 +150,6 @@ def _check_folder(path: str, where: str) -> None:
         )
 
 
-def _check_architecture(model_type: object, where: str) -> None:
-    if model_type not in ARCHITECTURES:
-        raise ConfigError(
-            "unsupported model architecture",
-            where=where,
-            found=model_type,
-            allowed=sorted(ARCHITECTURES),
-        )
-
-
 def rope_type(hf: PretrainedConfig) -> str:
     """Name of the RoPE scaling: `default` or one of transformers' scaled kinds."""
     return (hf.rope_parameters or {}).get("rope_type", "default")
@@ -112,35 +157,37 @@ def rope_type(hf: PretrainedConfig) -> str:
 
 def head_dim(hf: PretrainedConfig) -> int:
     """Width of one attention head."""
-    return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    return architectures.head_width(_keys(hf))
 
 
 def expert_ffn(hf: PretrainedConfig) -> int:
     """Width of one expert's MLP."""
-    return getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size
+    return architectures.expert_width(_keys(hf))
 
 
 def num_experts(hf: PretrainedConfig) -> int | None:
-    """Routed experts per MoE layer; None for a dense model."""
-    return getattr(hf, "num_local_experts", None) or getattr(hf, "num_experts", None)
+    """Routed experts per MoE layer; None for a model without MoE layers."""
+    return architectures.expert_count(_keys(hf)) or None
 
 
 def moe_layers(hf: PretrainedConfig) -> list[bool]:
     """For each layer, whether its MLP is a mixture of experts."""
-    count = hf.num_hidden_layers
-    if num_experts(hf) is None:
-        return [False] * count
-    dense, step = set(getattr(hf, "mlp_only_layers", None) or []), getattr(hf, "decoder_sparse_step", 1)
-    return [i not in dense and (i + 1) % step == 0 for i in range(count)]
+    return architectures.sparse_layers(_keys(hf))
 
 
 def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
     """Sliding window of each layer, None where attention is full."""
-    window = getattr(hf, "sliding_window", None)
-    if hf.model_type in ("qwen2", "qwen3", "qwen3_moe") and not getattr(hf, "use_sliding_window", False):
-        window = None
-    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return architectures.layer_windows(_keys(hf))
+
+
+def normalizes_experts(hf: PretrainedConfig) -> bool:
+    """True when the probabilities of the chosen experts are divided by their sum."""
+    return bool(_keys(hf).get("norm_topk_prob", True))  # Mixtral always does
+
+
+def value_bias(hf: PretrainedConfig) -> bool:
+    """True when a value head on this model adds a bias: that of a checkpoint which has one."""
+    return bool(getattr(hf, "token_classification_bias", False))
 
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:

@@ -9,6 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 
 from megarl.models.config import PolicyConfig
+from megarl.models.hf import value_bias
 from megarl.models.packing import PackedSequences
 from megarl.models.rope import Rope
 
@@ -18,13 +19,16 @@ if TYPE_CHECKING:
 
 
 class ValueHead(MegatronModule):
-    """Linear map from hidden state to one value; the weight [1, hidden] is the same on all tensor-parallel ranks."""
+    """Linear map from hidden state to one value; weight [1, hidden] and the bias [1] that a checkpoint may bring are
+    the same on all tensor-parallel ranks."""
 
-    def __init__(self, config: PolicyConfig, where: torch.device) -> None:
+    def __init__(self, config: PolicyConfig, where: torch.device, *, bias: bool) -> None:
         super().__init__(config=config)
-        weight = torch.zeros(1, config.hidden_size, dtype=config.params_dtype, device=where)
-        self.weight = torch.nn.Parameter(weight)
-        self.weight.sequence_parallel = config.sequence_parallel
+        for name, shape in (("weight", (1, config.hidden_size)), ("bias", (1,) if bias else None)):
+            value = torch.nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=where)) if shape else None
+            self.register_parameter(name, value)
+            if value is not None:
+                value.sequence_parallel = config.sequence_parallel
 
 
 class PolicyModel(GPTModel):
@@ -62,7 +66,7 @@ class PolicyModel(GPTModel):
         self.has_value_head = value_head
         if value_head and post_process:
             vocabulary_head = getattr(self, "output_layer")  # noqa: B009 (Megatron leaves its type open)
-            self.output_layer = ValueHead(config, vocabulary_head.weight.device)
+            self.output_layer = ValueHead(config, vocabulary_head.weight.device, bias=value_bias(hf))
 
     def _preprocess(
         self,
@@ -115,6 +119,12 @@ class PolicyModel(GPTModel):
         if not self.post_process or not self.has_value_head:
             raise ValueError("only the last pipeline chunk of a critic has a value head")
         return self.output_layer.weight
+
+    def values(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Values [..., 1] of hidden states [..., hidden], both in float32; last pipeline chunk of a critic only."""
+        found = hidden.float() @ self.value_weight.float().t()
+        bias = self.output_layer.bias
+        return found if bias is None else found + bias.float()
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:

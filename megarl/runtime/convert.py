@@ -44,10 +44,9 @@ def describe(folder: Path) -> str:
 
     reader = CheckpointReader(folder)
     dtypes = ", ".join(sorted({reader.dtype(name) for name in reader.names()}))
-    files = list(folder.glob("*.safetensors"))
-    size = sum(file.stat().st_size for file in files) / 1e9
-    noun = "file" if len(files) == 1 else "files"
-    return f"{folder}: {len(reader.names())} tensors, {dtypes}, {size:.3g} GB in {len(files)} {noun}"
+    size = sum(file.stat().st_size for file in reader.files) / 1e9
+    noun = "file" if len(reader.files) == 1 else "files"
+    return f"{folder}: {len(reader.names())} tensors, {dtypes}, {size:.3g} GB in {len(reader.files)} {noun}"
 
 
 def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard_gb: float) -> None:

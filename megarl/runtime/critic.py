@@ -22,15 +22,22 @@ def add_critic(c: Controller, graph: TaskGraph) -> None:
     It starts from `critic.path`, else from the actor as it is now; a resumed run then reads it from its checkpoint.
     """
     from megarl.device import DTYPES
+    from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
+    from megarl.runtime.setup import check_embeddings
     from megarl.training.engine import MegatronEngine
 
     if all(node.role is not Role.CRITIC for node in graph):
         return
     config, source = c.config.critic, c.config.critic.path
     with phase("load_critic"):
+        hf_config = c.hf_config
+        if source is not None:  # not the policy's configuration: RoPE or windows may differ
+            own = c.config.model.model_copy(update={"path": source, "hf_config": None})
+            hf_config = load_hf_config(own, "critic.path")
+            check_embeddings(hf_config, c.hf_config, "critic.path")
         c.critic = MegatronEngine(
-            c.hf_config,
+            hf_config,
             c.config.actor.parallel,
             config.engine,
             config.optim,
@@ -52,7 +59,7 @@ def copy_trunk(policy: Sequence[PolicyModel], critic: Sequence[PolicyModel]) -> 
     for source, target in zip(policy, critic, strict=True):
         weights = dict(source.named_parameters())
         for name, parameter in target.named_parameters():
-            if name == "output_layer.weight":
+            if name.startswith("output_layer."):
                 parameter.zero_()
             else:
                 parameter.copy_(weights[name])

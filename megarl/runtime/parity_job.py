@@ -41,10 +41,12 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
         ServerError: the server did not start or did not answer.
     """
     from megarl.models.config import load_hf_config
+    from megarl.models.weights.files import CheckpointReader
 
     with ExitStack() as stack:
         python = find_python(None, cuda=has_cuda()) if server else None  # before anything that takes long
-        if (source / "meta.json").is_file():
+        if (source / "meta.json").is_file() or CheckpointReader(source).quantized:
+            # transformers and servers would compute with the quantised weights, in other kernels.
             from megarl.runtime.convert import convert
 
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "hf"

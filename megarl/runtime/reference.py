@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.node import Role
 from megarl.errors import ConfigError
 from megarl.phase import phase
-from megarl.runtime.setup import build_engine
+from megarl.runtime.setup import build_engine, check_embeddings
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
@@ -26,6 +26,7 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None)
     Raises:
         ConfigError: the run of `resumed_from` (RUN_DIR/checkpoints/step_N; None: RL starts here) has kept none.
     """
+    from megarl.models.config import load_hf_config
     from megarl.models.weights import export_weights, load_weights
 
     if all(node.role is not Role.REFERENCE for node in graph):
@@ -38,16 +39,21 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None)
         elif source is None:
             export_weights(c.actor.chunks, own, c.hf_config, c.tokenizer)
             source = str(own)
+        # Not the policy's configuration: RoPE or windows may differ.
+        hf_config = load_hf_config(
+            c.config.model.model_copy(update={"path": source, "hf_config": None}), "reference.path"
+        )
+        check_embeddings(hf_config, c.hf_config, "reference.path")
         c.reference = build_engine(
             c.config,
-            c.hf_config,
+            hf_config,
             c.layout,
             lambda chunks: load_weights(chunks, source),
             trainable=False,
             name="reference",
         )
         if c.config.reference.path is None and Path(source).resolve() != own.resolve():
-            export_weights(c.reference.chunks, own, c.hf_config, c.tokenizer)  # for later resumes of this run
+            export_weights(c.reference.chunks, own, hf_config, c.tokenizer)  # for later resumes of this run
         if c.config.actor.engine.offload:
             c.reference.offload()
 

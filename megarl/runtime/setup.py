@@ -96,6 +96,22 @@ def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
         )
 
 
+def check_embeddings(model: PretrainedConfig, policy: PretrainedConfig, key: str) -> None:
+    """Refuse another model (named at `key`) that has fewer embeddings than the policy can draw tokens.
+
+    Raises:
+        ConfigError: names both sizes.
+    """
+    if model.vocab_size < policy.vocab_size:
+        raise ConfigError(
+            "the policy can draw tokens for which this model has no embedding",
+            where=key,
+            found=f"{model.vocab_size} tokens",
+            allowed=f"at least the policy's {policy.vocab_size} tokens; more are padding",
+            fix="choose a model whose config.json has as large a vocab_size",
+        )
+
+
 def weights_of(config: RunConfig, hf_config: PretrainedConfig) -> Weights:
     """How the policy's weights come into being: read from `model.path`, or drawn from `model.init_seed`."""
     source = config.model.path

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.node import Role
 from megarl.errors import ConfigError
 from megarl.phase import phase
-from megarl.runtime.setup import build_engine
+from megarl.runtime.setup import build_engine, check_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,14 +33,7 @@ def add_teacher(c: Controller, graph: TaskGraph) -> None:
     with phase("load_teacher"):
         hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
         check_same_tokens(c.tokenizer, _tokenizer(c.config.model, path), path)
-        if hf_config.vocab_size < c.hf_config.vocab_size:
-            raise ConfigError(
-                "the policy can draw tokens for which the teacher has no embedding",
-                where="teacher.path",
-                found=f"{hf_config.vocab_size} tokens",
-                allowed=f"at least the policy's {c.hf_config.vocab_size} tokens; more are padding",
-                fix="choose a teacher whose config.json has as large a vocab_size",
-            )
+        check_embeddings(hf_config, c.hf_config, "teacher.path")
         c.teacher = build_engine(
             c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
         )

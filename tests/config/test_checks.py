@@ -115,7 +115,7 @@ def test_a_good_recipe_passes_every_check(config_of):
         # model
         (["model.hf_config.model_type=gpt2"], "model.hf_config", ["not supported", "qwen3_moe"]),
         (["model.hf_config.model_type=null"], "model.hf_config", ["no model_type"]),
-        (["model.hf_config.hidden_size=0"], "model.hf_config", ["hidden_size is not a size"]),
+        (["model.hf_config.hidden_size=0"], "model.hf_config.hidden_size", ["hidden_size is not a size"]),
         (["model.path=/no/such/model", "model.hf_config=null"], "model.path", ["no such model folder"]),
         (["model.hf_config=null"], "model", ["no model is named"]),
         (["model.hf_config.hiden_size=64"], "model.hf_config.hiden_size", ["change nothing", "mean hidden_size?"]),
@@ -329,10 +329,10 @@ def test_model_folder(write, failures, tmp_path):
     assert "cannot be read" in only(failures(*overrides)).message
     write(json.dumps({"model_type": "gpt2"}), "model/config.json")
     assert "not supported" in only(failures(*overrides)).message
-    write(json.dumps({"model_type": "llama", "num_attention_heads": 6, "hidden_size": 66}), "model/config.json")
+    write(json.dumps({"model_type": "llama", "num_attention_heads": 6, "hidden_size": 72}), "model/config.json")
     missing = failures(*overrides, "cluster.nproc=4", "actor.parallel.tp=4")
-    assert [check.key for check in missing] == ["model.path", "actor.parallel.tp"]
-    assert "no *.safetensors files" in missing[0].message
+    assert [check.key for check in missing] == ["model", "actor.parallel.tp"]
+    assert "no model.safetensors and no" in missing[0].message
 
 
 def test_unknown_hub_name_skips_what_it_cannot_know(config_of):

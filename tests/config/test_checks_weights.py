@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.checks_weights import INDEX, check_weights, expected_tensors, read_header
+from megarl.config.checkpoint_files import INDEX
+from megarl.config.checks_weights import check_weights, expected_tensors, read_header
 from megarl.config.facts import facts_from_config
 from megarl.errors import ConfigError
 
@@ -49,7 +50,7 @@ def test_a_whole_model_passes(tmp_path: Path) -> None:
     facts = facts_of("qwen3")
     shapes = {name: shape for forms in expected_tensors(facts) for name, shape in forms[0].items()}
     write(tmp_path / "model.safetensors", shapes)
-    assert check_weights(tmp_path, facts) == f"{len(shapes)} tensors in 1 file"
+    assert check_weights(tmp_path, facts) == f"{len(shapes)} tensors in model.safetensors"
     assert read_header(tmp_path / "model.safetensors") == shapes
 
 
@@ -65,11 +66,11 @@ def test_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ("none", ["no *.safetensors files", "save_pretrained"]),
+        ("none", ["no model.safetensors and no", "save_pretrained"]),
         ("cut", ["model-2.safetensors", "cut inside its tensors", "bytes"]),
         ("short", ["model-2.safetensors", "ends inside its header"]),
         ("text", ["model-2.safetensors", "ends inside its header"]),
-        ("lost", ["model-2.safetensors", "named by the index and is missing"]),
+        ("lost", ["model-2.safetensors", "is missing", f"named by {INDEX}"]),
         ("tensor", ["'model.norm.weight' is missing"]),
         ("shape", ["model-2.safetensors", "'model.norm.weight' has another shape", "(9,)", "(8,)"]),
         ("index", [INDEX, "cannot be read"]),

@@ -91,3 +91,42 @@ def test_hub_cache_comes_before_the_known_models(tmp_path):
 
 def test_unknown_hub_name_has_no_facts():
     assert model_facts(ModelConfig(path="nobody/nothing")) is None
+
+
+MOE = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 48,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+def test_experts_have_two_names_and_the_one_that_transformers_sets_last_counts(name):
+    assert facts.facts_from_config({**MOE, name: 6}, "here").experts == 6
+    both = {"num_experts": 6, "num_local_experts": 8, "num_experts_per_tok": 2}
+    assert facts.facts_from_config({**MOE, **both}, "here").experts == 8
+    assert facts.facts_from_config({**MOE, **both, "model_type": "mixtral"}, "here").experts == 6
+
+
+def test_dense_layers_of_a_mixture_are_counted_as_such():
+    model = facts.facts_from_config({**MOE, "num_experts": 6, "mlp_only_layers": [0, 1, 2]}, "here")
+    assert model.dense_layers == 3
+    assert model.layers * model.expert_parameters == 3 * 64 * 48 * 6
+    dense = facts.facts_from_config({**MOE, "num_experts": 0}, "here")
+    assert (dense.is_moe, dense.ffn, dense.dense_ffn) == (False, 96, 0)
+
+
+def test_a_dense_model_has_no_experts_whatever_its_config_says():
+    small = {**MOE, "model_type": "qwen3", "num_experts": 4, "num_local_experts": 4}
+    assert not facts.facts_from_config(small, "here").is_moe
+
+
+def test_rope_scaling_comes_before_rope_parameters_as_in_transformers():
+    raw = {**MOE, "num_experts": 4, "rope_parameters": {"rope_type": "default"}}
+    with pytest.raises(ConfigError, match="here: rope_scaling"):
+        facts.facts_from_config({**raw, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "here")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from megarl.models.hf import value_bias
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import coordinate, local_shards
@@ -148,6 +149,7 @@ def write_metadata(
     config.dtype = str(dtype).removeprefix("torch.")
     if value_head:
         config.num_labels = 1
+        config.token_classification_bias = value_bias(config)  # transformers would add one that is not in the files
     config.save_pretrained(folder)
     if not value_head:
         GenerationConfig.from_model_config(config).save_pretrained(folder)

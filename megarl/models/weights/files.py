@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 
+from megarl.config.checkpoint_files import INDEX, file_names, quantized_block, read_config, weight_files
 from megarl.errors import ConfigError
 from megarl.models.weights.plan import Box
+from megarl.models.weights.tables import EMBEDDINGS, HEAD
 from megarl.phase import keep_beating
 
-INDEX = "model.safetensors.index.json"
+_COMPARED_ROWS = 4096
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
@@ -42,52 +44,58 @@ def resolve_folder(source: str | Path) -> Path:
 
 
 class CheckpointReader:
-    """Tensors of a folder of safetensors files by name; only what is asked for is read."""
+    """Tensors of a Hugging Face folder by name; only what is asked for is read.
+
+    The files are those that transformers reads (config/checkpoint_files.py). Weights in block-wise fp8 are given as the
+    numbers that they stand for. Tied embeddings that are stored as `lm_head.weight` only are found under both names.
+
+    Raises:
+        ConfigError: no weights, files that are missing or damaged, or a quantisation that is not supported.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = resolve_folder(folder)
-        self._file_of = self._names()
-        self._open: dict[str, Any] = {}
+        config = read_config(self.folder)
+        self._block = quantized_block(config, str(self.folder / "config.json"))
+        self.files = weight_files(self.folder, config)
+        self._open = {file: _open_file(file) for file in self.files}
+        self._place = {name: (file, name) for file in self.files for name in self._open[file].keys()}  # noqa: SIM118
+        if config.get("tie_word_embeddings") and EMBEDDINGS not in self and HEAD in self:
+            self._place[EMBEDDINGS] = self._place[HEAD]
 
-    def _names(self) -> dict[str, str]:
-        index = self.folder / INDEX
-        if index.is_file():
-            return json.loads(index.read_text())["weight_map"]
-        files = sorted(self.folder.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(
-                "no *.safetensors files in this folder",
-                where="model.path",
-                found=str(self.folder),
-                fix="save the model with save_pretrained (safetensors is its default form)",
-            )
-        names: dict[str, str] = {}
-        for file in files:
-            names |= dict.fromkeys(_open_file(file).keys(), file.name)
-        return names
+    @staticmethod
+    def has_weights(folder: Path) -> bool:
+        """False for a folder with a configuration and nothing that could be weights."""
+        return any(folder.glob("*.safetensors*")) or (folder / "adapter_config.json").is_file()
+
+    @property
+    def quantized(self) -> bool:
+        """True when weights are stored in fp8."""
+        return self._block is not None
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._place
 
     def names(self) -> list[str]:
         """All tensor names."""
-        return sorted(self._file_of)
+        return sorted(self._place)
+
+    def describe(self) -> str:
+        """The folder and the files that are read, in one line."""
+        fp8 = ", weights dequantised from fp8" if self._block else ""
+        return f"{self.folder}: {len(self._place)} tensors in {file_names(self.files)}{fp8}"
 
     def _slice(self, name: str) -> Any:
-        if name not in self._file_of:
+        if name not in self._place:
             raise ConfigError(
                 f"tensor {name!r} is missing",
                 where=str(self.folder),
+                found=self.describe(),
                 allowed="a checkpoint whose tensors match its config.json",
                 fix="check that config.json belongs to these files",
             )
-        file = self._file_of[name]
-        if file not in self._open:
-            path = self.folder / file
-            if not path.is_file():
-                raise ConfigError("this file is named by the index and is missing", where=str(path))
-            self._open[file] = _open_file(path)
-        return self._open[file].get_slice(name)
+        file, stored = self._place[name]
+        return self._open[file].get_slice(stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of tensor `name`."""
@@ -98,9 +106,53 @@ class CheckpointReader:
         return str(self._slice(name).get_dtype())
 
     def read(self, name: str, box: Box | None = None) -> torch.Tensor:
-        """Tensor `name` or the part of it inside `box`, in the file's dtype."""
+        """Tensor `name` or the part of it inside `box`, in the file's dtype; what is quantised in float32.
+
+        Raises:
+            ConfigError: the tensor is missing, or holds codes of numbers whose scales are not known.
+        """
         found = self._slice(name)
-        return found[tuple(slice(*span) for span in box)] if box is not None else found[...]
+        part = found[tuple(slice(*span) for span in box)] if box is not None else found[...]
+        return part if part.dtype in _CODES else self._dequantized(name, part, box)
+
+    def _dequantized(self, name: str, codes: torch.Tensor, box: Box | None) -> torch.Tensor:
+        """Each code times the scale of its block; the last blocks of a row or column may be cut off."""
+        scale_name, shape = f"{name}_scale_inv", self.shape(name)
+        scales = self._slice(scale_name)[...] if scale_name in self else None
+        in_blocks = codes.dtype == torch.float8_e4m3fn and len(shape) == 2
+        if scales is None or self._block is None or scales.dtype not in _CODES or not in_blocks:
+            beside = f"scales in {scales.dtype}" if scales is not None else f"no {scale_name}"
+            raise ConfigError(
+                f"tensor {name!r} is quantised, and what its codes stand for is not known",
+                where=str(self._place[name][0]),
+                found=f"{self.dtype(name)}, {beside}",
+                allowed=f"{', '.join(_CODES.values())}, or F8_E4M3 with scales per block and a quantization_config",
+                fix="name the folder of the unquantised model",
+            )
+        if tuple(scales.shape) != tuple(-(-n // size) for n, size in zip(shape, self._block, strict=True)):
+            raise ConfigError(
+                f"tensor {scale_name!r} does not have one scale per block",
+                where=str(self._place[scale_name][0]),
+                found=tuple(scales.shape),
+                allowed=f"{shape} in blocks of {self._block}",
+                fix="check weight_block_size in config.json",
+            )
+        spans = box or tuple((0, n) for n in shape)
+        rows, columns = (torch.arange(*span) // size for span, size in zip(spans, self._block, strict=True))
+        return codes.float() * scales.float()[rows][:, columns]
+
+    def untied_head(self) -> bool:
+        """True when there are both a head and embeddings, and they differ."""
+        if HEAD not in self or EMBEDDINGS not in self or self._place[HEAD] == self._place[EMBEDDINGS]:
+            return False
+        rows, columns = self.shape(EMBEDDINGS)
+        if self.shape(HEAD) != (rows, columns):
+            return True
+        for start in range(0, rows, _COMPARED_ROWS):
+            box = ((start, min(start + _COMPARED_ROWS, rows)), (0, columns))
+            if not torch.equal(self.read(HEAD, box).float(), self.read(EMBEDDINGS, box).float()):
+                return True
+        return False
 
 
 def _open_file(path: Path) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megarl.errors import ConfigError
@@ -67,14 +68,19 @@ def _fill(chunks: Sequence[PolicyModel], read: Callable[[str, Box], torch.Tensor
 def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
     """Read this process's slices of a Hugging Face checkpoint into `chunks`; no other bytes are touched.
 
-    A critic built on a policy's checkpoint, which has no `score.weight`, starts with a value head of zeros.
+    A critic built on a policy's checkpoint, which has no `score.weight`, starts with a value head of zeros. Global rank
+    0 says which files are read.
 
     Raises:
         ConfigError: a tensor is missing or does not have the shape that config.json implies.
     """
     reader = CheckpointReader(source_dir)
-    hf = chunks[0].hf_config
-    for name, shape in hf_tensors(hf, value_head=chunks[0].has_value_head).items():
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"weights: {reader.describe()}", flush=True)
+    wanted = hf_tensors(chunks[0].hf_config, value_head=chunks[0].has_value_head)
+    if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:
+        raise ValueError(f"{reader.folder} has score.bias, and the critic was built for another checkpoint")
+    for name, shape in wanted.items():
         if name in reader and reader.shape(name) != shape:
             raise ConfigError(
                 f"tensor {name!r} has another shape than config.json implies",
@@ -84,7 +90,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
             )
 
     def read(name: str, box: Box) -> torch.Tensor:
-        if name == "score.weight" and name not in reader:
+        if name.startswith("score.") and name not in reader:
             return torch.zeros(tuple(stop - start for start, stop in box))
         return reader.read(name, box)
 

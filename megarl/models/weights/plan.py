@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.models.hf import expert_ffn, head_dim, moe_layers, num_experts
-from megarl.models.weights.tables import TABLES, TIED_HEAD, UNTIED_HEAD, VALUE_HEAD, Rule
+from megarl.models.hf import expert_ffn, head_dim, moe_layers, num_experts, value_bias
+from megarl.models.weights.tables import TABLES, TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, Rule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -72,8 +72,9 @@ def dimensions(hf: PretrainedConfig) -> dict[str, int]:
 
 def rules(hf: PretrainedConfig, *, value_head: bool = False) -> tuple[Rule, ...]:
     """The table of this model, its head included."""
-    lm_head = TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD
-    return (*TABLES[hf.model_type], VALUE_HEAD if value_head else lm_head)
+    if value_head:
+        return (*TABLES[hf.model_type], VALUE_HEAD, *([VALUE_BIAS] if value_bias(hf) else []))
+    return (*TABLES[hf.model_type], TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD)
 
 
 def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, tuple[int, ...]]:

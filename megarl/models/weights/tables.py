@@ -77,16 +77,18 @@ def _moe(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     )
 
 
-_EMBEDDING = Source("model.embed_tokens.weight", ("vocab", "hidden"))
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = Source(EMBEDDINGS, ("vocab", "hidden"))
 _OUTER = (
     Rule("embedding.word_embeddings.weight", "embedding", "vocab", (_EMBEDDING,)),
     Rule("decoder.final_layernorm.weight", "final", "copy", (Source("model.norm.weight", ("hidden",)),)),
 )
 _DENSE = _mlp(f"{_MCORE}mlp.", "dense", "ffn", *(f"{_HF}mlp.{name}_proj.weight" for name in ("gate", "up", "down")))
 
-UNTIED_HEAD = Rule("output_layer.weight", "head", "vocab", (Source("lm_head.weight", ("vocab", "hidden")),))
+UNTIED_HEAD = Rule("output_layer.weight", "head", "vocab", (Source(HEAD, ("vocab", "hidden")),))
 TIED_HEAD = Rule("output_layer.weight", "head", "vocab", (_EMBEDDING,))
 VALUE_HEAD = Rule("output_layer.weight", "head", "copy", (Source("score.weight", ("one", "hidden")),))
+VALUE_BIAS = Rule("output_layer.bias", "head", "copy", (Source("score.bias", ("one",)),))
 
 TABLES: dict[str, tuple[Rule, ...]] = {
     "llama": _OUTER + _attention() + _DENSE,

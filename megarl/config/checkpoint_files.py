@@ -1,0 +1,118 @@
+"""Which files of a Hugging Face folder hold the weights, and how they are stored: what transformers decides, from plain
+JSON. No torch, no transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError
+
+_SHOWN = ("quant_method", "fmt", "weight_block_size", "scale_fmt", "activation_scheme")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of a folder, empty when there is none: a folder of tensors only."""
+    file = folder / "config.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def file_names(files: Sequence[Path]) -> str:
+    """Which files, in a few words."""
+    if len(files) <= 2:
+        return " and ".join(file.name for file in files)
+    return f"{len(files)} files, {files[0].name} to {files[-1].name}"
+
+
+def weight_files(folder: Path, raw: Mapping[str, Any]) -> list[Path]:
+    """The safetensors files that transformers reads in `folder`, in its order; nothing else of the folder is read.
+
+    `transformers_weights` of its config.json `raw` if there is one, else model.safetensors, else the files that the
+    index names (`_get_resolved_checkpoint_files` in transformers 5.23). Where two files of an index hold a tensor of
+    one name, the later file counts.
+
+    Raises:
+        ConfigError: there are none, one is missing, or the folder holds an adapter, which is no whole model.
+    """
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            "this folder holds an adapter, and adapters are not applied to the model",
+            where=str(folder / "adapter_config.json"),
+            allowed="a folder with a whole model",
+            fix="merge the adapter into its model (peft: merge_and_unload), and name the folder of the result",
+        )
+    named = raw.get("transformers_weights")
+    first = (
+        folder / str(named) if named else next((folder / n for n in (SINGLE, INDEX) if (folder / n).is_file()), None)
+    )
+    if first is None:
+        others = sorted(
+            file.name for file in folder.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".gguf")
+        )
+        raise ConfigError(
+            f"no {SINGLE} and no {INDEX} in this folder",
+            where=str(folder),
+            found=others[:5] or None,
+            allowed=f"{SINGLE}, or {INDEX} and the files that it names",
+            fix="save the model with save_pretrained (safetensors is its default form)",
+        )
+    files = _named_by_index(first) if first.name.endswith(".json") else [first]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(
+                "this file of the model's weights is missing",
+                where=str(file),
+                found=f"named by {first.name if file != first else 'config.json'}",
+                fix="copy or download it again",
+            )
+    return files
+
+
+def _named_by_index(index: Path) -> list[Path]:
+    try:
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [index.parent / name for name in sorted(set(names))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"the index of the model's weights cannot be read: {type(error).__name__}: {error}",
+            where=str(index),
+            allowed='JSON with a "weight_map" from tensor to file',
+            fix="copy or download it again",
+        ) from error
+
+
+def quantized_block(raw: Mapping[str, Any], source: str) -> tuple[int, int] | None:
+    """Rows and columns that share a scale in a checkpoint of block-wise fp8 (DeepSeek-V3, Qwen3-FP8); None: not
+    quantised. Such weights are read as the numbers that they stand for.
+
+    Raises:
+        ConfigError: another quantisation; `source` names the config.
+    """
+    found = raw.get("quantization_config") or raw.get("compression_config")
+    if not found:
+        return None
+    settings = found if isinstance(found, Mapping) else {}
+    method = settings.get("quant_method")
+    block: Any = settings.get("weight_block_size")
+    exact = (
+        method == "fp8"
+        and isinstance(block, (list, tuple))
+        and len(block) == 2
+        and all(isinstance(size, int) and size > 0 for size in block)
+        and settings.get("fmt") in (None, "e4m3")
+        and settings.get("scale_fmt") in (None, "float")
+        and settings.get("activation_scheme", "dynamic") == "dynamic"
+    )
+    if not exact:
+        raise ConfigError(
+            "the model is quantised in a way that is not supported",
+            where=f"{source}: quantization_config",
+            found={key: settings[key] for key in _SHOWN if key in settings} or found,
+            allowed="none, or fp8 (e4m3) with weight_block_size [rows, columns] and dynamic activations",
+            fix="name the folder of the unquantised model",
+        )
+    return int(block[0]), int(block[1])

@@ -1,0 +1,84 @@
+"""Checks of the models that a recipe names: policy, reference, critic, teacher."""
+
+import json
+
+import pytest
+
+from megarl.config.checks import check_config
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 32,
+}
+ROLES = {
+    "reference": ["algorithm.kl.use=loss"],
+    "critic": ["algorithm.pipeline=ppo", "algorithm.advantage.name=gae"],
+    "teacher": ["algorithm.pipeline=distillation", "algorithm.distillation.coef=1"],
+}
+
+
+@pytest.fixture
+def failures(config_of):
+    def find(*overrides, job="train"):
+        return [c for c in check_config(config_of(*overrides), job=job) if c.status == "fail"]
+
+    return find
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def make(**changes):
+        path = tmp_path / "other"
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps({**LLAMA, **changes}))
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantised in a way that is not supported"),
+        ({"attention_bias": True}, "variant is not supported"),
+        ({"vocab_size": 16}, "different vocabularies"),
+    ],
+    ids=["quantised", "biases", "vocabulary"],
+)
+def test_other_models_that_cannot_be_used_are_refused(failures, folder, role, changes, words):
+    path = folder(**changes)
+    found = [c.message for c in failures(*ROLES[role], f"{role}.path={path}") if c.name == role]
+    assert [words in message for message in found if "no model.safetensors" not in message] == [True]
+
+
+@pytest.mark.parametrize(("labels", "refused"), [({}, True), ({"id2label": {"0": "value"}}, False)])
+def test_a_critic_gives_one_number_per_token(failures, folder, labels, refused):
+    path = folder(architectures=["LlamaForTokenClassification"], **labels)  # transformers leaves two labels out
+    found = [c.found for c in failures(*ROLES["critic"], f"critic.path={path}") if c.name == "critic"]
+    assert [text for text in found if text is not None] == (["2 labels"] if refused else [])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "asked", "refused"),
+    [
+        ("qwen3", {"attention_dropout": 0.1}, ["attention_dropout"]),
+        ("mixtral", {"router_jitter_noise": 0.01}, ["router_jitter_noise"]),
+        ("mixtral", {"output_router_logits": "true"}, ["output_router_logits"]),
+        ("mixtral", {"output_router_logits": "true", "router_aux_loss_coef": 0.0}, []),
+        ("qwen3_moe", {"router_jitter_noise": 0.01}, []),  # this class does not read it
+        ("qwen3", {"output_router_logits": "true"}, []),
+    ],
+)
+def test_what_transformers_does_in_training_only_is_refused_for_training_only(failures, model_type, asked, refused):
+    overrides = [f"model.hf_config.model_type={model_type}", *(f"model.hf_config.{k}={v}" for k, v in asked.items())]
+
+    def keys(job):
+        return [c.key.rpartition(" ")[2] for c in failures(*overrides, job=job) if c.name == "training options"]
+
+    assert keys("train") == keys("sft") == refused
+    assert keys("eval") == keys("generate") == []

@@ -1,0 +1,297 @@
+"""Odd configurations against transformers: accepted and equal, or refused before a process starts; nothing else.
+
+Configurations are drawn from the keys of all supported configuration classes together, so that every class also meets
+the keys that only others read.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from megarl.config.architectures import ARCHITECTURES
+from megarl.config.checks_weights import check_weights
+from megarl.config.facts import model_facts
+from megarl.config.model import ModelConfig
+from megarl.errors import ConfigError
+from megarl.models.packing import pack_stream
+from tests.dist import single_process
+from tests.models.tiny import build_tiny
+
+TOLERANCE = 1e-5  # of the largest logit, about 100 roundings of float32
+LENGTH = 20
+
+theta = st.sampled_from([100.0, 10000, 1e6])
+length = st.sampled_from([8, 16, 64])
+rope = st.one_of(
+    st.none(),
+    st.fixed_dictionaries({"rope_type": st.just("default")}, optional={"rope_theta": theta, "factor": st.just(2.0)}),
+    st.fixed_dictionaries({"rope_type": st.just("default"), "partial_rotary_factor": st.just(0.5)}),
+    st.fixed_dictionaries(
+        {"type": st.just("linear"), "factor": st.sampled_from([2.0, 4])}, optional={"rope_theta": theta}
+    ),
+    st.fixed_dictionaries(
+        {
+            "rope_type": st.just("llama3"),
+            "factor": st.just(8.0),
+            "low_freq_factor": st.just(1.0),
+            "high_freq_factor": st.sampled_from([4.0, 1.0]),
+        },
+        optional={"original_max_position_embeddings": length, "rope_theta": theta},
+    ),
+    st.fixed_dictionaries(
+        {"rope_type": st.just("yarn"), "factor": st.sampled_from([2.0, 4.0, None])},
+        optional={
+            "original_max_position_embeddings": length,
+            "attention_factor": st.sampled_from([0.5, None]),
+            "beta_fast": st.just(16),
+            "mscale": st.just(0.7),
+            "mscale_all_dim": st.just(0.9),
+            "truncate": st.booleans(),
+            "rope_theta": theta,
+        },
+    ),
+    st.sampled_from(
+        [
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5},
+            {"full_attention": {"rope_type": "default", "rope_theta": 100.0}},
+            {"rope_type": "default", "rope_theta": None},
+            {"factor": 3.0},
+        ]
+    ),
+)
+kind = st.sampled_from(["full_attention", "sliding_attention"])
+# Every key of the configuration classes, with common and with odd values; those that no model may have are rare.
+KEYS: dict[str, st.SearchStrategy[Any]] = {
+    "vocab_size": st.sampled_from([61, 64]),
+    "hidden_size": st.sampled_from([16, 32, 48, 64]),
+    "intermediate_size": st.sampled_from([8, 24, 40]),
+    "num_hidden_layers": st.integers(1, 3),
+    "num_attention_heads": st.sampled_from([1, 2, 4, 4, 6]),
+    "num_key_value_heads": st.sampled_from([1, 2, 2, 4, None]),
+    "head_dim": st.sampled_from([2, 8, 20, 20, None, 7]),
+    "hidden_act": st.sampled_from(["silu", "silu", "swish", "gelu"]),
+    "max_position_embeddings": st.sampled_from([16, 64]),
+    "initializer_range": st.just(0.02),
+    "rms_norm_eps": st.sampled_from([1e-6, 1e-5, 0.1]),
+    "tie_word_embeddings": st.booleans(),
+    "rope_parameters": rope,
+    "rope_scaling": rope,
+    "rope_theta": theta,
+    "partial_rotary_factor": st.sampled_from([0.5, 1.0]),
+    "original_max_position_embeddings": length,
+    "attention_bias": st.sampled_from([False, False, True]),
+    "mlp_bias": st.sampled_from([False, False, True]),
+    "attention_dropout": st.sampled_from([0.0, 0.1]),
+    "sliding_window": st.sampled_from([None, 1, 3, 8, 100, 0]),
+    "use_sliding_window": st.booleans(),
+    "max_window_layers": st.integers(0, 3),
+    "layer_types": st.one_of(st.none(), st.lists(kind, min_size=1, max_size=3)),
+    "num_local_experts": st.integers(0, 5),
+    "num_experts": st.integers(0, 5),
+    "num_experts_per_tok": st.sampled_from([1, 1, 2, 3]),
+    "moe_intermediate_size": st.sampled_from([8, 24]),
+    "norm_topk_prob": st.booleans(),
+    "decoder_sparse_step": st.sampled_from([1, 2, 3]),
+    "mlp_only_layers": st.sampled_from([None, [], [0], [0, 1, 2], [7, -1]]),
+    "output_router_logits": st.booleans(),
+    "router_aux_loss_coef": st.sampled_from([0.0, 0.001]),
+    "router_jitter_noise": st.sampled_from([0.0, 0.1]),
+    "pad_token_id": st.sampled_from([None, 0]),
+    "bos_token_id": st.just(1),
+    "eos_token_id": st.sampled_from([2, [2, 3]]),
+    "use_cache": st.booleans(),
+    "pretraining_tp": st.sampled_from([1, 2]),
+}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 24,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    """A config.json: a small model of one architecture, and up to eight keys as any of the classes might set them."""
+    model_type = draw(st.sampled_from(sorted(ARCHITECTURES)))
+    raw = odd(model_type, {})
+    # The keys that the class reads are drawn twice as often.
+    read = [key for key in KEYS if key in ARCHITECTURES[model_type].keys]
+    for key in draw(st.lists(st.sampled_from([*KEYS, *read]), min_size=2, max_size=10, unique=True)):
+        raw[key] = draw(KEYS[key])
+    if raw.get("layer_types"):  # mostly of the length that fits
+        raw["layer_types"] = (raw["layer_types"] * 3)[: raw["num_hidden_layers"]]
+    return raw
+
+
+def reference(raw: dict[str, Any], folder: Path, *, critic: bool) -> tuple[torch.nn.Module, torch.Tensor] | None:
+    """What transformers makes of `raw`: the model, saved to `folder`, and its outputs; None when it cannot."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+
+    (folder / "config.json").write_text(json.dumps(raw))
+    kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    try:
+        config = AutoConfig.from_pretrained(folder)
+        if critic:
+            config.num_labels = 1
+        config._attn_implementation = config._experts_implementation = "eager"
+        torch.manual_seed(1)
+        model = kind.from_config(config).float().eval()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                # Large enough that every part shows in the outputs.
+                param.copy_(torch.randn_like(param) * (0.3 if param.dim() == 1 else 1 / math.sqrt(param.shape[-1])))
+                if "norm" in name:
+                    param.add_(1.0)
+            outputs = model(input_ids=tokens(config.vocab_size)[None], use_cache=False).logits[0]
+    except Exception:  # whatever a configuration or a model raises that does not run
+        return None
+    if not outputs.isfinite().all():
+        return None
+    model.save_pretrained(folder)
+    return model, outputs
+
+
+def tokens(vocab: int) -> torch.Tensor:
+    return torch.randint(0, vocab, (LENGTH,), generator=torch.Generator().manual_seed(3))
+
+
+def ours(folder: Path, vocab: int, *, critic: bool) -> torch.Tensor:
+    (model,) = build_tiny(folder, value_head=critic)
+    stream = pack_stream([LENGTH])
+    with torch.no_grad():
+        packed = {"packed_seq_params": stream.params}
+        hidden = model(stream.input_ids(tokens(vocab)), stream.position_ids, None, **packed)[:, 0]
+        return model.values(hidden) if critic else F.linear(hidden, model.lm_head_weight)
+
+
+def compare(raw: dict[str, Any], *, critic: bool = False, published: bool = False) -> str:
+    """`equal`, or `refused` before a start; anything else fails.
+
+    Args:
+        critic: a token classifier of one label.
+        published: config.json holds `raw`, not what save_pretrained makes of it.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = reference(raw, folder, critic=critic)
+        if found is None or published:
+            (folder / "config.json").write_text(json.dumps(raw))
+        try:
+            facts = model_facts(ModelConfig(path=str(folder)))
+            if found is not None:
+                check_weights(folder, facts, value_head=critic)
+        except ConfigError:
+            return "refused"
+        assert found is not None, f"transformers does not run this, and the checks accept it: {raw}"
+        model, expected = found
+        assert critic or facts.parameters == sum(param.numel() for param in model.parameters()), raw
+        got = ours(folder, model.config.vocab_size, critic=critic)
+        worst = (got - expected).abs().max().item() / max(1.0, expected.abs().max().item())
+        assert worst < TOLERANCE, f"{worst:.2g} from transformers: {raw}"
+        return "equal"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _parallel():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    single_process()
+
+
+@settings(max_examples=120, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@given(raw=configs(), critic=st.sampled_from([False, False, True]), published=st.booleans())
+def test_drawn_configs_are_equal_or_refused(raw, critic, published):
+    event(compare(raw, critic=critic, published=published))
+
+
+WINDOWS = {"sliding_window": 3, "use_sliding_window": True}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+# Keys that the class does not read change nothing; keys that it reads do what they do in transformers.
+EQUAL = [
+    ("llama", {"sliding_window": 3}),
+    ("llama", {"use_cache": False, "layer_types": ["sliding_attention"] * 2, **WINDOWS}),
+    ("llama", {"num_experts": 4, "num_local_experts": 4, "norm_topk_prob": False}),
+    ("llama", {"head_dim": 20, "num_attention_heads": 2}),
+    ("llama", {"rope_scaling": LINEAR, "rope_parameters": {"rope_type": "default"}}),
+    ("mistral", {"attention_bias": True, "mlp_bias": True}),
+    ("mistral", {"sliding_window": 3, "use_sliding_window": False, "max_window_layers": 1}),
+    ("mixtral", {"norm_topk_prob": False}),
+    ("mixtral", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3}),
+    ("mixtral", {"mlp_only_layers": [0], "decoder_sparse_step": 2, "moe_intermediate_size": 8}),
+    ("mixtral", {"num_experts_per_tok": 1}),
+    ("mixtral", {"num_experts": 3, "num_local_experts": 5}),
+    ("mixtral", {"router_jitter_noise": 0.1, "output_router_logits": True}),
+    ("qwen2", {"attention_bias": False, "mlp_bias": True, "num_experts": 2}),
+    ("qwen2", {**WINDOWS, "max_window_layers": 1}),
+    ("qwen2", {"head_dim": 20}),
+    ("qwen3", {**WINDOWS, "layer_types": ["sliding_attention", "full_attention"], "max_window_layers": 0}),
+    ("qwen3", {"sliding_window": 3, "max_window_layers": 0}),
+    ("qwen3_moe", {**WINDOWS, "layer_types": ["full_attention", "full_attention"], "max_window_layers": 5}),
+    ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}),
+    ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
+    ("qwen3_moe", {"num_experts": 0}),
+    ("qwen3_moe", {"num_local_experts": 3}),
+    ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
+    ("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
+]
+REFUSED = [
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True}),
+    ("llama", {"hidden_act": "gelu"}),
+    ("llama", {"num_key_value_heads": 3}),
+    ("llama", {"layer_types": ["full_attention"]}),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}}),
+    ("llama", {"rope_parameters": {**LINEAR, "partial_rotary_factor": 0.5}}),
+    ("llama", {"per_layer_config": {"0": {"intermediate_size": 8}}}),
+    ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}),
+    ("mistral", {"sliding_window": 0}),
+    ("mixtral", {"num_experts": 0}),
+    ("mixtral", {"num_experts_per_tok": 5}),
+    ("mixtral", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}),
+    ("qwen2", {"head_dim": None}),
+    ("qwen3", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ("qwen3_moe", {"decoder_sparse_step": 0}),
+    ("qwen3_moe", {"num_key_value_heads": None}),
+]
+
+
+def odd(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
+    experts = EXPERTS if "num_experts" in ARCHITECTURES[model_type].keys else {}
+    small_head = {"head_dim": 16} if model_type == "qwen3" else {}
+    return {"model_type": model_type, **SMALL, **experts, **small_head, **changes}
+
+
+@pytest.mark.parametrize(("model_type", "changes"), EQUAL)
+def test_odd_configs_that_are_equal(model_type, changes):
+    assert compare(odd(model_type, changes), published=True) == "equal"
+    assert compare(odd(model_type, changes), published=False) == "equal"
+
+
+@pytest.mark.parametrize(("model_type", "changes"), REFUSED)
+def test_odd_configs_that_are_refused(model_type, changes):
+    assert compare(odd(model_type, changes), published=True) == "refused"
+
+
+def test_every_key_of_the_configuration_classes_is_drawn():
+    from transformers import AutoConfig, PretrainedConfig
+
+    common = {field.name for field in dataclasses.fields(PretrainedConfig)}
+    for model_type, architecture in ARCHITECTURES.items():
+        fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(model_type)))}
+        assert fields - common <= set(KEYS), model_type
+        assert set(architecture.keys) <= set(KEYS), model_type
