@@ -145,6 +145,7 @@ def reference(raw: dict[str, Any], folder: Path, *, critic: bool) -> tuple[torch
 
     (folder / "config.json").write_text(json.dumps(raw))
     kind = AutoModelForTokenClassification if critic else AutoModelForCausalLM
+    moe = "num_experts" in ARCHITECTURES[raw["model_type"]].keys
     try:
         config = AutoConfig.from_pretrained(folder)
         if critic:
@@ -158,7 +159,9 @@ def reference(raw: dict[str, Any], folder: Path, *, critic: bool) -> tuple[torch
                 param.copy_(torch.randn_like(param) * (0.3 if param.dim() == 1 else 1 / math.sqrt(param.shape[-1])))
                 if "norm" in name:
                     param.add_(1.0)
-            outputs = model(input_ids=tokens(config.vocab_size)[None], use_cache=False).logits[0]
+            # Of no layer with experts transformers fails to compute the loss that this would add.
+            lossless = {"output_router_logits": False} if moe and not critic else {}
+            outputs = model(input_ids=tokens(config.vocab_size)[None], use_cache=False, **lossless).logits[0]
     except Exception:  # whatever a configuration or a model raises that does not run
         return None
     if not outputs.isfinite().all():
@@ -244,7 +247,7 @@ EQUAL = [
     ("qwen3_moe", {**WINDOWS, "layer_types": ["full_attention", "full_attention"], "max_window_layers": 5}),
     ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}),
     ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": False}),
-    ("qwen3_moe", {"num_experts": 0}),
+    ("qwen3_moe", {"num_experts": 0, "output_router_logits": True}),
     ("qwen3_moe", {"num_local_experts": 3}),
     ("qwen3_moe", {"mlp_only_layers": [0, 1]}),
     ("qwen3_moe", {"mlp_only_layers": [1], "tie_word_embeddings": True}),
