@@ -160,6 +160,8 @@ def _job(arguments: argparse.Namespace) -> int:
     _check_inputs(config, arguments.command)
     if arguments.command in ("eval", "generate") and arguments.run_dir is not None:
         _refuse_trained(arguments.run_dir, arguments.command)
+    if arguments.command != "generate":
+        _warn_of_mlflow(config)
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
     code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
@@ -180,6 +182,17 @@ def _check_inputs(config: RunConfig, job: str) -> None:
     check_rows(config, job)
     if job != "generate":
         check_import(config.reward)
+
+
+def _warn_of_mlflow(config: RunConfig) -> None:
+    """Say at once that the MLflow server is down: the workers notice it when their models are loaded."""
+    from megarl.config.checks import ConfigWarning
+    from megarl.tracking.mlflow_server import down_text, unreachable
+
+    uri = config.tracking.mlflow_uri
+    reason = unreachable(uri) if config.tracking.mlflow and uri is not None else None
+    if uri is not None and reason is not None:
+        warnings.warn(down_text(uri, reason), ConfigWarning, stacklevel=2)
 
 
 def _use_run(arguments: argparse.Namespace) -> None:

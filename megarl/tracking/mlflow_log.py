@@ -1,7 +1,8 @@
 """MLflow beside the training loop: importing it takes seconds and a remote server may be slow, so a thread does both.
 
-A store that cannot be opened stops the run (at the first `metrics` call that notices); a call that fails later is
-reported once as it happens and counted at the end, because metrics.jsonl has every number anyway.
+A store that cannot be opened stops the run (at the first `metrics` call that notices), but a server that does not
+answer does not: calls wait in the queue until it does, or the run ends. A call that fails later is reported once as it
+happens and counted at the end, because metrics.jsonl has every number anyway.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import logging
 import math
 import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,14 +21,22 @@ from typing import Any
 from megarl.credentials import MASK, PASSWORD, mask, put_back
 from megarl.errors import ConfigError
 from megarl.processes import write_atomically
+from megarl.tracking.mlflow_server import down_text, unreachable
+from megarl.tracking.names import SafeNames
 
 log = logging.getLogger(__name__)
 EXPERIMENT = "megarl"
 STATUS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED", "killed": "KILLED"}
 _PARAM_CHARS = 500  # the smallest limit among MLflow's stores
 _PARAMS_PER_CALL = 100
-_FINISH_TIMEOUT_S = 120.0
-_FORBIDDEN = re.compile(r"[^\w\-./ ]")
+_METRICS_PER_CALL = 1000
+_FINISH_TIMEOUT_S = 120.0  # for a server that answers and has much to take, report and trace
+_ASK_S = 3.0  # between two questions to a server at the end
+_RETRY_S = 30.0  # between two questions to a server that was down
+_MOST_WAITING = 10_000  # calls that wait for such a server, about 100 MB
+_REJECTED = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST")
+
+_Call = Callable[[Any, str], None]
 
 
 class MlflowLog:
@@ -49,15 +57,19 @@ class MlflowLog:
     ) -> None:
         self._uri, self._artifacts, self._name, self._params = uri, artifacts, name, params
         self._id_file, self._resume = id_file, resume
-        self._calls: queue.SimpleQueue[Callable[[Any, str], None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._steps: dict[str, frozenset[int]] = {}
+        self._names, self._rejected = SafeNames(), set[str]()
         self._start_error: Exception | None = None
+        self._opened: tuple[Any, str] | None = None  # client and run
+        self._down = False
+        self._ending = threading.Event()
         self.failures = 0
         self._thread = threading.Thread(target=self._serve, name="megarl-mlflow", daemon=True)
         self._thread.start()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Queue the finite numbers of one step; `@` in a name becomes `_at_`, as MLflow forbids it.
+        """Queue the finite numbers of one step, under names that MLflow takes (`safe_name`).
 
         Raises:
             ConfigError: the store could not be opened.
@@ -66,13 +78,43 @@ class MlflowLog:
         now = int(time.time() * 1000)
 
         def call(client: Any, run_id: str) -> None:
-            from mlflow.entities import Metric
+            finite = {self._names.of(key): float(value) for key, value in values.items() if math.isfinite(value)}
+            wanted = [key for key in finite if key not in self._rejected]
+            new = [key for key in wanted if step not in self._earlier(client, run_id, key)]
+            for start in range(0, len(new), _METRICS_PER_CALL):
+                part = new[start : start + _METRICS_PER_CALL]
+                self._send(client, run_id, {key: finite[key] for key in part}, now, step)
 
-            finite = {metric_name(key): float(value) for key, value in values.items() if math.isfinite(value)}
-            new = [key for key in finite if step not in self._earlier(client, run_id, key)]
-            client.log_batch(run_id, metrics=[Metric(key, finite[key], now, step) for key in new])
+        if self._calls.qsize() < _MOST_WAITING:
+            self._calls.put(call)
+        else:
+            self.failures += 1
 
-        self._calls.put(call)
+    def _send(self, client: Any, run_id: str, values: dict[str, float], now: int, step: int) -> None:
+        """Log one batch. MLflow rejects it whole for one bad metric: then each is sent by itself, and the bad named."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(key, value, now, step) for key, value in values.items()]
+        try:
+            client.log_batch(run_id, metrics=metrics)
+            return
+        except Exception as error:
+            if not _is_rejection(error):
+                raise
+            whole = error
+        reasons: dict[str, str] = {}
+        for metric in metrics:
+            try:
+                client.log_batch(run_id, metrics=[metric])
+            except Exception as error:
+                if not _is_rejection(error):
+                    raise
+                reasons[metric.key] = _text(error)
+        if len(reasons) == len(metrics) > 1:  # the run is to blame, not the metrics: somebody deleted it, for example
+            raise whole
+        self._rejected |= reasons.keys()
+        for key, reason in reasons.items():
+            log.warning("MLflow rejects the metric %r and will not get it; metrics.jsonl has it: %s", key, reason)
 
     def finish(self, status: str, artifacts: Iterable[Path]) -> None:
         """Upload files, close the run (`FINISHED`, `FAILED` or `KILLED`), wait for the queue, report failed calls."""
@@ -85,13 +127,27 @@ class MlflowLog:
         self._calls.put(call)
         self._calls.put(lambda client, run_id: self._close(client, run_id, status))
         self._calls.put(None)
-        self._thread.join(_FINISH_TIMEOUT_S)
-        if self._thread.is_alive():
-            log.warning("MLflow at %s did not answer for %g s; its run is incomplete", self._uri, _FINISH_TIMEOUT_S)
+        self._ending.set()
+        gone = self._await_end()
+        if gone is not None:
+            log.warning("tracking.mlflow_uri: MLflow at %s: %s; its run is incomplete", self._uri, gone)
         if self.failures:
             log.warning("MLflow at %s: %d calls failed; metrics.jsonl is complete", self._uri, self.failures)
         if status == "FINISHED":  # otherwise another error is on its way to the user, who needs that one
             self._check()
+
+    def _await_end(self) -> str | None:
+        """Wait for the queue while the server answers; why it was left, or None when it is empty."""
+        deadline = time.monotonic() + _FINISH_TIMEOUT_S
+        self._thread.join(_ASK_S)
+        while self._thread.is_alive():
+            reason = unreachable(self._uri)
+            if reason is not None:
+                return f"does not answer ({reason})"
+            if time.monotonic() > deadline:
+                return f"did not take everything within {_FINISH_TIMEOUT_S:g} s"
+            self._thread.join(_ASK_S)
+        return None
 
     def _close(self, client: Any, run_id: str, status: str) -> None:
         client.set_terminated(run_id, status)
@@ -120,18 +176,62 @@ class MlflowLog:
             ) from error
 
     def _serve(self) -> None:
-        try:
-            client, run_id = self._open()
-        except Exception as error:
-            self._start_error = error
-            return
-        while (call := self._calls.get()) is not None:
+        self._is_ready()  # now, so that what is wrong is said at once
+        while self._start_error is None and (call := self._calls.get()) is not None:
+            if not self._do(call):
+                self.failures += self._calls.qsize()  # the end mark, which is no call, stands for this one
+                return
+
+    def _do(self, call: _Call) -> bool:
+        """One call, as soon as the server answers; False when it does not until the run ends."""
+        while self._await_server():
+            assert self._opened is not None
             try:
-                call(client, run_id)
+                call(*self._opened)
+                return True
             except Exception as error:
+                reason = unreachable(self._uri)
+                if reason is not None:  # gone meanwhile: wait for it, and try again
+                    self._lost(reason)
+                    continue
                 self.failures += 1
                 if self.failures == 1:
                     log.warning("MLflow call failed, training goes on: %s", _text(error))
+                return True
+        return False
+
+    def _await_server(self) -> bool:
+        """True when the server answers. Waits for it; after the end of the run was announced it asks only once."""
+        while not self._is_ready() and self._start_error is None:
+            if self._ending.is_set():
+                return False
+            self._ending.wait(_RETRY_S)
+        return self._start_error is None
+
+    def _is_ready(self) -> bool:
+        if self._opened is not None and not self._down:
+            return True
+        reason = unreachable(self._uri)
+        if reason is None:
+            try:
+                self._opened = self._opened or self._open()
+            except Exception as error:
+                reason = unreachable(self._uri)
+                if reason is None:
+                    self._start_error = error
+                    return False
+        if reason is not None:
+            self._lost(reason)
+            return False
+        if self._down:
+            log.warning("MLflow at %s answers again and gets what waited", self._uri)
+            self._down = False
+        return True
+
+    def _lost(self, reason: str) -> None:
+        if not self._down:
+            log.warning("%s", down_text(self._uri, reason))
+        self._down = True
 
     def _open(self) -> tuple[Any, str]:
         client = _connect(self._uri)
@@ -158,7 +258,8 @@ class MlflowLog:
         run_id = str(client.create_run(experiment_id, run_name=self._name).info.run_id)
         from mlflow.entities import Param
 
-        params = [Param(_name(key), str(value)[:_PARAM_CHARS]) for key, value in flatten(self._params)]
+        names = SafeNames()
+        params = [Param(names.of(key), str(value)[:_PARAM_CHARS]) for key, value in flatten(self._params)]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             client.log_batch(run_id, params=params[start : start + _PARAMS_PER_CALL])
         return run_id
@@ -176,6 +277,11 @@ def _connect(uri: str) -> Any:
     return MlflowClient(put_back(uri, os.environ))
 
 
+def _is_rejection(error: Exception) -> bool:
+    """True when MLflow says that what it was given is wrong, so that sending it again would not help."""
+    return getattr(error, "error_code", None) in _REJECTED
+
+
 def _text(error: Exception) -> str:
     """An error without credentials: libraries quote the address that they were given."""
     secret = os.environ.get(PASSWORD)
@@ -187,6 +293,10 @@ def close_open_run(id_file: Path, status: str) -> None:
     """Close the MLflow run of `id_file` (`FAILED` or `KILLED`) when the process that logged to it could not."""
     known = json.loads(id_file.read_text())
     if known["status"] == "RUNNING":
+        reason = unreachable(known["uri"])
+        if reason is not None:
+            log.warning("MLflow at %s: does not answer (%s); its run stays open", known["uri"], reason)
+            return
         _connect(known["uri"]).set_terminated(known["run_id"], status)
         write_atomically(id_file, json.dumps(known | {"status": status}))
 
@@ -202,12 +312,3 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def metric_name(name: str) -> str:
-    """`name` with what MLflow allows only: `val/best@8` becomes `val/best_at_8`."""
-    return _name(name.replace("@", "_at_"))
-
-
-def _name(name: str) -> str:
-    return _FORBIDDEN.sub("_", name)

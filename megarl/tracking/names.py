@@ -1,7 +1,10 @@
-"""The metrics a person looks at first: how the console, the final table and the report call and print them."""
+"""Names of metrics: what the console, the final table and the report call those a person looks at first, and what
+trackers take that allow less than metrics.jsonl does."""
 
 from __future__ import annotations
 
+import hashlib
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -68,3 +71,44 @@ def number(value: float, digits: int = 4) -> str:
     if 0 < size < 1e-3:
         return f"{value:.1e}"
     return f"{value:.{digits}g}"
+
+
+_FORBIDDEN = re.compile(r"[^\w\-./ ]")
+_MAX_NAME = 200  # characters; MLflow takes 250
+
+
+def safe_name(name: str) -> str:
+    """`name` with what every tracker allows only: it may be a file name there, or a part of an address.
+
+    Letters, digits and `_-. ` in parts between single slashes; no part is empty or only dots. `@` becomes `_at_`,
+    everything else that is not allowed `_`.
+
+    >>> [safe_name(x) for x in ("val/best@8", "val//test/acc", "/a+b/../c", "")]
+    ['val/best_at_8', 'val/test/acc', 'a_b/__/c', '_']
+    """
+    parts = [part.strip() for part in _FORBIDDEN.sub("_", name.replace("@", "_at_")).split("/")]
+    safe = "/".join(part if part.strip(".") else "_" * len(part) for part in parts if part) or "_"
+    return safe if len(safe) <= _MAX_NAME else _distinct(safe[:_MAX_NAME], name)
+
+
+class SafeNames:
+    """`safe_name` of many names, never the same for two of them.
+
+    >>> names = SafeNames()
+    >>> [names.of(x) for x in ("val/a+b", "val/a*b", "val/a+b")]
+    ['val/a_b', 'val/a_b_9f2f44', 'val/a_b']
+    """
+
+    def __init__(self) -> None:
+        self._safe: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        """The name to use for `name`; when another one took it first, with a hash of `name`."""
+        if name not in self._safe:
+            safe = safe_name(name)
+            self._safe[name] = _distinct(safe, name) if safe in self._safe.values() else safe
+        return self._safe[name]
+
+
+def _distinct(safe: str, name: str) -> str:
+    return f"{safe}_{hashlib.blake2b(name.encode('utf-8', 'replace'), digest_size=3).hexdigest()}"

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megarl.errors import ConfigError
 from megarl.processes import identity
 from megarl.tracking.console import ConsoleView
 from megarl.tracking.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Status = Literal["finished", "failed", "stopped", "killed"]
 Part = Literal["whole", "first", "second"]
+_COLUMNS = frozenset({"step", "stage", "time"})  # of metrics.jsonl, beside the metrics
 _ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
 
 
@@ -84,8 +86,17 @@ class Tracker:
         """Record the metrics of a step; may be called more than once per step.
 
         Raises:
-            ConfigError: MLflow could not be started (noticed at the first call after that).
+            ConfigError: MLflow could not be started (noticed at the first call after that), or a metric has the name of
+                another column of metrics.jsonl.
         """
+        taken = _COLUMNS & metrics.keys()
+        if taken:
+            raise ConfigError(
+                f"a metric is called {min(taken)!r}, which metrics.jsonl has for itself",
+                where="metrics of a stage",
+                allowed="names with a prefix, such as my_stage/time",
+                fix="rename the metric",
+            )
         self._metrics.write({"step": step, "stage": self._stage, "time": time.time(), **metrics})
         self.view.step(step, metrics)
         if self._mlflow is not None:

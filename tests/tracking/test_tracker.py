@@ -12,7 +12,6 @@ from megarl.phase import PhaseEvent
 from megarl.tracking.close import close_run
 from megarl.tracking.console import ConsoleView, summary
 from megarl.tracking.jsonl import read_jsonl
-from megarl.tracking.mlflow_log import metric_name
 from megarl.tracking.names import number
 from megarl.tracking.trace import TraceWriter
 from megarl.tracking.tracker import Tracker
@@ -145,8 +144,10 @@ def test_mlflow_that_fails_later_warns_once_and_counts(tmp_path, screen, caplog)
     assert any("2 calls failed" in r.message for r in caplog.records)
 
 
-def test_metric_names_mlflow_accepts():
-    assert metric_name("val/gsm8k+aug/best@8") == "val/gsm8k_aug/best_at_8"
+@pytest.mark.parametrize("name", ["step", "stage", "time"])
+def test_metrics_cannot_take_the_columns_of_the_file(tmp_path, screen, name):
+    with pytest.raises(ConfigError, match=rf"a metric is called '{name}'"):
+        tracker(tmp_path, screen).log(1, {"x": 1.0, name: 2.0})
 
 
 @pytest.mark.parametrize(

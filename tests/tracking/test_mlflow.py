@@ -1,0 +1,232 @@
+"""What reaches a real MLflow store, and a run whose MLflow server is down, gone, or back again."""
+
+import http.server
+import logging
+import shutil
+import socket
+import threading
+import time
+import warnings
+
+import pytest
+
+from megarl.cli import _warn_of_mlflow
+from megarl.config.load import load_config
+from megarl.tracking import mlflow_log, mlflow_server
+from megarl.tracking.close import close_run
+from megarl.tracking.mlflow_log import MlflowLog
+from megarl.tracking.mlflow_server import unreachable
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory):
+    """A database with MLflow's tables, which take seconds to make."""
+    from mlflow.tracking import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def uri(tmp_path, empty_store):
+    return f"sqlite:///{shutil.copy(empty_store, tmp_path / 'mlflow.db')}"
+
+
+def opened(tmp_path, uri, params=None):
+    return MlflowLog(uri, str(tmp_path / "artifacts"), "run", params or {}, tmp_path / "id.json", resume=False)
+
+
+def only_run(uri):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("megarl").experiment_id])
+    return client, run
+
+
+def stored(uri):
+    """Metric -> steps of the only run."""
+    client, run = only_run(uri)
+    return {key: [m.step for m in client.get_metric_history(run.info.run_id, key)] for key in run.data.metrics}
+
+
+def closed_port():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# -- names -------------------------------------------------------------------------------------------------------
+
+
+def test_every_metric_of_a_step_arrives_whatever_its_name(tmp_path, uri):
+    log = opened(tmp_path, uri, params={"a//b": 1, "c@d": 2, "..": 3})
+    many = {f"part/{i}": float(i) for i in range(1100)}  # more than MLflow takes in one call
+    log.metrics(1, {"val//test/acc": 0.5, "val/test/acc": 0.25, "val/../acc": 0.1, "": 1.0, "val/acc": 0.5, **many})
+    log.finish("FINISHED", [])
+    assert log.failures == 0
+    found = only_run(uri)[1].data.metrics
+    assert len(found) == 1105
+    assert {"val/test/acc", "val/__/acc", "_", "val/acc"} <= found.keys()
+
+
+def test_a_rejected_metric_is_named_and_costs_no_other(tmp_path, uri, monkeypatch, caplog):
+    monkeypatch.setattr(mlflow_log.SafeNames, "of", lambda self, name: name)
+    log = opened(tmp_path, uri)
+    for step in (1, 2):
+        log.metrics(step, {"val//test/acc": 0.5, "val/acc": 0.5, "actor/lr": 1e-4})
+    log.finish("FINISHED", [])
+    assert stored(uri) == {"val/acc": [1, 2], "actor/lr": [1, 2]}
+    named = [r.getMessage() for r in caplog.records if "rejects the metric" in r.getMessage()]
+    assert len(named) == 1
+    assert "'val//test/acc'" in named[0]
+    assert log.failures == 0
+
+
+def test_a_run_that_somebody_deleted_is_one_failure_and_bans_no_metric(tmp_path, uri, caplog):
+    log = opened(tmp_path, uri)
+    log._calls.put(lambda client, run_id: client.delete_run(run_id))
+    log.metrics(1, {"a": 1.0, "b": 2.0})
+    log._calls.put(lambda client, run_id: client.restore_run(run_id))
+    log.metrics(2, {"a": 1.0, "b": 2.0})
+    log.finish("FINISHED", [])
+    assert stored(uri) == {"a": [2], "b": [2]}
+    assert log.failures == 1
+    assert not any("rejects the metric" in r.getMessage() for r in caplog.records)
+
+
+# -- servers -----------------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_down_is_said_at_once_and_the_run_goes_on(tmp_path, caplog):
+    uri, start = closed_port(), time.monotonic()
+    log = opened(tmp_path, uri)
+    wait_until(lambda: caplog.records)
+    assert time.monotonic() - start < 5
+    assert f"tracking.mlflow_uri: MLflow does not answer at {uri}" in caplog.text
+    assert "Connection refused" in caplog.text
+    for step in range(3):
+        log.metrics(step, {"x": 1.0})
+    start = time.monotonic()
+    log.finish("FINISHED", [])
+    assert time.monotonic() - start < 10
+    assert log.failures == 5  # three steps, the files, the end of the MLflow run
+    assert "5 calls failed; metrics.jsonl is complete" in caplog.text
+
+
+def test_the_command_says_it_before_workers_start(tmp_path):
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"tracking: {{mlflow_uri: '{closed_port()}'}}\n")
+    with pytest.warns(UserWarning, match=r"tracking.mlflow_uri: MLflow does not answer at .*Connection refused"):
+        _warn_of_mlflow(load_config(recipe, []))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _warn_of_mlflow(load_config(recipe, ["tracking.mlflow=false"]))
+        _warn_of_mlflow(load_config(recipe, ["tracking.mlflow_uri=null"]))
+
+
+def test_what_waited_arrives_when_the_server_comes_back(tmp_path, uri, monkeypatch, caplog):
+    down = threading.Event()
+    down.set()
+    monkeypatch.setattr(mlflow_log, "unreachable", lambda uri: "closed for a while" if down.is_set() else None)
+    monkeypatch.setattr(mlflow_log, "_RETRY_S", 0.05)
+    log = opened(tmp_path, uri)
+    log.metrics(1, {"x": 1.0})
+    wait_until(lambda: "closed for a while" in caplog.text)
+    down.clear()
+    log.metrics(2, {"x": 2.0})
+    log.finish("FINISHED", [])
+    assert stored(uri) == {"x": [1, 2]}
+    assert log.failures == 0
+    assert "answers again" in caplog.text
+
+
+def test_a_server_that_goes_away_for_good_does_not_hold_up_the_end(tmp_path, uri, monkeypatch, caplog):
+    gone = threading.Event()
+    monkeypatch.setattr(mlflow_log, "unreachable", lambda uri: "gone" if gone.is_set() else None)
+    log = opened(tmp_path, uri)
+    log.metrics(1, {"x": 1.0})
+    wait_until(lambda: log._calls.qsize() == 0 and log._opened is not None)
+
+    def fail(client, run_id):
+        gone.set()
+        raise ConnectionError("reset")
+
+    log._calls.put(fail)
+    start = time.monotonic()
+    log.finish("FINISHED", [])
+    assert time.monotonic() - start < 10
+    assert log.failures == 3
+    assert "MLflow does not answer" in caplog.text
+
+
+def test_a_call_that_hangs_when_the_server_is_gone_is_left(tmp_path, uri, monkeypatch, caplog):
+    hanging, gone = threading.Event(), threading.Event()
+    monkeypatch.setattr(mlflow_log, "unreachable", lambda uri: "gone" if gone.is_set() else None)
+    monkeypatch.setattr(mlflow_log, "_ASK_S", 0.1)
+
+    def hang(client, run_id):  # as MLflow's client does, which tries again for minutes
+        gone.set()
+        hanging.wait(60)
+
+    log = opened(tmp_path, uri)
+    log._calls.put(hang)
+    wait_until(gone.is_set)
+    start = time.monotonic()
+    log.finish("FINISHED", [])
+    assert time.monotonic() - start < 10
+    assert "does not answer (gone); its run is incomplete" in caplog.text
+    hanging.set()
+
+
+def test_the_launcher_does_not_wait_for_a_server_that_is_down(tmp_path, caplog):
+    (tmp_path / "mlflow.train.json").write_text(f'{{"uri": "{closed_port()}", "run_id": "1", "status": "RUNNING"}}')
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        close_run(tmp_path, "failed", budget_s=30.0)
+    assert time.monotonic() - start < 10
+    assert "its run stays open" in caplog.text
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    status = 200
+
+    def do_GET(self):
+        self.send_response(self.status)
+        self.end_headers()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "reason"), [(200, None), (401, None), (404, None), (500, None), (503, "HTTP status 503")]
+)
+def test_any_answer_but_that_of_a_gateway_is_an_answer(status, reason):
+    handler = type("Handler", (Answer,), {"status": status})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        assert unreachable(f"http://***@127.0.0.1:{server.server_port}/prefix") == reason
+        thread.join()
+
+
+def test_a_server_that_accepts_and_says_nothing_does_not_answer(monkeypatch):
+    monkeypatch.setattr(mlflow_server, "_ANSWER_S", 0.2)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        assert "timed out" in str(unreachable(f"http://127.0.0.1:{listening.getsockname()[1]}"))
+
+
+@pytest.mark.parametrize("uri", ["sqlite:///x.db", "/a/folder", "databricks", "http://host:port"])
+def test_what_is_no_server_is_left_to_mlflow(uri):
+    assert unreachable(uri) is None
