@@ -66,7 +66,9 @@ setup(
         "ray>=2.40",
     ],
     extras_require={
-        "gpu": ["flash-attn>=2.6", "transformer-engine[pytorch]>=2.0"],
+        # What building flash-attn and transformer-engine takes: they have no wheels on the package index, and build
+        # with --no-build-isolation only, against the torch that is installed.
+        "gpu": ["ninja", "packaging", "pybind11>=2.12", "setuptools>=77", "wheel>=0.45"],
         "dev": [
             "build>=1.2",
             "hypothesis>=6.100",

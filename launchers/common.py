@@ -244,6 +244,8 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
         chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses
         if not config.rollout.sglang.urls:  # servers on other machines may join an nccl group of the trainer
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
+    if config.actor.parallel.tp > 1:  # Megatron overlaps collectives and products, and relies on the order of launch
+        chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it draw its progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     environment = {WATCHED: "1"} | {name: os.environ.get(name, value) for name, value in chosen.items()}

@@ -10,7 +10,7 @@ needs no mask. Windows and context parallelism, which do need one, always take t
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,21 +88,31 @@ def varlen_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
     """The variable-length kernel for such queries: flash-attn, else torch's own, else None (CPUs, float32)."""
     if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16):
         return None
-    if importlib.util.find_spec("flash_attn") is not None:
+    if _flash_attention() is not None:
         return _flash_varlen
     if torch.cuda.get_device_capability()[0] >= 8:
         return _torch_varlen
     return None
 
 
+@functools.cache
+def _flash_attention() -> Callable[..., torch.Tensor] | None:
+    """flash-attn's function. Only importing it tells: flash-attn-4 has the same name, and builds for another torch."""
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
 def _flash_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor:
-    from flash_attn import flash_attn_varlen_func
-
+    attend = _flash_attention()
+    assert attend is not None  # varlen_kernel asked
     cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     left = -1 if window is None else window - 1
-    return flash_attn_varlen_func(
+    return attend(
         q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=(left, 0 if window else -1)
     )
 

@@ -44,6 +44,16 @@ def test_everything_is_inside_megarl(wheel: Path) -> None:
     assert set(expected) <= set(names)
 
 
+def test_the_gpu_extra_installs_from_the_package_index(wheel: Path) -> None:
+    """flash-attn and transformer-engine-torch have no wheels there, and no build without torch in place."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    extra = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and 'extra == "gpu"' in line]
+    assert extra
+    assert not [line for line in extra if "flash" in line or "transformer" in line]
+
+
 def test_it_imports_beside_another_package_named_kernels(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)

@@ -210,3 +210,14 @@ def test_the_kernels_out_of_memory_kill_is_named(tmp_path: Path) -> None:
     found = first(tmp_path, {1: -9}, oom=True)
     assert "out of memory" in found.message
     assert found.out_of_memory
+
+
+def test_tensor_parallel_workers_have_one_connection_to_their_device(monkeypatch) -> None:
+    """Megatron starts a collective before the product it overlaps with, and relies on that order."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    monkeypatch.delenv(name, raising=False)
+    assert name not in process_environment(config(), 2)
+    split = RunConfig.model_validate({"name": "split", "actor": {"parallel": {"tp": 2}}, "cluster": {"nproc": 2}})
+    assert process_environment(split, 2)[name] == "1"
+    monkeypatch.setenv(name, "8")
+    assert process_environment(split, 2)[name] == "8"

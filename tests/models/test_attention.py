@@ -1,9 +1,11 @@
 """The attention kernels against a loop in float64."""
 
+import sys
+
 import pytest
 import torch
 
-from megarl.models import attention_cpu
+from megarl.models import attention, attention_cpu
 from megarl.models.attention import bucket_attention, group_by_length
 from megarl.models.attention_cpu import causal_attention, runs
 from megarl.models.packing import pack_stream
@@ -74,3 +76,15 @@ def test_runs_cover_the_stream_in_order():
     assert [n for _, count, n in found for _ in range(count)] == lengths
     ends = [start + count * n for start, count, n in found]
     assert [start for start, _, _ in found] == [0, *ends[:-1]]
+
+
+@pytest.mark.parametrize(
+    ("text", "usable"), [("", False), ("raise ImportError", False), ("flash_attn_varlen_func = max", True)]
+)
+def test_flash_attention_is_what_imports(text, usable, tmp_path, monkeypatch):
+    """flash-attn-4 has the same import name without the function; a build for another torch fails to load."""
+    (tmp_path / "flash_attn.py").write_text(text + "\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    assert (attention._flash_attention.__wrapped__() is not None) == usable
+    sys.modules.pop("flash_attn", None)
