@@ -57,7 +57,7 @@ setup(
         "pyyaml>=6",
         "jinja2>=3.1",
         "rich>=13",
-        "psutil>=5.9",  # Megatron's checkpoint writer hangs without it
+        "psutil>=5.9",
         "datasets>=3.0",
         "xxhash>=3.0",
         "pyarrow>=15",
