@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections import Counter
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ def replace(seen: Any, graph: type, capture: type) -> None:
             "get_device_capability": lambda *_: (9, 0),
             "mem_get_info": lambda *_: (10**9, 10**9),
             "max_memory_allocated": lambda *_: 0,
+            "memory_stats": lambda *_: Counter(),
             "default_generators": (generator,),
             "get_rng_state": state,
             "set_rng_state": set_state,
