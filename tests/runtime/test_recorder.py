@@ -1,10 +1,11 @@
-"""What a rank leaves behind when its run fails."""
+"""What a rank leaves behind when its run fails, and what every step ends with."""
 
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from megarl.metrics import Metrics
 from megarl.runtime import health, recorder
 from megarl.runtime.controller import no_progress
 from megarl.runtime.recorder import Recorder
@@ -66,3 +67,16 @@ def test_an_error_while_closing_a_finished_run_is_an_error(make):
     _, record = make(finish)
     with pytest.raises(OSError, match="finished"), record:
         pass
+
+
+def test_every_step_ends_with_a_look_at_the_heap(make, monkeypatch):
+    steps = []
+    monkeypatch.setattr(recorder, "heap_bound", lambda: SimpleNamespace(after_step=lambda: steps.append(1)))
+    monkeypatch.setattr(FakeTracker, "log", lambda self, step, numbers: None, raising=False)
+    c, record = make(lambda status: None)
+    c.metrics, c.layout.is_lead = Metrics(), True
+    with record:
+        for step in range(3):
+            record.start_step()
+            record.end_step(step)
+    assert len(steps) == 3
