@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterable
 
+from megarl.compat.nccl import check_same_nccl
 from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
 from megarl.config.checklist import Checklist, divisors
@@ -131,6 +132,8 @@ def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
     try:
         python = find_python(servers.python, cuda=None)
         checks.ok(_NAME, f"their interpreter is {python}, with sglang {sglang_version(python)}")
+        if config.sync.transport == "distributed":
+            check_same_nccl(python)
     except ConfigError as error:
         checks.from_error(_NAME, error)
 
