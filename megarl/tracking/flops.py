@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megarl.models.hf import expert_ffn, head_dim, layer_windows, moe_layers, num_experts
+
 
 @dataclass(frozen=True)
 class FlopCounter:
@@ -32,18 +34,16 @@ class FlopCounter:
     @classmethod
     def from_hf(cls, config: Any) -> FlopCounter:
         """Counter of a `PretrainedConfig` of a Llama-like model: llama, mistral, mixtral, qwen2, qwen3, *_moe."""
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or hidden // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        layers = config.num_hidden_layers
-        mlp = sum(_mlp_weights(config, layer) for layer in range(layers))
-        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        hidden, heads, head = config.hidden_size, config.num_attention_heads, head_dim(config)
+        attention = hidden * head * (2 * heads + 2 * config.num_key_value_heads)
+        mlp = sum(_mlp_weights(config, sparse) for sparse in moe_layers(config))
+        windows = set(layer_windows(config))
         return cls(
-            per_token=2.0 * (layers * attention + mlp),
-            per_pair=4.0 * layers * heads * head_dim,
+            per_token=2.0 * (config.num_hidden_layers * attention + mlp),
+            per_pair=4.0 * config.num_hidden_layers * heads * head,
             per_head_token=2.0 * hidden * config.vocab_size,
-            window=window,
+            # Where some layers only have a window the pairs are counted as if none had.
+            window=windows.pop() if len(windows) == 1 else None,
         )
 
     def forward(self, lengths: Sequence[int], head_tokens: int | None = None) -> float:
@@ -85,14 +85,9 @@ class FlopCounter:
         return full * self.window + (self._pairs(start, self.window) if start < self.window else 0)
 
 
-def _mlp_weights(config: Any, layer: int) -> float:
+def _mlp_weights(config: Any, sparse: bool) -> float:
     """Weights one token meets in the MLP of a layer (gated: three matrices), router included."""
-    hidden = config.hidden_size
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
-    sparse_step = getattr(config, "decoder_sparse_step", 1) or 1
-    dense = layer in (getattr(config, "mlp_only_layers", None) or []) or (layer + 1) % sparse_step != 0
-    if not experts or dense:
+    hidden, experts = config.hidden_size, num_experts(config)
+    if not sparse or experts is None:
         return 3 * hidden * config.intermediate_size
-    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
-    return 3 * hidden * (width * config.num_experts_per_tok + shared) + hidden * experts
+    return 3 * hidden * expert_ffn(config) * config.num_experts_per_tok + hidden * experts

@@ -109,3 +109,11 @@ def test_perf_metrics_are_per_device():
     assert metrics["perf/tflops"] == 1.0
     assert metrics["perf/mfu"] == pytest.approx(0.1)
     assert metrics["perf/max_memory_gb"] > 0
+
+
+def test_a_window_that_the_class_does_not_read_saves_nothing():
+    import transformers
+
+    config = transformers.LlamaConfig(**SMALL, sliding_window=4, num_experts=2)
+    assert FlopCounter.from_hf(config) == FlopCounter.from_hf(hf_config("llama"))
+    assert FlopCounter.from_hf(transformers.MixtralConfig(**SMALL, sliding_window=4)).window == 4
