@@ -1,8 +1,9 @@
 """Make the interpreter that SGLang servers run in: `python tools/sglang_env.py [--kind auto|cpu|cuda]`.
 
 It lies in the cache folder, one per kind and set of versions, and is used again by every clone and run. `cpu` installs
-constraints-sglang.txt (about 3 GB); `cuda` installs sglang with all it asks for (about 11 GB). An interrupted
-installation has no `.complete` and is made anew by the next call.
+constraints-sglang.txt (about 3 GB); `cuda` installs sglang with all it asks for (about 11 GB), and gives the servers
+and the interpreter that runs this file one version of NCCL. An interrupted installation has no `.complete` and is made
+again by the next call.
 """
 
 from __future__ import annotations
@@ -21,8 +22,11 @@ ROOT = Path(__file__).resolve().parents[1]
 PINS = ROOT / "constraints-sglang.txt"
 sys.path.insert(0, str(ROOT))
 
+from megarl.compat.nccl import wheel_of  # noqa: E402
 from megarl.compat.sglang import COMPLETE, STAND_INS, environments_folder  # noqa: E402
 
+#: Version of NCCL that both interpreters get: that of the torch which SGLang asks for, the newer of the two.
+NCCL = "2.30.7"
 IMPORTS = "sglang.launch_server, sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
 
 
@@ -55,6 +59,18 @@ def install(folder: Path, kind: str) -> None:
         subprocess.run([python, "-W", "ignore", "-c", code], check=True, env={"SGLANG_USE_CPU_ENGINE": "1"})
 
 
+def agree_on_nccl(*pythons: Path) -> None:
+    """Give these interpreters the wheel of one NCCL, where they have one: NCCL joins no group with another version.
+
+    Each torch names one exact version, so both cannot be asked for in one resolution; newer ones keep the interface.
+    """
+    for python in pythons:
+        wheel = wheel_of(python)
+        if wheel is not None and wheel[1] != NCCL:
+            command = [str(python), "-m", "pip", "install", "--quiet", "--no-deps", f"{wheel[0]}=={NCCL}"]
+            subprocess.run(command, check=True)
+
+
 def main() -> None:
     """Reuse the environment or make it; print where its interpreter is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -72,6 +88,8 @@ def main() -> None:
             shutil.rmtree(folder, ignore_errors=True)
             install(folder, kind)
             (folder / COMPLETE).write_text(json.dumps({"kind": kind, "sglang": version}))
+        if kind == "cuda":
+            agree_on_nccl(folder / "bin" / "python", Path(sys.executable))
     print(folder / "bin" / "python")
 
 

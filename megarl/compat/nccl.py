@@ -18,6 +18,11 @@ def nccl_wheel(*folders: str) -> tuple[str, str] | None:
     return None
 
 
+def wheel_of(python: Path) -> tuple[str, str] | None:
+    """`nccl_wheel` of an interpreter in a virtual environment."""
+    return nccl_wheel(*map(str, (python.parent.parent / "lib").glob("python3*/site-packages")))
+
+
 def check_same_nccl(servers: Path, *, trainer: str | None = None) -> None:
     """Refuse interpreters whose NCCL wheels differ; one without a wheel (a CPU build, an image's own) is not judged.
 
@@ -28,7 +33,7 @@ def check_same_nccl(servers: Path, *, trainer: str | None = None) -> None:
     Raises:
         ConfigError: the versions differ.
     """
-    theirs = nccl_wheel(*map(str, (servers.parent.parent / "lib").glob("python3*/site-packages")))
+    theirs = wheel_of(servers)
     ours = nccl_wheel(trainer or sysconfig.get_paths()["purelib"])
     if ours is None or theirs is None or ours[1] == theirs[1]:
         return
@@ -41,5 +46,6 @@ def check_same_nccl(servers: Path, *, trainer: str | None = None) -> None:
         where="sync.transport",
         found=f"trainer {ours[1]}, servers {theirs[1]}",
         allowed="one version in both",
-        fix=f"in {where}: pip install --no-deps {older[0]}=={newer[1]}; or set sync.transport=tensor, disk or delta",
+        fix=f"run `make sglang-env`, or in {where}: pip install --no-deps {older[0]}=={newer[1]}; or set "
+        "sync.transport=disk or delta",
     )

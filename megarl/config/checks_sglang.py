@@ -132,7 +132,10 @@ def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
     try:
         python = find_python(servers.python, cuda=None)
         checks.ok(_NAME, f"their interpreter is {python}, with sglang {sglang_version(python)}")
-        if config.sync.transport == "distributed":
+        broadcast = config.sync.transport == "distributed" or (
+            config.sync.transport == "auto" and not servers.colocated
+        )
+        if broadcast and nvidia_devices():  # without GPUs it is gloo that broadcasts
             check_same_nccl(python)
     except ConfigError as error:
         checks.from_error(_NAME, error)

@@ -1,9 +1,15 @@
 """NCCL versions of both interpreters, from package metadata."""
 
+import runpy
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from megarl.compat.nccl import check_same_nccl
 from megarl.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 def site(folder, version):
@@ -30,4 +36,17 @@ def test_equal_or_unknown_versions_pass(tmp_path, ours, theirs):
 def test_different_versions_are_refused_with_the_older_one_to_change(tmp_path):
     with pytest.raises(ConfigError, match=r"trainer 2\.29\.7, servers 2\.30\.7") as caught:
         check(tmp_path, "2.29.7", "2.30.7")
-    assert caught.value.fix.startswith("in the trainer's interpreter: pip install --no-deps nvidia-nccl-cu13==2.30.7")
+    assert "in the trainer's interpreter: pip install --no-deps nvidia-nccl-cu13==2.30.7" in caught.value.fix
+
+
+def test_both_interpreters_get_one_version(tmp_path, monkeypatch):
+    """An interpreter without a wheel, as of a CPU build of torch, gets none."""
+    tool = runpy.run_path(str(ROOT / "tools" / "sglang_env.py"))
+    commands = []
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    for name, version in (("trainer", "2.29.7"), ("servers", tool["NCCL"]), ("cpu", None)):
+        site(tmp_path / name, version)
+    tool["agree_on_nccl"](*(tmp_path / name / "bin" / "python" for name in ("trainer", "servers", "cpu")))
+    assert [(command[0], command[-1]) for command in commands] == [
+        (str(tmp_path / "trainer" / "bin" / "python"), f"nvidia-nccl-cu13=={tool['NCCL']}")
+    ]

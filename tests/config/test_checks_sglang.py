@@ -233,3 +233,21 @@ def test_a_setting_that_works_passes(failures, on, overrides) -> None:
 @pytest.mark.parametrize("section", [SyncConfig, RolloutConfig])
 def test_every_dtype_that_can_be_chosen_is_known(section) -> None:
     assert set(get_args(section.model_fields["dtype"].annotation)) - {"model"} <= DTYPES.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "present", "judged"),
+    [
+        (["sync.transport=distributed"], 8, True),
+        ([], 8, True),  # auto, to servers with GPUs of their own
+        (["rollout.sglang.colocated=true"], 8, False),
+        (["sync.transport=disk"], 8, False),
+        (["sync.transport=distributed"], 0, False),  # gloo
+    ],
+)
+def test_versions_of_nccl_are_compared_where_nccl_joins_them(failures, on, monkeypatch, settings, present, judged):
+    asked = []
+    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: present)
+    monkeypatch.setattr(checks_sglang, "check_same_nccl", asked.append)
+    failures(*on, "cluster.nproc=2", *settings)
+    assert bool(asked) is judged
