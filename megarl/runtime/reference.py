@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.dag.node import Role
 from megarl.errors import ConfigError
 from megarl.phase import phase
+from megarl.processes import write_atomically
 from megarl.runtime.setup import build_engine, check_embeddings
 
 if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
 
 FOLDER = "reference"
+_ORIGIN = "origin.json"  # in the place of a model: where it is
 
 
 def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None) -> None:
     """Give the controller a reference when a node of the graph works for one.
 
     Its weights are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a
-    resumed run starts from a later actor. A run that resumes from a checkpoint of another one takes that one's.
+    resumed run starts from a later actor; where they are those of `model.path`, that path is kept instead. A run that
+    resumes from a checkpoint of another one takes that one's.
 
     Raises:
         ConfigError: the run of `resumed_from` (RUN_DIR/checkpoints/step_N; None: RL starts here) has kept none.
@@ -33,12 +38,15 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None)
         return
     own = c.run_dir / FOLDER
     with phase("load_reference"):
-        source = c.config.reference.path
-        if source is None and resumed_from is not None:
-            source = str(kept_reference(resumed_from))
-        elif source is None:
-            export_weights(c.actor.chunks, own, c.hf_config, c.tokenizer)
-            source = str(own)
+        kept, origin = own, None
+        if c.config.reference.path is None and resumed_from is not None:
+            kept = kept_reference(resumed_from)
+            origin = _origin(kept)
+        elif c.config.reference.path is None:
+            origin = unchanged_model(c.config)
+            if origin is None:
+                export_weights(c.actor.chunks, own, c.hf_config, c.tokenizer)
+        source = c.config.reference.path or origin or str(kept)
         # Not the policy's configuration: RoPE or windows may differ.
         hf_config = load_hf_config(
             c.config.model.model_copy(update={"path": source, "hf_config": None}), "reference.path"
@@ -52,10 +60,28 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None)
             trainable=False,
             name="reference",
         )
-        if c.config.reference.path is None and Path(source).resolve() != own.resolve():
+        if origin is not None and c.layout.rank == 0:
+            own.mkdir(exist_ok=True)
+            write_atomically(own / _ORIGIN, json.dumps({"path": origin}))
+        elif origin is None and kept.resolve() != own.resolve():
             export_weights(c.reference.chunks, own, hf_config, c.tokenizer)  # for later resumes of this run
         if c.config.actor.engine.offload:
             c.reference.offload()
+
+
+def unchanged_model(config: RunConfig) -> str | None:
+    """The model that RL starts from, where that is `model.path` as it is on disk; None after a cold start, for a fresh
+    model, and with keys of its configuration changed."""
+    model = config.model
+    if model.path is None or model.hf_config is not None or config.sft.steps:
+        return None
+    return str(Path(model.path).resolve()) if Path(model.path).is_dir() else model.path
+
+
+def _origin(folder: Path) -> str | None:
+    """Where the model is that a reference folder stands for; None where the folder holds it."""
+    file = folder / _ORIGIN
+    return str(json.loads(file.read_text())["path"]) if file.is_file() else None
 
 
 def kept_reference(checkpoint: Path) -> Path:
@@ -95,4 +121,4 @@ def _set_aside_since(checkpoints: Path) -> list[Path]:
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / "config.json").is_file()
+    return any((folder / name).is_file() for name in ("config.json", _ORIGIN))

@@ -50,6 +50,15 @@ def test_an_interpreter_without_sglang_is_found_before_a_run(failures) -> None:
     assert "make sglang-env" in check.fix
 
 
+def test_the_servers_of_another_machine_need_no_interpreter_here(failures, warned, monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    recipe = ("rollout.engine=sglang", "cluster.device_memory_gb=80")
+    assert [check.key for check in failures(recipe[0])] == ["rollout.sglang.python"]
+    assert failures(*recipe) == []
+    (check,) = [check for check in warned(*recipe) if check.key == "rollout.sglang.python"]
+    assert "make sglang-env" in check.fix
+
+
 def test_an_interpreter_that_does_not_answer_is_found_before_a_run(failures, on, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sglang, "_ANSWER_S", 0.1)
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.compat import sglang
 from megarl.config.facts import model_facts
 from megarl.config.load import load_config
 from megarl.config.memory import server_bytes, stage_parameters, state_bytes
@@ -182,8 +183,12 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "grpo_qwen3_30b_a3b_32gpu",
     ],
 )
-def test_shipped_recipe_passes_its_dry_run(name):
-    plan = make_plan(load_config(name), "torchrun")
+def test_shipped_recipe_passes_its_dry_run(name, tmp_path):
+    python = tmp_path / "python"  # of the servers; the checks ask it for its version
+    python.write_text(f"#!/bin/sh\necho {sglang.TESTED}\n")
+    python.chmod(0o755)
+    servers = [f"rollout.sglang.python={python}"] if load_config(name).rollout.engine == "sglang" else []
+    plan = make_plan(load_config(name, servers), "torchrun")
     assert plan.problems == []
     assert " 0 warn" in plan.text
 

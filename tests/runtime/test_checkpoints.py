@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from megarl import cli
+from megarl.config.load import load_config
 from megarl.errors import ConfigError, UserError
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
-from megarl.runtime.reference import kept_reference, put_aside
+from megarl.runtime.reference import kept_reference, put_aside, unchanged_model
+from tests.runtime.harness import RECIPE
 
 
 def test_a_misspelt_best_metric_names_those_that_exist():
@@ -29,6 +31,24 @@ def test_the_reference_is_beside_the_checkpoints(tmp_path):
     (tmp_path / "run" / "reference").mkdir()
     (tmp_path / "run" / "reference" / "config.json").write_text("{}")
     assert kept_reference(checkpoint) == tmp_path / "run" / "reference"
+
+
+@pytest.mark.parametrize(
+    ("settings", "same"),
+    [
+        ([], True),
+        (["sft.steps=3"], False),
+        (["model.hf_config={sliding_window: 8}"], False),
+        (["model.path=null"], False),
+        (["model.path=org/name"], True),
+    ],
+)
+def test_a_model_that_is_on_disk_already_is_not_written_again_as_the_reference(tmp_path, settings, same):
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    base = [f"model.path={tmp_path}", "model.hf_config=null", "sft.steps=0"]
+    config = load_config(tmp_path / "recipe.yaml", [*base, *settings])
+    path = config.model.path if config.model.path == "org/name" else str(tmp_path.resolve())
+    assert unchanged_model(config) == (path if same else None)
 
 
 def test_a_run_that_starts_anew_leaves_the_reference_with_its_old_checkpoints(tmp_path):
