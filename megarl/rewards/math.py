@@ -22,13 +22,17 @@ from megarl.rewards.format import last_boxed
 
 _TAIL = 600  # characters of an unboxed response that are searched, the answer stands at the end
 
-# Units that math-verify does not know: money after a number (it knows cm, hours and such), and any words after `$...$`,
-# unless they join two answers.
+# Units that math-verify does not know (it knows cm, hours and such): money after a number, and money or a plain unit
+# after `$...$`. Any other word may change the value: `$2$ pi`, `$3$ million`, `$50$ percent`.
 _SPACE = r"(?:\s|~|\\[ ,;:!])*+"
 _MONEY = r"(?:(?:US|U\.S\.)\s+)?(?:dollar|cent|euro|pound|rupee|peso|buck)s?|pence|yen|yuan|USD|EUR|GBP"
 _NUMBER_AND_UNIT = re.compile(rf"(?P<value>.*[\d}}]){_SPACE}(?P<unit>{_MONEY})\.?", re.DOTALL | re.IGNORECASE)
-_MATH_AND_UNIT = re.compile(rf"\$(?P<value>[^$]+)\${_SPACE}(?P<unit>[A-Za-z][A-Za-z ]*+)\.?")
-_JOINING = {"and", "or", "to", "if", "when", "for", "with", "where", "plus", "minus", "times", "mod", "only"}
+_LENGTH = r"(?:(?:kilo|centi|milli)?met(?:er|re)|mile|yard)s?"
+_PLAIN = (
+    rf"(?:(?:square|cubic) )?(?:{_LENGTH}|units?)|{_LENGTH} per (?:second|minute|hour)|"
+    r"(?:(?:kilo|milli)?gram|lit(?:er|re)|cup|degree|second|minute|hour|day|week|month|year)s?"
+)
+_MATH_AND_UNIT = re.compile(rf"\$(?P<value>[^$]+)\${_SPACE}(?P<unit>{_MONEY}|{_PLAIN})\.?", re.IGNORECASE)
 
 for _name in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_name).setLevel(logging.ERROR)  # they warn that their own timeouts are off
@@ -86,7 +90,7 @@ def _without_unit(text: str) -> tuple[str, str]:
     (('50', 'dollar'), ('2 pi', ''))
     """
     match = _MATH_AND_UNIT.fullmatch(text) or _NUMBER_AND_UNIT.fullmatch(text)
-    if match is None or not _JOINING.isdisjoint(match["unit"].lower().split()):
+    if match is None:
         return text, ""
     return match["value"].strip(), " ".join(match["unit"].lower().split()).removeprefix("us ").removesuffix("s")
 

@@ -1,8 +1,9 @@
 """MLflow beside the training loop: importing it takes seconds and a remote server may be slow, so a thread does both.
 
-A store that cannot be opened stops the run (at the first `metrics` call that notices), but a server that does not
-answer does not: calls wait in the queue until it does, or the run ends. A call that fails later is reported once as it
-happens and counted at the end, because metrics.jsonl has every number anyway.
+A store that cannot be opened at the start stops the run (at the first `metrics` call that notices), but a server that
+does not answer does not, nor one that was down and comes back with an error: calls wait in the queue until it can be
+used, or the run ends. A call that fails later is reported once as it happens and counted at the end, because
+metrics.jsonl has every number anyway.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class MlflowLog:
         self._names, self._rejected = SafeNames(), set[str]()
         self._start_error: Exception | None = None
         self._opened: tuple[Any, str] | None = None  # client and run
-        self._down = False
+        self._created: str | None = None  # the MLflow run, so that a second attempt makes no second one
+        self._down = self._refused = False
         self._ending = threading.Event()
         self.failures = 0
         self._thread = threading.Thread(target=self._serve, name="megarl-mlflow", daemon=True)
@@ -218,15 +220,24 @@ class MlflowLog:
             except Exception as error:
                 reason = unreachable(self._uri)
                 if reason is None:
-                    self._start_error = error
+                    self._refuse(error)
                     return False
         if reason is not None:
             self._lost(reason)
             return False
         if self._down:
             log.warning("MLflow at %s answers again and gets what waited", self._uri)
-            self._down = False
+            self._down = self._refused = False
         return True
+
+    def _refuse(self, error: Exception) -> None:
+        """The store answers and cannot be opened: the user's mistake at the start; a server's trouble after it was
+        down, which passes or does not, but ends no run."""
+        if not self._down:
+            self._start_error = error
+        elif not self._refused:
+            log.warning("MLflow at %s answers with an error and is asked again later: %s", self._uri, _text(error))
+            self._refused = True
 
     def _lost(self, reason: str) -> None:
         if not self._down:
@@ -255,14 +266,15 @@ class MlflowLog:
             experiment_id = client.create_experiment(EXPERIMENT, artifact_location=self._artifacts)
         else:
             experiment_id = experiment.experiment_id
-        run_id = str(client.create_run(experiment_id, run_name=self._name).info.run_id)
+        if self._created is None:
+            self._created = str(client.create_run(experiment_id, run_name=self._name).info.run_id)
         from mlflow.entities import Param
 
         names = SafeNames()
         params = [Param(names.of(key), str(value)[:_PARAM_CHARS]) for key, value in flatten(self._params)]
         for start in range(0, len(params), _PARAMS_PER_CALL):
-            client.log_batch(run_id, params=params[start : start + _PARAMS_PER_CALL])
-        return run_id
+            client.log_batch(self._created, params=params[start : start + _PARAMS_PER_CALL])
+        return self._created
 
 
 def _connect(uri: str) -> Any:

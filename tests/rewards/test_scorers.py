@@ -193,6 +193,18 @@ def test_format_parts_can_be_turned_off():
         (r"\boxed{50 dollars}", "60", 0.0),
         (r"\boxed{2 pi}", "2", 0.0),
         (r"\boxed{$50$ or $60$}", "50", 0.0),
+        (r"\boxed{$50$ miles per hour}", "50", 1.0),
+        (r"\boxed{$3$ square meters}", "3", 1.0),
+        # words that change the value
+        (r"\boxed{$2$ pi}", "2", 0.0),
+        (r"\boxed{2}", "$2$ pi", 0.0),
+        (r"\boxed{$3$ million}", "3", 0.0),
+        (r"\boxed{$1$ dozen}", "1", 0.0),
+        (r"\boxed{$2$ squared}", "2", 0.0),
+        (r"\boxed{$x$ factorial}", "x", 0.0),
+        (r"\boxed{$5$ i}", "5", 0.0),
+        (r"\boxed{$3$ x}", "3", 0.0),
+        (r"\boxed{$50$ percent}", "0.5", 1.0),
     ],
 )
 def test_math_strict(response, answer, score):

@@ -149,6 +149,30 @@ def test_what_waited_arrives_when_the_server_comes_back(tmp_path, uri, monkeypat
     assert "answers again" in caplog.text
 
 
+def test_a_server_that_comes_back_with_an_error_ends_no_run(tmp_path, uri, monkeypatch, caplog):
+    down, connect, errors = threading.Event(), mlflow_log._connect, [RuntimeError("HTTP 500")]
+    down.set()
+
+    def flaky(uri):
+        if errors:
+            raise errors.pop()
+        return connect(uri)
+
+    monkeypatch.setattr(mlflow_log, "unreachable", lambda uri: "closed for a while" if down.is_set() else None)
+    monkeypatch.setattr(mlflow_log, "_connect", flaky)
+    monkeypatch.setattr(mlflow_log, "_RETRY_S", 0.05)
+    log = opened(tmp_path, uri)
+    log.metrics(1, {"x": 1.0})
+    wait_until(lambda: "closed for a while" in caplog.text)
+    down.clear()
+    wait_until(lambda: not errors and "answers with an error" in caplog.text)
+    log.metrics(2, {"x": 2.0})
+    wait_until(lambda: "answers again" in caplog.text)
+    log.finish("FINISHED", [])
+    assert stored(uri) == {"x": [1, 2]}
+    assert log.failures == 0
+
+
 def test_a_server_that_goes_away_for_good_does_not_hold_up_the_end(tmp_path, uri, monkeypatch, caplog):
     gone = threading.Event()
     monkeypatch.setattr(mlflow_log, "unreachable", lambda uri: "gone" if gone.is_set() else None)
