@@ -6,11 +6,19 @@ import torch
 
 
 def head_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Logits [n, V] of `hidden` [n, H] and `weight` [V, H], without autograd.
+    """Logits [n, V] of `hidden` [n, H] and `weight` [V, H], without autograd, see `wide_product`.
 
-    Of bf16 and fp16 operands a GPU returns its float32 sums as they are: rounded to bf16, a logit of 20 is off by up to
-    0.06, and so is its log-prob. A CPU has no such product and returns the operands' dtype.
+    Rounded to bf16, a logit of 20 is off by up to 0.06, and so is its log-prob.
     """
-    if hidden.is_cuda and hidden.dtype in (torch.bfloat16, torch.float16):
-        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-    return torch.mm(hidden, weight.t())
+    return wide_product(hidden, weight.t())
+
+
+def wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """`a @ b` of two matrices, without autograd.
+
+    Of bf16 and fp16 operands a GPU returns its float32 sums as they are. A CPU has no such product and returns the
+    operands' dtype.
+    """
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return torch.mm(a, b)

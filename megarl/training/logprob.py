@@ -4,10 +4,11 @@ Shape legend: N tokens, H hidden size, V columns of this rank's vocabulary shard
 
 For logits l = hidden @ weight.T / T over the whole vocabulary: logp = l[target] - logZ and entropy = logZ - sum(p l).
 Only one chunk of logits [C, V] lives at a time; the backward pass computes them again (unless everything is a single
-chunk, which is then kept). It goes in blocks of columns where there are fewer tokens than columns: then each row of the
-weight's gradient is written once, and the gradient that all blocks add to is the smaller one, [N, H]; else in chunks of
-tokens. With a tensor-parallel group each rank reduces its own columns to four numbers per token,
-and one all-gather of [4, N] combines them; the backward pass needs no communication at all:
+chunk, which is then kept). On a GPU it goes in blocks of columns where there are fewer tokens than columns: then each
+row of the weight's gradient is written once, and the gradient that all blocks add to is the smaller one, [N, H]; else
+in chunks of tokens, as on a CPU always, whose products of bf16 are rounded before they can be added. With a
+tensor-parallel group each rank reduces its own columns to four numbers per token, and one all-gather of [4, N] combines
+them; the backward pass needs no communication at all:
 
     rank r:   m_r = max l,  s_r = sum exp(l - m_r),  t_r = sum exp(l - m_r) (l - m_r),  l[target] or 0
     together: M = max m_r,  S = sum s_r e^(m_r - M),  logZ = M + log S,
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.models.head import head_logits
+from megarl.models.head import head_logits, wide_product
 
 
 class _Shard(NamedTuple):
@@ -100,7 +101,7 @@ class _LinearLogprob(torch.autograd.Function):
         if grad_logp is None and grad_entropy is None:
             return None, None, None, None
         rows = _Rows(hidden, targets, log_z, entropy if shard.entropy else None, grad_logp, grad_entropy)
-        by_columns = kept is None and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
+        by_columns = _adds_wide(hidden) and kept is None and ctx.needs_input_grad[1] and 0 < len(hidden) < len(weight)
         backward = _by_columns if by_columns else _by_tokens
         return *backward(rows, weight, shard, kept, ctx.needs_input_grad), None, None
 
@@ -155,8 +156,13 @@ def _by_columns(
         grad_logits = _grad_logits(logits, rows, shard._replace(start=shard.start + begin), False).to(weight.dtype)
         torch.mm(grad_logits.t(), hidden, out=grad_weight[part])
         if grad_hidden is not None:
-            grad_hidden += torch.mm(grad_logits, weight[part])
+            grad_hidden += wide_product(grad_logits, weight[part])
     return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight
+
+
+def _adds_wide(hidden: Tensor) -> bool:
+    """True where `wide_product` is not rounded, so that a sum of many is as exact as one product."""
+    return hidden.is_cuda
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
