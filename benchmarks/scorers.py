@@ -1,7 +1,8 @@
-"""Texts that make a careless regular expression hang, and how the time of every included scorer grows with them.
+"""Texts that make a careless regular expression hang, and how the time of the included scorers grows with them.
 
 Models under reinforcement learning write endless white space, digits, braces and unclosed tags. A scorer reads them in
-linear time: twice the text takes twice the time, not four or eight times.
+linear time: twice the text takes twice the time, not four or eight times. `math` is not among them: what reads its box
+is another library, under a limit of CPU time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def hostile(name: str, length: int = LENGTH) -> str:
 
 
 def scorers() -> dict[str, Score]:
-    """Every included scorer with the settings that read a response in different ways; the reference answer is 18."""
+    """The included scorers but `math`, with the settings that read a response in different ways; the answer is 18."""
     from megarl.rewards.exact_match import exact_match
     from megarl.rewards.format import format_reward
     from megarl.rewards.gsm8k import gsm8k

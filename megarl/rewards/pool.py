@@ -165,10 +165,11 @@ class Pool:
                 self._on_death(worker, outcomes, pending)
         if self._sample_limit_s is not None:
             for worker in [w for w in self._workers if w.chunk and time.monotonic() > w.since + self._sample_limit_s]:
-                blamed, *rest = worker.left
+                left = worker.left  # none where the last message of a chunk is missing
                 late = Failure(f"did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}")
-                outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
-                self._requeue(worker, rest, pending)
+                for blamed in left[:1]:
+                    outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
+                self._requeue(worker, left[1:], pending)
 
     def _on_message(self, worker: _Worker, message: tuple[Any, ...], outcomes: dict[int, Outcome]) -> None:
         if message[0] == "scored":

@@ -2,14 +2,16 @@
 
     python -m megarl.rewards.preflight      # a reward section as JSON on stdin; the error, if any, as JSON on stdout
 
-What the import does (prints, threads, packages that it loads) stays in that process. One that takes longer than two
-seconds is left to the workers.
+What the import does (prints, threads, packages that it loads) stays in that process, and the processes that it starts
+end with it. One that takes longer than two seconds is left to the workers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING
@@ -35,13 +37,18 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
     section = json.dumps({"name": reward.name, "mode": reward.mode, "kwargs": reward.kwargs})
     environment = os.environ | {"PYTHONSAFEPATH": "1"}  # as in workers
     command = [sys.executable, "-m", __name__]
-    try:
-        done = subprocess.run(
-            command, input=section, capture_output=True, text=True, timeout=limit_s, env=environment, check=False
-        )
-        parts = json.loads(done.stdout.rpartition("\n")[2]) if done.stdout else None
-    except (subprocess.TimeoutExpired, ValueError):  # too slow, or its own prints at the end: the workers will see
-        return
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, env=environment, start_new_session=True
+    ) as process:
+        try:
+            stdout, _ = process.communicate(section, limit_s)
+            parts = json.loads(stdout.rpartition("\n")[2]) if stdout else None
+        except (subprocess.TimeoutExpired, ValueError):  # too slow, or its own prints at the end: the workers will see
+            return
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # also what the import started
     if parts:
         raise ConfigError(parts.pop("what"), **parts)
 

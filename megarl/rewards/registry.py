@@ -42,6 +42,11 @@ class Scorer:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+def mode_of(name: str, mode: Mode) -> Mode:
+    """How the function of `reward.name` is called: included ones always take one sample at a time."""
+    return "sequential" if name in REWARDS else mode
+
+
 def scorer_names() -> list[str]:
     """Names of the included scorers."""
     return sorted(REWARDS)
@@ -93,7 +98,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
         raise ConfigError(
             f"{module_name} has no function {function_name!r}", where="reward.name", found=name, allowed=local or None
         )
-    scorer = Scorer(name, function, "sequential" if name in REWARDS else mode, str(module.__file__), kwargs)
+    scorer = Scorer(name, function, mode_of(name, mode), str(module.__file__), kwargs)
     _check_kwargs(scorer)
     return scorer
 

@@ -22,7 +22,7 @@ from megarl.errors import ConfigError, RewardError
 from megarl.metrics import Metrics
 from megarl.phase import beat
 from megarl.rewards.pool import Pool
-from megarl.rewards.registry import Scorer, load_scorer, time_limit_s
+from megarl.rewards.registry import Scorer, load_scorer, mode_of, time_limit_s
 from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Failure, Outcome, Result, Sample, score
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _POLL_S = 0.2
+_GRACE_POLLS, _GRACE_POLL_S = 100, 0.01
 #: Part names that mean something else: a failed sample, and metrics `reward/<name>` that are not parts.
 RESERVED_PARTS = frozenset({ERROR_KEY, "errors", "overlong_penalty"})
 # The alarm inside the process counts CPU seconds; the process is killed after this many wall seconds, which a busy
@@ -66,7 +67,7 @@ class RewardRunner:
         self._scorer: Scorer | None = None
         self._pool: Pool | None = None
         alarm_s = time_limit_s(cfg.name, cfg.kwargs)
-        mode = "sequential" if ":" not in cfg.name else cfg.mode
+        mode = mode_of(cfg.name, cfg.mode)
         if cfg.workers or alarm_s is not None:
             limit_s = cfg.sample_timeout_s if mode == "sequential" else None
             limit_result = None
@@ -111,7 +112,7 @@ class RewardRunner:
             except FutureTimeout:
                 beat()  # the wait has its own deadline
                 late = self._passed_deadline(handle)
-                if late is not None:
+                if late is not None and not self._was_held_up(handle):
                     self._stuck = self._describe_stuck(handle, late)
                     raise RewardError(self._stuck) from None
         return self._settle(handle.samples, outcomes)
@@ -134,7 +135,7 @@ class RewardRunner:
 
     def _serve(self) -> None:
         while (handle := self._jobs.get()) is not None:
-            handle.started = handle.since = time.monotonic()
+            handle.since = handle.started = time.monotonic()  # in this order: `started` is looked at first
             try:
                 handle.outcomes.set_result(self._score(handle))
             except BaseException as error:  # whatever it is, the caller of result() must see it
@@ -166,6 +167,17 @@ class RewardRunner:
         if self._scorer.mode == "sequential" and now > handle.since + self._cfg.sample_timeout_s:
             return f"reward.sample_timeout_s = {self._cfg.sample_timeout_s:g}"
         return None
+
+    def _was_held_up(self, handle: RewardHandle) -> bool:
+        """True when a late call is over soon: while it held Python's lock nobody could look, nor its thread say so.
+
+        Polls are counted, not seconds, because the next call may hold the lock, too.
+        """
+        for _ in range(_GRACE_POLLS):
+            if handle.outcomes.done() or self._passed_deadline(handle) is None:
+                return True
+            time.sleep(_GRACE_POLL_S)
+        return False
 
     def _settle(self, samples: list[Sample], outcomes: dict[int, Outcome]) -> list[Result]:
         failures = {i: o for i, o in outcomes.items() if isinstance(o, Failure)}

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.benchmarks.scorers import HOSTILE, growth, hostile, scorers
+from megarl.benchmarks.scorers import HOSTILE, LENGTH, hostile, scorers
 from megarl.rewards.format import format_reward, last_boxed
-from megarl.rewards.math import math
+from megarl.rewards.math import _without_unit, math
 from megarl.rewards.numbers import find_numbers, parse_number
 
 
@@ -35,8 +35,32 @@ def test_math_reads_its_box_in_no_time(name):
     assert time.process_time() - start < 3.0
 
 
-def test_twice_the_text_takes_twice_the_time():
-    assert growth(4096) < 6  # 2 on a quiet machine; what grows with the square or the cube reaches 4 to 8 and more
+def seconds(score, text, repeats=3):
+    found = []
+    for _ in range(repeats):
+        start = time.process_time()
+        score(text)
+        found.append(time.process_time() - start)
+    return min(found)
+
+
+def grows_with_the_square(score, name, length=LENGTH):
+    """Whether four times the text takes more than 9 times the CPU time: it is 4 if linear, 16 if quadratic."""
+    # At 64k characters what is quadratic takes seconds, and the ratio of times under 10 ms says nothing.
+    if seconds(score, hostile(name, length), 1) < 0.01:
+        return False
+    ratios = (seconds(score, hostile(name, length)) / seconds(score, hostile(name, length // 4)) for _ in range(3))
+    return all(ratio > 9 for ratio in ratios)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_four_times_the_text_takes_four_times_the_time(name):
+    readers = scorers() | {"math, box and unit": lambda text: _without_unit(last_boxed(text) or text)}
+    assert [reader for reader, score in readers.items() if grows_with_the_square(score, name)] == []
+
+
+def test_a_quadratic_scorer_is_noticed():
+    assert grows_with_the_square(lambda text: re.search(r"\n+x", text), "newlines", 8192)
 
 
 # -- the same as plain regular expressions ------------------------------------------------------------------------

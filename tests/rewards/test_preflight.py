@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
 from megarl.config.data import RewardConfig
@@ -14,6 +17,8 @@ FILES = {
     "raises.py": "print('{}')\nvalue = {}['missing']\ndef score(samples):\n    return [0.0 for s in samples]\n",
     "slow.py": "import time\ntime.sleep(60)\ndef score(samples):\n    return []\n",
     "made.py": "score = 3\n",
+    "starts.py": "import subprocess\nstarted = subprocess.Popen(['sleep', '600'], stdout=subprocess.DEVNULL)\n"
+    "open('pid', 'w').write(str(started.pid))\ndef score(samples):\n    return []\n",
 }
 
 
@@ -48,3 +53,12 @@ def test_good_ones_pass_and_their_prints_are_not_seen(capfd):
 
 def test_one_that_takes_long_is_left_to_the_workers():
     check_import(RewardConfig(name="slow.py:score"), limit_s=0.5)
+
+
+def test_what_the_import_starts_ends_with_the_check(tmp_path):
+    check_import(RewardConfig(name="starts.py:score"), limit_s=60)
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/status")
+    deadline = time.monotonic() + 30
+    while status.exists() and "State:\tZ" not in status.read_text():  # a zombie until its new parent looks
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

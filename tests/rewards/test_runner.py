@@ -4,6 +4,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import deque
 
 import pytest
 
@@ -13,7 +14,7 @@ from megarl.rewards import build_reward, reward_metrics
 from megarl.rewards.pool import Pool
 
 HELPERS = """
-import os, time, math, struct, sys
+import ctypes, os, time, math, struct, sys
 
 def length(samples, scale=1.0):
     return [{"overall": scale * len(s["response"]), "words": float(len(s["response"].split()))} for s in samples]
@@ -55,7 +56,12 @@ def hang(sample):
     return 1
 
 def slow(sample):
-    time.sleep(0.4 if sample["response"] == "bad" else 0.0)
+    time.sleep(2.5 if sample["response"] == "bad" else 0.0)
+    return 1
+
+def hold(sample):
+    if sample["response"] == "bad":
+        ctypes.PyDLL(None).usleep(2_500_000)  # holds Python's lock
     return 1
 
 def slow_batch(samples):
@@ -208,7 +214,7 @@ def test_deadline_with_on_error_keeps_what_was_scored(file):
 
 
 def test_a_process_that_hangs_on_one_sample_is_killed_when_the_scorer_has_a_limit(file):
-    pool = Pool(f"{file}:hang", "sequential", {}, 2, sample_limit_s=0.5, limit_result={"overall": 0.0, "timeout": 1.0})
+    pool = Pool(f"{file}:hang", "sequential", {}, 2, sample_limit_s=3, limit_result={"overall": 0.0, "timeout": 1.0})
     outcomes = pool.score(samples("ok", "bad", "ok", "bad", *["ok"] * 12), timeout_s=30, stop_at_failure=True)
     pool.close()
     assert [outcomes[i] for i in range(4)] == [{"overall": 1.0}, {"overall": 0.0, "timeout": 1.0}] * 2
@@ -222,25 +228,42 @@ def test_a_sample_over_its_limit_is_named_long_before_the_batch_is_late(file):
     for workers in (0, 1):
         started = time.monotonic()
         with pytest.raises(RewardError) as caught:
-            run(config(f"{file}:hang", workers=workers, sample_timeout_s=0.5), samples("ok", "ok", "bad", "ok"))
-        assert time.monotonic() - started < 20
-        for part in ("hang", "sample 2 of 4", "did not finish within reward.sample_timeout_s = 0.5"):
+            run(config(f"{file}:hang", workers=workers, sample_timeout_s=3), samples("ok", "ok", "bad", "ok"))
+        assert time.monotonic() - started < 40
+        for part in ("hang", "sample 2 of 4", "did not finish within reward.sample_timeout_s = 3"):
             assert part in str(caught.value)
         assert ("reward.workers: 1" in str(caught.value)) == (workers == 0)
 
 
 def test_in_a_process_a_sample_over_its_limit_costs_that_sample_only(file):
     results = run(
-        config(f"{file}:hang", workers=1, sample_timeout_s=0.5, on_error=-1), samples("ok", "bad", "ok", "bad", "ok")
+        config(f"{file}:hang", workers=1, sample_timeout_s=3, on_error=-1), samples("ok", "bad", "ok", "bad", "ok")
     )
     assert [r["overall"] for r in results] == [1, -1, 1, -1, 1]
 
 
 def test_a_late_sample_that_nobody_waited_for_has_failed_too(file):
-    with build_reward(config(f"{file}:slow", sample_timeout_s=0.2, on_error=-1)) as runner:
+    with build_reward(config(f"{file}:slow", sample_timeout_s=2, on_error=-1)) as runner:
         handle = runner.submit(samples("ok", "bad", "ok"))
-        time.sleep(1.5)  # the scorer is done, as after a call that held Python's lock
+        handle.outcomes.result(60)
         assert [r["overall"] for r in runner.result(handle)] == [1, -1, 1]
+
+
+def test_a_late_sample_that_held_the_lock_is_judged_by_on_error(file):
+    results = run(config(f"{file}:hold", sample_timeout_s=2, on_error=-1), samples("ok", "bad", "bad", "ok"))
+    assert [r["overall"] for r in results] == [1, -1, -1, 1]
+    with pytest.raises(RewardError, match=r"sample 1 of 3(?s:.*)sample_timeout_s = 2 \(took \d+\.\d s\)"):
+        run(config(f"{file}:hold", sample_timeout_s=2), samples("ok", "bad", "ok"))
+
+
+def test_a_process_that_scored_all_and_says_nothing_more_is_replaced(file):
+    pool = Pool(f"{file}:one", "sequential", {}, 1, sample_limit_s=3)
+    (worker,) = pool._workers
+    worker.chunk, worker.done, worker.since = [0], {0}, worker.since - 60
+    outcomes, pending = {}, deque()
+    pool._collect(outcomes, pending, time.monotonic() + 1)
+    assert (outcomes, list(pending), worker in pool._workers) == ({}, [], False)
+    pool.close()
 
 
 def test_a_function_that_gets_all_samples_has_the_limit_of_the_batch_only(file):
