@@ -273,7 +273,7 @@ def table(results: list[dict[str, Any]]) -> Table:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `megarl bench algorithms` besides those of `megarl bench`."""
+    """Arguments of `megarl bench algorithms`, added to those of `megarl bench`."""
     names = ", ".join(case.name for case in CASES)
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"bench algorithms: these of {names}")
 

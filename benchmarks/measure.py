@@ -80,7 +80,7 @@ def run_case(
         dtype: fp32, bf16, or `default`: what a recipe without `model.dtype` gets.
         nproc: worker processes; None: `default_layout`.
         threads: CPU threads of each; None: the cores, shared out.
-        steps: counted steps, besides the warm-up; None: the recipe's steps less the warm-up.
+        steps: counted steps, which follow the warm-up; None: the recipe's steps less the warm-up.
         overrides: `key.path=value` of the recipe.
         prefix: command to put before the measured one, such as `numactl -N 0`.
         floor: also measure the machine's rate of matrix products and add the floor.

@@ -4,7 +4,7 @@
 
 On CUDA the stream goes to a variable-length kernel as it is, when one is there. On a CPU short sequences are plain
 matrix products (attention_cpu.py). Elsewhere sequences of similar length are right-padded into a bucket and each bucket
-is one scaled_dot_product_attention call; under causality no real query sees the padding behind its sequence, so that
+is one scaled_dot_product_attention call; under causality no real query sees the padding after its sequence, so that
 needs no mask. Windows and context parallelism, which do need one, always take the buckets.
 """
 

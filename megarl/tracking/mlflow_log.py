@@ -278,7 +278,7 @@ class MlflowLog:
 
 
 def _connect(uri: str) -> Any:
-    """A client of the store at `uri`; the import alone takes seconds."""
+    """A client of the store at `uri`; importing MLflow takes seconds."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # MLflow reports usage over the network otherwise
     for name in ("mlflow", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)  # table creation chatter

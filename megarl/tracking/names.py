@@ -73,30 +73,37 @@ def number(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
-_FORBIDDEN = re.compile(r"[^\w\-./ ]")
-_MAX_NAME = 200  # characters; MLflow takes 250
+_FORBIDDEN = re.compile(r"[^\w\-./ ]", re.ASCII)
+_MAX_NAME = 200  # characters with a hash; MLflow takes 250
+_HASH_BYTES = 3
 
 
 def safe_name(name: str) -> str:
     """`name` with what every tracker allows only: it may be a file name there, or a part of an address.
 
-    Letters, digits and `_-. ` in parts between single slashes; no part is empty or only dots. `@` becomes `_at_`,
-    everything else that is not allowed `_`.
+    ASCII letters, digits and `_-. ` in parts between single slashes; no part is empty or only dots. `@` becomes `_at_`,
+    empty parts go. Everything else that is not allowed becomes `_`, and then a hash of `name` follows: what a name
+    becomes does not depend on the others.
 
     >>> [safe_name(x) for x in ("val/best@8", "val//test/acc", "/a+b/../c", "")]
-    ['val/best_at_8', 'val/test/acc', 'a_b/__/c', '_']
+    ['val/best_at_8', 'val/test/acc', 'a_b/__/c_5ef7af', '_']
     """
-    parts = [part.strip() for part in _FORBIDDEN.sub("_", name.replace("@", "_at_")).split("/")]
+    plain = "/".join(part for part in name.replace("@", "_at_").split("/") if part) or "_"
+    parts = [part.strip() for part in _FORBIDDEN.sub("_", plain).split("/")]
     safe = "/".join(part if part.strip(".") else "_" * len(part) for part in parts if part) or "_"
-    return safe if len(safe) <= _MAX_NAME else _distinct(safe[:_MAX_NAME], name)
+    if safe.startswith(".."):
+        safe = f"__{safe[2:]}"  # MLflow takes it for a path that leaves its folder
+    if safe == plain and len(safe) <= _MAX_NAME:
+        return safe
+    return _distinct(safe[: _MAX_NAME - 1 - 2 * _HASH_BYTES], name)
 
 
 class SafeNames:
     """`safe_name` of many names, never the same for two of them.
 
     >>> names = SafeNames()
-    >>> [names.of(x) for x in ("val/a+b", "val/a*b", "val/a+b")]
-    ['val/a_b', 'val/a_b_9f2f44', 'val/a_b']
+    >>> [names.of(x) for x in ("val/a@b", "val/a_at_b", "val/a@b")]
+    ['val/a_at_b', 'val/a_at_b_751eca', 'val/a_at_b']
     """
 
     def __init__(self) -> None:
@@ -111,4 +118,4 @@ class SafeNames:
 
 
 def _distinct(safe: str, name: str) -> str:
-    return f"{safe}_{hashlib.blake2b(name.encode('utf-8', 'replace'), digest_size=3).hexdigest()}"
+    return f"{safe}_{hashlib.blake2b(name.encode('utf-8', 'replace'), digest_size=_HASH_BYTES).hexdigest()}"

@@ -92,7 +92,7 @@ class KVCache:
         self.length = new
 
     def fill(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Write whole prompts: keys and values [m, G, P, D] into `rows` [m], zeros behind them."""
+        """Write whole prompts: keys and values [m, G, P, D] into `rows` [m], zeros after them."""
         for cache, new in ((self.keys(layer), keys), (self.values(layer), values)):
             cache[rows, :, : new.shape[2]] = new
             cache[rows, :, new.shape[2] :] = 0

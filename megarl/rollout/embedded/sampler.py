@@ -40,7 +40,7 @@ def _mix32_(x: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1) as a function of (seed, token number, vocabulary id) alone.
+    """Uniform numbers in (0, 1) that depend on (seed, token number, vocabulary id) only.
 
     Args:
         seeds: int64 [n].

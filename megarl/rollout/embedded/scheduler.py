@@ -80,7 +80,7 @@ class Scheduler:
         return admission
 
     def _pack(self, fresh: dict[int, list[int]]) -> list[Prefill]:
-        """Prompts of similar length side by side, each pass within the budget (a longer prompt goes alone)."""
+        """Prompts of similar length side by side, each pass within the budget (a longer prompt has its own)."""
         passes: list[Prefill] = []
         length = {request: self.running[rows[0]].prompt_tokens - 1 for request, rows in fresh.items()}
         for request in sorted(fresh, key=lambda r: length[r]):

@@ -34,7 +34,7 @@ class StaleWeights:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Inside the block the engine's parameters and its version are the old ones; behind it, the current ones again.
+        """Inside the block the engine's parameters and its version are the old ones; after it, the current ones again.
 
         Raises:
             ConfigError: the run was resumed: what older versions were is not in a checkpoint.
