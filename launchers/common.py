@@ -158,9 +158,9 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> 
                 ignore_signals()
                 if workers is not None:
                     workers.stop()
-                    if node_rank() == 0:
-                        forget_token(run_dir)
-                    if ended != "finished" and node_rank() == 0:
+                if node_rank() == 0:  # whose lock on the folder says that no other launcher's token is there
+                    forget_token(run_dir)
+                    if workers is not None and ended != "finished":
                         close_run(run_dir, ended)
 
 

@@ -51,7 +51,7 @@ def start(job: Job) -> LocalWorkers:
 
 
 class LocalWorkers:
-    """Child processes, each the leader of its own session: a Ctrl-C on the terminal reaches the launcher alone."""
+    """Child processes, each the leader of its own session: a Ctrl-C on the terminal reaches the launcher only."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []

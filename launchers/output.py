@@ -37,7 +37,7 @@ class OutputLog:
         self.record("launcher", text)
 
     def record(self, source: str, text: str) -> None:
-        """Add `text` to the file alone, marked as coming from `source`."""
+        """Add `text` to the file only, marked as coming from `source`."""
         with self._lock:
             self._file.write("".join(f"[{source}] {line}\n" for line in text.splitlines()).encode())
 

@@ -10,6 +10,7 @@ on this machine for the length of the run, bound to the loopback device.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -33,17 +34,18 @@ if TYPE_CHECKING:
     from megarl.config.run import ClusterConfig
 
 _PROBE_S = 5.0  # to open a connection to a cluster
+_HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set here only, by `check_hub`
 _OBJECT_STORE_BYTES = 128 << 20  # no batch travels through Ray objects; only arguments and exit codes do
 
 
 class Actor:
     """One device's process. Methods run one after the other on the process's main thread."""
 
-    def place(self) -> tuple[str, list[int]]:
-        """Node address and the numbers of the GPUs that Ray gave to this actor."""
+    def place(self) -> tuple[str, list[str]]:
+        """Node address and the GPUs that Ray gave to this actor: numbers, or UUIDs where the node was started so."""
         import ray
 
-        return ray.util.get_node_ip_address(), [int(i) for i in ray.get_gpu_ids()]
+        return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def listen(self, host: str) -> int:
         """Port on `host` where this process, rank 0, listens for the store of the run from now on."""
@@ -119,8 +121,7 @@ class RayWorkers:
             )
         per_node = cluster.nproc // cluster.nnodes
         environment = process_environment(self._job.config, per_node)
-        if "PYTHONPATH" in os.environ:
-            environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        environment |= {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
         make = ray.remote(max_restarts=0, max_task_retries=0)(Actor).options
         self._actors = [
             make(
@@ -137,7 +138,7 @@ class RayWorkers:
         import ray
 
         places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._left())
-        order = sorted(range(len(places)), key=lambda i: (places[i], i))
+        order = rank_order(places)
         self._actors = [self._actors[i] for i in order]
         self._places = [places[i] for i in order]
         self._hosts = [host for host, _ in self._places]
@@ -204,12 +205,22 @@ class RayWorkers:
         self._follower.close()
 
 
-def gpus_of(host: str, places: Sequence[tuple[str, list[int]]]) -> str:
+def rank_order(places: Sequence[tuple[str, list[str]]]) -> list[int]:
+    """Indices into `places` such that those of a node follow each other, by the numbers of their GPUs, then UUIDs."""
+
+    def key(index: int) -> tuple[str, list[tuple[float, str]], int]:
+        host, gpus = places[index]
+        return host, [(int(gpu), "") if gpu.isdecimal() else (math.inf, gpu) for gpu in gpus], index
+
+    return sorted(range(len(places)), key=key)
+
+
+def gpus_of(host: str, places: Sequence[tuple[str, list[str]]]) -> str:
     """GPUs that Ray gave to the actors of one node, in the order of their ranks; empty without GPUs.
 
     Each actor sees only its own, and the servers that the first one starts must know of the others.
     """
-    return ",".join(str(gpu) for node, gpus in places if node == host for gpu in gpus)
+    return ",".join(gpu for node, gpus in places if node == host for gpu in gpus)
 
 
 def _connect(nproc: int, limit_s: float) -> None:

@@ -60,7 +60,7 @@ def _settle(workers: Workers) -> dict[int, int]:
 def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed: bool) -> Failure:
     """The root cause: a rank that got SIGKILL, else the earliest error that is not just the loss of a peer.
 
-    Other signals come behind such errors: a communication library ends its process with SIGABRT when a peer is lost.
+    Other signals come after such errors: a communication library ends its process with SIGABRT when a peer is lost.
     """
     errors = read_errors(job.run_dir)
     abrupt = [

@@ -22,7 +22,7 @@ from megarl.errors import ConfigError
 from megarl.launchers.common import Job, node_rank, process_environment, warn_of_few_cores
 from megarl.launchers.output import Follower
 from megarl.processes import LOOPBACK, kill_with_parent, raise_descriptor_limit, watch_parent, write_atomically
-from megarl.rendezvous import LISTENER, given_listener, listen
+from megarl.rendezvous import LISTENER, given_listener, is_loopback, listen
 
 GRACE_S = 3.0
 AGENT_REPORT = "MEGARL_AGENT_REPORT"
@@ -75,7 +75,16 @@ def _rendezvous(nnodes: int) -> tuple[str, int]:
             found=nnodes,
             fix=f"set {', '.join(missing)} in the environment of each machine, and the same shared --run-dir",
         )
-    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    if is_loopback(address):
+        raise ConfigError(
+            "other machines cannot reach the loopback device of the first one",
+            where="MASTER_ADDR",
+            found=address,
+            allowed=f"with cluster.nnodes = {nnodes}: an address of the first machine, the same on every machine",
+            fix="set MASTER_ADDR to the first machine's address in the private network",
+        )
+    return address, int(os.environ["MASTER_PORT"])
 
 
 class TorchrunWorkers:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # What runs inside the workers: command -> (entry, help)
 JOBS = {
     "train": ("megarl.recipes.entry:train", "train with reinforcement learning, after the recipe's cold start"),
-    "sft": ("megarl.recipes.entry:sft", "supervised fine-tuning alone"),
+    "sft": ("megarl.recipes.entry:sft", "supervised fine-tuning only"),
     "eval": ("megarl.recipes.entry:evaluate", "score the model on the held-out prompts"),
     "generate": ("megarl.recipes.entry:generate", "write responses to the held-out prompts"),
 }
@@ -291,7 +291,7 @@ def _parity(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0, 1 (failed), 2 (the user can mend it), 130 (interrupted)."""
+    """Run one command and return its exit code: 0, 1 (failed), 2 (the user can fix it), 130 (interrupted)."""
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     # argparse takes overrides only where they stand together; here they may follow options as well.
@@ -326,7 +326,9 @@ def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Names
         return 130
     except Exception as error:
         # A new file for its owner only, with a name that nobody can have prepared.
-        with tempfile.NamedTemporaryFile("w", prefix="megarl-", suffix=".log", delete=False) as log:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="megarl-", suffix=".log", delete=False, encoding="utf-8", errors="backslashreplace"
+        ) as log:
             log.write(mask(traceback.format_exc()))
         print(mask(f"megarl: {type(error).__name__}: {error}\n  log: {log.name}"), file=sys.stderr)
         return 1

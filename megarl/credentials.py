@@ -12,9 +12,23 @@ from urllib.parse import quote, unquote, urlsplit
 
 MASK = "***"
 USER, PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
-_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*://)(?P<userinfo>[^\s/?#'\"]+)@")
+
+
+def _userinfo(ends: str) -> re.Pattern[str]:
+    """Scheme and credentials of an address that `ends`, the body of a character class, breaks off.
+
+    A database's password may hold `/`, `?` and `#` as they are; a path with an @ before it begins with a slash.
+    """
+    database = rf"(?<!http://)(?<!https://)(?!\*\*\*@)[^/:{ends}]*:[^@{ends}]*(?:@[^?{ends}]*)?"
+    return re.compile(
+        rf"(?P<scheme>[A-Za-z][\w+.-]*://)(?P<userinfo>{database}|[^/?#{ends}]+)@", re.ASCII | re.IGNORECASE
+    )
+
+
+_IN_TEXT, _WHOLE = _userinfo(r"\s'\""), _userinfo("")
 _SECRET_PARAMETER = re.compile(
-    r"(?P<name>[?&][\w.-]*(?:password|passwd|pwd|secret|token|api_?key|signature)=)[^&\s#'\"]+", re.IGNORECASE
+    r"(?P<name>[?&][\w.-]*(?:password|passwd|pwd|secret|token|(?:api|access|secret)_?key|signature|sig)=)[^&\s#'\"]+",
+    re.IGNORECASE,
 )
 
 
@@ -24,12 +38,12 @@ def mask(text: str) -> str:
     >>> mask("postgresql://me:a@b@host/db?sslmode=require&password=x")
     'postgresql://***@host/db?sslmode=require&password=***'
     """
-    return _SECRET_PARAMETER.sub(rf"\g<name>{MASK}", _USERINFO.sub(rf"\g<scheme>{MASK}@", text))
+    return _SECRET_PARAMETER.sub(rf"\g<name>{MASK}", _IN_TEXT.sub(rf"\g<scheme>{MASK}@", text))
 
 
 def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
     """`uri` masked; the user name and password in it go to the variables of MLflow's own client in `environment`."""
-    found = _USERINFO.match(uri)
+    found = _WHOLE.match(uri)
     if found is None or found["userinfo"] == MASK:
         return uri
     user, _, password = found["userinfo"].partition(":")
@@ -40,14 +54,17 @@ def take_out(uri: str, environment: MutableMapping[str, str]) -> str:
 def put_back(uri: str, environment: Mapping[str, str]) -> str:
     """The address to connect to: that of `take_out`, with what is needed from `environment`.
 
-    MLflow's client reads the variables itself for http and https; a database gets them in its address.
+    MLflow's client reads the variables itself for http and https, if both say something; a database, and a server that
+    wants a user name only, gets them in its address.
 
     Raises:
         KeyError: a variable is not set.
     """
-    found = _USERINFO.match(uri)
+    found = _WHOLE.match(uri)
     if found is None or found["userinfo"] != MASK:
         return uri
     user, password = quote(environment[USER], safe=""), quote(environment[PASSWORD], safe="")
-    known = "" if urlsplit(uri).scheme in ("http", "https") else f"{user}:{password}@" if password else f"{user}@"
+    known = f"{user}@"
+    if password:
+        known = "" if urlsplit(uri).scheme in ("http", "https") else f"{user}:{password}@"
     return found["scheme"] + known + uri[found.end() :]

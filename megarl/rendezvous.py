@@ -16,6 +16,7 @@ import datetime
 import errno
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
 import secrets
@@ -63,7 +64,8 @@ def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.sock
     """A listening socket for the store, on the address of `host` only.
 
     When other machines could not reach that address (it is none of this machine's, as behind a port mapping, or the
-    machine's own name stands for loopback), on every interface, with a warning.
+    machine's own name stands for loopback), on every interface, with a warning. An address that says itself that it is
+    loopback is taken at its word.
 
     Args:
         host: MASTER_ADDR.
@@ -76,7 +78,7 @@ def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.sock
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         family, bound = address[0], str(address[4][0])
-        if not one_machine and (not is_address_here(bound) or _is_loopback(bound)):
+        if not (one_machine or is_loopback(host)) and (not is_address_here(bound) or is_loopback(bound)):
             log.warning(
                 "MASTER_ADDR=%s stands for %s here, where other machines cannot reach it: the store of the run listens "
                 "on every interface; set MASTER_ADDR to an address of the private network",
@@ -97,8 +99,12 @@ def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.sock
         ) from error
 
 
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
+def is_loopback(host: str) -> bool:
+    """Whether `host` itself is an address of the loopback device, or `localhost`; other names are not looked up."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 def given_listener() -> int | None:
@@ -120,7 +126,7 @@ def gloo_interface(master: str) -> str | None:
     with contextlib.suppress(OSError):
         towards = address_towards(master)
         for name, addresses in psutil.net_if_addrs().items():
-            if not _is_loopback(towards) and any(entry.address == towards for entry in addresses):
+            if not is_loopback(towards) and any(entry.address == towards for entry in addresses):
                 return name
     return None
 

@@ -26,6 +26,12 @@ from megarl.tracking import mlflow_log
         ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
         ("mail me@host; see http://host/a@b", "mail me@host; see http://host/a@b"),
         ("https://***@host", "https://***@host"),
+        ("postgresql://me:pa/s?s#x@host/db", "postgresql://***@host/db"),
+        ("mysql://me:pw@host:1/db?o=a@b", "mysql://***@host:1/db?o=a@b"),
+        ("postgresql://***@host:1/db?o=a@b", "postgresql://***@host:1/db?o=a@b"),
+        ("sqlite:////runs/me@host/a:b@c.db", "sqlite:////runs/me@host/a:b@c.db"),
+        ("https://host/x?sig=a&se=b", "https://host/x?sig=***&se=b"),
+        ("s3://b?access_key=a&aws_secret_access_key=b", "s3://b?access_key=***&aws_secret_access_key=***"),
     ],
 )
 def test_what_is_masked_and_what_is_not(text: str, masked: str) -> None:
@@ -41,6 +47,31 @@ def test_a_database_gets_its_credentials_back_and_http_leaves_them_to_the_client
     assert put_back(uri, environment) == "postgresql://me:p%40ss@host/db"
     assert put_back("https://***@host/x", environment) == "https://host/x"
     assert put_back("sqlite:///a.db", {}) == "sqlite:///a.db"
+
+
+def test_a_password_of_a_database_may_hold_any_character() -> None:
+    environment: dict[str, str] = {}
+    uri = take_out("postgresql://me:p' a/s?s#x@host/db", environment)
+    assert (uri, environment[PASSWORD]) == ("postgresql://***@host/db", "p' a/s?s#x")
+    assert put_back(uri, environment) == "postgresql://me:p%27%20a%2Fs%3Fs%23x@host/db"
+
+
+def test_a_user_name_without_a_password_goes_back_into_the_address() -> None:
+    environment: dict[str, str] = {}
+    uri = take_out("https://to%40ken@host/x", environment)
+    assert uri == "https://***@host/x"
+    assert put_back(uri, environment) == "https://to%40ken@host/x"
+
+
+@pytest.mark.parametrize(
+    "uri", ["postgresql://h/db?user=me&password=secret", "https://me:pw@host/?sig=x", "s3://b?aws_secret_access_key=x"]
+)
+def test_an_address_whose_secrets_cannot_be_taken_out_is_refused(uri: str) -> None:
+    config = load_config("grpo_quickstart", [f"tracking.mlflow_uri={uri}", "tracking.mlflow=false"])
+    (check,) = [check for check in check_config(config) if check.key == "tracking.mlflow_uri"]
+    assert check.status == "fail"
+    assert "has a secret that would be written" in str(check.problem())
+    assert not any(secret in str(check.problem()) for secret in ("=secret", "=x"))
 
 
 def test_without_the_variables_a_masked_address_cannot_be_used() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import socket
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,8 +51,8 @@ def test_a_rank_with_another_token_is_named_to_all() -> None:
 
 
 def test_ranks_that_never_come_are_named_at_the_deadline() -> None:
-    results = prove_all([b"secret", b"secret"], 4, timeout_s=0.3)
-    assert "timed out waiting for ranks 2, 3 to join within 0.3 s (cluster.timeout_s)" in results[0]
+    results = prove_all([b"secret", b"secret"], 4, timeout_s=3.0)
+    assert "timed out waiting for ranks 2, 3 to join within 3 s (cluster.timeout_s)" in results[0]
     assert "timed out waiting for the other ranks" in results[1]
 
 
@@ -76,15 +77,29 @@ def test_a_port_in_use_is_named() -> None:
 
 
 def test_a_name_that_is_loopback_here_is_listened_on_for_other_machines_with_a_warning(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with listen("localhost", one_machine=False) as listener:
+    look_up = socket.getaddrinfo
+    addresses = {"node0": "127.0.1.1"}  # as Debian's /etc/hosts has it
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *a, **k: look_up(addresses.get(host, host), *a, **k))
+    with listen("node0", one_machine=False) as listener:
         assert listener.getsockname()[0] in ("0.0.0.0", "::")
     assert "where other machines cannot reach it" in caplog.text
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_an_address_that_says_itself_that_it_is_loopback_is_never_opened_further(host: str) -> None:
+    with listen(host, one_machine=False) as listener:
+        assert listener.getsockname()[0] in (host, "127.0.0.1", "::1")
+
+
+def test_loopback_is_told_by_the_word() -> None:
+    assert all(map(rendezvous.is_loopback, ("127.0.0.1", "127.0.1.1", "::1", "localhost")))
+    assert not any(map(rendezvous.is_loopback, ("10.0.0.1", "fd00::1", "node0", "127.example.org")))
+
+
 def test_an_address_of_the_private_network_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_is_loopback", lambda address: False)  # 127.0.0.2 in the part of a private one
+    monkeypatch.setattr(rendezvous, "is_loopback", lambda address: False)  # 127.0.0.2 in the part of a private one
     with listen("127.0.0.2", one_machine=False) as listener:
         assert listener.getsockname()[0] == "127.0.0.2"
 

@@ -48,7 +48,7 @@ def install(folder: Path, kind: str) -> None:
     if kind == "cuda":
         pip(wanted["sglang"])
     else:
-        # torch comes first and alone: resolved together with the rest, pip may choose a build of several gigabytes.
+        # torch comes first and by itself: resolved together with the rest, pip may choose a build of several gigabytes.
         pip(wanted["torch"])
         with tempfile.NamedTemporaryFile("w", suffix=".txt") as rest:
             rest.write("\n".join(line for name, line in wanted.items() if name not in ("torch", "sglang")))

@@ -7,16 +7,26 @@ import re
 
 from megarl.config.checklist import Checklist
 from megarl.config.run import RunConfig
-from megarl.credentials import PASSWORD, USER, put_back
+from megarl.credentials import PASSWORD, USER, mask, put_back, take_out
 
 _SECRET = re.compile(
-    r"(\w*_)?(api_?key|passw(or)?d|secret)|token|(\w*_)?(access|api|auth|bearer|hf|hub)_token", re.IGNORECASE
+    r"(\w*_)?((api|access|secret)_?key|passw(or)?d|secret)|token|(\w*_)?(access|api|auth|bearer|hf|hub)_token",
+    re.IGNORECASE,
 )
 
 
 def check_secrets(config: RunConfig, checks: Checklist) -> None:
     """Credentials of the MLflow server are in the environment; arguments of the user's functions hold none."""
     uri = config.tracking.mlflow_uri
+    if uri is not None and mask(kept := take_out(uri, {})) != kept:
+        checks.fail(
+            "tracking",
+            "tracking.mlflow_uri",
+            "this address has a secret that would be written to config.yaml, run.json and the report",
+            found=mask(uri),
+            allowed="user name and password in front of the host, or in the environment, and no other secret",
+            fix=f"write scheme://USER:PASSWORD@host, or scheme://***@host and export {USER} and {PASSWORD}",
+        )
     if config.tracking.mlflow and uri is not None:
         try:
             put_back(uri, os.environ)

@@ -130,7 +130,8 @@ def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
         checks.ok(_NAME, f"{', '.join(servers.urls)}: asked when the run starts")
         return
     try:
-        python = find_python(servers.python, cuda=None)
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        python = find_python(servers.python, cuda=True if nvidia_devices() and not hidden else None)
         checks.ok(_NAME, f"their interpreter is {python}, with sglang {sglang_version(python)}")
         broadcast = config.sync.transport == "distributed" or (
             config.sync.transport == "auto" and not servers.colocated

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.config.architectures import (
     ARCHITECTURES,
@@ -161,10 +161,29 @@ def is_hub_name(name: str) -> bool:
     return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
 
 
+class HubPaths(NamedTuple):
+    """Where the hub's packages keep what they have: their home, its cache of repositories, and the user's token."""
+
+    home: Path
+    hub: Path
+    token: Path
+
+
+def hub_paths() -> HubPaths:
+    """The places by the variables that huggingface_hub.constants reads, in its order, without importing it."""
+
+    def place(name: str, default: str) -> str:
+        return os.path.expandvars(os.path.expanduser(os.environ.get(name, default)))
+
+    caches = os.environ.get("XDG_CACHE_HOME", os.path.join(os.path.expanduser("~"), ".cache"))
+    home = place("HF_HOME", os.path.join(caches, "huggingface"))
+    older = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    return HubPaths(Path(home), Path(place("HF_HUB_CACHE", older)), Path(place("HF_TOKEN_PATH", f"{home}/token")))
+
+
 def hub_cache_folder(name: str) -> Path | None:
     """Snapshot folder of a hub model in the local Hugging Face cache, None when it is not there."""
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / ("models--" + name.replace("/", "--"))
+    cache = hub_paths().hub / ("models--" + name.replace("/", "--"))
     reference = cache / "refs" / "main"
     if not reference.is_file():
         return None

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from megarl.config.base import raise_problems
 from megarl.config.checks import ConfigWarning
 from megarl.config.checks_files import hub_dataset
-from megarl.config.facts import is_hub_name
+from megarl.config.facts import hub_paths, is_hub_name
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
@@ -40,11 +40,10 @@ class Source:
     @property
     def cached(self) -> bool:
         """Whether the local cache holds it, in any version."""
-        home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-        hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-        folders = [hub / f"{self.kind}--{self.name.replace('/', '--')}" / "snapshots"]
+        paths = hub_paths()
+        folders = [paths.hub / f"{self.kind}--{self.name.replace('/', '--')}" / "snapshots"]
         if self.kind == "datasets":
-            prepared = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+            prepared = Path(os.environ.get("HF_DATASETS_CACHE") or paths.home / "datasets")
             folders.append(prepared / self.name.replace("/", "___").lower())
             folders.append(prepared / self.name.replace("/", "___"))
         return any(folder.is_dir() and any(folder.iterdir()) for folder in folders)
@@ -176,6 +175,5 @@ def _endpoint() -> str:
 
 
 def _has_token() -> bool:
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    place = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
-    return any(os.environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")) or place.is_file()
+    names = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+    return any(os.environ.get(name) for name in names) or hub_paths().token.is_file()

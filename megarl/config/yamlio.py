@@ -87,7 +87,7 @@ def read_yaml(path: Path) -> Document:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError("this is not valid YAML", where=where, found=problem, fix="mend the line named") from error
+        raise ConfigError("this is not valid YAML", where=where, found=problem, fix="fix the line named") from error
     finally:
         if loader is not None:
             loader.dispose()

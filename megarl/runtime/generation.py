@@ -3,7 +3,7 @@
     cold start, weights loaded --> use_servers --> publish(step) --> generate, train --> publish(step) --> ...
 
 A recipe changes from one to the other with `rollout.engine`; the stages see a `RolloutEngine` either way. The cold
-start evaluates on the trainer's own parameters in both cases, and the servers start behind it.
+start evaluates on the trainer's own parameters in both cases, and the servers start after it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MODEL_FOLDER = "servers/model"
 def use_servers(c: Controller) -> None:
     """Start the servers of `rollout.sglang` and generate on them, when the recipe says so. Collective over all ranks.
 
-    They hold no weights of use before the first `publish`.
+    They hold no usable weights before the first `publish`.
     """
     if c.config.rollout.engine != "sglang":
         return

@@ -206,7 +206,7 @@ def make_plan(
         servers: one per server.
         dtype: of the tensors on the wire.
         fp8: send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
-        bucket_bytes: bound of a bucket and of what gathering it needs besides; a larger tensor has a bucket of its own.
+        bucket_bytes: bound of a bucket and of what gathering it also needs; a larger tensor has a bucket of its own.
         same_host: senders must run on the host of their server.
         one_replica: the first replica serves all servers.
         senders_per_stage: senders of one pipeline stage at most; None: every holder of a tensor may send it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import threading
@@ -27,9 +28,24 @@ def close_if_killed(run_dir: Path) -> None:
     if not path.is_file():
         return
     run = json.loads(path.read_text())
-    if run["status"] == "running" and "process" in run and has_ended(run["process"]):
+    if run["status"] != "running" or "process" not in run:
+        return
+    # A process of another container may have another number here, or none; its launcher's lock shows in every one.
+    if has_ended(run["process"]) and not _is_locked(run_dir):
         last = run_dir / "metrics.jsonl"  # written in every step, so the end was soon after
         close_run(run_dir, "killed", ended=last.stat().st_mtime if last.is_file() else run["started"])
+
+
+def _is_locked(run_dir: Path) -> bool:
+    """Whether a launcher holds its lock on the run folder. Where that cannot be told: no."""
+    try:
+        with (run_dir / ".lock.0").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: float | None = None) -> None:

@@ -59,6 +59,19 @@ def test_the_servers_of_another_machine_need_no_interpreter_here(failures, warne
     assert "make sglang-env" in check.fix
 
 
+def test_on_a_gpu_machine_the_environment_is_one_for_gpus(failures, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(checks_sglang, "find_python", lambda configured, *, cuda: asked.append(cuda) or sys.executable)
+    monkeypatch.setattr(checks_sglang, "sglang_version", lambda python: sglang.TESTED)
+    monkeypatch.setattr(checks_sglang, "check_same_nccl", lambda python: None)
+    failures("rollout.engine=sglang")
+    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: 8)
+    failures("rollout.engine=sglang")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # servers run on the CPU then
+    failures("rollout.engine=sglang")
+    assert asked == [None, True, None]
+
+
 def test_an_interpreter_that_does_not_answer_is_found_before_a_run(failures, on, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sglang, "_ANSWER_S", 0.1)
     (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")

@@ -130,7 +130,9 @@ def test_a_crash_leaves_its_log_in_a_file_of_its_own_for_its_owner_only(
     monkeypatch.setattr(cli.tempfile, "tempdir", str(tmp_path))
 
     def crash(arguments: object) -> int:
-        raise RuntimeError("cannot reach https://me:secret@host")
+        raise RuntimeError("cannot reach https://me:secret@host") from ValueError(
+            "\ud800"
+        )  # which no file takes as it is
 
     monkeypatch.setattr(cli, "_doctor", crash)
     assert [cli.main(["doctor"]), cli.main(["doctor"])] == [1, 1]

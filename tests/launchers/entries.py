@@ -41,7 +41,7 @@ def write_environment(config: RunConfig, run_dir: Path) -> None:
     join("gloo", config.cluster.timeout_s, run_dir)
     total = torch.tensor([int(os.environ["RANK"]) + 1])
     dist.all_reduce(total)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MALLOC_TRIM_THRESHOLD_", "OMP_WAIT_POLICY")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MALLOC_TRIM_THRESHOLD_", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE")
     seen = {name: os.environ.get(name) for name in names}
     seen |= {"sum": int(total), "threads": torch.get_num_threads(), "name": config.name}
     (run_dir / f"seen_{seen['RANK']}.json").write_text(json.dumps(seen))

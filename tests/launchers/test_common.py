@@ -106,6 +106,17 @@ def test_torchrun_on_several_machines_says_what_it_needs(tmp_path: Path, monkeyp
         run_workers("torchrun", "m:f", config(nproc=2, nnodes=2), tmp_path)
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
+def test_torchrun_on_several_machines_does_not_meet_on_loopback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    for name, value in {"MASTER_ADDR": address, "MASTER_PORT": "1", "NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="MASTER_ADDR: other machines cannot reach the loopback device"):
+        run_workers("torchrun", "m:f", config(nproc=2, nnodes=2), tmp_path)
+    assert not (tmp_path / "token").exists()
+
+
 def test_the_log_holds_whole_lines_and_the_last_drawing_of_a_bar(tmp_path: Path) -> None:
     log = OutputLog(tmp_path / "log.txt")
     log.write(1, b"half a")

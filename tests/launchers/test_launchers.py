@@ -93,7 +93,10 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ranks_meet_and_the_run_folder_tells_what_happened(launcher: str, tmp_path: Path) -> None:
+def test_ranks_meet_and_the_run_folder_tells_what_happened(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a cluster that runs already does not know it
     result = launch(launcher, "write_environment", tmp_path, "3")
 
     assert result.code == 0, result.err
@@ -101,7 +104,7 @@ def test_ranks_meet_and_the_run_folder_tells_what_happened(launcher: str, tmp_pa
     assert [s["sum"] for s in seen] == [6, 6, 6]
     assert [(s["RANK"], s["LOCAL_RANK"], s["WORLD_SIZE"]) for s in seen] == [(str(r), str(r), "3") for r in range(3)]
     assert {(s["name"], s["threads"], s["OMP_WAIT_POLICY"]) for s in seen} == {("drive", 1, "passive")}
-    assert all(s["MALLOC_TRIM_THRESHOLD_"] for s in seen)
+    assert all(s["MALLOC_TRIM_THRESHOLD_"] and s["HF_HUB_OFFLINE"] == "1" for s in seen)
     if launcher != "ray":  # whose own processes belong to the cluster
         listens = [json.loads((tmp_path / f"listens_{rank}.json").read_text()) for rank in range(3)]
         assert len(listens[0]) > 1
@@ -214,7 +217,7 @@ def test_a_port_in_use_is_named_before_torchrun_starts(tmp_path: Path, monkeypat
         port = taken.getsockname()[1]
         for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}.items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("megarl.rendezvous._is_loopback", lambda address: False)
+        monkeypatch.setattr("megarl.launchers.torchrun.is_loopback", lambda address: False)
         cluster = ClusterConfig(nproc=2, nnodes=2)
         with pytest.raises(ConfigError, match=f"MASTER_PORT: another process listens on this port\n.*:{port}"):
             run_workers("torchrun", "m:f", RunConfig(name="x", cluster=cluster), tmp_path)

@@ -87,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
+        if status == 307:
+            self.send_header("Location", "/elsewhere")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -28,6 +28,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"got": json.loads(body) if body else None, "success": True})
         elif self.path == "/refuse":
             self._answer(200, {"success": False, "message": "no update session is open"})
+        elif self.path == "/moved":
+            self.send_response(307)
+            self.send_header("Location", "/echo")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
         elif self.path == "/hang":
             time.sleep(3)
         elif self.path == "/drip":
@@ -77,6 +82,12 @@ def test_an_answer_that_is_no_json_comes_back_as_text(url: str) -> None:
 def test_a_refusal_with_status_200_is_an_error(url: str) -> None:
     with pytest.raises(ServerError, match=r"server 3 at http://.*: sync \(/refuse\): refused: no update session"):
         ServerApi(url, KEY, "server 3").call("/refuse", {}, deadline_s=10, phase="sync")
+
+
+def test_a_redirect_is_an_error_and_the_key_does_not_follow_it(url: str) -> None:
+    with pytest.raises(ServerError, match="HTTP 307") as caught:
+        ServerApi(url, KEY).call("/moved", {}, deadline_s=10, phase="test")
+    assert caught.value.status == 307
 
 
 def test_without_the_key_the_status_is_told_and_the_key_is_not(url: str) -> None:

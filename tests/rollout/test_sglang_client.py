@@ -61,7 +61,7 @@ def test_samples_of_a_server_that_dies_finish_on_another() -> None:
         assert advanced == 24
 
 
-@pytest.mark.parametrize("verdict", ["500", "503"])
+@pytest.mark.parametrize("verdict", ["500", "503", "307"])
 def test_a_server_with_an_error_of_its_own_is_left(verdict: str) -> None:
     with servers(lambda s, p: verdict, ok) as made:
         samples, failed, _ = generate(made)

@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
-from megarl.launchers.ray import gpus_of
+from megarl.launchers.ray import gpus_of, rank_order
 from megarl.processes import nvidia_devices
 from megarl.rollout.sglang.gpus import TRAINER_GPUS, server_gpus
 
@@ -40,8 +40,20 @@ def test_with_ray_a_worker_sees_only_its_own_and_servers_get_the_others() -> Non
     assert seen(4, environment, 8, colocated=True)[0] == ("5", "2", "0", "7")
 
 
+def test_where_ray_tells_uuids_only_the_trainers_gpus_are_known() -> None:
+    environment = {TRAINER_GPUS: "GPU-a,GPU-b,GPU-c,GPU-d"}
+    assert seen(4, environment, 8, colocated=True)[0] == ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
+    with pytest.raises(ConfigError, match=r"rollout\.sglang\.colocated=true"):
+        seen(4, environment, 8)
+
+
+def test_ray_s_ranks_are_in_the_order_of_their_gpus_numbers() -> None:
+    places = [("b", ["0"]), ("a", ["10"]), ("a", ["9"]), ("a", ["GPU-b"]), ("a", ["GPU-a"]), ("a", []), ("a", [])]
+    assert rank_order(places) == [5, 6, 2, 1, 4, 3, 0]
+
+
 def test_ray_s_gpus_of_a_node_are_told_in_the_order_of_its_ranks() -> None:
-    places = [("a", [1]), ("a", [0]), ("b", [3])]
+    places = [("a", ["1"]), ("a", ["0"]), ("b", ["3"])]
     assert [gpus_of(node, places) for node in "ab"] == ["1,0", "3"]
     assert gpus_of("a", [("a", []), ("a", [])]) == ""
 

@@ -26,11 +26,12 @@ class Machine(ServerApi):
             raise ServerError(self.name, self.url, phase, "connection refused")
         if path == "/abort_request":
             assert payload == {"abort_all": True}
+            if not state["stuck"]:
+                state["running"] = 0
         elif path == "/flush_cache":
             assert 0 < float(query.removeprefix("timeout=")) < deadline_s  # the server's answer comes before ours
-            if state["stuck"]:
+            if state["running"]:
                 raise ServerError(self.name, self.url, phase, "HTTP 400: requests are pending")
-            state["running"] = 0
         elif path == "/release_memory_occupation":
             state["dead"] = state["running"] > 0
             state["held"] -= set(payload["tags"])

@@ -95,6 +95,8 @@ def test_an_end_token_at_the_last_allowed_place_is_a_stop(said: str) -> None:
         ([("4@run", 0, 2)], ["old weights '4@run'", "'5@run'"]),
         ([("default", 0, 2)], ["'default'", "no version that a run has sent"]),
         ([("5", 0, 2)], ["'5'", "no version that a run has sent"]),
+        ([(None, 0, 2)], ["None", "no version that a run has sent"]),
+        ([(5, 0, 2)], ["5", "no version that a run has sent"]),
     ],
 )
 def test_an_answer_of_other_weights_is_no_sample_of_ours(spans: Any, words: list[str]) -> None:
@@ -120,6 +122,8 @@ def test_an_interruption_at_the_last_token_is_the_end() -> None:
         lambda a: a["meta_info"]["weight_versions"][0].__setitem__("end", 1),
         lambda a: a["meta_info"]["weight_versions"][0].__setitem__("version", "default"),
         lambda a: a["meta_info"].pop("weight_version"),
+        lambda a: a["meta_info"].update(weight_version=None),
+        lambda a: a["meta_info"].update(weight_version=5),
         lambda a: a.pop("output_ids"),
         lambda a: a.update(answer([], "length")),
     ],

@@ -1,5 +1,6 @@
 """A run whose launcher was killed does not say for ever that it is running."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -54,6 +55,16 @@ def test_a_killed_run_is_closed_with_the_time_of_its_last_line(tmp_path, gone):
     record(tmp_path, process=gone)
     close_if_killed(tmp_path)
     assert (status(tmp_path)["status"], status(tmp_path)["ended"]) == ("killed", 500.0)
+
+
+def test_a_run_whose_launcher_holds_its_folder_lives_wherever_its_process_is(tmp_path, gone):
+    record(tmp_path, process=gone)
+    with (tmp_path / ".lock.0").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        close_if_killed(tmp_path)
+        assert status(tmp_path)["status"] == "running"
+    close_if_killed(tmp_path)
+    assert status(tmp_path)["status"] == "killed"
 
 
 @pytest.mark.parametrize("fields", [{}, {"process": identity()}, {"status": "finished"}])

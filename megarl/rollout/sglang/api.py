@@ -65,8 +65,8 @@ class ServerApi:
             method: HTTP method.
 
         Raises:
-            ServerError: not reached, no whole answer within the deadline, an HTTP status of 400 or more, or an answer
-                that says `"success": false`.
+            ServerError: not reached, no whole answer within the deadline, an HTTP status of 300 or more (a redirect
+                would take the key elsewhere), or an answer that says `"success": false`.
         """
         try:
             status, text = self._exchange(path, payload, method, time.monotonic() + deadline_s)
@@ -77,7 +77,7 @@ class ServerApi:
         except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: a URL that cannot be one
             raise self._error(phase, path, f"{type(error).__name__}: {error}") from error
         answer = _decode(text)
-        if status >= 400:
+        if status >= 300:
             raise self._error(phase, path, f"HTTP {status}: {text[:_SHOWN].strip()}", status)
         if answer.get("success") is False:
             raise self._error(phase, path, f"refused: {answer.get('message', text[:_SHOWN])}", status)

@@ -169,7 +169,8 @@ class _Call:
         import aiohttp
 
         try:
-            async with session.post(f"{server.url}/generate", json=payload, headers=server.headers) as response:
+            url = f"{server.url}/generate"
+            async with session.post(url, json=payload, headers=server.headers, allow_redirects=False) as response:
                 await _check(response, server)
                 body: dict[str, Any] = await response.json()
                 return body
@@ -188,7 +189,8 @@ class _Call:
             await asyncio.sleep(min(_HEALTH_EVERY_S, limit / 4))
             try:
                 timeout = aiohttp.ClientTimeout(total=max(0.1, seen + limit - time.monotonic()))
-                async with session.get(f"{server.url}/health", headers=server.headers, timeout=timeout) as response:
+                settings: Any = {"headers": server.headers, "timeout": timeout, "allow_redirects": False}
+                async with session.get(f"{server.url}/health", **settings) as response:
                     if response.status == 200:
                         seen = time.monotonic()
             except (TimeoutError, aiohttp.ClientError, OSError):
@@ -209,8 +211,8 @@ class _LostError(Exception):
 
 
 async def _check(response: ClientResponse, server: ServerApi) -> None:
-    """Raise what an HTTP status of 400 or more means."""
-    if response.status < 400:
+    """Raise what an HTTP status of 300 or more means; a redirect would take the key elsewhere."""
+    if response.status < 300:
         return
     text = (await response.text())[:500]
     if response.status in _REFUSED:

@@ -94,7 +94,7 @@ class Fleet:
         server.state, server.version, server.why = "failed", None, why
 
     def acknowledge(self, server: Server, version: int) -> None:
-        """`server` has confirmed that it holds `version` alone and has dropped every cache of older weights."""
+        """`server` has confirmed that it holds `version` only and has dropped every cache of older weights."""
         if server.state in ("starting", "failed"):
             raise ValueError(f"{server.api.name} is {server.state} and cannot hold weights")
         server.state, server.version = "current", version

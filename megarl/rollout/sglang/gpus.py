@@ -63,6 +63,8 @@ def _split(workers: int, environment: Mapping[str, str], present: int) -> tuple[
     everything = [str(gpu) for gpu in range(present)]
     if environment.get(TRAINER_GPUS):
         trainer = environment[TRAINER_GPUS].split(",")
+        if not all(name.isdecimal() for name in trainer):  # numbers do not tell which are not the trainer's
+            everything = []
     else:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
         everything = everything if visible is None else [name.strip() for name in visible.split(",") if name.strip()]

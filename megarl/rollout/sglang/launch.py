@@ -70,7 +70,7 @@ def open_fleet(
     if config.urls:
         fleet = _external(config, place)
     else:
-        # In memory alone: no file and no command line has it.
+        # In memory only: no file and no command line has it.
         key = broadcast_json(secrets.token_urlsafe(32), 0, group)
         host = config.host or address_for_others(f"machine {place.machine}", group)
         fleet = _started(config, place, run_dir, model, dtype, host, key, cuda, random_weights)

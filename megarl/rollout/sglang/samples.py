@@ -1,7 +1,7 @@
 """Samples on their way: what is asked of a server, and what its answers add up to.
 
 A sample may need several answers: an abort (by a weight update, for example) hands back what there is, and generation
-goes on from there. The noise of a seeded sample depends on its seed and the place in the sequence alone.
+goes on from there. The noise of a seeded sample depends on its seed and the place in the sequence only.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _per_token(meta: dict[str, Any], count: int, tag: str) -> list[int]:
     return versions
 
 
-def _own_version(found: str, tag: str) -> int:
+def _own_version(found: object, tag: str) -> int:
     """The version in `found`, which must be of the run of `tag` and not newer."""
     (number, run), (newest, own) = read_tag(found), read_tag(tag)
     if run != own:

@@ -8,7 +8,7 @@ def version_tag(number: int, run: str) -> str:
     return f"{number}@{run}"
 
 
-def read_tag(tag: str) -> tuple[int, str]:
+def read_tag(tag: object) -> tuple[int, str]:
     """Version and run of a tag.
 
     Raises:
@@ -17,7 +17,7 @@ def read_tag(tag: str) -> tuple[int, str]:
     >>> read_tag("4@1f")
     (4, '1f')
     """
-    number, _, run = tag.partition("@")
+    number, _, run = tag.partition("@") if isinstance(tag, str) else ("", "", "")
     if not (number.isdecimal() and run):
         raise ValueError(f"the server calls its weights {tag!r}, which is no version that a run has sent")
     return int(number), run

@@ -26,7 +26,7 @@ from megarl.sync.transports.base import Target, Transport
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_KEPT = 1  # complete versions besides the one being written
+_KEPT = 1  # complete versions, and the one being written
 
 
 class DiskTransport(Transport):
