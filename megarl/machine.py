@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,20 +21,36 @@ class Machine:
     Attributes:
         cores: CPU cores.
         memory: bytes of host memory, installed or allowed by a cgroup.
-        has_gpu: an NVIDIA driver is loaded.
-        gpu_memory: bytes of the smallest GPU; None: there is none, or its driver does not say.
+        has_gpu: an NVIDIA driver is loaded, and CUDA_VISIBLE_DEVICES hides not all of its GPUs.
+        gpu_memory: bytes of the smallest GPU that processes see; None: there is none, or its driver does not say.
+        gpu_certain: False where CUDA_VISIBLE_DEVICES names GPUs in a way that leaves open which they are;
+            `gpu_memory` is then of the smallest of the machine.
     """
 
     cores: int
     memory: float
     has_gpu: bool = False
     gpu_memory: float | None = None
+    gpu_certain: bool = True
 
 
 def this_machine() -> Machine:
     """The machine that this process runs on."""
-    has_gpu = has_nvidia_device()
-    return Machine(available_cores(), host_memory(), has_gpu, smallest_gpu() if has_gpu else None)
+    visible = visible_gpus(os.environ)
+    has_gpu = has_nvidia_device() and visible != []
+    in_bus_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    size, certain = smallest_gpu(visible, in_bus_order=in_bus_order) if has_gpu else (None, True)
+    return Machine(available_cores(), host_memory(), has_gpu, size, certain)
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:
+    """What CUDA_VISIBLE_DEVICES lets CUDA see: numbers and UUIDs, up to the first that is none; None: all GPUs."""
+    text = environment.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    good = [name.isdecimal() or name.startswith(("GPU-", "MIG-")) for name in names]
+    return names[: [*good, False].index(False)]
 
 
 def available_cores() -> int:
@@ -110,18 +127,43 @@ class _Memory(ctypes.Structure):
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 
 
-def smallest_gpu(library: str = "libnvidia-ml.so.1") -> float | None:
-    """Bytes of the smallest NVIDIA GPU, from the driver's management library; None when it does not say."""
+def smallest_gpu(
+    visible: Sequence[str] | None = None, *, in_bus_order: bool = False, library: str = "libnvidia-ml.so.1"
+) -> tuple[float | None, bool]:
+    """(bytes of the smallest GPU among `visible`, True), from the driver's management library.
+
+    None when it does not say. Where it is not certain which GPUs are visible: (bytes of the smallest of all, False).
+
+    Args:
+        visible: as `visible_gpus` gives it.
+        in_bus_order: CUDA counts GPUs as the library does; else the fastest is its number 0.
+    """
     try:
         nvml = ctypes.CDLL(library)
-        count, handle, memory, sizes = ctypes.c_uint(), ctypes.c_void_p(), _Memory(), []
+        count, handle = ctypes.c_uint(), ctypes.c_void_p()
         if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-            return None
+            return None, True
+        every: list[float | None] = []
         for index in range(count.value):
-            asked = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
-            if not asked and not nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)):
-                sizes.append(float(memory.total))
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
+            every.append(None if failed else _gpu_bytes(nvml, handle))
+        same = len(set(every)) == 1
+        chosen: list[float | None] = []
+        certain = True
+        for name in visible if visible is not None else []:
+            if name.isdecimal() and int(name) < len(every) and (same or in_bus_order):
+                chosen.append(every[int(name)])
+            elif not name.isdecimal() and not nvml.nvmlDeviceGetHandleByUUID(name.encode(), ctypes.byref(handle)):
+                chosen.append(_gpu_bytes(nvml, handle))
+            else:
+                certain = False
         nvml.nvmlShutdown()
-        return min(sizes, default=None)
     except (OSError, AttributeError):  # no such library, or one without these functions
-        return None
+        return None, True
+    known = chosen if visible is not None and certain else every
+    return min((size for size in known if size is not None), default=None), certain
+
+
+def _gpu_bytes(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> float | None:
+    memory = _Memory()
+    return None if nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) else float(memory.total)

@@ -7,7 +7,7 @@ Source: the configuration and modelling files of these models in transformers 5.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -241,6 +241,20 @@ def only_in_training(values: Mapping[str, Any]) -> dict[str, Any]:
     return asked
 
 
+def training_problems(asked: Iterable[tuple[str, object]], source: str) -> list[ConfigError]:
+    """An error for each key and value of `only_in_training`; `source` names the config."""
+    return [
+        ConfigError(
+            "transformers obeys this key when it trains, and megarl does not: the training would be another one",
+            where=f"{source}: {key}",
+            found=value,
+            allowed="false" if value is True else "0.0",
+            fix="set it to that; what the model computes without training stays the same",
+        )
+        for key, value in asked
+    ]
+
+
 def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """`read_keys`, and every value checked.
 
@@ -383,7 +397,7 @@ def _check_rope(values: dict[str, Any], refuse: Any) -> None:
         if not (_number(value) and value > 0) and not (value is None and may_be_null):
             refuse(key, {name: value}, f"{name}: number > 0" + (", or null" if may_be_null else ""))
     if kind == "yarn" and values["model_type"] == "mixtral" and values["head_dim"] is None:
-        # transformers 5.23 fails there: this class alone does not work out its own head_dim.
+        # transformers 5.23 fails there: only this class does not work out its own head_dim.
         refuse("head_dim", None, f"{head_width(values)}, written out: transformers needs it for yarn")
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         refuse(key, scaling["high_freq_factor"], f"high_freq_factor above low_freq_factor {scaling['low_freq_factor']}")

@@ -7,10 +7,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megarl.config.architectures import training_problems
 from megarl.config.checklist import Checklist
 from megarl.config.checks_weights import check_weights
 from megarl.config.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
-from megarl.config.hf_keys import unknown_keys
+from megarl.config.hf_keys import ignored_keys, unknown_keys
 from megarl.config.model import ModelConfig
 from megarl.config.references import (
     REWARDS,
@@ -26,7 +27,7 @@ from megarl.errors import ConfigError, close_files, close_matches
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 CHARACTERS = "chars:"
 TEXT = "text:"  # a prompt that stands in the recipe itself
-# A character tokenizer has these tokens besides its alphabet: padding, start, end, unknown.
+# A character tokenizer has these tokens in addition to its alphabet: padding, start, end, unknown.
 SPECIAL_TOKENS = 4
 # Models of one family round vocab_size up to different multiples; their tokenizers are compared when the run starts.
 _PADDING = 1024
@@ -77,15 +78,8 @@ def check_local_weights(role: str, path: str | None, facts: ModelFacts, checks: 
 
 def check_only_in_training(facts: ModelFacts | None, checks: Checklist) -> None:
     """Refuse to train a model whose config asks for what transformers does in training only, and this trainer not."""
-    for key, value in facts.only_in_training if facts is not None else ():
-        checks.fail(
-            "training options",
-            f"{facts.source}: {key}" if facts is not None else key,
-            "transformers obeys this key when it trains, and megarl does not: the training would be another one",
-            found=value,
-            allowed="false" if value is True else "0.0",
-            fix="set it to that; what the model computes without training stays the same",
-        )
+    for error in training_problems(facts.only_in_training, facts.source) if facts is not None else ():
+        checks.from_error("training options", error)
 
 
 def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
@@ -97,6 +91,15 @@ def _check_spelling(hf_config: dict[str, Any], checks: Checklist) -> None:
             f"transformers' {hf_config['model_type']} does not read this key, so it would change nothing",
             found=functools.reduce(lambda section, name: section[name], key.split("."), hf_config),
             fix=fix,
+        )
+    ignored = ignored_keys(hf_config) if known else []
+    if ignored:
+        checks.warn(
+            "model",
+            "model.hf_config",
+            f"transformers' {hf_config['model_type']} does not read these keys, so they change nothing",
+            found=ignored,
+            fix="remove them",
         )
 
 

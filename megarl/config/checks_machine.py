@@ -49,7 +49,9 @@ def check_machine(
             return
         checks.ok("machine", f"for GPUs of {wanted:g} GB, which this machine does not have; nothing is held against it")
     gpu = machine.has_gpu or wanted is not None
-    if not gpu:
+    if launcher == "ray" and not gpu:
+        checks.skip("machine", "not known: Ray chooses the machines")
+    elif not gpu:
         _check_cores(config, machine, checks, starts)
     dp = data_parallel_size(config, config.actor.parallel)
     if facts is None or dp is None:
@@ -102,10 +104,13 @@ def _check_device(config: RunConfig, memory: Memory, machine: Machine, checks: C
     if named is not None:
         limits.append((named * 1e9, f"a GPU of {named:g} GB (cluster.device_memory_gb)", True))
     if machine.gpu_memory is not None and (starts or named is None):
-        limits.append((machine.gpu_memory, f"this machine's GPU of {machine.gpu_memory / 1e9:.0f} GB", starts))
+        refuse = starts and machine.gpu_certain
+        limits.append((machine.gpu_memory, f"this machine's GPU of {machine.gpu_memory / 1e9:.0f} GB", refuse))
     if not limits:
         limits.append((_LARGEST_GPU_GB * 1e9, "any GPU", True))
-    capacity, what, refuse = min(limits)
+    # What is refused comes before what only warns, even where that has less room.
+    refused = [limit for limit in limits if limit[2] and memory.needed.least > limit[0]]
+    capacity, what, refuse = min(refused or limits)
     _judge(memory, capacity, what, checks, refuse=refuse)
 
 

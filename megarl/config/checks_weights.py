@@ -11,14 +11,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config.checkpoint_files import file_names, read_config, weight_files
+from megarl.config.architectures import ARCHITECTURES
+from megarl.config.checkpoint_files import file_names, quantized_block, read_config, weight_files
 from megarl.config.facts import ModelFacts
 from megarl.errors import ConfigError
 
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones
 _AGAIN = "copy or download it again"
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_DTYPES, _CODES = ("F32", "BF16", "F16", "F64"), "F8_E4M3"
 Shapes = dict[str, tuple[int, ...]]
+Stored = tuple[Path, str, tuple[int, ...]]  # file, dtype, shape
 
 
 def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) -> str:
@@ -31,19 +34,21 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
         What was checked, and which files that was, in a few words.
 
     Raises:
-        ConfigError: no weights, a file that is missing or cut, a tensor that is missing or has another shape.
+        ConfigError: no weights, a file that is missing or cut, a tensor that is missing, has another shape, or holds
+            codes without their scales.
     """
-    files = weight_files(folder, read_config(folder))
-    place: dict[str, tuple[Path, tuple[int, ...]]] = {}
+    raw = read_config(folder)
+    files, block = weight_files(folder, raw), quantized_block(raw, str(folder / "config.json"))
+    place: dict[str, Stored] = {}
     for file in files:
-        place |= {name: (file, shape) for name, shape in read_header(file).items()}
+        place |= {name: (file, dtype, shape) for name, (dtype, shape) in read_header(file).items()}
     for alternatives in expected_tensors(facts, value_head=value_head):
-        _check_tensors(folder, alternatives, place)
+        _check_tensors(folder, alternatives, place, block)
     return f"{len(place)} tensors in {file_names(files)}"
 
 
-def read_header(file: Path) -> Shapes:
-    """Shapes of the tensors of a safetensors file.
+def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtypes (as the file spells them, such as BF16) and shapes of the tensors of a safetensors file.
 
     Raises:
         ConfigError: it is no such file, or it ends before its last tensor does.
@@ -59,7 +64,7 @@ def read_header(file: Path) -> Shapes:
             header: dict[str, Any] = json.loads(opened.read(length))
             tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
             end = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-            shapes = {name: tuple(entry["shape"]) for name, entry in tensors.items()}
+            found = {name: (str(entry["dtype"]), tuple(entry["shape"])) for name, entry in tensors.items()}
         except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
             raise ConfigError(
                 "this is not a safetensors file: its header cannot be read", where=str(file), fix=_AGAIN
@@ -74,7 +79,7 @@ def read_header(file: Path) -> Shapes:
             allowed=f"{end} bytes",
             fix=_AGAIN,
         )
-    return shapes
+    return found
 
 
 def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator[list[Shapes]]:
@@ -95,10 +100,10 @@ def _attention(facts: ModelFacts, prefix: str) -> Shapes:
     shapes: Shapes = {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
     for name, size in (("q", rows), ("k", kv), ("v", kv)):
         shapes[f"{prefix}self_attn.{name}_proj.weight"] = (size, hidden)
-        if facts.model_type == "qwen2":
+        if ARCHITECTURES[facts.model_type].qkv_bias:
             shapes[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
     shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, rows)
-    if facts.model_type.startswith("qwen3"):
+    if ARCHITECTURES[facts.model_type].qk_norm:
         shapes |= {f"{prefix}self_attn.{name}_norm.weight": (facts.head_dim,) for name in ("q", "k")}
     return shapes
 
@@ -121,7 +126,7 @@ def _feed_forward(facts: ModelFacts, prefix: str) -> list[Shapes]:
     return [sparse] if mixtral else [sparse, three(plain, "mlp.", facts.dense_ffn)]
 
 
-def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, tuple[Path, tuple[int, ...]]]) -> None:
+def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], block: tuple[int, int] | None) -> None:
     """One of `forms` is there, with its shapes; the error is about the form of which most is there."""
     shapes = max(forms, key=lambda form: sum(name in place for name in form) / len(form))
     for name, shape in shapes.items():
@@ -132,7 +137,7 @@ def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, tuple[Pat
                 allowed="a checkpoint whose tensors match its config.json",
                 fix="check that config.json belongs to these files",
             )
-        file, found = place[name]
+        file, dtype, found = place[name]
         if found != shape:
             raise ConfigError(
                 f"tensor {name!r} has another shape than config.json implies",
@@ -141,3 +146,28 @@ def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, tuple[Pat
                 allowed=[shape],
                 fix="check that config.json belongs to these files",
             )
+        if dtype not in _DTYPES:
+            _check_scales(name, place, block)
+
+
+def _check_scales(name: str, place: dict[str, Stored], block: tuple[int, int] | None) -> None:
+    """The codes in tensor `name` have one scale per block, as `megarl.models.weights.files` reads them."""
+    file, dtype, shape = place[name]
+    scales = place.get(f"{name}_scale_inv")
+    if dtype != _CODES or block is None or len(shape) != 2 or scales is None or scales[1] not in _DTYPES:
+        raise ConfigError(
+            f"tensor {name!r} is quantised, and what its codes stand for is not known",
+            where=str(file),
+            found=f"{dtype}, {f'scales in {scales[1]}' if scales is not None else f'no {name}_scale_inv'}",
+            allowed=f"{', '.join(_DTYPES)}, or {_CODES} with scales per block and a quantization_config",
+            fix="name the folder of the unquantised model",
+        )
+    wanted = tuple(-(-n // size) for n, size in zip(shape, block, strict=True))
+    if scales[2] != wanted:
+        raise ConfigError(
+            f"tensor {name + '_scale_inv'!r} does not have one scale per block",
+            where=str(scales[0]),
+            found=scales[2],
+            allowed=[wanted],
+            fix="check weight_block_size in config.json",
+        )

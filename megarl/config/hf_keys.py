@@ -11,10 +11,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megarl.config.architectures import ARCHITECTURES
 from megarl.errors import close_matches
 
 OLDER = frozenset({"model_type", "output_attentions", "rope_scaling", "rope_theta", "torch_dtype"})
-"""What every class takes besides its fields: names that older versions wrote."""
+"""What every class takes in addition to its fields: names that older versions wrote."""
+
+# Of no class here, and in config.json files of models that are supported: Qwen's distillations of R1 (use_mrope),
+# quantised ones, models with code of their own, and what earlier versions and other trainers wrote.
+_PUBLISHED = frozenset(
+    {
+        *("use_mrope", "quantization_config", "compression_config", "auto_map", "tokenizer_class"),
+        *("model_max_length", "unsloth_fixed", "unsloth_version"),
+    }
+)
 
 
 @functools.cache
@@ -30,17 +40,37 @@ def known_keys(model_type: str) -> frozenset[str]:
 
 
 def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
-    """(dotted key, what to do about it) of every key that transformers would ignore."""
+    """(dotted key, what to do about it) of every key that is a slip: near a legal one, or of no class that is known."""
     model_type = hf_config["model_type"]
-    found = [
-        (name, _fix(name, model_type, known_keys(model_type))) for name in _not_in(hf_config, known_keys(model_type))
-    ]
+    legal = _legal(model_type)
+    foreign = _foreign(model_type)
+    found = [(name, _fix(name, model_type, legal)) for name in _not_in(hf_config, legal) if name not in foreign]
     rope_keys = frozenset(_table()["rope_parameters"]) | {"type"}  # the older name of rope_type
     for section in ("rope_parameters", "rope_scaling"):
         values = hf_config.get(section)
         if isinstance(values, dict):
             found += [(f"{section}.{name}", _fix(name, model_type, rope_keys)) for name in _not_in(values, rope_keys)]
     return found
+
+
+def ignored_keys(hf_config: dict[str, Any]) -> list[str]:
+    """Keys that are read for other models only, or by other programs: published config.json files hold some."""
+    legal, foreign = _legal(hf_config["model_type"]), _foreign(hf_config["model_type"])
+    return [name for name in _not_in(hf_config, legal) if name in foreign]
+
+
+def _legal(model_type: str) -> frozenset[str]:
+    return known_keys(model_type) | frozenset(ARCHITECTURES[model_type].keys)
+
+
+def _foreign(model_type: str) -> frozenset[str]:
+    """Keys that a config.json of `model_type` may hold by descent: those of other classes, and of no class.
+
+    Not those of experts where the class has none: who writes them wants another model.
+    """
+    sparse = {name for name in ARCHITECTURES if "num_experts" in ARCHITECTURES[name].keys}
+    relatives = [name for name in ARCHITECTURES if model_type in sparse or name not in sparse]
+    return _PUBLISHED.union(*(_legal(name) for name in relatives))
 
 
 def _not_in(values: dict[str, Any], known: frozenset[str]) -> list[str]:

@@ -9,7 +9,7 @@ whole estimate was 5% below to 20% above the peak resident set.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.config.facts import ModelFacts
@@ -29,6 +29,7 @@ _CPU_SERVER = 1.2e9  # an SGLang server without its model
 _DATA = 6.0
 # Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
 _TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
+_TOKEN_CERTAIN = 12.0  # of them for certain: embedded generation begins with token ids (int64) and log-probs (fp32)
 _PROBABILITIES_KEPT = 1024  # up to this length attention on a CPU keeps the probabilities for the gradient
 
 
@@ -122,8 +123,13 @@ def state_bytes(
     }
 
 
-def update_tokens(config: RunConfig, engine: EngineConfig, dp: int) -> int:
-    """Tokens of the largest micro-batch: the budget, or the longest sequence, and never more than a rank has."""
+def update_tokens(config: RunConfig, facts: ModelFacts, engine: EngineConfig, dp: int, job: str) -> int:
+    """Tokens of the largest micro-batch: the budget, or the longest sequence, and never more than a rank has.
+
+    In `megarl sft` the responses are the examples', whose lengths are not known here.
+    """
+    if job == "sft":
+        return min(engine.micro_batch_tokens, -(-config.sft.batch_size // dp) * facts.max_positions)
     sampling = config.rollout.sampling
     longest = config.data.max_prompt_tokens + sampling.max_new_tokens
     share = -(-config.data.batch_size * sampling.n // dp)
@@ -131,12 +137,21 @@ def update_tokens(config: RunConfig, engine: EngineConfig, dp: int) -> int:
 
 
 def activation_bytes(
-    config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, *, gpu: bool
+    config: RunConfig,
+    facts: ModelFacts,
+    parallel: ParallelConfig,
+    engine: EngineConfig,
+    dp: int,
+    *,
+    gpu: bool,
+    job: str = "train",
 ) -> float:
     """Bytes kept for the backward pass of the micro-batches in flight."""
     element = _BYTES[config.model.dtype]
+    tokens = update_tokens(config, facts, engine, dp, job) / parallel.cp
     longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
-    tokens = update_tokens(config, engine, dp) / parallel.cp
+    if job == "sft":
+        longest = min(engine.micro_batch_tokens, facts.max_positions)
     width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
     split = float(2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width)
     if not gpu and longest <= _PROBABILITIES_KEPT:
@@ -150,47 +165,61 @@ def activation_bytes(
 
 
 def logits_bytes(
-    config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int
+    config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, job: str = "train"
 ) -> float:
     """Bytes of one chunk of logits (as they are, scaled in fp32, and their gradient) and of the head's gradient."""
-    rows = min(engine.logits_chunk_tokens, update_tokens(config, engine, dp) // parallel.cp)
+    rows = min(engine.logits_chunk_tokens, update_tokens(config, facts, engine, dp, job) // parallel.cp)
     columns = facts.vocab / parallel.tp
     return rows * columns * 12 + columns * facts.hidden * 8
 
 
-def cache_bytes(config: RunConfig, facts: ModelFacts, dp: int) -> tuple[float, float]:
+def cache_bytes(config: RunConfig, facts: ModelFacts, dp: int, job: str = "train") -> tuple[float, float]:
     """Bytes of keys and values of one sequence of full length, and of all that `rollout.max_running` lets run."""
-    parallel, sampling = config.actor.parallel, config.rollout.sampling
-    share = -(-config.data.batch_size * sampling.n // (dp * parallel.cp))
+    parallel = config.actor.parallel
+    if job == "train":
+        sampling, rows = config.rollout.sampling, config.data.batch_size
+    else:
+        sampling, rows = config.validation.sampling, _held_out(config) or config.rollout.max_running * dp * parallel.cp
+    share = -(-rows * sampling.n // (dp * parallel.cp))
     tokens = config.data.max_prompt_tokens + sampling.max_new_tokens
     element = _BYTES[config.rollout_dtype]
     row = tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * facts.layers / parallel.pp * element
     return row, min(config.rollout.max_running, share) * row
 
 
-def _samples(config: RunConfig, dp: int) -> list[tuple[str, int, SamplingConfig]]:
-    """(key of its settings, samples of one call on a rank, sampling) of training and of held-out prompts."""
-    found = [
-        ("rollout.sampling", -(-config.data.batch_size * config.rollout.sampling.n // dp), config.rollout.sampling)
-    ]
-    rows = config.data.val_batch_size or config.data.max_val_samples  # else all there are, which is not known here
-    if config.data.val_files and rows:
-        held_out = config.validation.sampling
-        found.append(("validation.sampling", -(-rows * held_out.n // dp), held_out))
+def _held_out(config: RunConfig) -> int | None:
+    """Most held-out prompts that are answered at once; None: all there are, which is not known here."""
+    return min((n for n in (config.data.val_batch_size, config.data.max_val_samples) if n is not None), default=None)
+
+
+def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, SamplingConfig]]:
+    """(key of the number of prompts, samples of one call on a rank, those that are certain, sampling) of `job`.
+
+    Of held-out prompts one is certain: how many their files hold is not known here.
+    """
+    found = []
+    if job == "train":
+        share = -(-config.data.batch_size * config.rollout.sampling.n // dp)
+        found.append(("data.batch_size", share, share, config.rollout.sampling))
+    rows = _held_out(config) or (None if job == "train" else 1)
+    if job != "sft" and config.data.val_files and rows:
+        drawn = config.validation.sampling
+        found.append(("data.val_batch_size", -(-rows * drawn.n // dp), -(-drawn.n // dp), drawn))
     return found
 
 
-def _responses(config: RunConfig, dp: int) -> list[Term]:
+def _responses(config: RunConfig, dp: int, job: str) -> list[Term]:
     """Tokens and log-probs of the samples that one call generates: buffers of full length, and then the responses."""
+    certain = _TOKEN_CERTAIN if config.rollout.engine == "embedded" else 0.0
     return [
         Term(
             f"responses of {samples} samples of {sampling.max_new_tokens} tokens",
             samples * sampling.max_new_tokens * (_TOKEN_BUFFERS + _TOKEN),
-            f"{key}.max_new_tokens, data.batch_size",
-            samples * sampling.max_new_tokens * _TOKEN_BUFFERS,
+            f"{'rollout' if rows == 'data.batch_size' else 'validation'}.sampling.max_new_tokens, {rows}",
+            least * sampling.max_new_tokens * certain,
             shrinks=True,
         )
-        for key, samples, sampling in _samples(config, dp)
+        for rows, samples, least, sampling in _samples(config, dp, job)
     ]
 
 
@@ -199,6 +228,19 @@ def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
     servers = config.rollout.sglang
     split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
     return sum(stage_parameters(facts, split)) * _BYTES[config.rollout_dtype]
+
+
+def _server_moments(config: RunConfig, facts: ModelFacts, trainer: list[Term]) -> list[Moment]:
+    """A rank of a server on a GPU, without its cache; `trainer`: what the trainer holds on the same one."""
+    servers = config.rollout.sglang
+    if config.rollout.engine != "sglang" or servers.urls:
+        return []
+    size = server_bytes(config, facts)
+    # Further arguments may quantise the weights, or hold them elsewhere.
+    least = 0.0 if servers.extra_args else size / _BYTES[config.rollout_dtype] if config.sync.fp8 else size
+    keys = "rollout.sglang.tp_size, rollout.sglang.ep_size"
+    weights = Term("a server's weights, per rank of it", size, keys, least)
+    return [Moment("a server", (weights, *(trainer if servers.colocated else ())))]
 
 
 def device_memory(config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train") -> Memory:
@@ -214,23 +256,26 @@ def device_memory(config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, j
     critic: list[Term] = []
     if config.algorithm.pipeline == "ppo":
         critic = _state_terms("critic", facts, actor.parallel, config.critic.engine, dtype, dp)
-    learning = _learning_terms("actor", config, facts, actor.engine, dp, gpu=gpu)
+    learning = _learning_terms("actor", config, facts, actor.engine, dp, gpu=gpu, job=job)
     cache: list[Term] = []
     if config.rollout.engine == "embedded":
-        row, rows = cache_bytes(config, facts, dp)
+        row, rows = cache_bytes(config, facts, dp, job)
         # Fewer sequences run when the cache does not fit, so that one of them is what it needs.
-        keys = "rollout.sampling.max_new_tokens, rollout.max_running"
+        keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
         cache.append(Term("key/value cache (generation)", rows, keys, row, shrinks=True))
     if job in ("eval", "generate"):
-        return Memory((Moment("generation", (weights, *cache, *_responses(config, dp))),))
+        drawing = Moment("generation", (weights, *cache, *_responses(config, dp, job)))
+        return Memory((drawing, *(_server_moments(config, facts, [weights]) if gpu else ())))
     if job == "sft":
         return Memory((Moment("the update", (weights, *rest, *learning)),))
     stays = [] if config.critic.engine.offload else critic
     idle = [] if actor.engine.offload else [*rest, *frozen]
     moments = [
         Moment("the actor's update", (weights, *rest, *([] if actor.engine.offload else frozen), *stays, *learning)),
-        Moment("generation", (weights, *idle, *stays, *cache, *_responses(config, dp))),
+        Moment("generation", (weights, *idle, *stays, *cache, *_responses(config, dp, job))),
     ]
+    if gpu:
+        moments += _server_moments(config, facts, [weights, *idle, *stays])
     if frozen:
         moments.append(Moment("log-probs", (weights, *idle, *(frozen if actor.engine.offload else ()), *stays)))
     if critic:
@@ -247,33 +292,35 @@ def _state_terms(
 
 
 def _learning_terms(
-    role: str, config: RunConfig, facts: ModelFacts, engine: EngineConfig, dp: int, *, gpu: bool
+    role: str, config: RunConfig, facts: ModelFacts, engine: EngineConfig, dp: int, *, gpu: bool, job: str = "train"
 ) -> list[Term]:
-    """What the update of a role needs besides its state."""
+    """What the update of a role needs in addition to its state."""
     parallel = config.actor.parallel
     longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
     keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"
-    if longest > engine.micro_batch_tokens:  # a longer sequence is a micro-batch by itself
+    if longest > engine.micro_batch_tokens and job != "sft":  # a longer sequence is a micro-batch by itself
         keys = f"rollout.sampling.max_new_tokens, {role}.engine.recompute"
-    kept = activation_bytes(config, facts, parallel, engine, dp, gpu=gpu)
+    kept = activation_bytes(config, facts, parallel, engine, dp, gpu=gpu, job=job)
     terms = [term(f"{role} activations", kept, keys, rough=True)]
     if role == "actor":
-        logits = logits_bytes(config, facts, parallel, engine, dp)
+        logits = logits_bytes(config, facts, parallel, engine, dp, job)
         terms.append(term("logits of one chunk", logits, "actor.engine.logits_chunk_tokens", rough=True))
-    return terms
+    # How long supervised examples are is not known here, so that no part of these is certain.
+    return [replace(part, least=0.0) for part in terms] if job == "sft" else terms
 
 
 def host_memory(config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train") -> Memory:
     """Estimate of what all processes of one machine hold in its host memory."""
     ranks = -(-config.cluster.nproc // config.cluster.nnodes)
     worker = term(f"{ranks} worker processes", ranks * (_GPU_WORKER if gpu else _WORKER), "cluster.nproc", rough=True)
-    around = [worker, *_beside_terms(config, facts, ranks, gpu=gpu)]
+    around = [worker, *_beside_terms(config, facts, ranks, gpu=gpu, job=job)]
     state = state_bytes(facts, config.actor.parallel, config.actor.engine, config.model.dtype, dp)
     own = ranks * (state["optimizer"] + state["parameters"] / dp)
     staging = Term("a checkpoint on its way to disk", own, "the model's size, actor.parallel", 0.0)
     if gpu:
         offloaded = [term("offloaded state", own, "actor.engine.offload")] if config.actor.engine.offload else []
-        responses = [_times(ranks, part) for part in _responses(config, dp)]
+        # The buffers are on the device: of host memory nothing is certain.
+        responses = [replace(_times(ranks, part), least=0.0) for part in _responses(config, dp, job)]
         return Memory((Moment("a step", (*around, *offloaded, staging, *responses)),))
     moments = [
         Moment(moment.name, (*around, *(_times(ranks, part) for part in moment.terms)))
@@ -290,23 +337,23 @@ def _times(ranks: int, part: Term) -> Term:
     return Term(what, ranks * part.bytes, part.keys, ranks * part.least, part.shrinks)
 
 
-def _beside_terms(config: RunConfig, facts: ModelFacts, ranks: int, *, gpu: bool) -> list[Term]:
+def _beside_terms(config: RunConfig, facts: ModelFacts, ranks: int, *, gpu: bool, job: str) -> list[Term]:
     """Data, reward processes, weights of past steps, servers on a CPU."""
     found = []
-    rows = ranks * _DATA * _file_bytes([*config.data.train_files, *config.data.val_files])
+    generates = job in ("eval", "generate")
+    rows = ranks * _DATA * _file_bytes([*([] if generates else config.data.train_files), *config.data.val_files])
     if rows:
-        found.append(
-            term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, "data.train_files", rough=True)
-        )
+        key = "data.val_files" if generates else "data.train_files"
+        found.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))
     if config.reward.workers:
         count = config.reward.workers * max(1, ranks // config.actor.parallel.model_parallel_size)
         found.append(term(f"{count} reward processes", count * _REWARD_WORKER, "reward.workers", rough=True))
-    if config.rollout.stale_steps:
+    if config.rollout.stale_steps and job == "train":
         weights = sum(stage_parameters(facts, config.actor.parallel)) * _BYTES[config.model.dtype]
         copies = ranks * (config.rollout.stale_steps + 1) * weights
         found.append(term("weights of past steps", copies, "rollout.stale_steps"))
     servers = config.rollout.sglang
-    if config.rollout.engine == "sglang" and not servers.urls and not gpu:
+    if config.rollout.engine == "sglang" and not servers.urls and not gpu and job != "sft":
         held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
         found.append(term(f"{servers.servers} servers", held, "rollout.sglang.servers", rough=True))
     return found

@@ -153,7 +153,7 @@ def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:
             "the recipe corrects its rollouts, and no node of this pipeline does it",
             where="algorithm.pipeline",
             found=f"{config.algorithm.pipeline}, nodes {', '.join(graph.order())}",
-            allowed="a pipeline with megarl.runtime.stages.correction:rollout_correction behind the old log-probs",
+            allowed="a pipeline with megarl.runtime.stages.correction:rollout_correction after the old log-probs",
             fix="add the nodes with megarl.recipes.grpo.add_scoring, or set rollout_correction.preset=disabled",
         )
 
@@ -210,8 +210,9 @@ def _memory_text(config: RunConfig, machine: Machine) -> str:
     host = host_memory(config, facts, dp, gpu=gpu).peak
     lines.append(_memory_line(f"host memory of a machine ({ranks} ranks)", host.bytes))
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
-        lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
-        lines.append("(and its cache, up to rollout.sglang.memory_fraction of a GPU or, on a CPU, max_total_tokens)")
+        if not gpu:  # there it is one of the terms
+            lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))
+        lines.append("(a server's cache comes on top, up to memory_fraction of a GPU or, on a CPU, max_total_tokens)")
         if config.rollout.sglang.colocated:
             lines.append("(on GPUs, the servers are on the trainer's devices)")
     return "\n".join(lines)

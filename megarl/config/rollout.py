@@ -20,7 +20,8 @@ class SamplingConfig(Section):
     max_new_tokens: PositiveInt = Field(256, description="response length limit, end token included")
     min_new_tokens: NonNegativeInt = Field(0, description="no end token before this many tokens")
     stop_token_ids: list[int] = Field(
-        default_factory=list, description="end tokens besides the tokenizer's; training's also end held-out responses"
+        default_factory=list,
+        description="end tokens in addition to the tokenizer's; training's also end held-out responses",
     )
     ignore_eos: bool = Field(False, description="generate max_new_tokens whatever comes (benchmarks)")
 

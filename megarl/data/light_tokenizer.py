@@ -35,6 +35,9 @@ class FileTokenizer:
         import tokenizers
 
         self._backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        # transformers sets both by the call, whatever the file stores: by default there is neither.
+        self._backend.no_padding()
+        self._backend.no_truncation()
         file = folder / "tokenizer_config.json"
         config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
         self.bos_token_id, self.unk_token_id = (self._id(config.get(f"{kind}_token")) for kind in ("bos", "unk"))

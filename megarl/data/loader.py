@@ -94,7 +94,7 @@ class PromptLoader:
                 where="data.train_files",
                 found=f"{mine['samples']} samples ({str(mine['fingerprint'])[:8]})",
                 allowed=f"{other['samples']} samples ({str(other['fingerprint'])[:8]})",
-                fix="restore the files and the prompt settings, or start anew with trainer.resume: never",
+                fix="restore the files and the prompt settings, or start again with trainer.resume: never",
             )
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])

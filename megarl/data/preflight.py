@@ -3,7 +3,8 @@
 Files are read, columns are looked for, prompts are rendered and tokenised: what a worker would refuse half a minute
 later is refused here, by the same functions. Only local files of moderate size are read, and tokens are counted for two
 seconds at most. Everything else (hub names, functions, large files, chat templates, tokenizers that only transformers
-reads) is checked by the workers.
+reads) is checked by the workers. What a chat template writes is not known here, so that only the form of the messages
+is looked at then, and whether there is a template.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
     if data.answer_key is not None:
         columns.append(("data.answer_key", data.answer_key))
     tokenizer = light_tokenizer(config.model)
-    if data.override_chat_template:
-        tokenizer = None  # what that template leaves of a message is not known here
-    elif tokenizer is not None and data.chat_template and not tokenizer.has_chat_template:
-        raise no_chat_template()
+    if uses_chat(data):
+        if tokenizer is not None and not data.override_chat_template and not tokenizer.has_chat_template:
+            raise no_chat_template()
+        tokenizer = None  # templates drop parts of a message (thinking) and trim it: no text is certain
     deadline = clock() + _TOKENIZE_S
     in_time = lambda: clock() < deadline  # noqa: E731
     _check_prompts(data, "val", data.val_files, columns, tokenizer, in_time)
@@ -79,7 +80,7 @@ def _check_prompts(
         texts = render_prompts(data, _contents if uses_chat(data) else None, rows)
         if tokenizer is None:
             continue
-        ids += tokenize(tokenizer, texts, rows, special=not uses_chat(data))
+        ids += tokenize(tokenizer, texts, rows, special=True)
         learnt = [i for i in range(start, len(ids)) if answers and len(ids[i]) <= data.max_prompt_tokens]
         tokenize(tokenizer, [answers[i] for i in learnt], [known[i] for i in learnt], special=False)
     if len(ids) == len(known) and all(_is_readable_here(source) for source in sources) and known:
@@ -87,7 +88,7 @@ def _check_prompts(
 
 
 def _contents(messages: Sequence[dict[str, str]], row: Row) -> str:
-    """What a chat template writes at least: all that the messages say."""
+    """Stands for a chat template, so that the messages' form is checked."""
     return "".join(message["content"] for message in messages)
 
 

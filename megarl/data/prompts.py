@@ -91,7 +91,7 @@ class PromptDataset:
 def _data_source(row: Row) -> str:
     """Column data_source, else `folder/file` without suffix, else the hub or function name.
 
-    The file alone when its path names no folder (`test.jsonl`, `../test.jsonl`): the name is a part of metric names.
+    Only the file when its path names no folder (`test.jsonl`, `../test.jsonl`): the name is a part of metric names.
     """
     given = row.get("data_source")
     if isinstance(given, str) and given:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import architectures
 from megarl.config.architectures import ARCHITECTURES
+from megarl.config.base import raise_problems
 from megarl.config.facts import facts_from_config
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
@@ -21,11 +22,13 @@ if TYPE_CHECKING:
 _ALLOWED = "a folder with config.json and *.safetensors, or a hub name such as Qwen/Qwen3-0.6B"
 
 
-def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedConfig:
+def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files: bool = True) -> PretrainedConfig:
     """Hugging Face configuration of `model.path`, or the one spelt out in `model.hf_config`.
 
     Args:
         key: where the recipe names `model.path`, for errors.
+        follow_files: fetch and look at the files with the weights, too: they may hold a head of their own, see
+            `_follow_files`.
 
     Raises:
         ConfigError: nothing to load, no such folder, or an architecture or variant that is not supported.
@@ -35,7 +38,8 @@ def load_hf_config(model: ModelConfig, key: str = "model.path") -> PretrainedCon
     if model.path is not None:
         config = read_hf_config(model.path, key, trust_remote_code=model.trust_remote_code)
         check_supported(config, key)
-        _follow_files(config, model.path)
+        if follow_files:
+            _follow_files(config, model.path)
     elif model.hf_config is not None:
         facts_from_config(model.hf_config, "model.hf_config")
         try:
@@ -60,6 +64,8 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
     transformers keeps a `lm_head.weight` that differs from the embeddings although `tie_word_embeddings` is true, and
     warns. A token classifier has a bias unless its config says `token_classification_bias: false`.
     """
+    import torch.distributed as dist
+
     from megarl.models.weights.files import CheckpointReader, resolve_folder
 
     folder = resolve_folder(source)
@@ -69,13 +75,15 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
     if "score.weight" in reader:
         config.token_classification_bias = "score.bias" in reader
     if config.tie_word_embeddings and reader.untied_head():
+        config.tie_word_embeddings = False
+        if dist.is_initialized() and dist.get_rank() > 0:
+            return
         warnings.warn(
             f"{folder}: config.json says tie_word_embeddings, and lm_head.weight in the files differs from the "
             "embeddings: the model is taken with a head of its own, as transformers takes it. Set "
             "tie_word_embeddings to false there, or remove lm_head.weight from the files",
             stacklevel=2,
         )
-        config.tie_word_embeddings = False
 
 
 def _refusals() -> tuple[type[Exception], ...]:
@@ -125,6 +133,14 @@ def check_supported(hf: PretrainedConfig, where: str) -> None:
     if getattr(hf, "is_heterogeneous", False):
         raw["per_layer_config"] = "sizes per layer"
     facts_from_config(raw, where)
+
+
+def check_trainable(hf: PretrainedConfig, key: str) -> None:
+    """Refuse to train a model whose config asks for what transformers does in training only, and this trainer not.
+
+    A dry run checks the same where the config is on this machine. ConfigError names the keys, and `key` of the recipe.
+    """
+    raise_problems(architectures.training_problems(architectures.only_in_training(_keys(hf)).items(), key))
 
 
 def _attributes(hf: PretrainedConfig) -> dict[str, Any]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.config.conversion import check_conversion
-from megarl.config.model import ParallelConfig
+from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def convert(source: Path, target: Path, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:
@@ -56,7 +61,6 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
     from megarl.config.load import load_config
     from megarl.data.tokenizer import load_tokenizer
     from megarl.device import DTYPES, dist_backend
-    from megarl.models.config import load_hf_config
     from megarl.models.weights import export_weights
     from megarl.runtime.setup import build_engine
     from megarl.training import checkpoint
@@ -75,9 +79,10 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
     if not dist.is_initialized():
         dist.init_process_group(dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
     layout = init_parallel(ParallelConfig(), config.cluster.timeout_s)
-    hf_config = load_hf_config(config.model)
+    meta = checkpoint.verify(folder)
+    hf_config = _config_of(config.model, checkpoint.stored_names(folder, meta))
     engine = build_engine(config, hf_config, layout, lambda chunks: None, trainable=False)
-    checkpoint.load(folder, {"actor": engine})
+    checkpoint.load(folder, {"actor": engine}, meta)
     tokenizer = load_tokenizer(config.model)
     export_weights(
         engine.chunks,
@@ -87,3 +92,19 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
         dtype=DTYPES[dtype] if dtype else None,
         max_shard_gb=max_shard_gb,
     )
+
+
+def _config_of(model: ModelConfig, stored: Iterable[str]) -> PretrainedConfig:
+    """The configuration that the actor in a checkpoint was built with.
+
+    Of a hub model only config.json is fetched: the checkpoint itself says (`stored`: its names) whether the model had a
+    head of its own.
+    """
+    from megarl.models.config import load_hf_config
+
+    if model.path is None or Path(model.path).expanduser().is_dir():
+        return load_hf_config(model)
+    hf_config = load_hf_config(model, follow_files=False)
+    if "actor.output_layer.weight" in stored:
+        hf_config.tie_word_embeddings = False
+    return hf_config

@@ -23,6 +23,7 @@ def add_critic(c: Controller, graph: TaskGraph) -> None:
     """
     from megarl.device import DTYPES
     from megarl.models.config import load_hf_config
+    from megarl.models.hf import check_trainable
     from megarl.models.weights import load_weights
     from megarl.runtime.setup import check_embeddings
     from megarl.training.engine import MegatronEngine
@@ -35,6 +36,7 @@ def add_critic(c: Controller, graph: TaskGraph) -> None:
         if source is not None:  # not the policy's configuration: RoPE or windows may differ
             own = c.config.model.model_copy(update={"path": source, "hf_config": None})
             hf_config = load_hf_config(own, "critic.path")
+            check_trainable(hf_config, source)
             check_embeddings(hf_config, c.hf_config, "critic.path")
         c.critic = MegatronEngine(
             hf_config,

@@ -17,6 +17,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.device import DTYPES, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
+from megarl.models.hf import check_trainable
 from megarl.models.weights import init_random, load_weights
 from megarl.phase import keep_beating, phase
 from megarl.rendezvous import join
@@ -53,6 +54,8 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
     with phase("load_data"), keep_beating():  # downloads, and reading and tokenizing all rows
         tokenizer = load_tokenizer(config.model)
         hf_config = load_hf_config(config.model)
+        if trainable:
+            check_trainable(hf_config, config.model.path or "model.hf_config")
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
         check_loader_kwargs(config.data, config.sft.train_files or ())
         loader = _train_loader(config, tokenizer, layout) if trainable and config.data.train_files else None

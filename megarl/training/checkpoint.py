@@ -181,6 +181,11 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
     return index
 
 
+def stored_names(folder: Path, meta: dict[str, Any]) -> frozenset[str]:
+    """Names of the tensors in a checkpoint, each after its engine's: `actor.decoder...`. `meta`: what `verify` gave."""
+    return frozenset(_index(folder, meta))
+
+
 def _index(folder: Path, meta: dict[str, Any]) -> Index:
     if meta["format"] == old_format.FORMAT:
         return old_format.read_old_index(folder)

@@ -47,9 +47,13 @@ def test_a_small_recipe_fits_a_laptop(judged):
     [
         (BILLION, "model", ["the actor's update needs", "this machine's memory holds 24.0", "actor optimizer 12."]),
         (
-            ["rollout.sampling.max_new_tokens=10000000", "model.hf_config.max_position_embeddings=20000000"],
+            [
+                "rollout.sampling.max_new_tokens=10000000",
+                "model.hf_config.max_position_embeddings=20000000",
+                "actor.engine.recompute=full",
+            ],
             "rollout.sampling.max_new_tokens",
-            ["generation needs 56.8 GB", "responses of 256 samples of 10000000 tokens"],
+            ["generation needs 36.3 GB", "responses of 256 samples of 10000000 tokens"],
         ),
         (
             ["actor.engine.micro_batch_tokens=8000000", "data.batch_size=200000"],
@@ -77,8 +81,9 @@ def test_what_cannot_fit_is_refused_with_its_largest_terms(judged, overrides, ke
 
 
 def test_a_long_response_limit_is_refused_in_generation_too(judged):
-    overrides = ["rollout.sampling.max_new_tokens=100000000", "model.hf_config.max_position_embeddings=200000000"]
-    found = not_ok(judged(LAPTOP, *overrides, "model.path=null", job="generate"))
+    overrides = ["validation.sampling.max_new_tokens=100000000", "model.hf_config.max_position_embeddings=200000000"]
+    overrides += ["data.val_files=['text:1+1=']", "rollout.max_running=1"]
+    found = not_ok(judged(LAPTOP, *overrides, job="generate"))
     assert found.status == "fail"
     assert "generation needs" in found.message
 
@@ -122,13 +127,82 @@ def test_the_machines_own_gpus_count_when_a_run_starts(judged):
     assert {check.status for check in judged(SERVER, recipe="grpo_qwen3_8b_8gpu")} == {"ok"}
 
 
+def test_a_gpu_of_which_it_is_not_certain_that_it_is_used_only_warns(judged):
+    small = Machine(cores=64, memory=2e12, has_gpu=True, gpu_memory=25e9, gpu_certain=False)
+    assert not_ok(judged(small, recipe="grpo_qwen3_8b_8gpu")).status == "warn"
+    found = not_ok(judged(small, "model.path=Qwen/Qwen3-32B", recipe="grpo_qwen3_8b_8gpu"))
+    assert found.status == "fail"
+    assert "cluster.device_memory_gb" in found.message
+
+
+SERVED = ["rollout.engine=sglang", "cluster.device_memory_gb=80", "model.dtype=bf16"]
+LLAMA_70B = ["model_type=llama", "hidden_size=8192", "num_hidden_layers=80", "num_attention_heads=64", "head_dim=128"]
+LLAMA_70B += ["num_key_value_heads=8", "intermediate_size=28672", "vocab_size=128256"]
+# Divided among 64 GPUs for training, so that only the server is too large.
+SPLIT = ["cluster.nproc=64", "actor.parallel={tp: 8, pp: 8}", "data.batch_size=32"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fits"),
+    [
+        (["rollout.sglang.tp_size=1"], False),
+        (["rollout.sglang.tp_size=4"], True),
+        (["rollout.sglang={tp_size: 2, colocated: true}"], False),  # 70 GB, and the trainer's own 7 to 17
+        (["rollout.sglang.urls=['http://127.0.0.1:1']"], True),
+        (["rollout.sglang={tp_size: 1, extra_args: [--quantization, fp8]}"], True),
+    ],
+)
+def test_servers_have_to_fit_their_gpus(judged, overrides, fits):
+    model = [f"model.hf_config.{pair}" for pair in LLAMA_70B]
+    checks = judged(LAPTOP, *SERVED, *model, *SPLIT, *overrides, starts=False)
+    failed = [check for check in checks if check.status == "fail"]
+    assert [check.key for check in failed] == ([] if fits else ["rollout.sglang.tp_size"])
+    assert all("a server needs" in check.message for check in failed)
+
+
+def test_of_held_out_rows_only_what_is_known_counts(judged):
+    held_out = ["data.val_files=[val.jsonl]", "data.val_batch_size=100000", "validation.sampling.max_new_tokens=100000"]
+    held_out.append("model.hf_config.max_position_embeddings=200000")
+    assert {check.status for check in judged(LAPTOP, *held_out)} == {"ok"}  # 120 GB, if the file has as many rows
+
+
+def test_the_smaller_of_two_bounds_counts_for_held_out_rows(config_of):
+    config = config_of("data.val_files=[val.jsonl]", "data.val_batch_size=1000", "data.max_val_samples=7")
+    memory = host_memory(config, model_facts(config.model), 1, gpu=False, job="eval")
+    assert any(part.what.startswith("responses of 7 samples") for part in memory.terms())
+
+
+def test_buffers_of_responses_are_those_of_embedded_generation(judged):
+    long = ["rollout.sampling.max_new_tokens=10000000", "model.hf_config.max_position_embeddings=20000000"]
+    long += ["rollout.engine=sglang", "actor.engine.micro_batch_tokens=256"]
+    assert not any("generation needs" in check.message for check in judged(LAPTOP, *long))
+
+
+@pytest.mark.parametrize(
+    ("job", "overrides"),
+    [
+        ("sft", ["rollout.sampling.max_new_tokens=100000000"]),
+        ("sft", ["data.batch_size=100000000"]),
+        ("eval", ["rollout.sampling.max_new_tokens=100000000"]),
+        ("generate", ["data.batch_size=100000000", "rollout.sampling.n=1000"]),
+    ],
+)
+def test_training_settings_do_not_count_for_other_jobs(judged, job, overrides):
+    positions = "model.hf_config.max_position_embeddings=200000000"
+    files = "data.val_files=['text:1+1=']"
+    checks = judged(LAPTOP, *overrides, positions, files, "actor.engine.micro_batch_tokens=4096", job=job)
+    assert {check.status for check in checks} == {"ok"}
+
+
 def test_a_dry_run_of_what_does_not_fit_here_warns(judged):
     found = not_ok(judged(LAPTOP, *BILLION, starts=False))
     assert found.status == "warn"
 
 
 def test_ray_chooses_the_machines(judged):
-    assert not_ok(judged(LAPTOP, *BILLION, launcher="ray")).status == "warn"
+    cores, memory = judged(LAPTOP, *BILLION, "cluster.nproc=500", launcher="ray")
+    assert (cores.status, cores.message) == ("skip", "not known: Ray chooses the machines")
+    assert memory.status == "warn"
 
 
 def test_what_is_tight_warns(judged):

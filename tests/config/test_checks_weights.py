@@ -34,12 +34,13 @@ def facts_of(model_type: str, **more: object):
     return facts_from_config(raw_config(model_type, **more), "here")
 
 
-def write(file: Path, shapes: dict[str, tuple[int, ...]], cut: int = 0) -> None:
-    """A safetensors file of zeros, without its last `cut` bytes."""
+def write(file: Path, shapes: dict[str, tuple[int, ...]], cut: int = 0, dtypes: dict[str, str] | None = None) -> None:
+    """A safetensors file of zeros, without its last `cut` bytes. `dtypes`: of tensors that are not F32."""
     header, offset = {"__metadata__": {"format": "pt"}}, 0
     for name, shape in shapes.items():
-        size = 4 * math.prod(shape)
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        dtype = (dtypes or {}).get(name, "F32")
+        size = {"F32": 4, "F16": 2}.get(dtype, 1) * math.prod(shape)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header).encode()
     content = len(text).to_bytes(8, "little") + text + bytes(offset)
@@ -51,7 +52,7 @@ def test_a_whole_model_passes(tmp_path: Path) -> None:
     shapes = {name: shape for forms in expected_tensors(facts) for name, shape in forms[0].items()}
     write(tmp_path / "model.safetensors", shapes)
     assert check_weights(tmp_path, facts) == f"{len(shapes)} tensors in model.safetensors"
-    assert read_header(tmp_path / "model.safetensors") == shapes
+    assert read_header(tmp_path / "model.safetensors") == {name: ("F32", shape) for name, shape in shapes.items()}
 
 
 def test_layers_of_a_mixture_may_be_dense(tmp_path: Path) -> None:
@@ -99,6 +100,37 @@ def test_damage_is_located(tmp_path: Path, damage: str, words: list[str]) -> Non
     if damage == "none":
         for file in tmp_path.iterdir():
             file.unlink()
+    with pytest.raises(ConfigError) as caught:
+        check_weights(tmp_path, facts)
+    for word in words:
+        assert word in str(caught.value)
+
+
+FP8 = {"quant_method": "fp8", "weight_block_size": [8, 4]}
+CODED = "model.layers.0.mlp.up_proj.weight"  # 12 x 8
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales", "said", "words"),
+    [
+        ("F8_E4M3", (2, 2), FP8, None),
+        ("F16", None, None, None),
+        ("F8_E4M3", (2, 2), None, ["'model.layers.0.mlp.up_proj.weight' is quantised", "F8_E4M3, scales in F32"]),
+        ("F8_E4M3", None, FP8, ["is quantised", "no model.layers.0.mlp.up_proj.weight_scale_inv"]),
+        ("F8_E4M3", (2, 1), FP8, ["up_proj.weight_scale_inv' does not have one scale per block", "(2, 2)"]),
+        ("I8", (2, 2), FP8, ["is quantised", "I8, scales"]),
+    ],
+)
+def test_codes_need_their_scales_and_a_word_about_them(tmp_path: Path, dtype, scales, said, words) -> None:
+    facts = facts_of("qwen3")
+    shapes = {name: shape for forms in expected_tensors(facts) for name, shape in forms[0].items()}
+    if scales is not None:
+        shapes[f"{CODED}_scale_inv"] = scales
+    write(tmp_path / "model.safetensors", shapes, dtypes={CODED: dtype})
+    (tmp_path / "config.json").write_text(json.dumps(raw_config("qwen3", quantization_config=said)))
+    if words is None:
+        check_weights(tmp_path, facts)
+        return
     with pytest.raises(ConfigError) as caught:
         check_weights(tmp_path, facts)
     for word in words:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megarl.config import facts
-from megarl.config.hf_keys import OLDER, known_keys, unknown_keys
+from megarl.config.hf_keys import OLDER, ignored_keys, known_keys, unknown_keys
 
 
 def read_by_transformers(model_type: str) -> set[str]:
@@ -68,3 +68,19 @@ def test_what_a_config_json_holds_is_known(tmp_path: Path) -> None:
     for model_type in facts.ARCHITECTURES:
         AutoConfig.for_model(model_type).save_pretrained(tmp_path)
         assert unknown_keys(json.loads((tmp_path / "config.json").read_text())) == []
+
+
+@pytest.mark.parametrize(
+    ("model_type", "published", "ignored"),
+    [
+        ("qwen3_moe", {"max_window_layers": 48, "head_dim": 128}, ["max_window_layers"]),  # Qwen3-30B-A3B
+        ("qwen2", {"use_mrope": False, "use_sliding_window": False}, ["use_mrope"]),  # R1-Distill-Qwen
+        ("llama", {"partial_rotary_factor": 1.0, "original_max_position_embeddings": 8192}, []),
+        ("qwen3", {"quantization_config": {"quant_method": "fp8"}}, ["quantization_config"]),
+        ("mixtral", {"norm_topk_prob": True, "decoder_sparse_step": 1}, ["norm_topk_prob", "decoder_sparse_step"]),
+    ],
+)
+def test_keys_of_published_configs_are_no_slips(model_type: str, published: dict, ignored: list[str]) -> None:
+    raw = {"model_type": model_type, **published}
+    assert unknown_keys(raw) == []
+    assert ignored_keys(raw) == ignored

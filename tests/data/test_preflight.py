@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from megarl.config.load import load_config
 from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer
@@ -118,6 +119,30 @@ def test_tokens_of_a_folder_are_those_of_the_real_tokenizer(tmp_path: Path):
     real.chat_template = "{{ messages }}"
     real.save_pretrained(tmp_path)
     assert FileTokenizer(tmp_path).has_chat_template
+
+
+def test_padding_and_truncation_in_the_file_do_not_count(tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    character_tokenizer("abc+").save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    stored = tokenizers.Tokenizer.from_file(str(file))
+    stored.enable_padding(length=8)
+    stored.enable_truncation(max_length=2)
+    stored.save(str(file))
+    real, light = AutoTokenizer.from_pretrained(tmp_path), FileTokenizer(tmp_path)
+    assert light("a+b")["input_ids"] == real("a+b")["input_ids"]
+    assert light(["a+b", "c"])["input_ids"] == real(["a+b", "c"])["input_ids"] == [[4, 7, 5], [6]]
+
+
+def test_what_a_chat_template_writes_is_left_to_the_workers(check, tmp_path):
+    real = character_tokenizer("0123456789+=")
+    real.chat_template = "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
+    real.save_pretrained(tmp_path / "tokenizer")
+    chats = ["model.tokenizer=tokenizer", "data.chat_template=true", "data.overlong=error"]
+    check([{"prompt": chat("<think>hm</think> 1+1="), "answer": "2"}], *chats)
+    with pytest.raises(DataError, match="wrong type in column 'prompt'"):
+        check([{"prompt": [{"role": "user"}], "answer": "2"}], *chats)
 
 
 def test_a_folder_is_looked_at_as_well(check, tmp_path):

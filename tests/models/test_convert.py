@@ -58,6 +58,8 @@ def test_checkpoint_of_a_run(tmp_path):
     hf = load_hf_config(model)
     engine = build_engine(config, hf, init_processes(config, run_dir), lambda c: init_random(c, hf, 3), trainable=False)
     folder = checkpoint.save(run_dir / "checkpoints", 5, {"actor": engine}, {})
+    names = checkpoint.stored_names(folder, checkpoint.verify(folder))
+    assert ("actor.output_layer.weight" in names) != hf.tie_word_embeddings
     no_parallel()
     convert(folder, tmp_path / "out")
     written = tensors(tmp_path / "out")
@@ -119,3 +121,21 @@ def test_missing_tensor_is_named_and_nothing_is_left(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.norm\.weight"):
         convert(tmp_path / "in", tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in"]
+
+
+def test_a_checkpoint_of_a_hub_model_says_itself_whether_it_has_a_head(monkeypatch, tmp_path):
+    """Nothing but config.json is fetched."""
+    from megarl.models import hf as models_hf
+    from megarl.models.weights import files
+    from megarl.runtime.convert import _config_of
+
+    def fetched(source):
+        raise AssertionError(f"weights of {source} are fetched")
+
+    save_tiny(tmp_path, "qwen3", tie_word_embeddings=True)
+    read = models_hf.read_hf_config
+    monkeypatch.setattr(models_hf, "read_hf_config", lambda path, *rest, **more: read(str(tmp_path), *rest, **more))
+    monkeypatch.setattr(files, "resolve_folder", fetched)
+    model = ModelConfig(path="org/tied")
+    assert _config_of(model, {"actor.embedding.word_embeddings.weight"}).tie_word_embeddings
+    assert not _config_of(model, {"actor.output_layer.weight"}).tie_word_embeddings

@@ -8,8 +8,9 @@ import torch
 from megarl.config.checks_weights import expected_tensors
 from megarl.config.facts import facts_from_config
 from megarl.config.model import ModelConfig
+from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
-from megarl.models.hf import load_hf_config, num_experts
+from megarl.models.hf import check_trainable, load_hf_config, num_experts
 from megarl.models.weights.plan import Coordinate, hf_tensors, slices_for
 from tests.models.tiny import ARCHITECTURES, save_tiny, tiny_dict
 
@@ -105,3 +106,15 @@ def test_a_broken_config_is_an_error_at_its_key(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"teacher\.path: the model's configuration cannot be loaded"):
         load_hf_config(ModelConfig(path=str(tmp_path)), "teacher.path")
+
+
+def test_workers_refuse_what_transformers_does_in_training_only(monkeypatch, tmp_path):
+    """A dry run knows it of models on this machine only; of a hub model the workers see the config first."""
+    from megarl.runtime import setup
+
+    monkeypatch.setattr(setup, "init_processes", lambda config, run_dir: None)
+    hf_config = tiny_dict("mixtral", vocab_size=16, router_jitter_noise=0.1)
+    recipe = RunConfig(name="tiny", model=ModelConfig(hf_config=hf_config, tokenizer="chars:0123456789+="))
+    with pytest.raises(ConfigError, match="router_jitter_noise: transformers obeys this key when it trains"):
+        setup.build_controller(recipe, tmp_path)
+    check_trainable(config("qwen3_moe", router_jitter_noise=0.1), "model.path")  # this class does not read it

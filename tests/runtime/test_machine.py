@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.machine import free_host_memory, host_memory, smallest_gpu
+from megarl import machine
+from megarl.machine import free_host_memory, host_memory, smallest_gpu, this_machine, visible_gpus
 
 GB = 10**9
 
@@ -73,6 +74,10 @@ def test_gpus_are_asked_through_the_drivers_library(tmp_path: Path) -> None:
         int nvmlShutdown(void) { return 0; }
         int nvmlDeviceGetCount_v2(unsigned *count) { *count = 3; return 0; }
         int nvmlDeviceGetHandleByIndex_v2(unsigned index, void **device) { *device = (void *)(index + 1ul); return 0; }
+        int nvmlDeviceGetHandleByUUID(const char *name, void **device) {
+            *device = (void *)3ul;
+            return name[4] == 'c' ? 0 : 6;  /* not found */
+        }
         int nvmlDeviceGetMemoryInfo(void *device, struct memory *m) {
             if ((unsigned long)device == 1) return 3;  /* not permitted */
             m->total = (unsigned long)device * 40000000000ull;
@@ -81,5 +86,26 @@ def test_gpus_are_asked_through_the_drivers_library(tmp_path: Path) -> None:
         """
     )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(tmp_path / "nvml.so"), str(source)], check=True)
-    assert smallest_gpu(str(tmp_path / "nvml.so")) == 80e9
-    assert smallest_gpu(str(tmp_path / "none.so")) is None
+    library = str(tmp_path / "nvml.so")
+    assert smallest_gpu(library=library) == (80e9, True)
+    assert smallest_gpu(library=str(tmp_path / "none.so")) == (None, True)
+    # CUDA's numbers are those of the library in bus order only; without it only names are certain.
+    assert smallest_gpu(["2"], in_bus_order=True, library=library) == (120e9, True)
+    assert smallest_gpu(["0"], in_bus_order=True, library=library) == (None, True)
+    assert smallest_gpu(["GPU-c"], library=library) == (120e9, True)
+    for unknown in (["2"], ["GPU-c", "GPU-other"], ["7"]):
+        assert smallest_gpu(unknown, library=library) == (80e9, False)
+
+
+@pytest.mark.parametrize(
+    ("text", "visible"),
+    [(None, None), ("", []), ("-1", []), ("1, 0", ["1", "0"]), ("GPU-a,MIG-b", ["GPU-a", "MIG-b"]), ("0,-1,1", ["0"])],
+)
+def test_visible_gpus_end_at_the_first_that_is_none(text: str | None, visible: list[str] | None) -> None:
+    assert visible_gpus({} if text is None else {"CUDA_VISIBLE_DEVICES": text}) == visible
+
+
+def test_a_machine_whose_gpus_are_all_hidden_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "has_nvidia_device", lambda: True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert (this_machine().has_gpu, this_machine().gpu_memory) == (False, None)

@@ -66,7 +66,9 @@ def _fill(chunks: Sequence[PolicyModel], read: Callable[[str, Box], torch.Tensor
 
 
 def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
-    """Read this process's slices of a Hugging Face checkpoint into `chunks`; no other bytes are touched.
+    """Read this process's slices of a Hugging Face checkpoint into `chunks`.
+
+    Scales of fp8 weights are read whole. `load_hf_config` has compared a stored head with tied embeddings before.
 
     A critic built on a policy's checkpoint, which has no `score.weight`, starts with a value head of zeros. Global rank
     0 says which files are read.
