@@ -171,7 +171,9 @@ def _job(arguments: argparse.Namespace) -> int:
 
 
 def _has_saved(run_dir: Path) -> bool:
-    return any(run_dir.glob("checkpoints/step_*/meta.json"))
+    from megarl.config.trained import steps_in
+
+    return bool(steps_in(run_dir / "checkpoints"))
 
 
 def _check_inputs(config: RunConfig, job: str) -> None:
@@ -223,8 +225,10 @@ def _refuse_trained(run_dir: Path, command: str) -> None:
 
 def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str) -> str:
     """The same command with the run folder, and what it would begin with."""
+    from megarl.config.trained import steps_in
+
     command = ["megarl", arguments.command, arguments.recipe, *map(mask, arguments.overrides)]
-    steps = [int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/step_*/meta.json")]
+    steps = steps_in(run_dir / "checkpoints")
     if steps:
         start = f"from the checkpoint of step {max(steps)}"
     elif resume in ("auto", "never"):

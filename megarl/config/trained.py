@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from megarl.processes import write_atomically
 Which = Literal["best", "last"]
 LAST, BEST = "hf", "hf_best"
 _RECORD = "exported.json"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,37 @@ def write_exported(run_dir: Path, models: list[Exported]) -> None:
 def exported(run_dir: Path) -> list[Exported]:
     """Models that a finished run left in `run_dir`, the last one first; none while it is under way."""
     record = run_dir / _RECORD
-    found = [Exported(**fields) for fields in json.loads(record.read_text())] if record.is_file() else []
+    try:
+        found = [Exported(**fields) for fields in json.loads(record.read_text())]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("%s cannot be read, so no model counts as exported: %s", record, error)
+        return []
     return [model for model in found if (run_dir / model.folder / "config.json").is_file()]
+
+
+def withdraw_exported(run_dir: Path) -> None:
+    """Forget what was exported, as the run goes on or begins again; the folders stay until they are written again."""
+    (run_dir / _RECORD).unlink(missing_ok=True)
+
+
+def steps_in(checkpoints: Path) -> list[int]:
+    """Steps of all complete checkpoints in a folder of checkpoints, rising."""
+    names = [file.parent.name[5:] for file in checkpoints.glob("step_*/meta.json")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def best_step(checkpoints: Path) -> int | None:
+    """The step that was noted as the best; its checkpoint may be gone."""
+    path = checkpoints / "best.json"
+    try:
+        return int(json.loads(path.read_text())["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be read, so no checkpoint counts as the best: %s", path, error)
+        return None
 
 
 def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
@@ -57,9 +88,8 @@ def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
             fix="name RUNS/<name>/<stamp>",
         )
     models = {model.which: model for model in exported(run_dir)}
-    steps = sorted(int(file.parent.name[5:]) for file in run_dir.glob("checkpoints/step_*/meta.json"))
-    kept = run_dir / "checkpoints" / "best.json"
-    best = json.loads(kept.read_text())["step"] if which == "best" and kept.is_file() else None
+    steps = steps_in(run_dir / "checkpoints")
+    best = best_step(run_dir / "checkpoints") if which == "best" else None
     if model := models.get(which) or models.get("last"):
         folder = run_dir / model.folder
         return (

@@ -32,6 +32,7 @@ import torch.distributed as dist
 
 import megarl
 from megarl.comm import all_gather_json, broadcast_json
+from megarl.config.trained import best_step, steps_in
 from megarl.training import old_format
 from megarl.training.intact import Seal, faults, few, seal_text
 from megarl.training.rng import load_rng, rng_bytes
@@ -101,6 +102,7 @@ def begin(
         "step": step,
         "layout": next(iter(engines.values())).layout.describe(),
         "optimizer_steps": {name: engine.step for name, engine in engines.items()},
+        "vocab_sizes": {name: engine.hf_config.vocab_size for name, engine in engines.items()},
         "config": config or {},
     }
 
@@ -109,8 +111,11 @@ def begin(
         (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_seal(whole)}, indent=1))
         _publish(folder, root / f"step_{step}", tag)
         if best:
-            _replace(root / _BEST, {"step": step})
-        _prune(root, keep_last)
+            _note_best(root, step)
+        try:
+            _prune(root, keep_last)
+        except OSError as error:  # the new checkpoint is complete all the same
+            log.warning("old checkpoints in %s cannot be removed: %s", root, error)
 
     return Saving(folder, shard, contents, commit, fix)
 
@@ -167,7 +172,8 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
     """Refuse a checkpoint of other models than `engines`; optimizer state is not looked at. Collective.
 
     Raises:
-        CheckpointError: an engine is missing, or has parameters of other names or shapes.
+        CheckpointError: on every rank alike: an engine is missing, or has parameters of other names or shapes, or
+            another vocabulary, or the checkpoint has parameters that it lacks.
     """
     missing = engines.keys() - meta["optimizer_steps"].keys()
     if missing:
@@ -176,14 +182,39 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
             where=str(folder),
             fix="resume a run of the same kind; trainer.resume=never starts from the beginning",
         )
-    index = broadcast_json(_index(folder, meta) if dist.get_rank() == 0 else None, 0)
-    refuse_foreign((box for name, engine in engines.items() for box in weight_boxes(name, engine)), index, folder)
+    index, wrong = broadcast_json(_index_or_fault(folder, meta) if dist.get_rank() == 0 else None, 0)
+    if wrong:
+        raise CheckpointError(
+            "this checkpoint is damaged or incomplete", where=str(folder), found=wrong, fix=_way_out(folder)
+        )
+    boxes = [box for name, engine in engines.items() for box in weight_boxes(name, engine)]
+    refuse_foreign(boxes, index, folder, more=_surplus(meta, engines, index, {box.key for box in boxes}))
     return index
 
 
 def stored_names(folder: Path, meta: dict[str, Any]) -> frozenset[str]:
     """Names of the tensors in a checkpoint, each after its engine's: `actor.decoder...`. `meta`: what `verify` gave."""
     return frozenset(_index(folder, meta))
+
+
+def _surplus(meta: dict[str, Any], engines: dict[str, MegatronEngine], index: Index, mine: set[str]) -> list[str]:
+    """What the checkpoint has of `engines` and no rank holds, and vocabularies of other sizes. Collective."""
+    held = {key for keys in all_gather_json(sorted(mine)) for key in keys}
+    prefixes = tuple(f"{name}." for name in engines)
+    lines = [f"{key} is in the checkpoint only" for key in index if key.startswith(prefixes) and key not in held]
+    for name, engine in engines.items():
+        here = engine.hf_config.vocab_size
+        saved = meta.get("vocab_sizes", {}).get(name, here)  # older checkpoints do not say it
+        if saved != here:  # rows of embeddings are padded, so their number does not tell
+            lines.append(f"{name} has a vocabulary of {saved}, here it is {here}")
+    return lines
+
+
+def _index_or_fault(folder: Path, meta: dict[str, Any]) -> tuple[Index | None, str | None]:
+    try:
+        return _index(folder, meta), None
+    except CheckpointError as error:
+        return None, error.what
 
 
 def _index(folder: Path, meta: dict[str, Any]) -> Index:
@@ -211,7 +242,7 @@ def _stranger(path: Path, tag: str) -> str | None:
     """Says so when the file of a rank is one of another checkpoint."""
     if not path.name.startswith("rank_"):
         return None
-    with contextlib.suppress(CheckpointError, KeyError):
+    with contextlib.suppress(CheckpointError, KeyError):  # it is damaged, which its seal says
         label = label_of(path)
         if label["tag"] != tag:
             return f"is of another checkpoint (of step {label['step']})"
@@ -220,7 +251,10 @@ def _stranger(path: Path, tag: str) -> str | None:
 
 def _meta_or_fault(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     try:
-        return read_meta(folder), None
+        meta = read_meta(folder)
+        if meta["format"] == old_format.FORMAT:  # it has no seals: its index tells at least what is missing
+            old_format.read_old_index(folder)
+        return meta, None
     except CheckpointError as error:
         return None, error.what
 
@@ -261,11 +295,6 @@ def _meta_seal(meta: dict[str, Any]) -> str:
     return seal_text(json.dumps(meta, sort_keys=True))
 
 
-def steps_in(root: Path) -> list[int]:
-    """Steps of all complete checkpoints, rising."""
-    return [step for step in named_steps(root) if (root / f"step_{step}" / _META).is_file()]
-
-
 def named_steps(root: Path) -> list[int]:
     """Steps of all folders that are called checkpoints, rising; one may have lost its meta.json."""
     return sorted(int(path.name[5:]) for path in root.glob("step_*") if path.name[5:].isdigit())
@@ -279,7 +308,7 @@ def latest(root: Path) -> Path | None:
 
 def best(root: Path) -> Path | None:
     """The checkpoint that was saved as best and is still there."""
-    folder = root / f"step_{_best_step(root)}"
+    folder = root / f"step_{best_step(root)}"
     return folder if (folder / _META).is_file() else None
 
 
@@ -298,7 +327,7 @@ def set_aside(root: Path, after: int | None) -> Path | None:
         return None
     target = next(path for k in itertools.count(1) if not (path := root.with_name(f"{root.name}.old-{k}")).exists())
     target.mkdir()
-    if _best_step(root) in steps:
+    if best_step(root) in steps:
         (root / _BEST).rename(target / _BEST)
     for step in reversed(steps):
         (root / f"step_{step}").rename(target / f"step_{step}")
@@ -324,15 +353,12 @@ def _publish(folder: Path, final: Path, tag: str) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _best_step(root: Path) -> int | None:
+def _note_best(root: Path, step: int) -> None:
     path = root / _BEST
     try:
-        return int(json.loads(path.read_text())["step"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s cannot be read, so no checkpoint counts as the best: %s", path, error)
-        return None
+        _replace(path, {"step": step})
+    except OSError as error:  # the checkpoint is complete all the same
+        log.warning("%s cannot be written, so the checkpoint of step %d is not kept as the best: %s", path, step, error)
 
 
 def _prune(root: Path, keep_last: int) -> None:

@@ -47,7 +47,7 @@ def read_old_index(folder: Path) -> Index:
     """Where every box is, as `megarl.training.shards.read_index` says it.
 
     Raises:
-        CheckpointError: the index cannot be read, names another class, or lists objects besides tensors.
+        CheckpointError: the index cannot be read, names another class, or lists objects other than tensors.
     """
     try:
         metadata = _PlainUnpickler(io.BytesIO((folder / ".metadata").read_bytes())).load()
@@ -61,7 +61,9 @@ def read_old_index(folder: Path) -> Index:
             name = NAMES[tensor.properties.dtype]
             index[place.fqn]["boxes"].append([stored.relative_path, begin, name, list(place.offset), list(shape)])
             beat()
-    except (OSError, pickle.UnpicklingError, EOFError, AttributeError, LookupError, zipfile.BadZipFile) as error:
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(
             f"the index of this checkpoint, or a file it names, cannot be read: {error}",
             where=str(folder),

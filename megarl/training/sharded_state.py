@@ -12,13 +12,14 @@ state that it owns, and reads the state it owns and the parameters it needs stra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from megarl.comm import all_gather_json
 from megarl.training.boxes import Box, Place, boxes_of, places_of
 from megarl.training.intact import few
 from megarl.training.optimizer import parts
@@ -46,6 +47,8 @@ def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Sn
 def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Index, steps: Mapping[str, int]) -> None:
     """Read all engines from the files of `index`, whatever layout wrote them, and set their optimizer steps.
 
+    Collective.
+
     Raises:
         CheckpointError: they hold another model; nothing has been loaded.
     """
@@ -60,13 +63,16 @@ def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Ind
                 _set_step(part, engine.step)
 
 
-def refuse_foreign(boxes: Iterable[Box], index: Index, folder: Path) -> None:
-    """Check that an index has all boxes, of tensors of the same shapes.
+def refuse_foreign(boxes: Iterable[Box], index: Index, folder: Path, more: Sequence[str] = ()) -> None:
+    """Check that an index has the boxes of all ranks, of tensors of the same shapes; `more` tells further differences.
+
+    Collective.
 
     Raises:
-        CheckpointError: says which not.
+        CheckpointError: on every rank alike: says which not.
     """
-    lines = foreign(boxes, index)
+    everyone = all_gather_json([*foreign(boxes, index), *more])
+    lines = list(dict.fromkeys(line for part in everyone for line in part))
     if lines:
         raise CheckpointError(
             "this checkpoint is of another model",

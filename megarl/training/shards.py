@@ -126,8 +126,19 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def label_of(path: Path) -> dict[str, Any]:
-    """What `Snapshot` was given as label."""
-    return json.loads(read_header(path)[0]["__metadata__"]["label"])
+    """What `Snapshot` was given as label.
+
+    Raises:
+        CheckpointError: it is none of these files.
+    """
+    header, _ = read_header(path)
+    try:
+        label = json.loads(header["__metadata__"]["label"])
+        if not isinstance(label, dict):
+            raise TypeError(f"its label is {label!r}")
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(f"the header of this file cannot be read: {error}", where=str(path)) from error
+    return label
 
 
 def read_index(folder: Path, names: Iterable[str]) -> Index:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.trained import BEST, LAST, Exported, exported, use_model_of, write_exported
+from megarl.config.trained import BEST, LAST, Exported, exported, use_model_of, withdraw_exported, write_exported
 from megarl.errors import UserError
 
 
@@ -59,6 +59,24 @@ def test_a_model_that_was_moved_away_is_not_named(run_dir: Path) -> None:
     export(run_dir, Exported(LAST, 6, "last"))
     (run_dir / LAST).rename(run_dir / "elsewhere")
     assert exported(run_dir) == []
+
+
+def test_notes_that_were_cut_count_as_none_with_a_warning(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(run_dir, 3, 9, best=3)
+    export(run_dir, Exported(LAST, 9, "last"))
+    for note in (run_dir / "exported.json", run_dir / "checkpoints" / "best.json"):
+        note.write_text(note.read_text()[:-4])
+    assert use_model_of(run_dir, "best")[1].endswith("step_9 (last)")
+    assert "exported.json cannot be read" in caplog.text
+    assert "best.json cannot be read" in caplog.text
+
+
+def test_what_was_exported_can_be_withdrawn(run_dir: Path) -> None:
+    save(run_dir, 3)
+    export(run_dir, Exported(LAST, 3, "last"))
+    withdraw_exported(run_dir)
+    withdraw_exported(run_dir)
+    assert use_model_of(run_dir, "best")[1].endswith("step_3 (last)")
 
 
 def test_folders_without_a_run_or_a_model_are_refused(run_dir: Path) -> None:

@@ -76,7 +76,7 @@ def run_dir(tmp_path):
 
     single_process()
     layout = SimpleNamespace(describe=lambda: {"world_size": 1})
-    engines = {"actor": SimpleNamespace(layout=layout, step=0)}
+    engines = {"actor": SimpleNamespace(layout=layout, step=0, hf_config=SimpleNamespace(vocab_size=9))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "snapshot", lambda engines, label: Snapshot([], label))
         for step in (1, 2, 3):

@@ -421,6 +421,75 @@ def test_a_checkpoint_of_another_model_is_refused_before_anything_is_loaded(alon
     assert _hashes(other) == before
 
 
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"num_hidden_layers": 2}, r"actor\.decoder\.layers\.2\S+ is in the checkpoint only"),
+        ({"tie_word_embeddings": True}, r"actor\.output_layer\.weight is in the checkpoint only"),
+        ({"vocab_size": 120}, "actor has a vocabulary of 131, here it is 120"),
+    ],
+)
+def test_a_smaller_model_does_not_take_a_part_of_a_checkpoint(alone, tmp_path, monkeypatch, changes, found):
+    folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {})
+    monkeypatch.setitem(cases.MODELS, "dense", {**cases.MODELS["dense"], **changes})
+    other = _engine("dense", {}, layers=changes.get("num_hidden_layers", 4))
+    before = _hashes(other)
+    with pytest.raises(CheckpointError, match=f"of another model(?s:.*){found}"):
+        checkpoint.load(folder, {"actor": other})
+    assert _hashes(other) == before
+
+
+def _a_stage_is_foreign(root: str) -> str:
+    """What this pipeline stage is told; only the second one lacks a parameter."""
+    folder = checkpoint.save(Path(root), 1, {"actor": _engine("tied", {"pp": 2})}, {})
+    other = _engine("dense", {"pp": 2})
+    try:
+        checkpoint.check_model(folder, checkpoint.verify(folder), {"actor": other})
+    except CheckpointError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.procs
+def test_all_stages_refuse_what_is_foreign_to_one(tmp_path):
+    first, second = run_distributed(_a_stage_is_foreign, 2, 120, str(tmp_path))
+    assert first == second
+    assert "no actor.output_layer.weight" in first
+
+
+def test_damage_in_a_header_is_damage(alone, tmp_path):
+    engine = _engine("dense", {})
+    path = checkpoint.save(tmp_path, 1, {"actor": engine}, {}) / "rank_0.safetensors"
+    whole = path.read_bytes()
+    places = [0, 8, *(whole.index(text) for text in (b"__metadata__", b"label", b"tag", b"wholes"))]
+    for place in places:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(CheckpointError, match=r"rank_0\.safetensors holds other bytes"):
+            checkpoint.verify(path.parent)
+
+
+def test_an_index_of_the_format_before_that_is_damaged_is_damage(alone, tmp_path):
+    folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {})
+    _as_format_2(folder)
+    content = (folder / ".metadata").read_bytes()
+    for damaged in (b"", content[: len(content) // 2], content.replace(b"offset", b"offsex")):
+        (folder / ".metadata").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"damaged or incomplete(?s:.*)index of this checkpoint"):
+            checkpoint.verify(folder)
+
+
+def test_a_checkpoint_whose_neighbours_cannot_be_changed_is_complete(alone, tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkpoint, "_prune", refuse)
+    monkeypatch.setattr(checkpoint, "_replace", refuse)
+    folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {}, best=True)
+    assert checkpoint.verify(folder)["step"] == 1
+    assert "best.json cannot be written" in caplog.text
+    assert "cannot be removed" in caplog.text
+
+
 def test_checkpoints_of_steps_to_be_trained_anew_are_set_aside(tmp_path):
     root = tmp_path / "checkpoints"
     for step in (50, 100, 150, 200):
