@@ -22,7 +22,7 @@ class TrainerConfig(Section):
     steps: PositiveInt = Field(100, description="training steps")
     seed: int = Field(0, description="seed of everything that is drawn")
     save_every: NonNegativeInt = Field(0, description="steps between checkpoints; 0: only at the end")
-    keep_last: PositiveInt = Field(2, description="checkpoints kept besides the best")
+    keep_last: PositiveInt = Field(2, description="checkpoints kept in addition to the best")
     best_metric: str | None = Field(
         "val/acc",
         description="metric whose best checkpoint is kept, larger is better; with save_every, a validation that "
@@ -30,7 +30,7 @@ class TrainerConfig(Section):
     )
     resume: Literal["auto", "never"] | str = Field(
         "auto",
-        description="auto: newest complete checkpoint of this run folder; never; or a checkpoint folder. Checkpoints "
+        description="auto: newest intact checkpoint of this run folder; never; or a checkpoint folder. Checkpoints "
         "of this run folder that are not continued move to checkpoints.old-K",
     )
     export_hf: bool = Field(True, description="write the final model in Hugging Face form")

@@ -27,11 +27,13 @@ class Checkpoints:
     Attributes:
         source: the checkpoint that `find` found.
         best: best value of `trainer.best_metric` so far; larger is better.
+        best_step: the step that brought it; None: no checkpoint is the best.
         accuracy: held-out accuracy after the step of `source`; None: not measured there.
     """
 
     def __init__(self, c: Controller) -> None:
         self._c, self.best = c, -math.inf
+        self.best_step: int | None = None
         self._root = c.run_dir / FOLDER
         self.source: Path | None = None
         self._meta: dict[str, Any] | None = None
@@ -41,7 +43,7 @@ class Checkpoints:
     def find(self, key: str, steps: int) -> int | None:
         """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
 
-        Checkpoints of this run folder that the run is not to continue, because it starts anew or before them, are set
+        Checkpoints of this run folder that the run is not to continue, because it starts again or before them, are set
         aside. `steps` are those of the run, and `key` is where the recipe says so; what is left of them is printed.
 
         Raises:
@@ -112,6 +114,7 @@ class Checkpoints:
 
     def _leave_others(self, steps: int, key: str, changes: list[str]) -> None:
         """Set aside what the run does not continue, and say where and with which changes it begins; rank 0 only."""
+        from megarl.config.trained import withdraw_exported
         from megarl.training.checkpoint import set_aside
 
         source, meta = self.source, self._meta
@@ -121,6 +124,8 @@ class Checkpoints:
             print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
             if not own:
                 put_aside(self._c.run_dir, aside)
+        if meta is None or meta["step"] < steps:
+            withdraw_exported(self._c.run_dir)  # of an earlier end: from now on this run has newer models
         if meta is not None:
             for line in changes:
                 print(f"changed since the checkpoint: {line}", flush=True)
@@ -139,8 +144,20 @@ class Checkpoints:
         c.surplus = read_surplus(c, self.source, state["surplus_parts"])
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare
-        self.best = state["best"] if same and state["best"] is not None else -math.inf
+        if same and state["best"] is not None and self._keeps(state.get("best_step")):
+            self.best, self.best_step = state["best"], state.get("best_step")
         self.accuracy = state.get("accuracy")
+
+    def _keeps(self, best_step: int | None) -> bool:
+        """Has this run folder the checkpoint of `best_step`? Then best.json names it; else another may become the best.
+
+        A kill between the two files, a damaged checkpoint or one of another run can part them.
+        """
+        from megarl.training.checkpoint import keep_best
+
+        if best_step is None:  # saved by a version that did not note it
+            return True
+        return broadcast_json(keep_best(self._root, best_step) if self._c.layout.rank == 0 else None, 0)
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
         """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every`, or as the best one.
@@ -169,7 +186,16 @@ class Checkpoints:
             with phase("checkpoint"):
                 self._wait()
         if accuracy is not None:
-            check_best_metric(settings.best_metric, numbers)
+            self.check_metric(numbers)
+
+    def check_metric(self, numbers: dict[str, float]) -> None:
+        """`check_best_metric`; the checkpoint that is being written is completed before it raises."""
+        try:
+            check_best_metric(self._c.config.trainer.best_metric, numbers)
+        except ConfigError:
+            with phase("checkpoint"):
+                self._wait()
+            raise
 
     def save(self, step: int, numbers: dict[str, float], accuracy: float | None = None) -> None:
         """Begin to write a checkpoint after `step`, once the last one is complete; arguments as in `after_step`."""
@@ -179,12 +205,14 @@ class Checkpoints:
         assert c.loader is not None, "only training runs save"
         value = numbers.get(settings.best_metric or "", -math.inf)
         is_best = value > self.best
-        self.best = max(self.best, value)
+        if is_best:
+            self.best, self.best_step = value, step
         extra: dict[str, Any] = {
             "loader": c.loader.state_dict(),
             "kl": c.kl_controller.state_dict(),
             "surplus_parts": 0 if c.surplus is None else c.layout.dp_size,
             "best": None if math.isinf(self.best) else self.best,
+            "best_step": self.best_step,
             "best_metric": settings.best_metric,
             "accuracy": accuracy,
         }
@@ -261,7 +289,7 @@ def read_surplus(c: Controller, folder: Path, parts: int) -> Batch | None:
             where="rollout.sampling.n",
             found=n,
             allowed=str(first.count(first[0])),
-            fix="resume with that size, or start anew with trainer.resume: never",
+            fix="resume with that size, or start again with trainer.resume: never",
         )
     starts = [sum(len(share) for share in shares[:part]) for part in range(parts)]
     groups = sum(len(share) for share in shares) // n

@@ -28,7 +28,7 @@ def export(c: Controller, checkpoints: Path) -> None:
         checkpoints: the run's folder of checkpoints.
     """
     from megarl.comm import broadcast_json
-    from megarl.training.checkpoint import best, load
+    from megarl.training.checkpoint import best
 
     if not c.config.trainer.export_hf:
         return
@@ -38,16 +38,31 @@ def export(c: Controller, checkpoints: Path) -> None:
             with c.critic.onloaded():
                 _write(c, c.critic, CRITIC)
         written = [Exported(LAST, c.step, "last")]
-        # One rank looks for all: on a shared file system two ranks may see different folders.
-        source = broadcast_json(str(best(checkpoints) or "") if c.layout.rank == 0 else None, 0)
-        if source and Path(source).name != f"step_{c.step}":
-            step, _ = load(Path(source), {"actor": c.actor})
-            _write(c, c.actor, BEST)
-            written.append(Exported(BEST, step, "best"))
-        elif c.layout.rank == 0:
-            shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # of an earlier end of this run
         if c.layout.rank == 0:
             write_exported(c.run_dir, written)
+        # One rank looks for all: on a shared file system two ranks may see different folders.
+        source = broadcast_json(str(best(checkpoints) or "") if c.layout.rank == 0 else None, 0)
+        other = source and Path(source).name != f"step_{c.step}"
+        step = _load_best(c, Path(source)) if other else None
+        if step is not None:
+            _write(c, c.actor, BEST)
+            if c.layout.rank == 0:
+                write_exported(c.run_dir, [*written, Exported(BEST, step, "best")])
+        elif c.layout.rank == 0:
+            shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # of an earlier end of this run
+
+
+def _load_best(c: Controller, source: Path) -> int | None:
+    """Load the actor of the best checkpoint. Returns its step; None: it is damaged, which costs no finished run."""
+    from megarl.training.checkpoint import load
+    from megarl.training.shards import CheckpointError
+
+    try:
+        return load(source, {"actor": c.actor})[0]
+    except CheckpointError as error:  # on all ranks alike
+        if c.layout.rank == 0:
+            print(f"WARNING: the best checkpoint cannot be read, so {BEST} is not written: {error}", flush=True)
+        return None
 
 
 def show_export(c: Controller) -> None:

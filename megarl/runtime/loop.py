@@ -18,7 +18,7 @@ from megarl.dag.executor import Executor
 from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
-from megarl.runtime.checkpoints import FOLDER, Checkpoints, check_best_metric
+from megarl.runtime.checkpoints import FOLDER, Checkpoints
 from megarl.runtime.critic import add_critic
 from megarl.runtime.export import export, show_export
 from megarl.runtime.generation import publish, use_servers
@@ -79,7 +79,7 @@ def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoin
         checkpoints.save(0, numbers)
     best_metric = c.config.trainer.best_metric
     if numbers and best_metric is not None and best_metric.startswith("val/"):  # others come with the first step
-        check_best_metric(best_metric, numbers)
+        checkpoints.check_metric(numbers)
 
 
 def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: Checkpoints) -> None:

@@ -105,7 +105,7 @@ def kept_reference(checkpoint: Path) -> Path:
 
 
 def put_aside(run_dir: Path, aside: Path) -> None:
-    """Move the reference of a run that starts anew to the checkpoints that were moved to `aside`: they belong to it."""
+    """Move the reference of a run that starts again to the checkpoints moved to `aside`: they belong to it."""
     if _is_model(run_dir / FOLDER):
         (run_dir / FOLDER).rename(aside / FOLDER)
 

@@ -8,7 +8,7 @@
         meta.json               last, by rank 0: step, layout, version, configuration, checksums
     ROOT/step_120/              the same folder after fsync and rename
     ROOT/best.json              which step is kept for being best
-    ROOT.old-K/                 checkpoints of steps that a run went back behind, see `set_aside`
+    ROOT.old-K/                 checkpoints of steps after the one that a run went back to, see `set_aside`
 
 A folder without the final name is never read, and is removed by the next save. meta.json lists every other file with
 its size and checksum; `verify` finds what was lost or changed since, and all ranks agree on it. Training goes on while
@@ -78,7 +78,7 @@ def begin(
         extra: JSON values of rank 0, returned by `load`.
         files: contents by name of what this rank adds to the folder; no other rank gives the same name.
         config: resolved configuration as plain data, to tell what a resumed run changes.
-        keep_last: newest checkpoints to keep, besides the best.
+        keep_last: newest checkpoints to keep, in addition to the best.
         best: this one is the best so far.
 
     Raises:
@@ -312,8 +312,17 @@ def best(root: Path) -> Path | None:
     return folder if (folder / _META).is_file() else None
 
 
+def keep_best(root: Path, step: int) -> bool:
+    """Is there a checkpoint of `step`? Then best.json names it from now on. One rank calls this."""
+    if step not in steps_in(root):
+        return False
+    if best_step(root) != step:
+        _note_best(root, step)
+    return True
+
+
 def set_aside(root: Path, after: int | None) -> Path | None:
-    """Move the checkpoints of later steps than `after` (None: all) away, before a run trains those steps anew.
+    """Move the checkpoints of later steps than `after` (None: all) away, before a run trains those steps again.
 
     Otherwise they would count as its newest ones: its own would be pruned, and the next resume would continue the old
     ones. One rank calls this.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 from types import SimpleNamespace
 
 import pytest
 
 from megarl import cli
 from megarl.config.load import load_config
+from megarl.config.trained import Exported, exported, write_exported
+from megarl.config.trained import best_step as noted_best
 from megarl.errors import ConfigError, UserError
+from megarl.runtime import export
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import kept_reference, put_aside, unchanged_model
 from tests.runtime.harness import RECIPE
@@ -84,10 +88,10 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def find(run_dir, resume="auto"):
+def find(run_dir, resume="auto", steps=9):
     config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
     checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}))
-    return checkpoints.find("trainer.steps", 9), checkpoints.source
+    return checkpoints.find("trainer.steps", steps), checkpoints.source
 
 
 def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact_and_says_so(run_dir, capsys):
@@ -99,6 +103,55 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact_and_says_so(run
     assert f"WARNING: {root / 'step_3'} is not used, it is damaged or incomplete: there is no meta.json" in output
     assert f"WARNING: {root / 'step_2'} is not used, it is damaged or incomplete: state.json holds other" in output
     assert sorted(path.name for path in (run_dir / "checkpoints.old-1").iterdir()) == ["step_2", "step_3"]
+
+
+@pytest.mark.parametrize(("resume", "steps", "left"), [("auto", 3, 1), ("auto", 4, 0), ("never", 3, 0)])
+def test_a_run_that_has_steps_left_withdraws_what_it_has_exported(run_dir, resume, steps, left):
+    (run_dir / "hf").mkdir()
+    (run_dir / "hf" / "config.json").touch()
+    write_exported(run_dir, [Exported("hf", 3, "last")])
+    find(run_dir, resume, steps)
+    assert len(exported(run_dir)) == left
+
+
+@pytest.mark.parametrize(("best_step", "best", "kept"), [(2, 0.8, 2), (7, -math.inf, None), (None, 0.8, None)])
+def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, best_step, best, kept):
+    from megarl.training import checkpoint
+
+    state = {"loader": {}, "kl": {}, "surplus_parts": 0, "best": 0.8, "best_metric": "val/acc", "best_step": best_step}
+    monkeypatch.setattr(checkpoint, "load", lambda *_: (3, state))
+    part = SimpleNamespace(load_state_dict=lambda state: None)
+    config = SimpleNamespace(trainer=SimpleNamespace(best_metric="val/acc"))
+    c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=part, kl_controller=part)
+    c.layout = SimpleNamespace(rank=0)
+    checkpoints = Checkpoints(c)
+    checkpoints.source = run_dir / "checkpoints" / "step_3"
+    checkpoints.load()
+    assert checkpoints.best == best
+    assert noted_best(run_dir / "checkpoints") == kept
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(run_dir, monkeypatch, capsys, damaged):
+    from megarl.training import checkpoint
+
+    root = run_dir / "checkpoints"
+    assert checkpoint.keep_best(root, 2)
+    if damaged:
+        (root / "step_2" / "state.json").write_text("{]")
+    else:
+        monkeypatch.setattr(checkpoint, "load", lambda *_: (2, {}))
+
+    def write(c, engine, name):
+        (run_dir / name).mkdir()
+        (run_dir / name / "config.json").touch()
+
+    monkeypatch.setattr(export, "_write", write)
+    c = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True)), run_dir=run_dir, step=3)
+    c.actor, c.critic, c.layout = None, None, SimpleNamespace(rank=0)
+    export.export(c, root)
+    assert [model.folder for model in exported(run_dir)] == (["hf"] if damaged else ["hf", "hf_best"])
+    assert ("WARNING: the best checkpoint cannot be read" in capsys.readouterr().out) == damaged
 
 
 def test_a_run_without_an_intact_checkpoint_says_what_can_be_done(run_dir):
@@ -139,15 +192,17 @@ def test_a_run_that_fails_late_says_how_to_go_on_whoever_is_to_blame(monkeypatch
     assert ("to go on:" in capsys.readouterr().err) is told
 
 
-def test_steps_run_while_a_checkpoint_is_written_and_the_last_one_waits(monkeypatch, tmp_path):
+@pytest.fixture
+def saving(monkeypatch, tmp_path):
+    """What is asked of the savings of a run, and the checkpoints of that run."""
     from megarl.training import checkpoint
 
     calls = []
 
     class Saving:
-        def __init__(self, root, step, *args, **kwargs):
+        def __init__(self, root, step, engines, extra, **options):
             self.step = step
-            calls.append(f"begin {step}")
+            calls.append(f"begin {step}" + (f", best {extra['best_step']}" if options["best"] else ""))
 
         def poll(self):
             calls.append(f"poll {self.step}")
@@ -161,7 +216,28 @@ def test_steps_run_while_a_checkpoint_is_written_and_the_last_one_waits(monkeypa
     trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
     c = SimpleNamespace(config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path)
     c.loader, c.kl_controller, c.surplus, c.trained = part, part, None, {}
-    checkpoints = Checkpoints(c)
+    return calls, Checkpoints(c), trainer
+
+
+def test_a_checkpoint_is_completed_before_an_unknown_best_metric_ends_the_run(saving):
+    calls, checkpoints, trainer = saving
+    trainer.best_metric = "val/typo"
+    with pytest.raises(ConfigError, match="val/typo"):
+        checkpoints.after_step(2, {"val/acc": 0.5}, 0.5, last=False)
+    assert calls == ["begin 2", "wait 2"]
+
+
+def test_a_checkpoint_says_which_step_is_the_best(saving):
+    calls, checkpoints, trainer = saving
+    trainer.best_metric = "val/acc"
+    checkpoints.after_step(3, {"val/acc": 0.5}, 0.5, last=False)
+    checkpoints.after_step(4, {"val/acc": 0.4}, 0.4, last=False)
+    assert calls[::3] == ["begin 3, best 3", "begin 4"]
+    assert checkpoints.best_step == 3
+
+
+def test_steps_run_while_a_checkpoint_is_written_and_the_last_one_waits(saving):
+    calls, checkpoints, _ = saving
     for step in range(1, 6):
         checkpoints.after_step(step, {}, None, last=step == 5)
     assert calls == ["begin 2", "poll 2", "poll 2", "wait 2", "begin 4", "poll 4", "wait 4", "begin 5", "wait 5"]

@@ -1,10 +1,12 @@
 """Checkpoints: bit-for-bit resume, resharding with optimizer state, and folders that are complete or not there."""
 
 import json
+import os
 import pickle
 import re
 import resource
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -247,6 +249,28 @@ def _one_rank_fails(root: str) -> list:
     except CheckpointError as error:
         return [str(error), sizes, sum(p.numel() for chunk in engine.chunks for p in chunk.parameters())]
     return []
+
+
+def _killed_while_writing(root: str) -> None:
+    """Rank 0 is killed when it has written a part of its file of step 2."""
+    engine = _engine("dense", {})
+    checkpoint.save(Path(root), 1, {"actor": engine}, {"at": 1})
+    if engine.layout.rank == 0:
+        shards.write_file = lambda path, parts, _: (path.write_bytes(parts[0]), os.kill(os.getpid(), signal.SIGKILL))
+    checkpoint.begin(Path(root), 2, {"actor": engine}, {}).wait()
+
+
+@pytest.mark.procs
+def test_a_kill_while_a_checkpoint_is_written_loses_only_that_checkpoint(alone, tmp_path):
+    with pytest.raises(AssertionError, match="exit codes"):
+        run_distributed(_killed_while_writing, 2, 120, str(tmp_path))
+    names = sorted(path.name.partition(".tmp-")[0] for path in tmp_path.iterdir())
+    assert names == ["step_1", "step_2"]
+    assert checkpoint.latest(tmp_path).name == "step_1"
+    engine = _engine("dense", {}, seed=8)
+    assert checkpoint.load(tmp_path / "step_1", {"actor": engine}) == (1, {"at": 1})
+    checkpoint.save(tmp_path, 2, {"actor": engine}, {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
 
 
 @pytest.mark.procs
