@@ -16,7 +16,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
 
 
 def sft(config: RunConfig, run_dir: Path) -> None:
-    """`megarl sft`: supervised fine-tuning alone."""
+    """`megarl sft`: supervised fine-tuning only."""
     from megarl.runtime.sft import train as run
 
     run(config, run_dir)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
 
-#: Fields that estimators read besides rewards.
+#: Fields that estimators read in addition to rewards.
 ESTIMATOR_FIELDS = {
     "gdpo": ["reward_parts"],
     "remax": ["greedy_score"],

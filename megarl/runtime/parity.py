@@ -5,7 +5,7 @@
           \\-> SGLang server ----> log-probs
 
 Both models run in one process, layer outputs are compared place by place in the order of computation, so the first
-place beyond the tolerance is where to look. A server shows log-probs alone.
+place beyond the tolerance is where to look. A server shows log-probs only.
 """
 
 from __future__ import annotations

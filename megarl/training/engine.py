@@ -179,7 +179,7 @@ class MegatronEngine:
 
         `loss_fn(logp [N], entropy [N], micro)` gets the response tokens of one micro-batch in order and the samples
         they belong to, and returns a scalar that is already a sum with global weights, and metrics. Where a count is
-        known only behind the last forward pass, `divisor` names the sum among the metrics that holds it: the gradient
+        known only after the last forward pass, `divisor` names the sum among the metrics that holds it: the gradient
         of all micro-batches and ranks is divided by it.
 
         Returns:
@@ -319,7 +319,7 @@ class MegatronEngine:
 
     @contextlib.contextmanager
     def onloaded(self) -> Iterator[None]:
-        """Everything in place inside the block, and offloaded as it was before behind it."""
+        """Everything in place inside the block, and offloaded after it if it was before."""
         parked, parameters = self._parked is not None, self._parameters_parked
         self.onload()
         try:

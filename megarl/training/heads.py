@@ -89,6 +89,6 @@ class Values:
             # The head is whole on every rank, so is its gradient: nothing to add up.
             return (model.values(hidden[micro.rows])[:, 0],)
         # Each rank has some of the tokens, so its gradient of the weight is a part (the weight is marked for the sum);
-        # the loss behind the gather is the same on all ranks, so each takes back only the gradient of its own tokens.
+        # the loss after the gather is the same on all ranks, so each takes back only the gradient of its own tokens.
         mine = model.values(hidden)
         return (gather_from_sequence_parallel_region(mine, tensor_parallel_output_grad=False)[micro.rows, 0],)
