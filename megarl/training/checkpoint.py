@@ -95,16 +95,8 @@ def begin(
     problem = broadcast_json(_make_folder(folder, sum(sizes)) if rank == 0 else None, 0)
     if problem:
         raise CheckpointError("the checkpoint cannot be written", where=str(folder), found=problem, fix=fix)
-    meta = {
-        "format": FORMAT,
-        "megarl": megarl.__version__,
-        "tag": tag,
-        "step": step,
-        "layout": next(iter(engines.values())).layout.describe(),
-        "optimizer_steps": {name: engine.step for name, engine in engines.items()},
-        "vocab_sizes": {name: engine.hf_config.vocab_size for name, engine in engines.items()},
-        "config": config or {},
-    }
+    meta = {"format": FORMAT, "megarl": megarl.__version__, "tag": tag, "step": step, "config": config or {}}
+    meta |= _facts_of(engines)
 
     def commit(seals: dict[str, Seal]) -> None:
         whole = {**meta, "files": seals}
@@ -118,6 +110,15 @@ def begin(
             log.warning("old checkpoints in %s cannot be removed: %s", root, error)
 
     return Saving(folder, shard, contents, commit, fix)
+
+
+def _facts_of(engines: dict[str, MegatronEngine]) -> dict[str, Any]:
+    """What meta.json says of the engines."""
+    return {
+        "layout": next(iter(engines.values())).layout.describe(),
+        "optimizer_steps": {name: engine.step for name, engine in engines.items()},
+        "vocab_sizes": {name: engine.hf_config.vocab_size for name, engine in engines.items()},
+    }
 
 
 def _make_folder(folder: Path, nbytes: int) -> str | None:
