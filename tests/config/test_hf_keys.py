@@ -15,14 +15,14 @@ from megarl.config.hf_keys import OLDER, ignored_keys, known_keys, unknown_keys
 
 
 def read_by_transformers(model_type: str) -> set[str]:
-    """Fields of the configuration class, their other names, and what the model reads besides."""
+    """Fields of the configuration class, their other names, and what the model itself reads."""
     from transformers import AutoConfig
 
     cls = type(AutoConfig.for_model(model_type))
     model = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    besides = re.findall(r'getattr\((?:self\.)?config, "(\w+)"', Path(str(model.__file__)).read_text())
+    read = re.findall(r'getattr\((?:self\.)?config, "(\w+)"', Path(str(model.__file__)).read_text())
     fields = set(inspect.signature(cls.__init__).parameters) - {"self", "kwargs"}
-    return fields | set(cls.attribute_map) | set(cls.attribute_map.values()) | set(besides)
+    return fields | set(cls.attribute_map) | set(cls.attribute_map.values()) | set(read)
 
 
 @pytest.mark.parametrize("model_type", facts.ARCHITECTURES)
