@@ -5,12 +5,24 @@ from __future__ import annotations
 import hashlib
 
 
-def sample_seed(run_seed: int, step: int, uid: str | int, i: int) -> int:
-    """Seed in [0, 2**63) of sample `i` of prompt `uid` at training step `step`.
+def sample_seed(run_seed: int, uid: str, sample: int, turn: int = 0) -> int:
+    """Seed in [0, 2**63) of one turn of sample `sample` of prompt `uid`.
 
-    >>> sample_seed(0, 1, "a", 0) == sample_seed(0, 1, "a", 0) != sample_seed(0, 1, "a", 1)
+    `uid` names the prompt and the epoch it is met in. The training step does not enter: a sample is the same whenever
+    it is drawn, earlier or later than its step.
+
+    >>> sample_seed(0, "a", 0) == sample_seed(0, "a", 0) != sample_seed(0, "a", 1)
     True
     """
-    # Fields are joined by a byte that int() and our uids never hold, so different tuples give different texts.
-    text = "\x1f".join((str(run_seed), str(step), str(uid), str(i)))
+    return _seed("sample", run_seed, uid, sample, turn)
+
+
+def token_seed(run_seed: int, update: int, sample_id: str) -> int:
+    """Seed in [0, 2**63) of what a loss draws for the tokens of a sample in optimizer step `update`."""
+    return _seed("tokens", run_seed, update, sample_id)
+
+
+def _seed(*parts: str | int) -> int:
+    # Joined by a byte that neither numbers nor our uids hold, so different parts give different texts.
+    text = "\x1f".join(map(str, parts))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -15,7 +15,6 @@ from megarl.runtime.generation import publish, use_servers
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_controller
 from megarl.runtime.stages.rollout import generate as draw
-from megarl.runtime.validate import VALIDATION_DRAW
 from megarl.runtime.validate import evaluate as evaluate_controller
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def _write_responses(c: Controller) -> None:
     # A server's answer may hold half a surrogate pair; backslashreplace writes the escape that JSON has for it.
     with output.open("w", encoding="utf-8", errors="backslashreplace") as file, phase("generate"):
         for prompts in rounds(c.val_data, size, c.layout.dp_rank, c.layout.dp_size):
-            samples = draw(c, prompts, config.validation_sampling, draw=VALIDATION_DRAW)
+            samples = draw(c, prompts, config.validation_sampling)
             mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
             parts = all_gather_json(mine, c.layout.dp_group)
             lines = [line for part in parts for line in part]

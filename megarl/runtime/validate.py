@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
     from megarl.runtime.recorder import Recorder
 
-VALIDATION_DRAW = -1  # seeds of validation samples never depend on the training step
-
 
 @dataclass(frozen=True)
 class Validation:
@@ -41,7 +39,7 @@ def validate(c: Controller) -> Validation | None:
     settings = c.config.validation
     with phase("validate"):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
-            samples = generate(c, prompts, c.config.validation_sampling, draw=VALIDATION_DRAW)
+            samples = generate(c, prompts, c.config.validation_sampling)
             results = collect(c, submit(c, samples))
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             for uid, result, text, source in zip(

@@ -84,7 +84,7 @@ def test_gradients_and_optimizer_leave_before_any_generation(controller) -> None
     controller.rollout.generate = answer
     controller.eos_ids, controller.decode = [2], lambda ids: ["x"] * len(ids)
     prompts = Batch({"prompt_ids": Jagged.from_list([[4, 5]]), "uid": ["a"]})
-    generate(controller, prompts, controller.config.validation.sampling, draw=-1)
+    generate(controller, prompts, controller.config.validation.sampling)
     assert controller.calls[0] == OFFLOAD
     assert [call for call in controller.calls if call != OFFLOAD] == [
         "hold weights kv_cache",
@@ -93,5 +93,5 @@ def test_gradients_and_optimizer_leave_before_any_generation(controller) -> None
     ]
     controller.server_memory = None  # the embedded engine reads the actor's parameters, and wants the same room
     controller.calls.clear()
-    generate(controller, prompts, controller.config.validation.sampling, draw=-1)
+    generate(controller, prompts, controller.config.validation.sampling)
     assert controller.calls == [OFFLOAD, "generate"]

@@ -24,7 +24,7 @@ class SeenError(Exception):
     ],
 )
 def test_end_tokens_of_training_also_end_held_out_responses(module, call, monkeypatch, tmp_path: Path) -> None:
-    def generate(c: object, prompts: object, sampling: SamplingConfig, draw: int) -> None:
+    def generate(c: object, prompts: object, sampling: SamplingConfig) -> None:
         raise SeenError(sampling)
 
     monkeypatch.setattr("megarl.data.loader.rounds", lambda *args: [["prompt"]])

@@ -34,7 +34,7 @@ class RolloutError(MegarlError):
 def rollout(c: Controller, prompts: Batch) -> Batch:
     """Draw `rollout.sampling.n` responses for every prompt of this rank."""
     with nullcontext() if c.stale is None else c.stale.installed():
-        samples = generate(c, prompts, c.config.rollout.sampling, draw=c.step)
+        samples = generate(c, prompts, c.config.rollout.sampling)
     _record_lengths(c, samples)
     return samples
 
@@ -49,7 +49,7 @@ def greedy_rollout(c: Controller, samples: Batch) -> Batch:
     n = c.config.rollout.sampling.n
     prompts = samples.select(list(range(0, len(samples), n))).drop(list(SAMPLE_FIELDS))
     greedy = c.config.rollout.sampling.model_copy(update={"n": 1, "temperature": 0.0})
-    best = generate(c, prompts, greedy, draw=c.step)
+    best = generate(c, prompts, greedy)
     score = torch.tensor([result["overall"] for result in collect(c, submit(c, best))], dtype=torch.float32)
     samples.set("greedy_score", score.repeat_interleave(n))
     c.metrics.mean("critic/greedy_score/mean", float(score.double().sum()), len(score))
@@ -57,14 +57,13 @@ def greedy_rollout(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-def generate(c: Controller, prompts: Batch, sampling: SamplingConfig, draw: int) -> Batch:
+def generate(c: Controller, prompts: Batch, sampling: SamplingConfig) -> Batch:
     """Samples of `prompts`, `sampling.n` in a row per prompt.
 
     Args:
         c: this rank's controller.
         prompts: B prompts.
         sampling: how tokens are drawn.
-        draw: enters every sample's seed; the same draw of the same prompt gives the same tokens.
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS.
@@ -81,7 +80,7 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig, draw: int)
     from megarl.runtime.generation import make_room
 
     requests = [
-        Request(ids.tolist(), [sample_seed(c.config.trainer.seed, draw, uid, i) for i in range(sampling.n)])
+        Request(ids.tolist(), [sample_seed(c.config.trainer.seed, uid, i) for i in range(sampling.n)])
         for ids, uid in zip(prompts["prompt_ids"].unbind(), prompts["uid"], strict=True)
     ]
     if c.config.actor.engine.offload:

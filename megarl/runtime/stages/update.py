@@ -189,14 +189,14 @@ def _prepare(c: Controller, mini: Batch) -> list[str]:
     from megarl.algorithms.losses import POLICY_LOSSES, preparation_of
     from megarl.algorithms.rows import Rows
     from megarl.algorithms.select import drawn
-    from megarl.rollout.seeds import sample_seed
+    from megarl.rollout.seeds import token_seed
 
     settings, mask = c.config.algorithm.loss, mini["loss_mask"]
     prepare = preparation_of(POLICY_LOSSES.get(settings.name))
     if prepare is None:
         return []
     # What is drawn for a token depends on its sample's name and the optimizer step, not on rank or place in the batch.
-    seeds = [sample_seed(c.config.trainer.seed, c.actor.step, sample, 0) for sample in mini["sample_id"]]
+    seeds = [token_seed(c.config.trainer.seed, c.actor.step, sample) for sample in mini["sample_id"]]
     keys = drawn(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
     inputs = (mini[name].values for name in ("old_logp", "advantages", "loss_mask"))
     made = prepare(*inputs, settings, keys=keys, all_sum=c.all_sum)
