@@ -1,102 +1,286 @@
-"""Small collectives over plain data: JSON values, bytes, metrics. No pickle.
+"""Who talks to whom: a `WorkerGroup` is some ranks, and every collective between them. No pickle.
 
-All of them work without an initialised process group and in a group of one, where they return what they were given.
-They move CPU tensors, so the group's backend must serve the CPU (`megarl.device.dist_backend`).
+    team (one torch.distributed world)       world = team_world(deadline_s)
+      replicas, shards, stages of it         a WorkerGroup each, see `megarl.training.parallel.Layout`
+
+Nothing outside this module takes torch's default group: what talks to other ranks is given its group. Plain data (JSON
+values, bytes, metrics) travels in CPU tensors, so the group's backend must serve the CPU
+(`megarl.device.dist_backend`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import json
 import os
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megarl import phase
 from megarl.errors import WorkerError
 from megarl.metrics import Metrics
 from megarl.processes import LOOPBACK, address_towards
 
-Group: TypeAlias = dist.ProcessGroup | None
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+_TOO_LATE = re.compile(r"timed? ?out", re.IGNORECASE)
+
+
+class WorkerGroup:
+    """Ranks that talk to each other, as one of them sees them. All methods but `subgroup` count them from 0 upwards.
+
+    Collectives of a group of one return what they were given. One whose partners do not come within the deadline fails
+    with a WorkerError that names the group, this rank and the phase.
+
+    Args:
+        name: what the ranks have in common, for messages.
+        process_group: torch's; None: this process alone.
+        deadline_s: of every collective, for messages; torch keeps it.
+        alone: rank in the team's world of a process that is alone.
+
+    Attributes:
+        rank, size: of this process, of the group.
+        ranks: the members' ranks in their team's world.
+    """
+
+    def __init__(self, name: str, process_group: dist.ProcessGroup | None, deadline_s: float, alone: int = 0) -> None:
+        self.name, self.deadline_s = name, deadline_s
+        self._process_group = process_group
+        self.rank = 0 if process_group is None else process_group.rank()
+        self.size = 1 if process_group is None else process_group.size()
+        self.ranks = (alone,) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
+        self._subgroups: dict[tuple[int, ...], WorkerGroup | None] = {}
+
+    @classmethod
+    def alone(cls) -> WorkerGroup:
+        """This process, with or without torch.distributed."""
+        return cls("this process", None, 0.0)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """For torch's own functions.
+
+        Raises:
+            ValueError: this process is alone.
+        """
+        if self._process_group is None:
+            raise ValueError(f"the group {self.name!r} is this process alone")
+        return self._process_group
+
+    def __repr__(self) -> str:
+        return f"WorkerGroup({self.name!r}, rank {self.rank} of {self.size})"
+
+    # -- groups of some ranks -----------------------------------------------------------------------------------------
+
+    def subgroup(self, ranks: Sequence[int], name: str, *, backend: str | None = None) -> WorkerGroup | None:
+        """The group of these ranks of the team's world, made once; None on all others.
+
+        Collective over the whole team: torch names a group after how many each rank has made so far, so all of them
+        make all groups, in one order.
+        """
+        key = tuple(ranks)
+        if key not in self._subgroups:
+            limit = datetime.timedelta(seconds=self.deadline_s)
+            made = dist.new_group(list(ranks), timeout=limit, backend=backend) if len(key) > 1 else None
+            is_member = self.ranks[self.rank] in key
+            self._subgroups[key] = WorkerGroup(name, made, self.deadline_s, key[0]) if is_member else None
+        return self._subgroups[key]
+
+    def close(self) -> None:
+        """End this group and its subgroups, with the sockets and threads they hold. Collective; a second call does
+        nothing."""
+        for group in self._subgroups.values():
+            if group is not None:
+                group.close()
+        self._subgroups.clear()
+        if self._process_group is not None:
+            dist.destroy_process_group(self._process_group)
+            self._process_group = None
+
+    # -- tensors, in place --------------------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        if self.size > 1:
+            with self._deadline("the other ranks"):
+                dist.barrier(group=self.process_group)
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"] = "sum") -> Tensor:
+        """`tensor`, overwritten with the sum or maximum over all ranks."""
+        if self.size > 1:
+            with self._deadline("a reduction"):
+                dist.all_reduce(tensor, op=_OPS[op], group=self.process_group)
+        return tensor
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        """`tensor`, overwritten with that of rank `src`."""
+        if self.size > 1:
+            with self._deadline(f"a broadcast of {self._member(src)}"):
+                dist.broadcast(tensor, src=self.ranks[src], group=self.process_group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The `tensor` of every rank, by rank; all of one shape."""
+        if self.size == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.size)]
+        with self._deadline("what the other ranks give"):
+            dist.all_gather(parts, tensor, group=self.process_group)
+        return parts
+
+    def send(self, tensor: Tensor, dst: int) -> None:
+        """Give `tensor` to rank `dst`, which calls `receive`."""
+        with self._deadline(f"{self._member(dst)} to take a tensor"):
+            dist.send(tensor, dst=self.ranks[dst], group=self.process_group)
+
+    def receive(self, into: Tensor, src: int) -> Tensor:
+        """`into`, overwritten with what rank `src` sends."""
+        with self._deadline(f"a tensor of {self._member(src)}"):
+            dist.recv(into, src=self.ranks[src], group=self.process_group)
+        return into
+
+    # -- plain data ---------------------------------------------------------------------------------------------------
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """The `data` of every rank, by rank, on every rank. Sizes may differ, zero included."""
+        if self.size == 1:
+            return [bytes(data)]
+        counts = [int(n) for n in self.all_gather(torch.tensor([len(data)], dtype=torch.int64))]
+        widest = max(counts)
+        if widest == 0:
+            return [b""] * self.size
+        # gloo wants equal shapes, so every rank's block is as wide as the widest.
+        blocks = self.all_gather(_block(data, widest))
+        return [block[:n].numpy().tobytes() for block, n in zip(blocks, counts, strict=True)]
+
+    def all_gather_json(self, value: Any) -> list[Any]:
+        """The JSON `value` of every rank, by rank, on every rank. NaN and infinities survive."""
+        return [_decode(data) for data in self.all_gather_bytes(_encode(value))]
+
+    def all_to_all_bytes(self, parts: Sequence[bytes]) -> list[bytes]:
+        """What every rank meant for this one, by rank; `parts` holds this rank's, one per rank."""
+        if len(parts) != self.size:
+            raise ValueError(f"{len(parts)} parts for {self.size} ranks")
+        if self.size == 1:
+            return [bytes(parts[0])]
+        gives = [len(part) for part in parts]
+        gets = [sizes[self.rank] for sizes in self.all_gather_json(gives)]
+        arriving = torch.empty(sum(gets), dtype=torch.uint8)
+        joined = b"".join(parts)
+        with self._deadline("the parts of the other ranks"):
+            dist.all_to_all_single(arriving, _block(joined, len(joined)), gets, gives, group=self.process_group)
+        return [part.numpy().tobytes() for part in arriving.split(gets)]
+
+    def broadcast_bytes(self, data: bytes | None, src: int = 0) -> bytes:
+        """The `data` of rank `src` on every rank; other ranks' `data` is ignored."""
+        is_source = self.rank == src
+        if is_source and data is None:
+            raise ValueError("the source of a broadcast must give data")
+        if self.size == 1:
+            return bytes(data or b"")
+        count = int(self.broadcast(torch.tensor([len(data) if is_source and data else 0], dtype=torch.int64), src))
+        if count == 0:
+            return b""
+        block = _block(data, count) if is_source and data else torch.empty(count, dtype=torch.uint8)
+        return self.broadcast(block, src).numpy().tobytes()
+
+    def broadcast_json(self, value: Any, src: int = 0) -> Any:
+        """The JSON `value` of rank `src` on every rank; other ranks' `value` is ignored."""
+        return _decode(self.broadcast_bytes(_encode(value) if self.rank == src else None, src))
+
+    def reduce_metrics(self, metrics: Metrics) -> Metrics:
+        """Metrics merged over all ranks, by each metric's declared reduction, in rank order: bit-equal on all ranks.
+
+        Ranks may hold different names (a rank without samples holds none).
+        """
+        total = Metrics()
+        for part in self.all_gather_json(metrics.to_json()):
+            total.merge(Metrics.from_json(part))
+        return total
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _member(self, rank: int) -> str:
+        return f"rank {self.ranks[rank]}"
+
+    @contextlib.contextmanager
+    def _deadline(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if _TOO_LATE.search(str(error)) is None:
+                raise
+            raise WorkerError(
+                f"rank {self.ranks[self.rank]} of {self.name} timed out waiting for {what} in phase {phase.current()} "
+                f"(deadline {self.deadline_s:g} s, cluster.timeout_s): {error}"
+            ) from error
+
+
+def team_world(deadline_s: float, name: str = "the world") -> WorkerGroup:
+    """All ranks of this process's team: the one place that takes torch's default group.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised; `megarl.rendezvous.join` does that.
+    """
+    if dist.group.WORLD is None:
+        raise RuntimeError("this process has joined no team yet")
+    return WorkerGroup(name, dist.group.WORLD, deadline_s)
+
+
+# -- the same with any group, for callers that are not given a WorkerGroup yet -----------------------------------------
+
+Group: TypeAlias = WorkerGroup | dist.ProcessGroup | None
+
+
+def as_group(group: Group) -> WorkerGroup:
+    """`group` itself, that of a process group of torch, or (None) the world, or this process alone."""
+    if isinstance(group, WorkerGroup):
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return WorkerGroup.alone()
+    return WorkerGroup("the group", dist.group.WORLD if group is None else group, 0.0)
 
 
 def group_size(group: Group = None) -> int:
-    """Ranks in `group`; 1 without an initialised process group."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    """Ranks in `group`."""
+    return as_group(group).size
 
 
 def all_gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
-    """The `data` of every rank, in group rank order, on every rank. Sizes may differ, zero included."""
-    size = group_size(group)
-    if size == 1:
-        return [bytes(data)]
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(data)], dtype=torch.int64), group=group)
-    counts = [int(n) for n in lengths]
-    widest = max(counts)
-    if widest == 0:
-        return [b""] * size
-    # gloo wants equal shapes, so every rank's block is as wide as the widest.
-    blocks = [torch.empty(widest, dtype=torch.uint8) for _ in range(size)]
-    dist.all_gather(blocks, _block(data, widest), group=group)
-    return [block[:n].numpy().tobytes() for block, n in zip(blocks, counts, strict=True)]
+    """See WorkerGroup."""
+    return as_group(group).all_gather_bytes(data)
 
 
 def all_gather_json(value: Any, group: Group = None) -> list[Any]:
-    """The JSON `value` of every rank, in group rank order, on every rank. NaN and infinities survive."""
-    return [_decode(data) for data in all_gather_bytes(_encode(value), group)]
+    """See WorkerGroup."""
+    return as_group(group).all_gather_json(value)
 
 
 def all_to_all_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
-    """What every rank of `group` meant for this one, in group rank order; `parts` holds this rank's, one per rank."""
-    if len(parts) != group_size(group):
-        raise ValueError(f"{len(parts)} parts for {group_size(group)} ranks")
-    if len(parts) == 1:
-        return [bytes(parts[0])]
-    gives = [len(part) for part in parts]
-    gets = [sizes[dist.get_rank(group)] for sizes in all_gather_json(gives, group)]
-    arriving = torch.empty(sum(gets), dtype=torch.uint8)
-    joined = b"".join(parts)
-    dist.all_to_all_single(arriving, _block(joined, len(joined)), gets, gives, group=group)
-    return [part.numpy().tobytes() for part in arriving.split(gets)]
+    """See WorkerGroup."""
+    return as_group(group).all_to_all_bytes(parts)
 
 
 def broadcast_bytes(data: bytes | None, src: int, group: Group = None) -> bytes:
-    """The `data` of global rank `src` on every rank of `group`; other ranks' `data` is ignored."""
-    if group_size(group) == 1:
-        if data is None:
-            raise ValueError("the source of a broadcast must give data")
-        return bytes(data)
-    is_source = dist.get_rank() == src
-    if is_source and data is None:
-        raise ValueError("the source of a broadcast must give data")
-    length = torch.tensor([len(data) if is_source and data is not None else 0], dtype=torch.int64)
-    dist.broadcast(length, src=src, group=group)
-    count = int(length)
-    if count == 0:
-        return b""
-    block = _block(data, count) if is_source and data is not None else torch.empty(count, dtype=torch.uint8)
-    dist.broadcast(block, src=src, group=group)
-    return block.numpy().tobytes()
+    """See WorkerGroup; `src` is a rank of the world."""
+    made = as_group(group)
+    return made.broadcast_bytes(data, made.ranks.index(src) if made.size > 1 else 0)
 
 
 def broadcast_json(value: Any, src: int, group: Group = None) -> Any:
-    """The JSON `value` of global rank `src` on every rank of `group`; other ranks' `value` is ignored."""
-    is_source = group_size(group) == 1 or dist.get_rank() == src
-    return _decode(broadcast_bytes(_encode(value) if is_source else None, src, group))
+    """See WorkerGroup; `src` is a rank of the world."""
+    made = as_group(group)
+    return made.broadcast_json(value, made.ranks.index(src) if made.size > 1 else 0)
 
 
 def reduce_metrics(metrics: Metrics, group: Group = None) -> Metrics:
-    """Metrics merged over all ranks, by each metric's declared reduction, in rank order: bit-equal on all ranks.
-
-    Ranks may hold different names (a rank without samples holds none).
-    """
-    total = Metrics()
-    for part in all_gather_json(metrics.to_json(), group):
-        total.merge(Metrics.from_json(part))
-    return total
+    """See WorkerGroup."""
+    return as_group(group).reduce_metrics(metrics)
 
 
 def address_for_others(machine: str, group: Group = None) -> str:
@@ -112,7 +296,8 @@ def address_for_others(machine: str, group: Group = None) -> str:
     Raises:
         WorkerError: no interface of a machine leads to the first one, or of the first one to the others.
     """
-    machines = all_gather_json(machine, group)
+    group = as_group(group)
+    machines = group.all_gather_json(machine)
     if len(set(machines)) == 1:
         return LOOPBACK[0]
     # Every other machine reaches the first, which learns from them which of its own interfaces leads back.
@@ -121,7 +306,7 @@ def address_for_others(machine: str, group: Group = None) -> str:
     found = _ways(way, group)
     if is_first:
         way = _way(next(address for address in found if address), machine)
-    return _ways(way, group)[dist.get_rank(group)]
+    return _ways(way, group)[group.rank]
 
 
 def _way(other: str, machine: str) -> dict[str, str]:
@@ -132,9 +317,9 @@ def _way(other: str, machine: str) -> dict[str, str]:
         return {"error": f"no address of {machine} leads to {other}: {error}"}
 
 
-def _ways(mine: dict[str, str] | None, group: Group) -> list[str]:
+def _ways(mine: dict[str, str] | None, group: WorkerGroup) -> list[str]:
     """Address that every rank found, "" where it did not look; WorkerError everywhere when one found none."""
-    found = [way or {} for way in all_gather_json(mine, group)]
+    found = [way or {} for way in group.all_gather_json(mine)]
     for way in found:
         if "error" in way:
             raise WorkerError(f"machines cannot reach each other: {way['error']}")

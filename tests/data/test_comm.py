@@ -1,59 +1,100 @@
-"""Collectives over plain data, in one process and between real ones."""
+"""Groups of workers and their collectives, in one process and between real ones."""
 
 import math
 
 import pytest
-import torch.distributed as dist
+import torch
 
-from megarl.comm import (
-    all_gather_bytes,
-    all_gather_json,
-    all_to_all_bytes,
-    broadcast_bytes,
-    broadcast_json,
-    reduce_metrics,
-)
+from megarl import phase
+from megarl.comm import WorkerGroup, team_world
+from megarl.errors import WorkerError
 from megarl.metrics import Metrics
 from tests.dist import run_distributed
 
 
 def test_one_process_gets_back_what_it_gave():
-    assert all_gather_bytes(b"x") == [b"x"]
-    assert all_to_all_bytes([b"x"]) == [b"x"]
-    assert all_gather_json({"a": [1, None]}) == [{"a": [1, None]}]
-    assert broadcast_json("é\ud83d", src=0) == "é\ud83d"
-    assert broadcast_bytes(b"", src=0) == b""
+    me = WorkerGroup.alone()
+    assert (me.rank, me.size, me.ranks) == (0, 1, (0,))
+    assert me.all_gather_bytes(b"x") == [b"x"]
+    assert me.all_to_all_bytes([b"x"]) == [b"x"]
+    assert me.all_gather_json({"a": [1, None]}) == [{"a": [1, None]}]
+    assert me.broadcast_json("é\ud83d") == "é\ud83d"
+    assert me.broadcast_bytes(b"") == b""
+    assert me.all_reduce(torch.ones(2)).tolist() == [1, 1]
+    assert me.all_gather(torch.ones(1)) == [torch.ones(1)]
+    me.barrier()
+    me.close()
+
+
+def test_what_a_source_does_not_give_is_an_error():
+    with pytest.raises(ValueError, match="must give data"):
+        WorkerGroup.alone().broadcast_bytes(None)
+    with pytest.raises(ValueError, match="this process alone"):
+        WorkerGroup.alone().process_group  # noqa: B018
+    with pytest.raises(ValueError, match="2 parts for 1 rank"):
+        WorkerGroup.alone().all_to_all_bytes([b"", b""])
 
 
 def test_reduced_metrics_are_a_copy():
     bag = Metrics()
     bag.mean("reward", 3, 4)
-    reduce_metrics(bag).mean("reward", 1, 1)
+    WorkerGroup.alone().reduce_metrics(bag).mean("reward", 1, 1)
     assert bag.result() == {"reward": 0.75}
 
 
 def exchange() -> dict:
-    rank = dist.get_rank()
+    world = team_world(60)
+    rank = world.rank
     bag = Metrics()
     bag.mean("reward", total=float(rank), count=rank + 1)
     bag.max("longest", math.nan if rank == 0 else rank)
     bag.sum("tokens", 0.1 * (rank + 1))
     if rank == 1:
         bag.min("only_here", 7)
-    pair = dist.new_group([1, 2])  # every rank must make it; only members may use it
-    gathered = all_gather_bytes(bytes([rank]) * rank * 1000)
+    pair = world.subgroup([1, 2], "the last two")  # every rank makes it; only members get it
+    single = world.subgroup([1], "the middle")
+    gathered = world.all_gather_bytes(bytes([rank]) * rank * 1000)
     return {
         "bytes": [len(data) for data in gathered],
         "content": all(data == bytes([r]) * r * 1000 for r, data in enumerate(gathered)),
-        "mine": [data.decode() for data in all_to_all_bytes([f"{rank}>{r}".encode() * r for r in range(3)])],
-        "none": [data.decode() for data in all_gather_bytes(b"")],
-        "json": all_gather_json({"rank": rank, "text": "é" * rank}),
-        "infinity": all_gather_json(math.inf)[0] == math.inf,
-        "broadcast": broadcast_json({"from": rank} if rank == 2 else None, src=2),
-        "empty_broadcast": broadcast_bytes(b"" if rank == 0 else None, src=0).decode(),
-        "pair": [] if rank == 0 else [*all_gather_json(rank, pair), broadcast_json(rank * 10, src=2, group=pair)],
-        "metrics": reduce_metrics(bag).result(),
+        "mine": [data.decode() for data in world.all_to_all_bytes([f"{rank}>{r}".encode() * r for r in range(3)])],
+        "none": [data.decode() for data in world.all_gather_bytes(b"")],
+        "json": world.all_gather_json({"rank": rank, "text": "é" * rank}),
+        "infinity": world.all_gather_json(math.inf)[0] == math.inf,
+        "broadcast": world.broadcast_json({"from": rank} if rank == 2 else None, src=2),
+        "empty_broadcast": world.broadcast_bytes(b"" if rank == 0 else None).decode(),
+        "pair": [] if pair is None else [*pair.all_gather_json(rank), pair.broadcast_json(rank * 10, src=1)],
+        "pair_again": world.subgroup([1, 2], "the last two") is pair,
+        "single": [] if single is None else [single.rank, single.size, *single.ranks, *single.all_gather_json(rank)],
+        "metrics": world.reduce_metrics(bag).result(),
+        "sum": int(world.all_reduce(torch.tensor(rank))),
+        "max": int(world.all_reduce(torch.tensor(rank), "max")),
+        "passed": _pass_on(pair),
+        "late": _wait_for_nobody(world),
     }
+
+
+def _pass_on(pair: WorkerGroup | None) -> float | None:
+    """What the second rank of the pair has from the first, and both have from the second."""
+    if pair is None:
+        return None
+    got = torch.tensor(2.5)
+    if pair.rank == 0:
+        pair.send(got, dst=1)
+    else:
+        pair.receive(got.zero_(), src=0).add_(1)
+    return float(pair.broadcast(got, src=1))
+
+
+def _wait_for_nobody(world: WorkerGroup) -> str:
+    """What a rank is told whose partner does not come; the others are told nothing."""
+    short = WorkerGroup("the impatient", world.process_group, 0.2)
+    hasty = short.subgroup([0, 1], "two impatient ranks")
+    if world.rank == 0 and hasty is not None:
+        with phase.phase("step/probe"), pytest.raises(WorkerError) as found:
+            hasty.all_gather_json(None)
+        return str(found.value).partition(": ")[0]
+    return ""
 
 
 @pytest.mark.procs
@@ -69,9 +110,17 @@ def test_three_processes():
         assert result["broadcast"] == {"from": 2}
         assert result["empty_broadcast"] == ""
         assert result["pair"] == ([] if rank == 0 else [1, 2, 20])
+        assert result["pair_again"]
+        assert result["single"] == ([0, 1, 1, 1] if rank == 1 else [])
+        assert (result["sum"], result["max"]) == (3, 2)
+        assert result["passed"] == (None if rank == 0 else 3.5)
         assert result["metrics"] == {
             "reward": 3 / 6,
             "longest": 2.0,
             "tokens": 0.1 + 0.2 + 0.1 * 3,
             "only_here": 7.0,
         }
+    assert results[0]["late"] == (
+        "rank 0 of two impatient ranks timed out waiting for what the other ranks give in phase step/probe "
+        "(deadline 0.2 s, cluster.timeout_s)"
+    )
