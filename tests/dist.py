@@ -137,8 +137,6 @@ def single_process(**layout: int) -> None:
 
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    # One process does not give its groups back (engines of earlier tests may still hold them), and each has threads of
-    # its own: a suite that made them anew for every test would drown in threads.
     if layout or not _parallel_state().model_parallel_is_initialized():
         fresh_parallel(**layout)
 

@@ -129,13 +129,13 @@ def current_layout() -> Layout | None:
 def leave_parallel() -> None:
     """Give the layout back, so that `init_parallel` can make another one in the same processes. Collective.
 
-    Between processes its groups end, with the threads they hold; engines of the layout cannot be used any more.
+    Its groups end, with the threads they hold; engines of the layout cannot be used any more.
     """
     global _current
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     _current = None
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized():
         dist.barrier()  # nobody is still inside a collective of these groups
         for group in list(_world.pg_map):
             if group is not dist.group.WORLD:
