@@ -27,7 +27,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megarl.config.descriptors import LAZY_FROM
 from megarl.errors import ConfigError, MegarlError, UserError
 from megarl.launchers.output import OutputLog
 from megarl.machine import available_cores
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
 
 Launcher = Literal["local", "torchrun", "ray"]
 LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
+#: From so many processes on, connections of gloo are made when they are first used.
+LAZY_FROM = 128
 
 # By default glibc gives every block above 128 kB back to the kernel as soon as it is freed, and the next allocation
 # pays a page fault for each 4 kB of it again. A loop that grows a cache by concatenation (32 sequences, 16 tensors of

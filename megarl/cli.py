@@ -123,7 +123,7 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def _job(arguments: argparse.Namespace) -> int:
-    from megarl.config.hub import check_hub
+    from megarl.checks.hub import check_hub
     from megarl.config.load import hide_credentials, load_config
 
     if hasattr(arguments, "weights") and Path(arguments.recipe).is_dir():
@@ -134,9 +134,9 @@ def _job(arguments: argparse.Namespace) -> int:
 
         config = config.model_copy(update={"data": as_prompts(config.data, arguments.prompt)})
     if arguments.dry_run:
+        from megarl.checks.checklist import Checklist
+        from megarl.checks.plan import make_plan
         from megarl.config.base import raise_problems
-        from megarl.config.checklist import Checklist
-        from megarl.config.plan import make_plan
 
         rows = Checklist()
         try:
@@ -149,9 +149,9 @@ def _job(arguments: argparse.Namespace) -> int:
         raise_problems(plan.problems)
         check_hub(config, arguments.command, ask=False)
         return 0
-    from megarl.config.checks import validate
-    from megarl.config.plan import build_task_graph
+    from megarl.checks.recipe import validate
     from megarl.launchers.common import make_run_dir, run_workers
+    from megarl.recipes.build import build_task_graph
 
     validate(config, launcher=arguments.launcher, job=arguments.command)
     if arguments.command == "train":
@@ -178,7 +178,7 @@ def _has_saved(run_dir: Path) -> bool:
 
 def _check_inputs(config: RunConfig, job: str) -> None:
     """Read what the run will read, as far as that takes seconds: rows and their tokens, the user's reward."""
-    from megarl.data.preflight import check_rows
+    from megarl.checks.rows import check_rows
     from megarl.rewards.preflight import check_import
 
     check_rows(config, job)
@@ -188,7 +188,7 @@ def _check_inputs(config: RunConfig, job: str) -> None:
 
 def _warn_of_mlflow(config: RunConfig) -> None:
     """Say at once that the MLflow server is down: the workers notice it when their models are loaded."""
-    from megarl.config.checks import ConfigWarning
+    from megarl.checks.recipe import ConfigWarning
     from megarl.tracking.mlflow_server import down_text, unreachable
 
     uri = config.tracking.mlflow_uri

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import re
 from collections.abc import Callable
 from typing import Any
 
 from megarl.errors import UserError, close_matches
 
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*")
 _FORMS = "pkg.mod:fn, pkg.mod:Class.method, or pkg.mod.fn"
+
+
+def is_module_reference(text: str) -> bool:
+    """True for `pkg.mod:fn`, a reference into an importable module."""
+    return _MODULE.fullmatch(text) is not None and not text.partition(":")[0].endswith(".py")
+
+
+def is_file_reference(text: str) -> bool:
+    """True for `path/file.py:fn`."""
+    return text.rpartition(":")[0].endswith(".py")
 
 
 def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from megarl.config.run import RunConfig
 
 def train(config: RunConfig, run_dir: Path) -> None:
     """`megarl train`: the graph that `algorithm.pipeline` names."""
-    from megarl.config.plan import build_task_graph
+    from megarl.recipes.build import build_task_graph
     from megarl.runtime.loop import train as run
 
     run(config, run_dir, build_task_graph(config))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.checks import check_config
+from megarl.checks.recipe import check_config
 from megarl.config.load import dump_config, hide_credentials, load_config
 from megarl.credentials import PASSWORD, USER, mask, put_back, take_out
 from megarl.errors import ConfigError, ServerError

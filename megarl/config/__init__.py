@@ -1,1 +1,1 @@
-"""Recipes: typed models of every key, loading, checks before a run, and the reference of keys."""
+"""Recipes: typed models of every key, loading, and the reference of keys."""

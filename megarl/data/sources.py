@@ -325,7 +325,7 @@ def _read_dataset(source: str, name: str, config: str | None, split: str | None)
             data = datasets.load_dataset(name, config, split=split)
         values = [] if isinstance(data, dict) else data.to_list()
     except Exception as error:  # the package raises whatever its readers and the network raise
-        from megarl.config.hub import advice
+        from megarl.data.hub import advice
 
         raise DataError(
             f"the dataset cannot be loaded: {type(error).__name__}: {str(error).strip()[:300]}",

@@ -35,7 +35,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        from megarl.config.hub import advice
+        from megarl.data.hub import advice
 
         raise ConfigError(
             f"the tokenizer cannot be loaded: {str(error).strip().splitlines()[0] if str(error).strip() else error!r}",

@@ -109,7 +109,7 @@ def read_hf_config(path: str, where: str, *, trust_remote_code: bool = False) ->
     try:
         return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except _refusals() as error:
-        from megarl.config.hub import advice
+        from megarl.data.hub import advice
 
         raise ConfigError(
             f"the model's configuration cannot be loaded: {_first_line(error)}",

@@ -13,12 +13,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from megarl.config.references import REWARDS, kwargs_error
 from megarl.errors import ConfigError, close_matches
 
 Mode = Literal["batch", "sequential"]
 
-
+#: The included rewards: the function behind each name.
+REWARDS = {
+    "exact_match": "megarl.rewards.exact_match:exact_match",
+    "format": "megarl.rewards.format:format_reward",
+    "gsm8k": "megarl.rewards.gsm8k:gsm8k",
+    "math": "megarl.rewards.math:math",
+    "numeric": "megarl.rewards.numeric:numeric",
+}
 #: Default of the scorer's `timeout_s` per sample. It is kept by an alarm, so such a scorer runs in the main thread of a
 #: process of its own.
 _TIME_LIMIT_S = {"math": 5.0}
@@ -101,6 +107,17 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
     scorer = Scorer(name, function, mode_of(name, mode), str(module.__file__), kwargs)
     _check_kwargs(scorer)
     return scorer
+
+
+def kwargs_error(name: str, kwargs: dict[str, object], signature: str, error: TypeError) -> ConfigError:
+    """The error for a reward that does not take its keyword arguments."""
+    return ConfigError(
+        f"{name} does not take these arguments: {error}",
+        where="reward.kwargs",
+        found=kwargs,
+        allowed=f"{signature}, whose first argument is the sample or the list of samples",
+        fix=f"remove them; on the command line, reward='!replace {{name: {name}}}' drops those of the recipe",
+    )
 
 
 def _import_file(path: Path) -> ModuleType:

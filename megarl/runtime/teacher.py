@@ -29,7 +29,7 @@ def add_teacher(c: Controller, graph: TaskGraph) -> None:
     if all(node.role is not Role.TEACHER for node in graph):
         return
     path = c.config.teacher.path
-    assert path is not None, "config.checks asks for it"
+    assert path is not None, "the checks ask for it"
     with phase("load_teacher"):
         hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
         check_same_tokens(c.tokenizer, _tokenizer(c.config.model, path), path)

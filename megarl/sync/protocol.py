@@ -78,7 +78,7 @@ class ServerUpdate:
     def flush(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Drop the prefix cache that the old weights filled.
 
-        With `in_place` requests may be running, which keep their cache; such a server has no other (checks_sglang).
+        With `in_place` requests may be running, which keep their cache; such a server has no other (sglang).
         """
         self._step(State.TAGGED, State.FLUSHED, lambda: self._flush(mode))
 

@@ -2,7 +2,6 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.checks import check_config
 from megarl.config.load import load_config
 
 RECIPE = """
@@ -38,15 +37,3 @@ def config_of(write):
     """config_of("actor.parallel.tp=3", ...) -> a small valid recipe with these overrides."""
     file = write(RECIPE)
     return lambda *overrides: load_config(file, overrides)
-
-
-@pytest.fixture
-def failures(config_of):
-    """failures("actor.parallel.tp=3", ...) -> the failed checks of that recipe."""
-    return lambda *overrides: [check for check in check_config(config_of(*overrides)) if check.status == "fail"]
-
-
-@pytest.fixture
-def warned(config_of):
-    """warned(...) -> the doubtful checks of that recipe."""
-    return lambda *overrides: [check for check in check_config(config_of(*overrides)) if check.status == "warn"]

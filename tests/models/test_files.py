@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from megarl.checks.weights import check_weights
 from megarl.config.checkpoint_files import quantized_block
-from megarl.config.checks_weights import check_weights
 from megarl.config.facts import model_facts
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError

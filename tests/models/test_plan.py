@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megarl.config.checks_weights import expected_tensors
+from megarl.checks.weights import expected_tensors
 from megarl.config.facts import facts_from_config
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig

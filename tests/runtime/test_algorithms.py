@@ -13,9 +13,9 @@ import torch
 
 from megarl.algorithms.losses import prepared_by
 from megarl.algorithms.losses.base import Prologue
+from megarl.checks.recipe import check_config
+from megarl.checks.settings import ESTIMATORS, LOSSES
 from megarl.config.algorithm import SCORED_ESTIMATORS
-from megarl.config.checks import check_config
-from megarl.config.checks_settings import ESTIMATORS, LOSSES
 from megarl.config.load import load_config
 from megarl.errors import ConfigError
 from tests.runtime import harness

@@ -74,8 +74,8 @@ def controller(tmp_path_factory):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("preset", PRESETS)
 def test_each_preset_trains_three_steps(controller, preset):
-    from megarl.config.plan import build_task_graph
     from megarl.dag.executor import Executor
+    from megarl.recipes.build import build_task_graph
 
     c = controller
     # Bounds of 0.1% are for thousands of tokens; of four they reject nearly all, and a sample alone in its group has no

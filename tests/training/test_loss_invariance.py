@@ -13,14 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.config import checks_settings
+from megarl.checks.settings import LOSSES
 from megarl.config.algorithm import Aggregation
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
 from tests.dist import run_distributed
 from tests.training import cases
 
-LOSSES = checks_settings.LOSSES
 MODES = get_args(Aggregation)
 BUDGETS = {1: 10_000, 2: 125, 4: 46, 8: 1}  # micro-batches of the whole batch in one process -> their token budget
 SAMPLES = 8

@@ -32,7 +32,7 @@ def resolve_folder(source: str | Path) -> Path:
         with keep_beating():
             return Path(snapshot_download(str(source), allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model"]))
     except Exception as error:
-        from megarl.config.hub import advice
+        from megarl.data.hub import advice
 
         raise ConfigError(
             f"cannot find this model: {type(error).__name__}",

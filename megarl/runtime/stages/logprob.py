@@ -95,7 +95,7 @@ def _sum_pi_squared(c: Controller, samples: Batch) -> Jagged:
 @stage(reads=["prompt_ids", "response_ids"], writes=["ref_logp"])
 def ref_logp(c: Controller, samples: Batch) -> Batch:
     """Score the responses with the frozen reference."""
-    assert c.reference is not None, "a graph with ref_logp needs a reference; config.checks guards this"
+    assert c.reference is not None, "a graph with ref_logp needs a reference; the checks guard this"
     samples.set("ref_logp", _frozen_logp(c, c.reference, samples))
     c.count_pass(samples)
     return samples
@@ -104,7 +104,7 @@ def ref_logp(c: Controller, samples: Batch) -> Batch:
 @stage(reads=["prompt_ids", "response_ids"], writes=["teacher_logp"])
 def teacher_logp(c: Controller, samples: Batch) -> Batch:
     """Score the responses with the frozen teacher."""
-    assert c.teacher is not None, "a graph with teacher_logp needs a teacher; config.checks guards this"
+    assert c.teacher is not None, "a graph with teacher_logp needs a teacher; the checks guard this"
     samples.set("teacher_logp", _frozen_logp(c, c.teacher, samples))
     return samples
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from megarl.config.checklist import Checklist
-from megarl.config.descriptors import LAZY_FROM, check_descriptors, descriptors, group_sizes
+from megarl.checks.checklist import Checklist
+from megarl.checks.descriptors import LAZY_FROM, check_descriptors, descriptors, group_sizes
 from megarl.config.load import load_config
 from megarl.config.model import ParallelConfig
 from megarl.launchers.common import process_environment

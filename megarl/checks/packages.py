@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from megarl.config.checklist import Checklist
+from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 
 

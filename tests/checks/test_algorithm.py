@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.config.checks_settings import ESTIMATORS
+from megarl.checks.settings import ESTIMATORS
 
 GDPO = "algorithm.advantage.name=gdpo"
 PARTS = "algorithm.advantage.parts={right: 1.0}"
@@ -95,7 +95,7 @@ def test_what_works_passes(write, failures, warned, overrides):
 
 
 def test_the_graph_of_every_estimator_holds_what_it_reads(config_of):
-    from megarl.config.plan import build_task_graph
+    from megarl.recipes.build import build_task_graph
 
     for name in set(ESTIMATORS) - {"gae"}:
         for pipeline in ([], DAPO):

@@ -13,13 +13,14 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from megarl.config import hub
+from megarl.checks.hub import check_hub, sources
+from megarl.checks.recipe import ConfigWarning
 from megarl.config.base import ConfigErrors
-from megarl.config.checks import ConfigWarning
 from megarl.config.facts import hub_cache_folder, hub_paths
-from megarl.config.hub import Source, advice, check_hub, sources
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
+from megarl.data import hub
+from megarl.data.hub import Source, advice
 from megarl.errors import ConfigError
 from megarl.processes import free_port
 
@@ -85,7 +86,7 @@ def test_offline_without_a_cache_is_said_at_once_and_nobody_is_asked(
     switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(switch, "1")
-    monkeypatch.setattr(hub, "_ask", lambda asked: pytest.fail("asked the hub"))
+    monkeypatch.setattr(hub, "ask", lambda asked: pytest.fail("asked the hub"))
     with pytest.raises(ConfigError, match=rf"{switch} is set, and this is not in the local cache"):
         check_hub(recipe(), "train", ask=True)
     with pytest.raises(ConfigError, match=f"unset {switch}"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.config.checklist import Check
-from megarl.config.checks import check_config
+from megarl.checks.checklist import Check
+from megarl.checks.memory import host_memory
+from megarl.checks.recipe import check_config
 from megarl.config.facts import model_facts
 from megarl.config.load import load_config
-from megarl.config.memory import host_memory
 from megarl.machine import Machine
 
 LAPTOP = Machine(cores=2, memory=24e9)

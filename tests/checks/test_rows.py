@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from megarl.checks.rows import check_rows
 from megarl.config.load import load_config
 from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer
-from megarl.data.preflight import check_rows
 from megarl.data.tokenizer import character_tokenizer
 from megarl.errors import ConfigError, DataError, UserError
 
@@ -155,6 +155,6 @@ def test_a_folder_is_looked_at_as_well(check, tmp_path):
 
 
 def test_nothing_heavy_is_imported():
-    code = "import sys, megarl.data.preflight; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = "import sys, megarl.checks.rows; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

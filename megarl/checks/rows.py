@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megarl.config.checks_files import trains_supervised
+from megarl.checks.files import trains_supervised
 from megarl.config.data import DataConfig
 from megarl.config.run import RunConfig
 from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer, light_tokenizer

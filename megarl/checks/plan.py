@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megarl.config.checklist import Check, Checklist
-from megarl.config.checks import check_config
-from megarl.config.checks_files import check_model
-from megarl.config.checks_layout import data_parallel_size
-from megarl.config.checks_settings import PIPELINES
+from megarl.checks.checklist import Check, Checklist
+from megarl.checks.files import check_model
+from megarl.checks.layout import data_parallel_size
+from megarl.checks.memory import device_memory, host_memory, server_bytes
+from megarl.checks.recipe import check_config
 from megarl.config.correction import describe_correction
 from megarl.config.facts import ModelFacts
 from megarl.config.load import dump_config
-from megarl.config.memory import device_memory, host_memory, server_bytes
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.dag.draw import as_text
 from megarl.errors import ConfigError, UserError
 from megarl.machine import Machine, this_machine
-
-if TYPE_CHECKING:
-    from megarl.dag.graph import TaskGraph
+from megarl.recipes.build import build_task_graph
 
 ROWS_SHOWN = 64
 
@@ -66,8 +59,7 @@ def _graph_text(config: RunConfig, checks: list[Check]) -> str:
     """The task graph; what stands in its way joins `checks`."""
     if not any(check.status == "fail" and check.key == "algorithm.pipeline" for check in checks):
         try:
-            drawing = importlib.import_module("megarl.dag.draw")
-            return str(drawing.as_text(build_task_graph(config)))
+            return as_text(build_task_graph(config))
         except UserError as error:
             listed = Checklist()
             listed.from_error("task graph", error)
@@ -91,71 +83,6 @@ def _job_lines(config: RunConfig, job: str) -> list[str]:
         f"{sampling.n} per prompt, {greedy}, at most {sampling.max_new_tokens} tokens",
         f"scores them with {config.reward.name}" if job == "eval" else "writes them to responses.jsonl",
     ]
-
-
-def build_task_graph(config: RunConfig) -> TaskGraph:
-    """The task graph of `algorithm.pipeline`, checked. UserError when it cannot be found or is not sound."""
-    name = config.algorithm.pipeline
-    reference = f"megarl.recipes.{name}:build_graph" if name in PIPELINES else name
-    module_name, _, function_name = reference.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)  # a console script does not put it there, and workers have it
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:  # whatever the user's module raises while it is imported
-        raise ConfigError(
-            f"the pipeline cannot be imported ({type(error).__name__}: {error})",
-            where="algorithm.pipeline",
-            found=name,
-            allowed=[*PIPELINES, "pkg.mod:fn"],
-            fix="check module and function name",
-        ) from error
-    return _sound_graph(function, config)
-
-
-def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> TaskGraph:
-    """What the pipeline function makes, as a checked graph."""
-    name = config.algorithm.pipeline
-    try:
-        graph = function(config)
-    except UserError:
-        raise
-    except Exception as error:  # whatever the user's function raises
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise ConfigError(
-            f"the pipeline function raised {type(error).__name__}: {error}",
-            where="algorithm.pipeline",
-            found=f"{name}, at {place.filename}:{place.lineno}: {place.line}",
-            fix="correct the function",
-        ) from error
-    graph_class = importlib.import_module("megarl.dag.graph").TaskGraph
-    if not isinstance(graph, graph_class):
-        raise ConfigError(
-            "the pipeline function returned no task graph",
-            where="algorithm.pipeline",
-            found=f"{name} returned {type(graph).__name__}",
-            allowed="a TaskGraph, made with Pipeline(...).add_node(...).build()",
-            fix="end the function with `return pipeline.build()`",
-        )
-    # `build()` has done this already; a graph may also have been put together without it.
-    graph = graph_class(graph.id, graph.description, [node.resolved() for node in graph])
-    graph.check()
-    _check_correction_node(graph, config)
-    return graph
-
-
-def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:
-    """A pipeline that lacks the node would leave out what the recipe asks for, and nobody would notice."""
-    knobs = config.rollout_correction.resolved()
-    if knobs.active and not knobs.bypass and not any("loss_mask" in (node.writes or ()) for node in graph):
-        raise ConfigError(
-            "the recipe corrects its rollouts, and no node of this pipeline does it",
-            where="algorithm.pipeline",
-            found=f"{config.algorithm.pipeline}, nodes {', '.join(graph.order())}",
-            allowed="a pipeline with megarl.runtime.stages.correction:rollout_correction after the old log-probs",
-            fix="add the nodes with megarl.recipes.grpo.add_scoring, or set rollout_correction.preset=disabled",
-        )
 
 
 def coordinates(rank: int, nproc: int, parallel: ParallelConfig) -> dict[str, int]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import resource
 
-from megarl.config.checklist import Checklist
-from megarl.config.checks_layout import data_parallel_size
+from megarl.checks.checklist import Checklist
+from megarl.checks.layout import data_parallel_size
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.launchers.common import LAZY_FROM
 
-#: From so many processes on, connections of gloo are made when they are first used (launchers set the variable).
-LAZY_FROM = 128
 _GROUP = 4  # of a group before its first connection
 _OTHERS = 128  # files, pipes, servers, libraries: 17 in a bare process, more with servers and reward processes
 _USUAL = 1024  # the limit that most systems start processes with

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.checklist import Checklist, divisors
+from megarl.checks.checklist import Checklist, divisors
 from megarl.config.facts import ModelFacts
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 
-from megarl.config.base import raise_problems
-from megarl.config.checklist import Check, Checklist
-from megarl.config.checks_correction import check_correction
-from megarl.config.checks_files import (
+from megarl.checks.checklist import Check, Checklist
+from megarl.checks.correction import check_correction
+from megarl.checks.descriptors import check_descriptors
+from megarl.checks.files import (
     check_data,
     check_model,
     check_only_in_training,
@@ -15,13 +15,13 @@ from megarl.config.checks_files import (
     check_places,
     check_reward,
 )
-from megarl.config.checks_layout import check_cluster, check_deadlines, check_parallel, check_same_layout
-from megarl.config.checks_machine import check_machine
-from megarl.config.checks_packages import check_packages
-from megarl.config.checks_secrets import check_secrets
-from megarl.config.checks_settings import check_batches, check_job, check_objective, check_sampling, check_schedules
-from megarl.config.checks_sglang import check_servers
-from megarl.config.descriptors import check_descriptors
+from megarl.checks.layout import check_cluster, check_deadlines, check_parallel, check_same_layout
+from megarl.checks.machine import check_machine
+from megarl.checks.packages import check_packages
+from megarl.checks.secrets import check_secrets
+from megarl.checks.settings import check_batches, check_job, check_objective, check_sampling, check_schedules
+from megarl.checks.sglang import check_servers
+from megarl.config.base import raise_problems
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
 from megarl.machine import Machine, this_machine

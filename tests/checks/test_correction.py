@@ -4,12 +4,13 @@ import typing
 
 import pytest
 
+from megarl.checks.plan import make_plan
 from megarl.config.correction import PRESETS, Knobs, Preset, RolloutCorrectionConfig, describe_correction
 from megarl.config.load import dump_config, load_config
-from megarl.config.plan import build_task_graph, make_plan
 from megarl.dag.node import Role
 from megarl.dag.pipeline import Pipeline
 from megarl.errors import ConfigError
+from megarl.recipes.build import build_task_graph
 from megarl.runtime.stages import logprob, rollout
 
 CORRECTION = "rollout_correction"
@@ -156,7 +157,7 @@ def without_correction(config):
 
 
 def test_a_pipeline_that_would_leave_the_correction_out_is_refused(config_of):
-    mine = "algorithm.pipeline=tests.config.test_correction:without_correction"
+    mine = "algorithm.pipeline=tests.checks.test_correction:without_correction"
     assert "old_logp" in nodes(config_of(mine))
     with pytest.raises(ConfigError, match="no node of this pipeline does it"):
         nodes(config_of(mine, f"{CORRECTION}.preset=decoupled_token_is"))

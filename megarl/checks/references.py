@@ -5,33 +5,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import inspect
-import re
 import sys
 from pathlib import Path
 
 from megarl.errors import ConfigError, close_files, close_matches
+from megarl.imports import is_file_reference
+from megarl.rewards.registry import kwargs_error
 
-#: The included rewards: the function behind each name.
-REWARDS = {
-    "exact_match": "megarl.rewards.exact_match:exact_match",
-    "format": "megarl.rewards.format:format_reward",
-    "gsm8k": "megarl.rewards.gsm8k:gsm8k",
-    "math": "megarl.rewards.math:math",
-    "numeric": "megarl.rewards.numeric:numeric",
-}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
-_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*")
-
-
-def is_module_reference(text: str) -> bool:
-    """True for `pkg.mod:fn`, a reference into an importable module."""
-    return _MODULE.fullmatch(text) is not None and not text.partition(":")[0].endswith(".py")
-
-
-def is_file_reference(text: str) -> bool:
-    """True for `path/file.py:fn`."""
-    return text.rpartition(":")[0].endswith(".py")
 
 
 def check_reference(text: str, key: str) -> ast.Module | None:
@@ -85,17 +67,6 @@ def check_reward_kwargs(tree: ast.Module, reference: str, name: str, kwargs: dic
         _signature(found[0].args).bind(None, **kwargs)
     except TypeError as error:
         raise kwargs_error(name, kwargs, f"{function}({ast.unparse(found[0].args)})", error) from error
-
-
-def kwargs_error(name: str, kwargs: dict[str, object], signature: str, error: TypeError) -> ConfigError:
-    """The error for a reward that does not take its keyword arguments."""
-    return ConfigError(
-        f"{name} does not take these arguments: {error}",
-        where="reward.kwargs",
-        found=kwargs,
-        allowed=f"{signature}, whose first argument is the sample or the list of samples",
-        fix=f"remove them; on the command line, reward='!replace {{name: {name}}}' drops those of the recipe",
-    )
 
 
 def strings(tree: ast.Module) -> set[str]:

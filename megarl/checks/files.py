@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
+from megarl.checks.checklist import Checklist
+from megarl.checks.references import check_reference, check_reward_kwargs, strings
+from megarl.checks.weights import check_weights
 from megarl.config.architectures import training_problems
-from megarl.config.checklist import Checklist
-from megarl.config.checks_weights import check_weights
 from megarl.config.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
 from megarl.config.hf_keys import ignored_keys, unknown_keys
 from megarl.config.model import ModelConfig
-from megarl.config.references import (
-    REWARDS,
-    check_reference,
-    check_reward_kwargs,
-    is_file_reference,
-    is_module_reference,
-    strings,
-)
 from megarl.config.run import RunConfig
+from megarl.data.hub import HUB_DATA
+from megarl.data.sources import SUFFIXES, TEXT
 from megarl.errors import ConfigError, close_files, close_matches
+from megarl.imports import is_file_reference, is_module_reference
+from megarl.rewards.registry import REWARDS
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 CHARACTERS = "chars:"
-TEXT = "text:"  # a prompt that stands in the recipe itself
 # A character tokenizer has these tokens in addition to its alphabet: padding, start, end, unknown.
 SPECIAL_TOKENS = 4
 # Models of one family round vocab_size up to different multiples; their tokenizers are compared when the run starts.
 _PADDING = 1024
-_HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?(@.+)?")
 
 
 def check_model(model: ModelConfig, facts: ModelFacts | None, checks: Checklist) -> ModelFacts | None:
@@ -202,7 +195,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
         checks.ok("data", f"{key}: {source}")
     elif is_module_reference(source):
         _check_function("data", source, key, checks)
-    elif path.suffix.lower() in SUFFIXES or not _HUB_DATA.fullmatch(source):
+    elif path.suffix.lower() in SUFFIXES or not HUB_DATA.fullmatch(source):
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         close = close_files(path.name, siblings)
         checks.fail(
@@ -215,16 +208,6 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
         )
     else:
         checks.skip("data", f"{key}: {source} is not a local path: taken as a hub name")
-
-
-def hub_dataset(source: str) -> str | None:
-    """The hub repository that a data source stands for; None when it is something else."""
-    path = Path(source).expanduser()
-    if source.startswith(TEXT) or path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
-        return None
-    if is_module_reference(source) or path.suffix.lower() in SUFFIXES or not _HUB_DATA.fullmatch(source):
-        return None
-    return re.split("[:@]", source)[0]
 
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:

@@ -8,8 +8,8 @@ from typing import get_args
 
 import pytest
 
+from megarl.checks import sglang as server_checks
 from megarl.compat import sglang
-from megarl.config import checks_sglang
 from megarl.config.rollout import RolloutConfig
 from megarl.config.sync import SyncConfig
 from megarl.device import DTYPES
@@ -20,7 +20,7 @@ URLS = "rollout.sglang.urls=[http://127.0.0.1:1]"
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch) -> None:
     """The same checks on any machine."""
-    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: 0)
+    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: 0)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
@@ -61,11 +61,11 @@ def test_the_servers_of_another_machine_need_no_interpreter_here(failures, warne
 
 def test_on_a_gpu_machine_the_environment_is_one_for_gpus(failures, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(checks_sglang, "find_python", lambda configured, *, cuda: asked.append(cuda) or sys.executable)
-    monkeypatch.setattr(checks_sglang, "sglang_version", lambda python: sglang.TESTED)
-    monkeypatch.setattr(checks_sglang, "check_same_nccl", lambda python: None)
+    monkeypatch.setattr(server_checks, "find_python", lambda configured, *, cuda: asked.append(cuda) or sys.executable)
+    monkeypatch.setattr(server_checks, "sglang_version", lambda python: sglang.TESTED)
+    monkeypatch.setattr(server_checks, "check_same_nccl", lambda python: None)
     failures("rollout.engine=sglang")
-    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: 8)
+    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: 8)
     failures("rollout.engine=sglang")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # servers run on the CPU then
     failures("rollout.engine=sglang")
@@ -137,7 +137,7 @@ def test_a_key_of_other_servers_is_told(warned, on) -> None:
     ],
 )
 def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings, present, message, fix) -> None:
-    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: present)
+    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: present)
     key = "rollout.sglang.gpus"
     settings = [f"rollout.sglang.{setting}" for setting in settings]
     found = [check for check in warned(*on, "cluster.nproc=2", *settings) if check.key == key]
@@ -158,7 +158,7 @@ def test_servers_on_the_trainers_gpus_are_told(warned, on, monkeypatch, settings
     ],
 )
 def test_a_machine_with_too_few_gpus_for_the_servers_is_refused(failures, on, monkeypatch, settings, present, fix):
-    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: present)
+    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: present)
     settings = [f"rollout.sglang.{setting}" for setting in settings]
     (check,) = [check for check in failures(*on, "cluster.nproc=2", *settings) if check.key == "rollout.sglang.gpus"]
     assert f"it has {present}, of which the trainer has 2" in check.message
@@ -269,7 +269,7 @@ def test_every_dtype_that_can_be_chosen_is_known(section) -> None:
 )
 def test_versions_of_nccl_are_compared_where_nccl_joins_them(failures, on, monkeypatch, settings, present, judged):
     asked = []
-    monkeypatch.setattr(checks_sglang, "nvidia_devices", lambda: present)
-    monkeypatch.setattr(checks_sglang, "check_same_nccl", asked.append)
+    monkeypatch.setattr(server_checks, "nvidia_devices", lambda: present)
+    monkeypatch.setattr(server_checks, "check_same_nccl", asked.append)
     failures(*on, "cluster.nproc=2", *settings)
     assert bool(asked) is judged

@@ -1,4 +1,4 @@
-"""Is what a recipe takes from the Hugging Face hub in the local cache, and else can the hub be reached? In seconds.
+"""Is a source in the local cache of the Hugging Face hub, and else can the hub be reached? In seconds.
 
 The hub's own packages try for a minute, in every worker, and end in the advice to check the name.
 """
@@ -6,26 +6,25 @@ The hub's own packages try for a minute, in every worker, and end in the advice 
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 import urllib.error
 import urllib.request
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from megarl.config.base import raise_problems
-from megarl.config.checks import ConfigWarning
-from megarl.config.checks_files import hub_dataset
 from megarl.config.facts import hub_paths, is_hub_name
-from megarl.config.run import RunConfig
+from megarl.data.sources import SUFFIXES, TEXT
 from megarl.errors import ConfigError
+from megarl.imports import is_module_reference
 
 ASK_S = 4.0  # for all questions together; a hub that is there answers in a fraction of a second
 _TRUE = ("1", "ON", "YES", "TRUE")
 _SWITCHES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
+HUB_DATA = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?(@.+)?")
 Answer = Literal["there", "not there", "unknown"]
 
 
@@ -49,58 +48,19 @@ class Source:
         return any(folder.is_dir() and any(folder.iterdir()) for folder in folders)
 
 
-def sources(config: RunConfig, job: str) -> list[Source]:
-    """What `job` (train, sft, eval, generate) may take from the hub."""
-    models = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
-    data = {"data.val_files": config.data.val_files}
-    if job in ("train", "sft"):
-        data |= {"data.train_files": config.data.train_files, "sft.train_files": config.sft.train_files or []}
-    if job == "train":
-        models |= {"reference.path": config.reference.path, "teacher.path": config.teacher.path}
-        models["critic.path"] = config.critic.path
-    found = [
-        Source(key, "models", name)
-        for key, name in models.items()
-        if name and is_hub_name(name) and not name.startswith("chars:") and not Path(name).exists()
-    ]
-    return found + [
-        Source(key, "datasets", name)
-        for key, files in data.items()
-        for name in dict.fromkeys(filter(None, map(hub_dataset, files)))
-    ]
-
-
-def check_hub(config: RunConfig, job: str, *, ask: bool) -> None:
-    """Refuse what is neither in the cache nor can be had from the hub. Takes `ASK_S` at most.
-
-    When the hub cannot be reached and everything is in the cache, a warning says so, and HF_HUB_OFFLINE is set for the
-    workers: each would wait for it otherwise.
-
-    Args:
-        ask: also call the hub; else only what this machine knows is looked at.
-
-    Raises:
-        ConfigError: lists all that is missing.
-    """
-    found = sources(config, job)
-    missing = [source for source in found if not source.cached]
-    if not found or offline() is not None:
-        raise_problems([_problem(source, None) for source in missing])
-        return
-    if not ask:
-        return
-    answers, why = _ask(found)
-    problems = [_problem(source, why) for source in missing if why is not None or answers[source] == "not there"]
-    raise_problems(problems)
-    if why is not None:
-        os.environ["HF_HUB_OFFLINE"] = "1"
-        names = ", ".join(dict.fromkeys(source.name for source in found))
-        warnings.warn(f"the hub cannot be reached ({why}): {names} come from the cache", ConfigWarning, stacklevel=2)
-
-
 def offline() -> str | None:
     """The variable that forbids to ask the hub; None: it may be asked."""
     return next((name for name in _SWITCHES if os.environ.get(name, "").upper() in _TRUE), None)
+
+
+def hub_dataset(source: str) -> str | None:
+    """The hub repository that a data source stands for; None when it is something else."""
+    path = Path(source).expanduser()
+    if source.startswith(TEXT) or path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
+        return None
+    if is_module_reference(source) or path.suffix.lower() in SUFFIXES or not HUB_DATA.fullmatch(source):
+        return None
+    return re.split("[:@]", source)[0]
 
 
 def advice(kind: str, name: str, otherwise: str) -> str:
@@ -116,12 +76,12 @@ def advice(kind: str, name: str, otherwise: str) -> str:
         return otherwise
     source = Source("", kind, hub_name)
     if offline() is not None:
-        return otherwise if source.cached else str(_problem(source, None).fix)
-    answers, why = _ask([source])
-    return str(_problem(source, why).fix) if why is not None or answers[source] == "not there" else otherwise
+        return otherwise if source.cached else str(problem_of(source, None).fix)
+    answers, why = ask([source])
+    return str(problem_of(source, why).fix) if why is not None or answers[source] == "not there" else otherwise
 
 
-def _problem(source: Source, why: str | None) -> ConfigError:
+def problem_of(source: Source, why: str | None) -> ConfigError:
     """What is wrong with a source that is not in the cache: `why` the hub was not reached; None: it was, or may not."""
     switch = offline()
     download = f"download it where there is a network (hf download {source.name}), and name its folder"
@@ -137,7 +97,7 @@ def _problem(source: Source, why: str | None) -> ConfigError:
     return ConfigError(what, where=source.key, found=source.name, allowed="a local folder, or a hub name", fix=fix)
 
 
-def _ask(asked: list[Source]) -> tuple[dict[Source, Answer], str | None]:
+def ask(asked: list[Source]) -> tuple[dict[Source, Answer], str | None]:
     """The hub's answer on every source, and why it could not be reached; None: it could."""
     answers: dict[Source, Answer] = dict.fromkeys(asked, "unknown")
     reasons: dict[Source, str] = {}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.checks.checklist import Checklist
 from megarl.config.algorithm import GRADIENT_ESTIMATORS
-from megarl.config.checklist import Checklist
 from megarl.config.correction import Knobs
 from megarl.config.run import RunConfig
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megarl.config.checks import check_config
+from megarl.checks.recipe import check_config
 
 LLAMA = {
     "model_type": "llama",

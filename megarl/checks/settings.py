@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from megarl.checks.algorithm import check_algorithm
+from megarl.checks.checklist import Checklist, divisors
+from megarl.checks.files import check_function_name
+from megarl.checks.layout import data_parallel_size
 from megarl.config.algorithm import AdvantageConfig
-from megarl.config.checklist import Checklist, divisors
-from megarl.config.checks_algorithm import check_algorithm
-from megarl.config.checks_files import check_function_name
-from megarl.config.checks_layout import data_parallel_size
 from megarl.config.facts import ModelFacts
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import OptimConfig
+from megarl.recipes.build import PIPELINES
 
 #: Learning rates beyond which AdamW breaks fresh and trained transformers; tiny ones still learn just below.
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
-PIPELINES = ("grpo", "ppo", "dapo")
 GROUP_ESTIMATORS = (
     "gdpo",
     "gpg",

@@ -1,6 +1,6 @@
 """The names that recipes are checked against are those that the registries hold."""
 
-from megarl.config.checks_settings import ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATORS, LOSSES, OPTION_READERS
+from megarl.checks.settings import ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATORS, LOSSES, OPTION_READERS
 
 
 def test_estimators():

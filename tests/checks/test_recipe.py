@@ -3,11 +3,11 @@ import shlex
 
 import pytest
 
+from megarl.checks.recipe import ConfigWarning, check_config, validate
+from megarl.checks.rows import check_rows
 from megarl.config.base import ConfigErrors
-from megarl.config.checks import ConfigWarning, check_config, validate
 from megarl.config.facts import ModelFacts
 from megarl.config.load import load_config
-from megarl.data.preflight import check_rows
 from megarl.errors import ConfigError, DataError
 from tests.config.conftest import RECIPE
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.checks.memory import server_bytes, stage_parameters, state_bytes
+from megarl.checks.plan import ROWS_SHOWN, coordinates, make_plan
 from megarl.compat import sglang
 from megarl.config.facts import model_facts
 from megarl.config.load import load_config
-from megarl.config.memory import server_bytes, stage_parameters, state_bytes
 from megarl.config.model import ModelConfig, ParallelConfig
-from megarl.config.plan import ROWS_SHOWN, coordinates, make_plan
 from megarl.config.training import EngineConfig
 
 LAYOUTS = [
@@ -195,7 +195,7 @@ def test_shipped_recipe_passes_its_dry_run(name, tmp_path):
 
 def test_dry_run_is_quick_and_needs_no_torch():
     code = (
-        "import sys; from megarl.config.load import load_config; from megarl.config.plan import make_plan;"
+        "import sys; from megarl.config.load import load_config; from megarl.checks.plan import make_plan;"
         "make_plan(load_config('grpo_quickstart'), 'local');"
         "print([m for m in ('torch', 'ray', 'transformers', 'megatron', 'mlflow') if m in sys.modules])"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.checklist import Checklist
+from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 
 _SEQUENCE_LOSSES = ("gspo", "gmpo")

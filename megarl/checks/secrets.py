@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from megarl.config.checklist import Checklist
+from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
 from megarl.credentials import PASSWORD, USER, mask, put_back, take_out
 

@@ -1,0 +1,63 @@
+"""Checks that what a recipe takes from the Hugging Face hub is in the local cache, or can be had: in seconds."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+from megarl.checks.recipe import ConfigWarning
+from megarl.config.base import raise_problems
+from megarl.config.facts import is_hub_name
+from megarl.config.run import RunConfig
+from megarl.data import hub
+from megarl.data.hub import Source, hub_dataset
+
+
+def sources(config: RunConfig, job: str) -> list[Source]:
+    """What `job` (train, sft, eval, generate) may take from the hub."""
+    models = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
+    data = {"data.val_files": config.data.val_files}
+    if job in ("train", "sft"):
+        data |= {"data.train_files": config.data.train_files, "sft.train_files": config.sft.train_files or []}
+    if job == "train":
+        models |= {"reference.path": config.reference.path, "teacher.path": config.teacher.path}
+        models["critic.path"] = config.critic.path
+    found = [
+        Source(key, "models", name)
+        for key, name in models.items()
+        if name and is_hub_name(name) and not name.startswith("chars:") and not Path(name).exists()
+    ]
+    return found + [
+        Source(key, "datasets", name)
+        for key, files in data.items()
+        for name in dict.fromkeys(filter(None, map(hub_dataset, files)))
+    ]
+
+
+def check_hub(config: RunConfig, job: str, *, ask: bool) -> None:
+    """Refuse what is neither in the cache nor can be had from the hub. Takes `hub.ASK_S` at most.
+
+    When the hub cannot be reached and everything is in the cache, a warning says so, and HF_HUB_OFFLINE is set for the
+    workers: each would wait for it otherwise.
+
+    Args:
+        ask: also call the hub; else only what this machine knows is looked at.
+
+    Raises:
+        ConfigError: lists all that is missing.
+    """
+    found = sources(config, job)
+    missing = [source for source in found if not source.cached]
+    if not found or hub.offline() is not None:
+        raise_problems([hub.problem_of(source, None) for source in missing])
+        return
+    if not ask:
+        return
+    answers, why = hub.ask(found)
+    problems = [hub.problem_of(source, why) for source in missing if why is not None or answers[source] == "not there"]
+    raise_problems(problems)
+    if why is not None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        names = ", ".join(dict.fromkeys(source.name for source in found))
+        warnings.warn(f"the hub cannot be reached ({why}): {names} come from the cache", ConfigWarning, stacklevel=2)

@@ -1,0 +1,80 @@
+"""The task graph of a recipe: the function that `algorithm.pipeline` names, and what it makes, checked."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.errors import ConfigError, UserError
+
+#: The included pipelines: modules of this package with a function `build_graph`.
+PIPELINES = ("grpo", "ppo", "dapo")
+
+
+def build_task_graph(config: RunConfig) -> TaskGraph:
+    """The task graph of `algorithm.pipeline`, checked. UserError when it cannot be found or is not sound."""
+    name = config.algorithm.pipeline
+    reference = f"megarl.recipes.{name}:build_graph" if name in PIPELINES else name
+    module_name, _, function_name = reference.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # a console script does not put it there, and workers have it
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise ConfigError(
+            f"the pipeline cannot be imported ({type(error).__name__}: {error})",
+            where="algorithm.pipeline",
+            found=name,
+            allowed=[*PIPELINES, "pkg.mod:fn"],
+            fix="check module and function name",
+        ) from error
+    return _sound_graph(function, config)
+
+
+def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> TaskGraph:
+    """What the pipeline function makes, as a checked graph."""
+    name = config.algorithm.pipeline
+    try:
+        graph = function(config)
+    except UserError:
+        raise
+    except Exception as error:  # whatever the user's function raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"the pipeline function raised {type(error).__name__}: {error}",
+            where="algorithm.pipeline",
+            found=f"{name}, at {place.filename}:{place.lineno}: {place.line}",
+            fix="correct the function",
+        ) from error
+    if not isinstance(graph, TaskGraph):
+        raise ConfigError(
+            "the pipeline function returned no task graph",
+            where="algorithm.pipeline",
+            found=f"{name} returned {type(graph).__name__}",
+            allowed="a TaskGraph, made with Pipeline(...).add_node(...).build()",
+            fix="end the function with `return pipeline.build()`",
+        )
+    # `build()` has done this already; a graph may also have been put together without it.
+    graph = TaskGraph(graph.id, graph.description, [node.resolved() for node in graph])
+    graph.check()
+    _check_correction_node(graph, config)
+    return graph
+
+
+def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:
+    """A pipeline that lacks the node would leave out what the recipe asks for, and nobody would notice."""
+    knobs = config.rollout_correction.resolved()
+    if knobs.active and not knobs.bypass and not any("loss_mask" in (node.writes or ()) for node in graph):
+        raise ConfigError(
+            "the recipe corrects its rollouts, and no node of this pipeline does it",
+            where="algorithm.pipeline",
+            found=f"{config.algorithm.pipeline}, nodes {', '.join(graph.order())}",
+            allowed="a pipeline with megarl.runtime.stages.correction:rollout_correction after the old log-probs",
+            fix="add the nodes with megarl.recipes.grpo.add_scoring, or set rollout_correction.preset=disabled",
+        )
