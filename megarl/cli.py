@@ -177,13 +177,15 @@ def _has_saved(run_dir: Path) -> bool:
 
 
 def _check_inputs(config: RunConfig, job: str) -> None:
-    """Read what the run will read, as far as that takes seconds: rows and their tokens, the user's reward."""
+    """Read what the run will read, as far as that takes seconds: rows and their tokens, reward and environment."""
     from megarl.checks.rows import check_rows
+    from megarl.envs.preflight import check_environment
     from megarl.rewards.preflight import check_import
 
     check_rows(config, job)
     if job != "generate":
         check_import(config.reward)
+    check_environment(config)
 
 
 def _warn_of_mlflow(config: RunConfig) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
 from megarl.config.sglang import SGLangConfig
@@ -26,6 +27,22 @@ class SamplingConfig(Section):
     ignore_eos: bool = Field(False, description="generate max_new_tokens whatever comes (benchmarks)")
 
 
+class LimitsConfig(Section):
+    """How long an episode of several turns may become; `sampling.max_new_tokens` is the limit of each turn."""
+
+    turns: PositiveInt = Field(16, description="turns of the policy")
+    tokens: PositiveInt | None = Field(
+        None, description="tokens after the first observation, those of the environment too; null: max_new_tokens"
+    )
+    seconds: PositiveFloat | None = Field(
+        None, description="seconds of wall time, looked at between turns; null: no limit. Set, runs are not repeatable"
+    )
+
+    def response_tokens(self, sampling: SamplingConfig) -> int:
+        """Tokens after the first observation, at most."""
+        return self.tokens or sampling.max_new_tokens
+
+
 class RolloutConfig(Section):
     """The generation engine."""
 
@@ -34,11 +51,22 @@ class RolloutConfig(Section):
     )
     sglang: SGLangConfig = Field(default_factory=SGLangConfig, description="servers of the engine sglang")
     sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(n=8), description="training samples")
+    limits: LimitsConfig = Field(default_factory=LimitsConfig, description="of episodes with several turns")
     max_running: PositiveInt = Field(256, description="sequences decoded at the same time per replica (embedded)")
     max_prefill_tokens: PositiveInt = Field(8192, description="prompt tokens per prefill pass (embedded)")
     dtype: Literal["model", "fp32", "bf16"] = Field("model", description="dtype of decoding; model: the trainer's")
     stale_steps: NonNegativeInt = Field(0, description="training steps that the generating weights lag behind")
     cuda_graphs: bool = Field(True, description="capture decode steps on GPUs (embedded)")
+
+
+SINGLE_TURN = "single_turn"
+ON_ERROR = ("fail", "mark")
+
+
+def env_section(env: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+    """Name, `on_error`, and the environment's own keys of the section `env`."""
+    own = {key: value for key, value in env.items() if key not in ("name", "on_error")}
+    return env.get("name", SINGLE_TURN), env.get("on_error", "fail"), own
 
 
 class ValidationConfig(Section):

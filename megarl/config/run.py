@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -11,7 +11,7 @@ from megarl.config.base import Section
 from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.model import ModelConfig
-from megarl.config.rollout import RolloutConfig, SamplingConfig, ValidationConfig
+from megarl.config.rollout import SINGLE_TURN, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
 from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, SFTConfig, TeacherConfig
 
@@ -78,6 +78,11 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig, description="prompts")
     reward: RewardConfig = Field(default_factory=RewardConfig, description="scores")
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
+    env: dict[str, Any] = Field(
+        default_factory=lambda: {"name": SINGLE_TURN, "on_error": "fail"},
+        description="what answers the policy: `name` (single_turn, file.py:Class or pkg.mod:Class), `on_error` (fail: "
+        "end the run, mark: leave the episode out and count it), and the environment's own keys",
+    )
     sync: SyncConfig = Field(default_factory=SyncConfig, description="weights to generation servers")
     rollout_correction: RolloutCorrectionConfig = Field(
         default_factory=RolloutCorrectionConfig, description="gap between generation and training"
@@ -95,7 +100,16 @@ class RunConfig(Section):
     def longest_sequence(self) -> int:
         """Tokens of the longest prompt and response that are generated, held-out ones included."""
         sampled = [self.rollout.sampling, *([self.validation.sampling] if self.data.val_files else [])]
-        return self.data.max_prompt_tokens + max(sampling.max_new_tokens for sampling in sampled)
+        return self.data.max_prompt_tokens + max(self.response_tokens(sampling) for sampling in sampled)
+
+    def response_tokens(self, sampling: SamplingConfig) -> int:
+        """Tokens of the longest response: of one turn, or of all turns where an environment answers."""
+        return self.rollout.limits.response_tokens(sampling) if self.has_turns else sampling.max_new_tokens
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether the recipe names an environment, so that episodes may have several turns."""
+        return self.env.get("name", SINGLE_TURN) != SINGLE_TURN
 
     @property
     def validation_sampling(self) -> SamplingConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,8 +32,17 @@ class PromptDataset:
         fingerprint: hash of all prompts kept; a checkpoint refuses to continue on other data.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, split: Split = "train") -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        split: Split = "train",
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> None:
         """Read, render and tokenise.
+
+        Args:
+            tools: JSON schemas of tools that the chat template announces to the model.
 
         Raises:
             DataError: unreadable file, missing column, wrong type, overlong prompt (data.overlong: error), no prompts.
@@ -45,7 +54,7 @@ class PromptDataset:
             raise ConfigError("no data", where=f"data.{split}_files", found=[], fix="name at least one source")
         kwargs = {"split": split, **config.loader_kwargs}  # a function that takes `split` makes the rows of that split
         rows = [row for source in sources for row in load_rows(source, kwargs)]
-        chat = chat_renderer(tokenizer, config.override_chat_template) if uses_chat(config) else None
+        chat = chat_renderer(tokenizer, config.override_chat_template, tools) if uses_chat(config) else None
         texts = render_prompts(config, chat, rows)
         ids = tokenize(tokenizer, texts, rows, special=not uses_chat(config))
         kept = within_limit(config, split, rows, ids)

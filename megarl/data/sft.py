@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,18 +31,20 @@ class SFTDataset(PromptDataset):
         response_key: str = "answer",
         split: Split = "train",
         max_tokens: int | None = None,
+        tools: Sequence[dict[str, Any]] = (),
     ) -> None:
         """Read, render and tokenise both columns; see PromptDataset for what is refused.
 
         Args:
             max_tokens: what the model takes; longer examples (prompt, response and end token) are dropped and counted
                 in `too_long`, or refused when data.overlong is `error`. None: no limit.
+            tools: as in PromptDataset.
 
         Raises:
             DataError: the response column is missing, or holds neither text nor a whole number; the row is named. An
                 example is longer than `max_tokens`, or all are.
         """
-        super().__init__(config, tokenizer, split)
+        super().__init__(config, tokenizer, split, tools)
         responses = [
             response_text(row.column(response_key, "sft.response_key"), response_key, row) for row in self.rows
         ]

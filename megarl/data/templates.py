@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,8 +81,13 @@ def no_chat_template() -> ConfigError:
     )
 
 
-def chat_renderer(tokenizer: Any, override: str | None) -> Callable[[list[dict[str, str]], Row], str]:
+def chat_renderer(
+    tokenizer: Any, override: str | None, tools: Sequence[dict[str, Any]] = ()
+) -> Callable[[list[dict[str, Any]], Row], str]:
     """Function (messages, row) -> text that ends where the assistant begins to answer.
+
+    Args:
+        tools: JSON schemas of tools that the template announces to the model.
 
     Raises:
         ConfigError: the tokenizer has no chat template and none is given.
@@ -94,10 +99,14 @@ def chat_renderer(tokenizer: Any, override: str | None) -> Callable[[list[dict[s
         raise no_chat_template()
     import jinja2
 
-    def render(messages: list[dict[str, str]], row: Row) -> str:
+    def render(messages: list[dict[str, Any]], row: Row) -> str:
         try:
             return tokenizer.apply_chat_template(
-                messages, chat_template=template, tokenize=False, add_generation_prompt=True
+                messages,
+                tools=list(tools) or None,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise DataError(

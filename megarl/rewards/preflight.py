@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError
@@ -34,15 +35,23 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
     """
     if ":" not in reward.name:
         return
-    section = json.dumps({"name": reward.name, "mode": reward.mode, "kwargs": reward.kwargs})
+    ask(__name__, {"name": reward.name, "mode": reward.mode, "kwargs": reward.kwargs}, limit_s)
+
+
+def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S) -> None:
+    """Run `python -m module` with `request` on stdin, and raise the error that its last line of stdout holds, if any.
+
+    Raises:
+        ConfigError: what the process found.
+    """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}  # as in workers
-    command = [sys.executable, "-m", __name__]
+    command = [sys.executable, "-m", module]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, env=environment, start_new_session=True
     ) as process:
         try:
-            stdout, _ = process.communicate(section, limit_s)
+            stdout, _ = process.communicate(json.dumps(request), limit_s)
             parts = json.loads(stdout.rpartition("\n")[2]) if stdout else None
         except (subprocess.TimeoutExpired, ValueError):  # too slow, or its own prints at the end: the workers will see
             return
@@ -53,17 +62,22 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
         raise ConfigError(parts.pop("what"), **parts)
 
 
-def main() -> None:
-    """Load the scorer; its error is the last line of stdout."""
-    section = json.load(sys.stdin)
+def answer(work: Callable[[], object]) -> None:
+    """Do `work` in a process that `ask` started; its error is the last line of stdout."""
     parts: dict[str, object] = {}
     try:
-        load_scorer(section["name"], section["mode"], section["kwargs"])
+        work()
     except ConfigError as error:
         parts = {name: getattr(error, name) for name in _PARTS}
         found = parts["found"]
         parts["found"] = found if found is None or isinstance(found, str | int | float | dict) else repr(found)
     print("\n" + json.dumps(parts), end="", flush=True)
+
+
+def main() -> None:
+    """Load the scorer."""
+    section = json.load(sys.stdin)
+    answer(lambda: load_scorer(section["name"], section["mode"], section["kwargs"]))
 
 
 if __name__ == "__main__":

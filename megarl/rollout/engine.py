@@ -16,16 +16,22 @@ class Request:
     """One prompt and the seeds of its samples: `len(seeds)` samples share one prefill.
 
     A sample is a function of the weights, the prompt, the sampling settings and its own seed (0 <= seed < 2**63).
+
+    Attributes:
+        room: tokens of a sample, at most; None: `sampling.max_new_tokens`, which it never exceeds.
     """
 
     prompt_ids: list[int]
     seeds: list[int]
+    room: int | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise ValueError("a request needs at least one prompt token")
         if any(not 0 <= seed < 2**63 for seed in self.seeds):
             raise ValueError("seeds must lie in [0, 2**63)")
+        if self.room is not None and self.room < 1:
+            raise ValueError("a request needs room for at least one token")
 
 
 @dataclass(frozen=True)
@@ -58,4 +64,8 @@ class RolloutEngine(Protocol):
 
         `advance(k)` is called, from any thread, when this process has finished k more samples.
         """
+        ...
+
+    def any_busy(self, busy: bool) -> bool:
+        """Whether a rank that must call `generate` together with this one is busy. Collective over those ranks."""
         ...

@@ -17,6 +17,11 @@ def sample_seed(run_seed: int, uid: str, sample: int, turn: int = 0) -> int:
     return _seed("sample", run_seed, uid, sample, turn)
 
 
+def env_seed(run_seed: int, uid: str) -> int:
+    """Seed in [0, 2**63) of the environment of prompt `uid`; its samples share it, and start from one state."""
+    return _seed("env", run_seed, uid)
+
+
 def token_seed(run_seed: int, update: int, sample_id: str) -> int:
     """Seed in [0, 2**63) of what a loss draws for the tokens of a sample in optimizer step `update`."""
     return _seed("tokens", run_seed, update, sample_id)

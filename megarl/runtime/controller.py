@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.rollout.sglang.memory import ServerMemory
+    from megarl.runtime.episodes import Episodes
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.tracking.flops import FlopCounter
     from megarl.training.engine import MegatronEngine
@@ -58,6 +59,7 @@ class Controller:
         reference, critic: present when a node of the graph has that role.
         fleet: the servers that generate, when there are any.
         server_memory: theirs, when they share the trainer's devices.
+        episodes: the recipe's environment; None when a sample is one prompt and one response.
         stale: generates training samples with older weights (`rollout.stale_steps`).
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
@@ -83,6 +85,7 @@ class Controller:
     critic: MegatronEngine | None = None
     fleet: Fleet | None = None
     server_memory: ServerMemory | None = None
+    episodes: Episodes | None = None
     stale: StaleWeights | None = None
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
@@ -138,6 +141,8 @@ class Controller:
         with contextlib.ExitStack() as stack:  # the last one first, and every one of them
             if self.reward is not None:
                 stack.callback(self.reward.close)
+            if self.episodes is not None:
+                stack.callback(self.episodes.close)
             if self.fleet is not None:
                 stack.callback(self.fleet.close)
             stack.callback(self.sync.close)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +26,7 @@ from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
 from megarl.runtime.controller import Controller
+from megarl.runtime.episodes import build_episodes
 from megarl.sync.updater import NullSync
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
@@ -58,8 +60,10 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
             check_trainable(hf_config, config.model.path or "model.hf_config")
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
         check_loader_kwargs(config.data, config.sft.train_files or ())
-        loader = _train_loader(config, tokenizer, layout) if trainable and config.data.train_files else None
-        val_data = PromptDataset(config.data, tokenizer, "val") if config.data.val_files else None
+        episodes = build_episodes(config, tokenizer, layout)
+        tools = () if episodes is None else episodes.tools
+        loader = _train_loader(config, tokenizer, layout, tools) if trainable and config.data.train_files else None
+        val_data = PromptDataset(config.data, tokenizer, "val", tools) if config.data.val_files else None
         reward = build_reward(config.reward) if scored and layout.is_lead else None
     with phase("load_model"):
         actor = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
@@ -79,6 +83,7 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
         loader,
         val_data,
         KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
+        episodes=episodes,
         stale=StaleWeights(actor.chunks, rollout, lag) if lag else None,
     )
 
@@ -147,8 +152,10 @@ def build_engine(
     )
 
 
-def _train_loader(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> PromptLoader:
-    data = PromptDataset(config.data, tokenizer, "train")
+def _train_loader(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout, tools: Sequence[dict[str, Any]]
+) -> PromptLoader:
+    data = PromptDataset(config.data, tokenizer, "train", tools)
     if layout.rank == 0:
         print(data.describe(), flush=True)
         warn_if_repeated("data.batch_size", config.data.batch_size, len(data))

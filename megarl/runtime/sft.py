@@ -53,6 +53,7 @@ def _loader(c: Controller) -> PromptLoader:
         c.tokenizer,
         config.sft.response_key,
         max_tokens=c.hf_config.max_position_embeddings,
+        tools=() if c.episodes is None else c.episodes.tools,
     )
     if layout.rank == 0:
         print(data.describe(), flush=True)

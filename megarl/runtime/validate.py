@@ -35,12 +35,13 @@ def validate(c: Controller) -> Validation | None:
         return None
     scored: list[Scored] = []
     rows: list[dict[str, Any]] = []
-    failed = 0.0
+    failed, failed_episodes = 0.0, 0
     settings = c.config.validation
     with phase("validate"):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
             samples = generate(c, prompts, c.config.validation_sampling)
-            results = collect(c, submit(c, samples))
+            results = collect(c, submit(c, samples), samples)
+            failed_episodes += sum(map(bool, samples["env_error"])) if c.episodes is not None else 0
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             for uid, result, text, source in zip(
                 samples["uid"], results, samples["response_text"], samples["data_source"], strict=True
@@ -51,14 +52,17 @@ def validate(c: Controller) -> Validation | None:
     metrics = validation_metrics(scored)
     if c.config.reward.on_error != "raise":
         metrics.sum("val/reward_errors", failed)
+    if c.episodes is not None:
+        metrics.sum("val/env_errors", failed_episodes)
     return Validation(metrics, rows)
 
 
 def _report_rows(samples: Batch, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    text = "transcript" if "transcript" in samples else "response_text"
     return [
         {"prompt": prompt, "response": response, "answer": answer, "score": result["overall"]}
         for prompt, response, answer, result in zip(
-            samples["prompt_text"], samples["response_text"], samples["answer"], results, strict=True
+            samples["prompt_text"], samples[text], samples["answer"], results, strict=True
         )
     ]
 

@@ -211,3 +211,15 @@ def test_a_gpu_s_free_memory_counts_what_the_allocator_would_give_back(monkeypat
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     assert free_bytes(torch.device("cuda", 0)) == 0.8 * 150
     assert free_bytes(torch.device("cuda", 0), sessions=2) == 0.4 * 150
+
+
+def test_a_request_may_have_less_room_than_the_sampling_settings_give(dense, requests):
+    free = engine(dense).generate(requests, sampled(), STOP)
+    rooms = [[3, 7, 1, 20, 30][i % 5] for i in range(len(requests))]
+    tight = engine(dense).generate(
+        [Request(r.prompt_ids, r.seeds, room) for r, room in zip(requests, rooms, strict=True)], sampled(), STOP
+    )
+    for group, cut, room in zip(free, tight, rooms, strict=True):
+        for whole, part in zip(group, cut, strict=True):
+            assert part.token_ids == whole.token_ids[:room]
+            assert part.finish_reason == (whole.finish_reason if len(whole.token_ids) <= room else "length")

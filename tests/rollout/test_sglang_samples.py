@@ -139,3 +139,8 @@ def test_an_answer_that_contradicts_itself_is_refused_and_changes_nothing(spoil:
 def test_every_seed_is_a_sample() -> None:
     samples = samples_of([Request([5], [1, 2]), Request([6, 7], []), Request([8], [3])])
     assert [(s.prompt, s.prompt_ids, s.seed) for s in samples] == [(0, [5], 1), (0, [5], 2), (2, [8], 3)]
+
+
+def test_a_request_may_have_less_room_than_the_sampling_settings_give():
+    [sample] = samples_of([Request([1, 2], [5], room=3)])
+    assert sample.payload(SamplingConfig(max_new_tokens=8), [9])["sampling_params"]["max_new_tokens"] == 3

@@ -72,6 +72,12 @@ class EmbeddedEngine:
             for request in requests
         ]
 
+    def any_busy(self, busy: bool) -> bool:
+        """See `RolloutEngine`: replicas that share experts generate together."""
+        if self._chunks[0].config.num_moe_experts is None:
+            return busy
+        return bool(self._mesh.expert.all_max(int(busy), next(self._chunks[0].parameters()).device))
+
     def _run(
         self, requests: list[Request], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
     ) -> list[Any]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
 from megarl.errors import MegarlError
@@ -91,6 +92,7 @@ class Session:
         self._seeds = torch.tensor([*seeds, 0], dtype=torch.int64, device=device)
         self._tokens = torch.zeros(len(seeds) + 1, self._width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(len(seeds) + 1, self._width, dtype=torch.float32, device=device)
+        self._room = _room(requests, sampling.max_new_tokens, device)
         self._stops = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=device)
         self._sampler = Sampler(
             sampling,
@@ -228,7 +230,7 @@ class Session:
         position += 1
         count += 1
         done = self._state.done[:rows]
-        done |= count >= self._sampling.max_new_tokens
+        done |= count >= (self._sampling.max_new_tokens if self._room is None else self._room[sample])
         if len(self._stops):
             done |= torch.isin(drawn, self._stops)
 
@@ -254,9 +256,20 @@ class Session:
         limit = self._sampling.max_new_tokens
         tokens, logprobs = self._tokens[:-1, :limit].cpu(), self._logprobs[:-1, :limit].cpu()
         stop = torch.isin(tokens, self._stops.cpu())
+        if self._room is not None:
+            limit = self._room[:-1].cpu()
+            stop &= torch.arange(tokens.shape[1]) < limit[:, None]
         ended = stop.any(1)
         lengths = torch.where(ended, stop.int().argmax(1) + 1, limit).tolist()
         return [
             (tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if ended[i] else "length")
             for i, n in enumerate(lengths)
         ]
+
+
+def _room(requests: Sequence[Request], most: int, device: torch.device) -> Tensor | None:
+    """int64 [samples + 1]: tokens of each sample, at most; None when that is `most` for all."""
+    if all(request.room is None or request.room >= most for request in requests):
+        return None
+    room = [min(most, request.room or most) for request in requests for _ in request.seeds]
+    return torch.tensor([*room, most], dtype=torch.int64, device=device)

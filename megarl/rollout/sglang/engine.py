@@ -101,6 +101,10 @@ class SglangEngine:
             self._catch_up()
         raise ServerError("servers", "", "generation", "requests do not get done although servers were restarted")
 
+    def any_busy(self, busy: bool) -> bool:
+        """See `RolloutEngine`: all ranks of the run generate together."""
+        return any(all_gather_json(busy, self._replica.world))
+
     def servers(self) -> list[Server]:
         """Servers this replica may ask now, all of which hold the current weights: its own share, or the others'."""
         index, count, total = self._replica.index, self._replica.count, len(self._fleet.servers)

@@ -26,6 +26,7 @@ class Sample:
     Attributes:
         versions: weight version of every token.
         interruptions: answers that did not end the sample.
+        room: tokens, at most; None: as the sampling settings say.
     """
 
     prompt: int
@@ -36,6 +37,11 @@ class Sample:
     versions: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     interruptions: int = 0
+    room: int | None = None
+
+    def _most(self, sampling: SamplingConfig) -> int:
+        """Tokens of this sample, at most."""
+        return min(self.room or sampling.max_new_tokens, sampling.max_new_tokens)
 
     def payload(self, sampling: SamplingConfig, stop_ids: Sequence[int]) -> dict[str, Any]:
         """Body of the /generate request for the rest of this sample."""
@@ -43,7 +49,7 @@ class Sample:
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k or -1,
-            "max_new_tokens": sampling.max_new_tokens - len(self.token_ids),
+            "max_new_tokens": self._most(sampling) - len(self.token_ids),
             "sampling_seed": self.seed,
         }
         settings |= {"ignore_eos": True} if sampling.ignore_eos else {"stop_token_ids": list(stop_ids)}
@@ -80,7 +86,7 @@ class Sample:
         # At the last allowed place it says `length` whatever the token is.
         if self.token_ids and self.token_ids[-1] in stop_ids:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= sampling.max_new_tokens or reason == "length":
+        elif len(self.token_ids) >= self._most(sampling) or reason == "length":
             self.finish_reason = "length"
         else:
             self.interruptions += 1
@@ -94,7 +100,7 @@ class Sample:
 def samples_of(requests: Sequence[Request]) -> list[Sample]:
     """Every sample of `requests`, in order."""
     return [
-        Sample(number, list(request.prompt_ids), seed)
+        Sample(number, list(request.prompt_ids), seed, room=request.room)
         for number, request in enumerate(requests)
         for seed in request.seeds
     ]

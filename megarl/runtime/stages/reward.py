@@ -27,8 +27,8 @@ def reward(c: Controller, samples: Batch) -> Batch:
     """Wait for the scores and give them to all ranks of the replica; the score sits on the last response token."""
     from megarl.rewards.runner import reward_metrics
 
-    results, c.pending_reward = collect(c, c.pending_reward), None
-    set_scores(samples, results)
+    results, c.pending_reward = collect(c, c.pending_reward, samples), None
+    set_scores(samples, results, by_turn=_scored_by_environment(c))
     parts = list(c.config.algorithm.advantage.parts)
     if parts:
         samples.set("reward_parts", part_table(results, parts))
@@ -38,21 +38,43 @@ def reward(c: Controller, samples: Batch) -> Batch:
 
 
 def submit(c: Controller, samples: Batch) -> RewardHandle | None:
-    """Start scoring; a handle on the rank that has the reward function, None on the others."""
-    return c.reward.submit(reward_inputs(samples)) if c.reward is not None else None
+    """Start scoring; a handle on the rank that has the reward function, None on the others.
+
+    There is nothing to start when the environment gives the rewards.
+    """
+    if c.reward is None or _scored_by_environment(c):
+        return None
+    return c.reward.submit(reward_inputs(samples))
 
 
-def collect(c: Controller, handle: RewardHandle | None) -> list[dict[str, Any]]:
-    """Results of what `submit` started, on every rank of the replica."""
+def collect(c: Controller, handle: RewardHandle | None, samples: Batch) -> list[dict[str, Any]]:
+    """Results of what `submit` started for `samples`, on every rank of the replica.
+
+    Where the environment gives the rewards a result is their sum. An episode whose environment failed has a result that
+    says so, whatever a function makes of it.
+    """
     from megarl.comm import broadcast_json
+    from megarl.rewards.scoring import ERROR_KEY
 
-    results = c.reward.result(handle) if c.reward is not None and handle is not None else None
-    return broadcast_json(results, c.layout.lead_rank, c.layout.mp_group)
+    if _scored_by_environment(c):
+        results = [{"overall": float(row.double().sum())} for row in samples["turn_rewards"].unbind()]
+    else:
+        own = c.reward.result(handle) if c.reward is not None and handle is not None else None
+        results = broadcast_json(own, c.layout.lead_rank, c.layout.mp_group)
+    if "env_error" not in samples:
+        return results
+    failed = {"overall": 0.0, ERROR_KEY: 1.0}
+    return [failed if error else result for result, error in zip(results, samples["env_error"], strict=True)]
+
+
+def _scored_by_environment(c: Controller) -> bool:
+    return c.episodes is not None and c.episodes.scores
 
 
 def reward_inputs(samples: Batch) -> list[dict[str, Any]]:
     """One dict per sample, as reward functions get them."""
     lengths = samples["response_ids"].lengths.tolist()
+    more = [{"transcript": text} for text in samples["transcript"]] if "transcript" in samples else [{}] * len(samples)
     columns = ("uid", "prompt_text", "response_text", "answer", "data_source", "finish_reason", "row")
     return [
         {
@@ -64,21 +86,30 @@ def reward_inputs(samples: Batch) -> list[dict[str, Any]]:
             "data_source": source,
             "finish_reason": reason,
             "response_length": length,
+            **turns,
         }
-        for uid, prompt, response, answer, source, reason, row, length in zip(
-            *(samples[name] for name in columns), lengths, strict=True
+        for uid, prompt, response, answer, source, reason, row, length, turns in zip(
+            *(samples[name] for name in columns), lengths, more, strict=True
         )
     ]
 
 
-def set_scores(samples: Batch, results: list[dict[str, Any]]) -> None:
-    """Write `score` [B] and `token_rewards` (jagged like the responses) from reward results."""
+def set_scores(samples: Batch, results: list[dict[str, Any]], *, by_turn: bool = False) -> None:
+    """Write `score` [B] and `token_rewards` (jagged like the responses) from reward results.
+
+    The score sits on the last token or, `by_turn`, each turn's reward on the last token of the turn.
+    """
     import torch
 
     responses = samples["response_ids"]
     score = torch.tensor([r["overall"] for r in results], dtype=torch.float32)
     token_rewards = torch.zeros(responses.values.shape[0], dtype=torch.float32)
-    token_rewards[responses.offsets[1:] - 1] = score  # no response is empty: it holds at least its end token
+    if by_turn:
+        ends, rewards = samples["turn_ends"], samples["turn_rewards"].values
+        starts = torch.repeat_interleave(responses.offsets[:-1], ends.lengths)
+        token_rewards[starts + ends.values - 1] = rewards
+    else:
+        token_rewards[responses.offsets[1:] - 1] = score  # no response is empty: it holds at least its end token
     samples.set("score", score)
     samples.set("token_rewards", responses.like(token_rewards))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import stage
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from torch import Tensor
 
     from megarl.config.rollout import SamplingConfig
@@ -36,6 +38,10 @@ def rollout(c: Controller, prompts: Batch) -> Batch:
     with nullcontext() if c.stale is None else c.stale.installed():
         samples = generate(c, prompts, c.config.rollout.sampling)
     _record_lengths(c, samples)
+    if c.episodes is not None:
+        from megarl.runtime.episodes import record_episodes
+
+        record_episodes(c, samples)
     return samples
 
 
@@ -50,7 +56,7 @@ def greedy_rollout(c: Controller, samples: Batch) -> Batch:
     prompts = samples.select(list(range(0, len(samples), n))).drop(list(SAMPLE_FIELDS))
     greedy = c.config.rollout.sampling.model_copy(update={"n": 1, "temperature": 0.0})
     best = generate(c, prompts, greedy)
-    score = torch.tensor([result["overall"] for result in collect(c, submit(c, best))], dtype=torch.float32)
+    score = torch.tensor([result["overall"] for result in collect(c, submit(c, best), best)], dtype=torch.float32)
     samples.set("greedy_score", score.repeat_interleave(n))
     c.metrics.mean("critic/greedy_score/mean", float(score.double().sum()), len(score))
     _record_work(c, prompts["prompt_ids"].lengths, best["response_ids"].lengths, n=1)
@@ -66,29 +72,51 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig) -> Batch:
         sampling: how tokens are drawn.
 
     Returns:
-        B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS.
+        B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS (with an environment also
+        `megarl.runtime.episodes.TURN_FIELDS`, and its first observations as prompts).
 
     Raises:
         RolloutError: a log-prob is not finite.
+        EpisodeError: an environment failed, and `env.on_error` is `fail`.
     """
+    with _drawing(c, len(prompts) * sampling.n) as advance:
+        if c.episodes is None:
+            samples = _respond(c, prompts, sampling, advance)
+        else:
+            from megarl.runtime.episodes import play
+
+            samples = play(c, prompts, sampling, advance)
+    _refuse_broken_logprobs(samples)
+    return samples
+
+
+@contextmanager
+def _drawing(c: Controller, count: int) -> Iterator[Callable[[int], None]]:
+    """Memory and the console are ready for `count` samples inside the block; gives the function that counts them."""
+    from megarl import phase
+    from megarl.runtime.generation import make_room
+
+    if c.config.actor.engine.offload:
+        c.actor.offload(parameters=False)  # generation reads the parameters, and wants the rest of the memory
+    with c.progress(phase.current().rpartition("/")[2], count) as advance:
+        make_room(c, "weights", "kv_cache")
+        yield advance
+        make_room(c, "weights")
+
+
+def _respond(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]) -> Batch:
+    """One response to each prompt, `sampling.n` times."""
     import torch
 
-    from megarl import phase
     from megarl.data.batch import Jagged
     from megarl.rollout.engine import Request
     from megarl.rollout.seeds import sample_seed
-    from megarl.runtime.generation import make_room
 
     requests = [
         Request(ids.tolist(), [sample_seed(c.config.trainer.seed, uid, i) for i in range(sampling.n)])
         for ids, uid in zip(prompts["prompt_ids"].unbind(), prompts["uid"], strict=True)
     ]
-    if c.config.actor.engine.offload:
-        c.actor.offload(parameters=False)  # generation reads the parameters, and wants the rest of the memory
-    with c.progress(phase.current().rpartition("/")[2], len(requests) * sampling.n) as advance:
-        make_room(c, "weights", "kv_cache")
-        groups = c.rollout.generate(requests, sampling, c.eos_ids, advance)
-        make_room(c, "weights")
+    groups = c.rollout.generate(requests, sampling, c.eos_ids, advance)
     done = [completion for group in groups for completion in group]
     samples = prompts.repeat(sampling.n)
     response_ids = Jagged.from_list([d.token_ids for d in done], dtype=torch.int64)
@@ -99,7 +127,6 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig) -> Batch:
     samples.set("sample_id", [f"{uid}#{i % sampling.n}" for i, uid in enumerate(samples["uid"])])
     samples.set("response_text", c.decode([d.token_ids for d in done]))
     samples.set("finish_reason", [d.finish_reason for d in done])
-    _refuse_broken_logprobs(samples)
     return samples
 
 

@@ -1,0 +1,109 @@
+"""One sample of any number of turns, and what a batch holds of it.
+
+Of a sample's tokens `prompt_ids` is the first observation and `response_ids` everything after it:
+
+    response_ids     turn 0 of the policy | what the environment said | turn 1 of the policy
+    response_mask     1 1 1 1 1 1 1 1 1 1 | 0 0 0 0 0 0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1 1 1
+    rollout_logp      of each drawn token | 0                         | of each drawn token
+    turn_ends                            ^                                                 ^
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megarl.data.batch import Batch, Jagged
+
+
+@dataclass
+class Trajectory:
+    """An episode.
+
+    Attributes:
+        token_ids, drawn, logprobs, versions: one entry per token after the prompt: its id, whether the policy drew it,
+            its log-prob (0 for the environment's), and the version of the weights (of the turn before, likewise).
+        turn_starts, turn_ends: where each turn of the policy begins and ends in `token_ids`.
+        turn_rewards: one per turn.
+        finish_reason: `stop` or `length`, of the last turn.
+        ended_by: done, turns, tokens, seconds or error; empty while it goes on.
+        error: what failed, when `ended_by` is error.
+        info: numbers of the environment, added up over the turns.
+    """
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    drawn: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    turn_starts: list[int] = field(default_factory=list)
+    turn_ends: list[int] = field(default_factory=list)
+    turn_rewards: list[float] = field(default_factory=list)
+    finish_reason: str = "stop"
+    ended_by: str = ""
+    error: str = ""
+    info: dict[str, float] = field(default_factory=dict)
+
+    def add_turn(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, finish_reason: str) -> None:
+        """Append a turn of the policy."""
+        self.turn_starts.append(len(self.token_ids))
+        self._append(token_ids, drawn=True, logprobs=logprobs, version=version)
+        self.turn_ends.append(len(self.token_ids))
+        self.turn_rewards.append(0.0)
+        self.finish_reason = finish_reason
+
+    def add_observation(self, token_ids: Sequence[int]) -> None:
+        """Append what the environment said after a turn."""
+        self._append(token_ids, drawn=False, logprobs=[0.0] * len(token_ids), version=self.versions[-1])
+
+    def mark_failed(self, error: str, end_token: int, version: int) -> None:
+        """End with an error. None of its tokens is trained on, and there is at least one."""
+        self.error, self.ended_by = error, "error"
+        self.drawn = [False] * len(self.drawn)
+        if not self.token_ids:
+            self._append([end_token], drawn=False, logprobs=[0.0], version=version)
+            self.turn_starts, self.turn_ends, self.turn_rewards = [0], [1], [0.0]
+
+    def _append(self, token_ids: Sequence[int], *, drawn: bool, logprobs: Sequence[float], version: int) -> None:
+        self.token_ids += token_ids
+        self.drawn += [drawn] * len(token_ids)
+        self.logprobs += logprobs
+        self.versions += [version] * len(token_ids)
+
+    @property
+    def turns(self) -> int:
+        """Turns of the policy so far."""
+        return len(self.turn_ends)
+
+    @property
+    def last_turn(self) -> list[int]:
+        """Tokens of the policy's last turn."""
+        return self.token_ids[self.turn_starts[-1] : self.turn_ends[-1]] if self.turn_ends else []
+
+
+def add_fields(samples: Batch, trajectories: Sequence[Trajectory]) -> None:
+    """Write the fields of `trajectories`, one per sample, into `samples`."""
+
+    def jagged(rows: list[list[Any]], dtype: torch.dtype) -> Jagged:
+        return Jagged.from_list(rows, dtype=dtype)
+
+    samples.set("prompt_ids", jagged([t.prompt_ids for t in trajectories], torch.int64))
+    responses = jagged([t.token_ids for t in trajectories], torch.int64)
+    samples.set("response_ids", responses)
+    samples.set("response_mask", responses.like(_flat([t.drawn for t in trajectories], torch.bool)))
+    samples.set("rollout_logp", responses.like(_flat([t.logprobs for t in trajectories], torch.float32)))
+    ends = jagged([t.turn_ends for t in trajectories], torch.int64)
+    samples.set("turn_ends", ends)
+    samples.set("turn_rewards", ends.like(_flat([t.turn_rewards for t in trajectories], torch.float32)))
+    samples.set("weight_version", torch.tensor([min(t.versions) for t in trajectories], dtype=torch.int64))
+    samples.set("finish_reason", [t.finish_reason for t in trajectories])
+    samples.set("ended_by", [t.ended_by for t in trajectories])
+    samples.set("env_info", [t.info for t in trajectories])
+    samples.set("env_error", [t.error for t in trajectories])
+
+
+def _flat(rows: list[list[Any]], dtype: torch.dtype) -> torch.Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=dtype)

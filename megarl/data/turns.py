@@ -1,0 +1,109 @@
+"""From what an environment says to the tokens that a policy sees: never through a policy's own tokens again.
+
+A policy's turn stays the tokens that it drew. What comes after it is tokenised once and appended:
+
+    prompt | turn 0 ... <end> | \\n<start>tool ... <end>\\n<start>assistant\\n | turn 1 ... <end>
+                              '-------------- following ----------------------'
+
+The delimiters of chat messages are read off the template: a conversation is rendered with a mark in the place of the
+policy's turn, and what the template writes after the mark is what belongs there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+from megarl.errors import ConfigError, DataError
+
+Messages = list[dict[str, Any]]
+Render = Callable[[Messages], str]
+_MARK = "megarl-turn-7f3a"
+
+
+class Turns:
+    """Tokens of observations.
+
+    Args:
+        tokenizer: of the policy.
+        render: messages to text that ends where the assistant begins; None: no chat template is in use.
+        stop_ids: tokens that end a turn.
+
+    Raises:
+        ConfigError: the template does not write a turn of the assistant as it is, or does not end it with one of
+            `stop_ids`.
+    """
+
+    def __init__(self, tokenizer: Any, render: Render | None, stop_ids: Sequence[int]) -> None:
+        self._tokenizer, self._render, self._stops = tokenizer, render, set(stop_ids)
+        if render is not None:
+            self._check()
+
+    def first(self, observation: str | Messages | list[int]) -> list[int]:
+        """Tokens of an episode's first observation."""
+        if _are_messages(observation):
+            return self._ids(self._rendered(observation))
+        return self._plain(observation)
+
+    def following(self, observation: str | Messages | list[int], *, ended: bool) -> list[int]:
+        """Tokens from the end of a turn to the start of the next one.
+
+        Args:
+            ended: the turn's last token is one of `stop_ids`. Chat templates write one after every turn.
+        """
+        if not _are_messages(observation):
+            return self._plain(observation)
+        ids = self._ids(self._tail(observation))
+        return ids[1:] if ended and ids and ids[0] in self._stops else ids
+
+    def _tail(self, messages: Messages) -> str:
+        """What the template writes after the assistant's turn, when `messages` follow it."""
+        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}, *messages]
+        return self._rendered(talk).rpartition(_MARK)[2]
+
+    def _plain(self, observation: Any) -> list[int]:
+        if isinstance(observation, str):
+            return self._ids(observation)
+        return [int(token) for token in observation]
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        unknown = self._tokenizer.unk_token_id
+        if unknown is not None and unknown in ids:
+            strange = next(
+                (c for c in text if unknown in self._tokenizer(c, add_special_tokens=False)["input_ids"]), ""
+            )
+            raise DataError(
+                f"the tokenizer has no token for {strange!r}, which the environment says",
+                found=text[:200],
+                fix="add it to the tokenizer (model.tokenizer 'chars:...'), or let the environment say something else",
+            )
+        return ids
+
+    def _rendered(self, messages: Messages) -> str:
+        if self._render is None:
+            raise ConfigError(
+                "the environment answers with chat messages, but no chat template is in use",
+                where="data.chat_template",
+                found=False,
+                fix="set data.chat_template: true or data.override_chat_template",
+            )
+        return self._render(messages)
+
+    def _check(self) -> None:
+        probe: Messages = [{"role": "user", "content": "y"}]
+        talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _MARK}, *probe]
+        text = self._rendered(talk)
+        ids = self._ids(text.rpartition(_MARK)[2])
+        if text.count(_MARK) != 1 or not ids or ids[0] not in self._stops:
+            raise ConfigError(
+                "the chat template does not write a turn of the assistant as it was drawn and end it with an end token",
+                where="data.override_chat_template",
+                found=text,
+                allowed="a template that writes an assistant's content once, and an end token right after it",
+                fix="add the token that ends a turn to rollout.sampling.stop_token_ids, or name another template",
+            )
+
+
+def _are_messages(observation: str | Messages | list[int]) -> TypeGuard[Messages]:
+    return isinstance(observation, list) and bool(observation) and isinstance(observation[0], dict)

@@ -1,0 +1,157 @@
+"""Where episodes' environments live: one rank of a replica runs them side by side, whatever they wait for.
+
+Coroutines share one event loop in a thread of their own; plain methods run in a few threads. A failure of one episode
+is its own: it comes back as a Reply with the error, and what becomes of it is the recipe's choice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.envs.protocol import Action, Environment, Step
+from megarl.phase import beat
+
+_BEAT_EVERY_S = 1.0
+_THREADS = 16
+
+
+@dataclass
+class Reply:
+    """What an environment said, as plain data.
+
+    Attributes:
+        observation: text, chat messages or token ids; None: the prompt of the data (after `reset`), or nothing more.
+        error: why it could not answer.
+    """
+
+    observation: Any = None
+    reward: float = 0.0
+    done: bool = False
+    info: dict[str, float] = field(default_factory=dict)
+    error: str = ""
+
+
+class Host:
+    """Plays the environment's part for all episodes of a replica.
+
+    Args:
+        kind: the environment.
+        settings: its validated keys.
+
+    Raises:
+        Exception: whatever `kind.open` raises.
+    """
+
+    def __init__(self, kind: type[Environment], settings: Any) -> None:
+        self._kind, self._settings = kind, settings
+        self._shared = kind.open(settings)
+        self._episodes: dict[int, Environment] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, "environment")
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+
+    def reset(self, rows: Mapping[int, tuple[dict[str, Any], int]]) -> dict[int, Reply]:
+        """Begin episodes: number -> (row, seed). Their first observations."""
+        for number in rows:
+            self._episodes[number] = self._kind(self._settings, self._shared)
+        calls = {number: self._reset(number, *rows[number]) for number in rows}
+        return self._all(calls)
+
+    def step(self, actions: Mapping[int, Action]) -> dict[int, Reply]:
+        """Answers to a turn of each of these episodes."""
+        return self._all({number: self._step(number, action) for number, action in actions.items()})
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Drop episodes that are over."""
+        for number in numbers:
+            self._episodes.pop(number, None)
+
+    def close(self) -> None:
+        """End threads, and what the environment opened."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._kind.close(self._shared)
+
+    def _all(self, calls: Mapping[int, Awaitable[Reply]]) -> dict[int, Reply]:
+        async def gather() -> list[Reply]:
+            return list(await asyncio.gather(*calls.values()))
+
+        work: Future[list[Reply]] = asyncio.run_coroutine_threadsafe(gather(), self._loop)
+        while True:
+            try:
+                return dict(zip(calls, work.result(_BEAT_EVERY_S), strict=True))
+            except FutureTimeout:
+                if work.done():
+                    raise
+                beat()
+
+    async def _reset(self, number: int, row: dict[str, Any], seed: int) -> Reply:
+        async def call() -> Reply:
+            return Reply(_plain_observation(await self._call(self._episodes[number].reset, row, seed)))
+
+        return await _guarded("reset", call)
+
+    async def _step(self, number: int, action: Action) -> Reply:
+        async def call() -> Reply:
+            return _reply_of(await self._call(self._episodes[number].step, action))
+
+        return await _guarded(f"step (turn {action.turn})", call)
+
+    async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        if inspect.iscoroutinefunction(method):
+            return await method(*arguments)
+        result = await self._loop.run_in_executor(self._threads, method, *arguments)
+        return await result if inspect.isawaitable(result) else result
+
+
+async def _guarded(what: str, call: Callable[[], Awaitable[Reply]]) -> Reply:
+    try:
+        return await call()
+    except _Refused as error:
+        return Reply(error=f"{what} {error}")
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        text = f"{what} raised {type(error).__name__}: {error}".rstrip(": ")
+        return Reply(error=f"{text} ({frame.filename}:{frame.lineno}: {frame.line})")
+
+
+class _Refused(Exception):
+    """The environment returned something that is no answer."""
+
+
+def _reply_of(value: Any) -> Reply:
+    if not isinstance(value, tuple) or len(value) != len(Step._fields):
+        raise _Refused(f"returned {value!r:.80}; allowed: Step(observation, reward, done, info)")
+    observation, reward, done, info = value
+    if isinstance(reward, str | bytes) or not hasattr(reward, "__float__") or not math.isfinite(float(reward)):
+        raise _Refused(f"returned the reward {reward!r:.80}, which is not a finite number")
+    numbers = {str(name): float(number) for name, number in dict(info).items()}
+    if not all(map(math.isfinite, numbers.values())):
+        raise _Refused(f"returned the info {numbers}; allowed: finite numbers")
+    observation = None if done else _plain_observation(observation)
+    if not done and not observation:
+        raise _Refused("returned no observation, and the episode is not done")
+    return Reply(observation, float(reward), bool(done), numbers)
+
+
+def _plain_observation(value: Any) -> Any:
+    """The observation, if it is one; token ids may come as any sequence of whole numbers."""
+    if value is None or isinstance(value, str):
+        return value
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        if all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value):
+            return list(value)
+        if all(isinstance(item, dict) and isinstance(item.get("role"), str) for item in value):
+            return list(value)
+    raise _Refused(f"returned the observation {value!r:.80}; allowed: text, chat messages, token ids")

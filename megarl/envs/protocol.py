@@ -1,0 +1,105 @@
+"""What an environment is: a small class that answers the turns of a policy, one object per episode.
+
+    reset(row, seed) -> first observation
+    step(action)     -> observation, reward, done, info        after every turn of the policy
+
+An observation is text (tokenised as it is), chat messages (their delimiters come from the chat template) or token ids.
+Both methods may be coroutines: the episodes of a batch run side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from megarl.config.base import Section
+
+#: Text, chat messages, or token ids.
+Observation = str | list[dict[str, Any]] | list[int]
+
+
+class EnvSettings(Section):
+    """An environment's own keys, beside `name` and `on_error`. Give every field a description."""
+
+
+@dataclass(frozen=True)
+class Action:
+    """One turn of the policy.
+
+    Attributes:
+        text: what it said, without special tokens.
+        raw: the same with them.
+        token_ids: the same as it was drawn, end token included.
+        finish_reason: `stop`, or `length` when the turn was cut; nothing can follow a cut turn.
+        turn: number of the turn, from 0.
+    """
+
+    text: str
+    raw: str
+    token_ids: list[int]
+    finish_reason: str
+    turn: int
+
+
+class Step(NamedTuple):
+    """What an environment answers to an action.
+
+    Attributes:
+        observation: what the policy sees next; None when the episode is done.
+        reward: of this turn; not read when the recipe's reward function scores (`Environment.scores` is false).
+        done: the episode is over.
+        info: numbers, added up over the turns of an episode; their means over episodes are the metrics `env/<name>`.
+    """
+
+    observation: Observation | None = None
+    reward: float = 0.0
+    done: bool = False
+    info: Mapping[str, float] = {}
+
+
+class Environment:
+    """Base of all environments. An object plays one episode and is thrown away: nothing is shared through it.
+
+    Attributes:
+        Settings: model of the recipe's keys for it.
+        scores: it gives the rewards itself. If false, the recipe's reward function scores the episode, and gets the
+            last turn of the policy as the response.
+    """
+
+    Settings: ClassVar[type[EnvSettings]] = EnvSettings
+    scores: ClassVar[bool] = True
+
+    def __init__(self, settings: Any, shared: Any) -> None:
+        """`settings`: the validated keys. `shared`: what `open` returned."""
+        self.settings, self.shared = settings, shared
+
+    @classmethod
+    def tools(cls, settings: Any) -> list[dict[str, Any]]:
+        """JSON schemas of the tools that prompts announce, as chat templates take them. Called on every rank."""
+        return []
+
+    @classmethod
+    def open(cls, settings: Any) -> Any:
+        """What all episodes share (worker processes, connections). Called once, in the process that plays them."""
+        return None
+
+    @classmethod
+    def close(cls, shared: Any) -> None:
+        """End what `open` began."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> Observation | Awaitable[Observation | None] | None:
+        """Begin the episode.
+
+        Args:
+            row: the columns of the data, with `prompt` (as text), `answer` and `data_source`.
+            seed: equal for all samples of a prompt, so that a group starts from one state.
+
+        Returns:
+            The first observation; None: the prompt of the data.
+        """
+        return None
+
+    def step(self, action: Action) -> Step | tuple[Any, ...] | Awaitable[Step | tuple[Any, ...]]:
+        """Answer one turn of the policy."""
+        raise NotImplementedError

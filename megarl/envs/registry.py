@@ -1,0 +1,135 @@
+"""Environments by name, and the keys of a recipe that each of them takes."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megarl.config.rollout import ON_ERROR, env_section
+from megarl.envs.protocol import Environment
+from megarl.errors import ConfigError, close_matches
+
+#: The included environments.
+ENVIRONMENTS = {
+    "single_turn": "megarl.envs.single_turn:SingleTurn",
+}
+_FORMS = ("file.py:Class", "pkg.mod:Class")
+
+
+def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
+    """The class that section `env` names, and its settings.
+
+    Raises:
+        ConfigError: an unknown name, a class that cannot be imported or is no environment, a key that it does not
+            take, or a value that does not fit.
+    """
+    name, on_error, own = env_section(env)
+    if on_error not in ON_ERROR:
+        raise ConfigError("an unknown value", where="env.on_error", found=on_error, allowed=ON_ERROR)
+    kind = _class_of(name)
+    return kind, _settings(name, kind, own)
+
+
+def _class_of(name: Any) -> type[Environment]:
+    path = ENVIRONMENTS.get(name, name) if isinstance(name, str) else ""
+    if ":" not in path:
+        near = close_matches(str(name), ENVIRONMENTS)
+        raise ConfigError(
+            "unknown environment",
+            where="env.name",
+            found=name,
+            allowed=[*ENVIRONMENTS, *_FORMS],
+            fix=f"did you mean {near[0]!r}?" if near else None,
+        )
+    module_name, _, class_name = path.rpartition(":")
+    module = import_source(module_name, "env.name")
+    kind = getattr(module, class_name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, Environment)):
+        there = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isclass(value) and issubclass(value, Environment) and value.__module__ == module.__name__
+        ]
+        raise ConfigError(
+            f"{module_name} has no environment {class_name!r}",
+            where="env.name",
+            found=name,
+            allowed=there or "a class derived from megarl.envs.Environment",
+        )
+    return kind
+
+
+def import_source(source: str, key: str) -> Any:
+    """The module `pkg.mod`, or that of a file `path/to/file.py`.
+
+    Raises:
+        ConfigError: at `key`: there is no such file, or importing it fails; the line is named.
+    """
+    try:
+        if source.endswith(".py"):
+            return _import_file(Path(source), key)
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            sys.path.append(os.getcwd())  # a console script does not put it there
+        return importlib.import_module(source)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever the user's module raises
+        raise ConfigError(
+            f"importing {source} failed: {type(error).__name__}: {error}", where=key, fix="correct the file"
+        ) from error
+
+
+def _import_file(path: Path, key: str) -> Any:
+    if not path.is_file():
+        raise ConfigError(
+            "there is no such file",
+            where=key,
+            found=str(path),
+            fix=f"relative paths start at the current folder, {os.getcwd()}",
+        )
+    path = path.resolve()
+    name = f"megarl_env_{path.stem}"
+    if name in sys.modules and sys.modules[name].__file__ == str(path):
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # helper modules beside the file
+    sys.modules[name] = module  # pydantic looks annotations up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:
+    known = kind.Settings.model_fields
+    for key in own:
+        if key not in known:
+            near = close_matches(key, known)
+            raise ConfigError(
+                f"environment {name!r} has no setting {key!r}",
+                where=f"env.{key}",
+                found=own[key],
+                allowed=["name", "on_error", *known],
+                fix=f"did you mean {near[0]!r}?" if near else "remove it",
+            )
+    try:
+        return kind.Settings.model_validate(own)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(
+            first["msg"], where=".".join(["env", *map(str, first["loc"])]), found=first.get("input")
+        ) from error

@@ -1,0 +1,137 @@
+"""Samples of several turns: what a run with an environment has in the place of one call of `generate`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from megarl.comm import broadcast_json
+from megarl.config.rollout import env_section
+from megarl.data.rows import Row
+from megarl.data.templates import chat_renderer
+from megarl.data.trajectory import Trajectory, add_fields
+from megarl.data.turns import Turns
+from megarl.envs.host import Host
+from megarl.envs.registry import load_environment
+from megarl.rollout.driver import Driver, Limits, Start
+from megarl.rollout.seeds import env_seed, sample_seed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config.rollout import SamplingConfig
+    from megarl.config.run import RunConfig
+    from megarl.data.batch import Batch
+    from megarl.runtime.controller import Controller
+    from megarl.training.parallel import Layout
+
+#: The fields of several turns, in addition to those of one.
+TURN_FIELDS = ("turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """The environment of a run on one rank.
+
+    Attributes:
+        scores: it gives the rewards; else the recipe's reward function does.
+        tools: JSON schemas that prompts announce.
+        host: plays the environments; only on the first rank of a replica.
+    """
+
+    scores: bool
+    tools: list[dict[str, Any]]
+    turns: Turns
+    host: Host | None
+
+    def close(self) -> None:
+        """End what the environments use."""
+        if self.host is not None:
+            self.host.close()
+
+
+def build_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> Episodes | None:
+    """What the section `env` asks for; None for one prompt and one response, which need none of it.
+
+    Raises:
+        ConfigError: the environment cannot be found or loaded, or does not take its keys.
+    """
+    if not config.has_turns:
+        return None
+    kind, settings = load_environment(config.env)
+    tools, data = kind.tools(settings), config.data
+    render = None
+    if data.chat_template or data.override_chat_template is not None:
+        written = chat_renderer(tokenizer, data.override_chat_template, tools)
+        render = lambda messages: written(messages, Row({}, "messages of the environment", 0))  # noqa: E731
+    turns = Turns(tokenizer, render, [tokenizer.eos_token_id, *config.rollout.sampling.stop_token_ids])
+    return Episodes(kind.scores, tools, turns, Host(kind, settings) if layout.is_lead else None)
+
+
+def play(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]) -> Batch:
+    """Episodes of `prompts`, `sampling.n` in a row per prompt, with the fields of samples and TURN_FIELDS."""
+    episodes, limits, layout = c.episodes, c.config.rollout.limits, c.layout
+    assert episodes is not None, "only a run with an environment plays"
+    driver = Driver(
+        c.rollout,
+        episodes.host,
+        episodes.turns,
+        lambda ids: (c.decode(ids), c.tokenizer.batch_decode(ids) if ids else []),
+        lambda value: broadcast_json(value, layout.lead_rank, layout.mp_group),
+        Limits(limits.turns, c.config.data.max_prompt_tokens, limits.response_tokens(sampling), limits.seconds),
+        env_section(c.config.env)[1],
+    )
+    trajectories = driver.play(_starts(c, prompts, sampling.n), sampling, c.eos_ids, advance)
+    samples = prompts.repeat(sampling.n)
+    if len(samples):
+        samples.set("prompt_text", _prompt_texts(c, samples, trajectories))
+    add_fields(samples, trajectories)
+    samples.set("sample_id", [f"{uid}#{i % sampling.n}" for i, uid in enumerate(samples["uid"])])
+    samples.set("response_text", c.decode([t.last_turn for t in trajectories]))
+    samples.set("transcript", c.decode([t.token_ids for t in trajectories]))
+    return samples
+
+
+def _starts(c: Controller, prompts: Batch, n: int) -> list[Start]:
+    seed = c.config.trainer.seed
+    columns = ("uid", "prompt_text", "answer", "data_source", "row")
+    return [
+        Start(
+            f"{uid}#{i}",
+            {**row, "prompt": text, "answer": answer, "data_source": source},
+            ids.tolist(),
+            env_seed(seed, uid),
+            partial(sample_seed, seed, uid, i),
+        )
+        for ids, uid, text, answer, source, row in zip(
+            prompts["prompt_ids"].unbind(), *(prompts[name] for name in columns), strict=True
+        )
+        for i in range(n)
+    ]
+
+
+def _prompt_texts(c: Controller, samples: Batch, trajectories: list[Trajectory]) -> list[str]:
+    """The prompts of the data as they were, first observations of environments as text."""
+    given = [ids.tolist() for ids in samples["prompt_ids"].unbind()]
+    return [
+        text if t.prompt_ids == ids else c.tokenizer.decode(t.prompt_ids)
+        for text, ids, t in zip(samples["prompt_text"], given, trajectories, strict=True)
+    ]
+
+
+def record_episodes(c: Controller, samples: Batch) -> None:
+    """Metrics `env/...` of what `play` made. Episodes whose environment failed are only counted."""
+    m, good = c.metrics, [place for place, error in enumerate(samples["env_error"]) if not error]
+    m.sum("env/errors", len(samples) - len(good))
+    if not good:
+        return
+    turns = samples["turn_ends"].lengths[good]
+    m.mean("env/turns/mean", float(turns.sum()), len(good))
+    m.max("env/turns/max", float(turns.max()))
+    m.mean("env/cut", sum(samples["ended_by"][place] != "done" for place in good), len(good))
+    infos = [samples["env_info"][place] for place in good]
+    for name in sorted({name for info in infos for name in info}):
+        m.mean(f"env/{name}", sum(info.get(name, 0.0) for info in infos), len(good))

@@ -1,0 +1,66 @@
+"""Tokens of what an environment says, with the delimiters of the chat template."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.data.rows import Row
+from megarl.data.templates import chat_renderer
+from megarl.data.tokenizer import character_tokenizer
+from megarl.data.turns import Turns
+from megarl.errors import ConfigError
+
+EOS = 2
+TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz-:;0123456789")
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}{{ '<eos>' if m.role == 'assistant' else ';' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def turns(template: str = TEMPLATE) -> Turns:
+    render = chat_renderer(TOKENIZER, template)
+    return Turns(TOKENIZER, lambda messages: render(messages, Row({}, "here", 0)), [EOS])
+
+
+def text(tokens: list[int]) -> str:
+    return TOKENIZER.decode(tokens)
+
+
+def test_messages_get_the_delimiters_of_the_template_and_end_tokens_are_not_doubled():
+    said = [{"role": "tool", "content": "42"}]
+    assert text(turns().following(said, ended=True)) == "tool:42;assistant:"
+    assert text(turns().following(said, ended=False)) == "<eos>tool:42;assistant:"
+
+
+def test_a_whole_talk_is_the_first_observation_turns_and_what_follows_them():
+    made = turns()
+    tail = made.following([{"role": "user", "content": "b"}], ended=True)
+    tokens = [*made.first([{"role": "user", "content": "a"}]), *TOKENIZER("hi")["input_ids"], EOS, *tail]
+    talk = [("user", "a"), ("assistant", "hi"), ("user", "b")]
+    render = chat_renderer(TOKENIZER, TEMPLATE)
+    assert text(tokens) == render([{"role": r, "content": c} for r, c in talk], Row({}, "here", 0))
+
+
+def test_text_and_token_ids_are_taken_as_they_are():
+    assert text(turns().following("abc", ended=True)) == "abc"
+    assert turns().following([5, 6], ended=True) == [5, 6]
+    assert turns().first([7]) == [7]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE.replace("{{ m.content }}", "{{ m.content if not (m.role == 'assistant') else '' }}"),
+        TEMPLATE.replace("'<eos>'", "';'"),
+    ],
+    ids=["drops the answer", "no end token"],
+)
+def test_templates_that_change_or_do_not_end_a_turn_are_refused(template):
+    with pytest.raises(ConfigError, match=r"data.override_chat_template[\s\S]*stop_token_ids"):
+        turns(template)
+
+
+def test_messages_without_a_template_are_refused():
+    with pytest.raises(ConfigError, match=r"data.chat_template: true"):
+        Turns(TOKENIZER, None, [EOS]).first([{"role": "user", "content": "a"}])

@@ -1,0 +1,216 @@
+"""The driver with a scripted engine, and with the embedded one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.rollout import SamplingConfig
+from megarl.data.tokenizer import character_tokenizer
+from megarl.data.turns import Turns
+from megarl.envs import Action, Environment, EnvSettings, Step
+from megarl.envs.host import Host
+from megarl.envs.registry import load_environment
+from megarl.envs.single_turn import SingleTurn
+from megarl.rollout.driver import Driver, EpisodeError, Limits, Start
+from megarl.rollout.engine import Completion, Request
+
+EOS = 2
+TOKENIZER = character_tokenizer("0123456789+-=")
+SAMPLING = SamplingConfig(max_new_tokens=4)
+
+
+class Scripted:
+    """Says the next of its lines in every turn, whatever it is asked."""
+
+    weight_version = 7
+
+    def __init__(self, *lines: str) -> None:
+        self.lines, self.asked = list(lines), list[Request]()
+
+    def generate(self, requests, sampling, eos_ids, advance=None):
+        ids = TOKENIZER(self.lines[min(len(self.lines) - 1, self._turn())], add_special_tokens=False)["input_ids"]
+        self.asked += requests
+        out = []
+        for request in requests:
+            said = [*ids, EOS][: request.room]
+            reason = "stop" if said[-1] == EOS else "length"
+            out.append([Completion(said, [-0.5] * len(said), reason, 7) for _ in request.seeds])
+        return out
+
+    def _turn(self) -> int:
+        return len(self.asked)
+
+    def any_busy(self, busy: bool) -> bool:
+        return busy
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def texts(rows: list[list[int]]) -> tuple[list[str], list[str]]:
+    return TOKENIZER.batch_decode(rows, skip_special_tokens=True), TOKENIZER.batch_decode(rows)
+
+
+def start(name: str = "train-0-0#0", prompt: str = "1+1=", seed: int = 0) -> Start:
+    return Start(name, {"prompt": prompt}, ids(prompt), seed, lambda turn: 100 * seed + turn)
+
+
+@pytest.fixture
+def driver():
+    """driver(engine, environment, settings, limits..., on_error) -> a driver on the only rank of a replica."""
+    hosts: list[Host] = []
+
+    def make(
+        engine: Any, kind: type[Environment], settings: Any = None, on_error: str = "fail", **limits: Any
+    ) -> Driver:
+        hosts.append(Host(kind, settings or kind.Settings()))
+        known = {"turns": 8, "prompt_tokens": 16, "tokens": 40, "seconds": None, **limits}
+        through_json = lambda value: json.loads(json.dumps(value))  # noqa: E731
+        return Driver(engine, hosts[-1], Turns(TOKENIZER, None, [EOS]), texts, through_json, Limits(**known), on_error)
+
+    yield make
+    for host in hosts:
+        host.close()
+
+
+class Echo(Environment):
+    """Says `+<turn>` for two turns; every reward is the turn's number."""
+
+    async def reset(self, row: dict[str, Any], seed: int) -> str:
+        await asyncio.sleep(0)
+        return row["prompt"] + str(seed)
+
+    def step(self, action: Action) -> tuple[Any, ...]:
+        return f"+{action.turn}", float(action.turn), action.turn == 2, {"said": len(action.text)}
+
+
+def test_tokens_of_the_environment_are_masked_and_rewards_sit_on_turns(driver):
+    engine = Scripted("1", "22", "3")
+    [trajectory] = driver(engine, Echo).play([start()], SAMPLING, [EOS])
+    expected = [*ids("1"), EOS, *ids("+0"), *ids("22"), EOS, *ids("+1"), *ids("3"), EOS]
+    assert trajectory.prompt_ids == ids("1+1=0")
+    assert trajectory.token_ids == expected
+    assert trajectory.drawn == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2
+    assert trajectory.logprobs == [-0.5 if drawn else 0.0 for drawn in trajectory.drawn]
+    assert trajectory.versions == [7] * len(expected)
+    assert trajectory.turn_ends == [2, 7, 11]
+    assert trajectory.turn_rewards == [0.0, 1.0, 2.0]
+    assert (trajectory.ended_by, trajectory.finish_reason, trajectory.info) == ("done", "stop", {"said": 4.0})
+
+
+def test_every_turn_begins_with_the_tokens_so_far_and_a_seed_of_its_own(driver):
+    engine = Scripted("1", "22", "3")
+    [trajectory] = driver(engine, Echo).play([start(seed=3)], SAMPLING, [EOS])
+    assert [request.seeds for request in engine.asked] == [[300], [301], [302]]
+    assert [request.prompt_ids for request in engine.asked] == [
+        trajectory.prompt_ids + trajectory.token_ids[:end] for end in (0, 4, 9)
+    ]
+
+
+def test_samples_of_a_prompt_share_a_request_while_they_are_alike(driver):
+    engine = Scripted("1")
+    driver(engine, Echo).play([start(seed=1), start(seed=1), start(seed=2)], SAMPLING, [EOS])
+    assert [request.seeds for request in engine.asked[:2]] == [[100, 100], [200]]
+
+
+@pytest.mark.parametrize(
+    ("limits", "turns", "ended_by", "reason"),
+    [
+        ({"turns": 2}, 2, "turns", "stop"),
+        ({"tokens": 5}, 2, "tokens", "length"),
+        ({"tokens": 3}, 1, "tokens", "stop"),
+        ({"seconds": 1e-9}, 1, "seconds", "stop"),
+    ],
+)
+def test_limits_end_an_episode_after_a_turn_of_the_policy(driver, limits, turns, ended_by, reason):
+    [trajectory] = driver(Scripted("1"), Echo, **limits).play([start()], SAMPLING, [EOS])
+    assert (trajectory.turns, trajectory.ended_by, trajectory.finish_reason) == (turns, ended_by, reason)
+    assert trajectory.drawn[-1]
+    assert len(trajectory.token_ids) <= limits.get("tokens", 40)
+
+
+class Faulty(Environment):
+    """Fails in the way that its prompt says."""
+
+    class Settings(EnvSettings):
+        """None."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> Any:
+        self.kind = row["prompt"]
+        return "1" * 17 if self.kind == "long" else None
+
+    def step(self, action: Action) -> Any:
+        if self.kind == "raises":
+            raise ValueError("no such state")
+        answers = {
+            "nan": Step("+", float("nan")),
+            "nothing": Step(),
+            "object": Step(observation={"image": 1}),
+            "letters": Step("abc"),
+            "tuple": (1, 2),
+        }
+        return answers.get(self.kind, Step(done=True))
+
+
+REASONS = {
+    "raises": r"step \(turn 0\) raised ValueError: no such state .*test_driver.py:\d+",
+    "nan": "the reward nan, which is not a finite number",
+    "nothing": "no observation, and the episode is not done",
+    "object": "allowed: text, chat messages, token ids",
+    "letters": "no token for 'a', which the environment says",
+    "tuple": r"allowed: Step\(observation, reward, done, info\)",
+    "long": "reset returned 17 tokens; data.max_prompt_tokens is 16",
+}
+
+
+@pytest.mark.parametrize("kind", REASONS)
+def test_a_failing_environment_ends_the_run_and_is_named(driver, kind):
+    begin = Start("train-0-5#1", {"prompt": kind}, ids("1+1="), 0, lambda turn: turn)
+    with pytest.raises(EpisodeError, match=rf"sample train-0-5#1 failed[\s\S]*{REASONS[kind]}[\s\S]*env.on_error=mark"):
+        driver(Scripted("1"), Faulty).play([begin], SAMPLING, [EOS])
+
+
+def test_or_it_marks_its_episode_and_nothing_of_that_is_trained_on(driver):
+    begins = [Start(f"{kind}#0", {"prompt": kind}, ids("1+1="), 0, lambda turn: turn) for kind in [*REASONS, "fine"]]
+    counted = []
+    *bad, good = driver(Scripted("1"), Faulty, on_error="mark").play(begins, SAMPLING, [EOS], counted.append)
+    assert all(t.error and t.ended_by == "error" and not any(t.drawn) and t.token_ids for t in bad)
+    assert (good.error, good.ended_by, good.drawn) == ("", "done", [True, True])
+    assert sum(counted) == len(begins)
+
+
+def test_order_and_company_change_no_episode(driver):
+    kind, settings = load_environment({"name": f"{Path(__file__).parent / 'guess.py'}:Guess"})
+    begins = [start(f"train-0-{i}#0", seed=i) for i in range(5)]
+    together = driver(Scripted("4", "5", "6"), kind, settings).play(begins, SAMPLING, [EOS])
+    backwards = driver(Scripted("4", "5", "6"), kind, settings).play(begins[::-1], SAMPLING, [EOS])
+    assert [t.prompt_ids for t in backwards] == [t.prompt_ids for t in together[::-1]]
+    assert (
+        together[2].turn_rewards[0]
+        == driver(Scripted("4"), kind, settings).play([begins[2]], SAMPLING, [EOS])[0].turn_rewards[0]
+    )
+
+
+def test_one_turn_through_the_driver_is_one_call_of_generate(driver):
+    from tests.dist import single_process
+    from tests.rollout.cases import STOP, build, engine, make_requests, sampled
+
+    single_process()
+    embedded, requests = engine(build("qwen3")), make_requests()
+    begins = [
+        Start(f"{number}#{i}", {}, request.prompt_ids, 0, partial(lambda seed, turn: seed, seed))
+        for number, request in enumerate(requests)
+        for i, seed in enumerate(request.seeds)
+    ]
+    played = driver(embedded, SingleTurn, tokens=20).play(begins, sampled(), STOP)
+    drawn = [c for group in embedded.generate(requests, sampled(), STOP) for c in group]
+    assert [(t.token_ids, t.logprobs, t.finish_reason) for t in played] == [
+        (c.token_ids, c.logprobs, c.finish_reason) for c in drawn
+    ]

@@ -1,0 +1,51 @@
+"""Environments by name, and what is refused before a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.envs.registry import load_environment
+from megarl.errors import ConfigError
+
+GUESS = f"{Path(__file__).parent / 'guess.py'}:Guess"
+
+
+def test_an_environment_from_a_file_has_settings_of_its_own():
+    kind, settings = load_environment({"name": GUESS, "on_error": "mark", "turns": 2})
+    assert kind.__name__ == "Guess"
+    assert settings.turns == 2
+    assert settings.highest == 9
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        (
+            {"name": GUESS, "turn": 2},
+            r"env.turn: .*no setting 'turn'[\s\S]*name, on_error, highest, turns[\s\S]*'turns'",
+        ),
+        ({"name": GUESS, "turns": 0}, r"env.turns: Input should be greater than or equal to 1"),
+        ({"name": GUESS, "on_error": "skip"}, r"env.on_error: [\s\S]*'skip'[\s\S]*fail, mark"),
+        ({"name": GUESS + "es"}, r"has no environment 'Guesses'[\s\S]*allowed: Guess"),
+        ({"name": "single-turn"}, r"unknown environment[\s\S]*did you mean 'single_turn'"),
+        ({"name": "nowhere.py:Guess"}, r"env.name: there is no such file"),
+        ({"name": "json:Guess"}, r"json has no environment 'Guess'[\s\S]*derived from megarl.envs.Environment"),
+        ({"name": "single_turn", "turns": 3}, r"'single_turn' has no setting 'turns'"),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_is_allowed(env, message):
+    with pytest.raises(ConfigError, match=message):
+        load_environment(env)
+
+
+def test_a_file_that_does_not_import_is_named(tmp_path):
+    (tmp_path / "bad.py").write_text("import nothing_of_that_name")
+    with pytest.raises(ConfigError, match=r"importing .*bad.py failed: ModuleNotFoundError"):
+        load_environment({"name": f"{tmp_path / 'bad.py'}:Env"})
+
+
+def test_the_documentation_shows_the_environment_that_is_tested():
+    root = Path(__file__).parents[2]
+    assert (root / "tests/envs/guess.py").read_text() in (root / "docs/environments.md").read_text()

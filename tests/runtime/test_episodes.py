@@ -1,0 +1,94 @@
+"""Runs with an environment of several turns from a file of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime import harness
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
+
+GUESS = Path(__file__).parents[1] / "envs" / "guess.py"
+SETTINGS = (
+    f"env.name={GUESS}:Guess",
+    "rollout.sampling={n: 4, max_new_tokens: 4, stop_token_ids: [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]}",
+    "rollout.limits.tokens=20",
+    "algorithm.kl.use=none",
+    "sft.steps=0",
+    "trainer.steps=3",
+    "validation={sampling: {max_new_tokens: 4}, every: 3, before_train: false}",
+)
+#: Stops for ever in its 20th answer, once: a run that is killed there is killed in the middle of an episode.
+STALLING = f"""
+import sys, time
+from pathlib import Path
+from pydantic import Field
+sys.path.append({str(GUESS.parent)!r})
+from guess import Guess, GuessSettings
+
+class StallSettings(GuessSettings):
+    marker: str = Field(description="file that says that it has stopped once")
+
+class Stall(Guess):
+    Settings = StallSettings
+
+    @classmethod
+    def open(cls, settings):
+        return []
+
+    async def step(self, action):
+        self.shared.append(action.turn)
+        marker = Path(self.settings.marker)
+        if len(self.shared) > 20 and action.turn == 1 and not marker.exists():
+            marker.touch()
+            time.sleep(600)
+        return await super().step(action)
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    return harness.run(recipe, tmp_path_factory.mktemp("run"), *SETTINGS, "cluster.nproc=1")
+
+
+def test_episodes_of_three_turns_are_played_trained_on_and_reported(undisturbed):
+    assert [numbers["env/turns/max"] for numbers in undisturbed.values()] == [3.0] * 3
+    assert all(1 < numbers["env/turns/mean"] <= 3 and numbers["env/errors"] == 0 for numbers in undisturbed.values())
+    assert all(numbers["actor/grad_norm"] > 0 for numbers in undisturbed.values())
+    assert undisturbed[3]["val/env_errors"] == 0
+    assert "val/acc" in undisturbed[3]
+
+
+def test_two_replicas_play_the_same_episodes(recipe, undisturbed, tmp_path):
+    two = harness.run(recipe, tmp_path, *SETTINGS, "validation.every=0", "trainer.steps=1")
+    for name, value in undisturbed[1].items():
+        assert two[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_a_run_that_is_killed_in_the_middle_of_an_episode_goes_on_as_if_it_were_not(recipe, undisturbed, tmp_path):
+    (tmp_path / "stall.py").write_text(STALLING)
+    marker, run_dir = tmp_path / "marker", tmp_path / "run"
+    stalling = (*SETTINGS, f"env={{name: '{tmp_path}/stall.py:Stall', marker: '{marker}'}}", "cluster.nproc=1")
+    process = harness.start(recipe, run_dir, *stalling)
+    harness.wait_for(marker.exists, process)
+    for pid in harness.workers(run_dir).values():
+        harness.kill(pid)
+    harness.finish(process)
+    assert process.returncode != 0
+    assert harness.run(recipe, run_dir, *stalling) == undisturbed
+
+
+def test_a_misspelt_setting_is_refused_before_a_process_starts(recipe, tmp_path):
+    process = harness.start(recipe, tmp_path, *SETTINGS, "env.turn=2")
+    output = harness.finish(process)
+    assert process.returncode == 2, output
+    assert "has no setting 'turn'" in output
+    assert "allowed: name, on_error, highest, turns" in output
+    assert not list(tmp_path.glob("logs*"))
