@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import importlib
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -125,11 +124,12 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> 
     Raises:
         UserError: unknown launcher, a layout it cannot start, or a run folder that another run uses.
     """
+    from megarl.launchers import local, ray, torchrun
     from megarl.launchers.supervise import supervise
 
-    if launcher not in LAUNCHERS:
+    starts: dict[str, Callable[[Job], Workers]] = {"local": local.start, "torchrun": torchrun.start, "ray": ray.start}
+    if launcher not in starts:
         raise ConfigError("unknown launcher", where="--launcher", found=launcher, allowed=LAUNCHERS)
-    backend = importlib.import_module(f"megarl.launchers.{launcher}")
     with _locked(run_dir), contextlib.closing(OutputLog(run_dir / "log.txt")) as log:
         job = Job(entry, config, run_dir, log)
         workers: Workers | None = None
@@ -137,7 +137,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> 
         with _signals_raise() as ignore_signals:
             try:
                 _prepare(job)
-                workers = backend.start(job)
+                workers = starts[launcher](job)
                 code = supervise(workers, job)
                 ended = "failed" if code else "finished"
                 return code

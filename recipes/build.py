@@ -11,21 +11,30 @@ from pathlib import Path
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.errors import ConfigError, UserError
+from megarl.recipes import dapo, grpo, ppo
 
-#: The included pipelines: modules of this package with a function `build_graph`.
-PIPELINES = ("grpo", "ppo", "dapo")
+#: The included pipelines, and what builds their graphs.
+PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
+    "grpo": grpo.build_graph,
+    "ppo": ppo.build_graph,
+    "dapo": dapo.build_graph,
+}
 
 
 def build_task_graph(config: RunConfig) -> TaskGraph:
     """The task graph of `algorithm.pipeline`, checked. UserError when it cannot be found or is not sound."""
     name = config.algorithm.pipeline
-    reference = f"megarl.recipes.{name}:build_graph" if name in PIPELINES else name
-    module_name, _, function_name = reference.partition(":")
+    return _sound_graph(PIPELINES.get(name) or _users_function(name), config)
+
+
+def _users_function(name: str) -> Callable[[RunConfig], object]:
+    """The function behind `pkg.mod:fn`, which may be in a file of the current folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a console script does not put it there, and workers have it
+    module_name, _, function_name = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
+        return getattr(importlib.import_module(module_name), function_name)
     except Exception as error:  # whatever the user's module raises while it is imported
         raise ConfigError(
             f"the pipeline cannot be imported ({type(error).__name__}: {error})",
@@ -34,7 +43,6 @@ def build_task_graph(config: RunConfig) -> TaskGraph:
             allowed=[*PIPELINES, "pkg.mod:fn"],
             fix="check module and function name",
         ) from error
-    return _sound_graph(function, config)
 
 
 def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> TaskGraph:

@@ -71,7 +71,7 @@ def check_batches(config: RunConfig, checks: Checklist) -> None:
 def check_objective(config: RunConfig, checks: Checklist) -> None:
     """Pipeline, estimator, loss and KL by name, and what each needs of the others."""
     algorithm = config.algorithm
-    check_function_name("pipeline", algorithm.pipeline, "algorithm.pipeline", PIPELINES, "pipeline", checks)
+    check_function_name("pipeline", algorithm.pipeline, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks)
     estimator = algorithm.advantage.name
     check_function_name("estimator", estimator, "algorithm.advantage.name", ESTIMATORS, "advantage estimator", checks)
     check_function_name("policy loss", algorithm.loss.name, "algorithm.loss.name", LOSSES, "policy loss", checks)

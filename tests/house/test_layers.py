@@ -1,0 +1,78 @@
+"""Imports that import-linter cannot see: by name, at run time. Each place that makes one is listed with its reason."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.house.test_repository import ROOT, tracked
+
+#: Functions that import, or look for, what a text names.
+IMPORTERS = {
+    *("import_module", "__import__", "import_callable", "resolve_name"),
+    *("find_spec", "exec_module", "run_module", "run_path", "load_module", "spec_from_file_location"),
+}
+#: file -> why it may import what a text names. None of these texts is a constant that names a module of this package.
+BY_NAME = {
+    "benchmarks/sync/receiver.py": "the loaders that servers have on their path, from their file",
+    "megarl/algorithms/registry.py": "a function of the user",
+    "megarl/checks/packages.py": "is an optional package installed?",
+    "megarl/checks/references.py": "where is the source of a function of the user?",
+    "megarl/compat/megatron.py": "changes megatron-core while it loads",
+    "megarl/compat/sglang_server/serve.py": "runs in the interpreter of a server, without this package",
+    "megarl/config/load.py": "the folder of the included recipes; nothing is imported",
+    "megarl/dag/node.py": "a function of the user",
+    "megarl/data/sources.py": "a function of the user",
+    "megarl/imports.py": "what the others call",
+    "megarl/rewards/registry.py": "a function of the user, or an included one, of the same folder",
+    "megarl/runtime/worker.py": "the program runs the function that its command line names",
+    "recipes/build.py": "a function of the user",
+}
+#: file -> why it holds texts that name modules of this package.
+NAMES = {
+    "benchmarks/case.py": "a recipe names a reward; workers get an entry function",
+    "benchmarks/sync/measure.py": "starts a program",
+    "launchers/local.py": "starts a program",
+    "launchers/torchrun.py": "starts a program",
+    "megarl/cli.py": "workers get an entry function",
+    "megarl/config/load.py": "the folder of the included recipes",
+    "megarl/rewards/pool.py": "starts a program",
+    "megarl/rewards/registry.py": "the included rewards, of the same folder",
+    "megarl/sync/keeper.py": "starts a program",
+    "megarl/sync/transports/delta.py": "starts a program",
+    "megarl/tracking/report.py": "files of its own folder",
+}
+MODULE = re.compile(r"megarl\.[\w.]*(:[\w.]+)?")
+PRODUCT = tracked("megarl/*.py", "recipes/*.py", "launchers/*.py", "benchmarks/*.py", "kernels/*.py")
+
+
+def names_of(path: Path) -> tuple[set[str], set[str]]:
+    """(names of functions in a file that import by text, texts in it that name modules of this package)."""
+    called, texts = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            function = node.func
+            name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+            called |= {name} & IMPORTERS
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
+            texts.add(node.value)
+    return called, texts
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[set[str], set[str]]]:
+    """File -> what `names_of` says of it."""
+    return {str(path.relative_to(ROOT)): names_of(path) for path in PRODUCT}
+
+
+def test_only_listed_files_import_what_a_text_names(found: dict[str, tuple[set[str], set[str]]]) -> None:
+    assert {file: called for file, (called, _) in found.items() if called and file not in BY_NAME} == {}
+    assert [file for file in BY_NAME if not found[file][0]] == []
+
+
+def test_only_listed_files_hold_names_of_modules_as_texts(found: dict[str, tuple[set[str], set[str]]]) -> None:
+    assert {file: texts for file, (_, texts) in found.items() if texts and file not in NAMES} == {}
+    assert [file for file in NAMES if not found[file][1]] == []
