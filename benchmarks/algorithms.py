@@ -114,11 +114,10 @@ def _value_loss() -> Made:
 def _policy_loss(name: str, rows: int) -> Callable[[], Made]:
     def make() -> Made:
         from megarl.algorithms.losses import POLICY_LOSSES
-        from megarl.config.algorithm import PolicyLossConfig
 
         logp, old, advantages = _tokens(3)
         old.mul_(0.1).add_(logp)
-        mask, cfg = _mask(), PolicyLossConfig(name=name)
+        mask, cfg = _mask(), POLICY_LOSSES.spec(name).settings()
         loss = POLICY_LOSSES.get(name)
         return lambda: _train(lambda *args: loss(*args, cfg)[0], [logp, old, advantages, mask], rows), None
 

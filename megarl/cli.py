@@ -123,12 +123,13 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
 
 
 def _job(arguments: argparse.Namespace) -> int:
+    from megarl.algorithms.components import COMPONENTS
     from megarl.checks.hub import check_hub
     from megarl.config.load import hide_credentials, load_config
 
     if hasattr(arguments, "weights") and Path(arguments.recipe).is_dir():
         _use_run(arguments)
-    config = hide_credentials(load_config(arguments.recipe, arguments.overrides))
+    config = hide_credentials(load_config(arguments.recipe, arguments.overrides, components=COMPONENTS))
     if getattr(arguments, "prompt", None):
         from megarl.data.sources import as_prompts
 

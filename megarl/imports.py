@@ -1,17 +1,22 @@
-"""Turn `pkg.mod:fn` in a recipe into the function, with an error a user can act on; versions of what is installed."""
+"""Turn `pkg.mod:fn` or `file.py:fn` in a recipe into the function, with an error a user can act on; versions."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from megarl.errors import UserError, close_matches
 
 _MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_][\w.]*")
-_FORMS = "pkg.mod:fn, pkg.mod:Class.method, or pkg.mod.fn"
+_FORMS = "pkg.mod:fn, pkg.mod:Class.method, pkg.mod.fn, or file.py:fn"
 
 
 def is_module_reference(text: str) -> bool:
@@ -25,7 +30,9 @@ def is_file_reference(text: str) -> bool:
 
 
 def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[..., Any]:
-    """The callable behind "pkg.mod:Class.method", "pkg.mod:fn" or "pkg.mod.fn"; a callable is returned as it is.
+    """The callable that "pkg.mod:Class.method", "pkg.mod:fn", "pkg.mod.fn" or "file.py:fn" refers to.
+
+    A callable is returned as it is. Files are relative to the current folder, where modules are looked for, too.
 
     Args:
         path: import path, or the callable itself.
@@ -41,11 +48,12 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
         module_name, _, qualname = path.rpartition(".")
     if not module_name or not qualname:
         raise UserError("this is not an import path", where=where, found=path, allowed=_FORMS)
+    is_file = module_name.endswith(".py")
     try:
-        target: Any = importlib.import_module(module_name)
+        target: Any = _import_file(module_name) if is_file else _import_module(module_name)
     except Exception as error:
         raise UserError(
-            f"module {module_name!r} does not import: {type(error).__name__}: {error}",
+            f"{'file' if is_file else 'module'} {module_name!r} does not import: {type(error).__name__}: {error}",
             where=where,
             found=path,
             allowed=_FORMS,
@@ -64,6 +72,34 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
     if not callable(target):
         raise UserError("this is not callable", where=where, found=path, allowed=_FORMS)
     return target
+
+
+def _import_module(name: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # a console script does not put it there, and workers have it
+    return importlib.import_module(name)
+
+
+def _import_file(path: str) -> ModuleType:
+    """The module of a file, which is run once however often it is asked for."""
+    file = Path(path).expanduser().resolve()
+    name = f"megarl_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))  # helper modules beside the file
+    sys.modules[name] = module  # dataclasses and pickles look their module up here
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def installed_version(package: str) -> str | None:

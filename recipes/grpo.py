@@ -151,6 +151,6 @@ def _looks_ahead(loss: str) -> bool:
     """Whether a user's loss sees the mini-batch before it is cut, and so before the update has scored it."""
     if ":" not in loss:
         return False  # `needs_old_logp` knows those of this package
-    from megarl.algorithms.losses import POLICY_LOSSES, preparation_of
+    from megarl.algorithms.losses import POLICY_LOSSES
 
-    return preparation_of(POLICY_LOSSES.get(loss)) is not None
+    return POLICY_LOSSES.spec(loss).prepare is not None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from megarl.algorithms.registry import Registry
+from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.registry import Registry, Spec
 from megarl.algorithms.rows import at_least_float32
 
-KL = Registry("KL estimator", "algorithm.kl.estimator")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KL = Registry("KL estimator", "algorithm.kl.estimator", Spec)
 
 
 @KL.register("kl", "k1")
@@ -87,7 +89,7 @@ def full_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return torch.where(possible, log_p.exp() * (log_p - log_q), 0).sum(-1)
 
 
-@torch.no_grad()
+@no_grad
 def kl_in_reward(
     token_rewards: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float, estimator: str = "kl"
 ) -> tuple[Tensor, Tensor]:

@@ -1,51 +1,106 @@
-"""Functions by name, or by the import path of a user's own."""
+"""Components by name, or by the import path of a user's own: a function, its settings, and what it declares.
+
+    class LeashSettings(Settings):
+        pull: float = Field(0.1, ge=0, description="weight of the penalty")
+
+    @POLICY_LOSSES.register("leash", settings=LeashSettings, reads=("ref_logp",))
+    def leash(logp, old_logp, advantages, mask, cfg, *, offsets, ref_logp): ...
+
+A component of this package gives a name; one of a user's file leaves it out and is found by its path. Nothing else
+tells them apart. The names that a recipe may choose, the reference of keys, the checks and the task graph's needs all
+come from here.
+"""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
-from megarl.errors import ConfigError
+from pydantic import create_model
+
+from megarl.config.base import ComponentSection, Section, raise_problems
+from megarl.config.components import settle
+from megarl.errors import ConfigError, close_matches
 from megarl.imports import import_callable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Registry:
-    """Named functions of one kind.
+class Settings(Section):
+    """Keys of one component, beside those that its section has for every component. None here."""
 
-    >>> losses = Registry("policy loss", "algorithm.loss.name")
+    def problems(self, path: str) -> list[ConfigError]:
+        """What is wrong between these keys, of the section `path`; each key alone is right."""
+        return []
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a component declares.
+
+    Attributes:
+        settings: model of its own keys.
+        reads: batch fields that it is given as keyword arguments of these names.
+    """
+
+    settings: type[Settings] = Settings
+    reads: tuple[str, ...] = ()
+
+
+S = TypeVar("S", bound=Spec)
+
+
+@dataclass(frozen=True)
+class Chosen(Generic[S]):
+    """The component that a section names, with the settings that the section gives it."""
+
+    function: Callable[..., Any]
+    spec: S
+    settings: Any
+
+
+class Registry(Generic[S]):
+    """Components of one kind.
+
+    >>> losses = Registry("policy loss", "algorithm.loss.name", Spec)
     >>> @losses.register("half")
     ... def half(x): return x / 2
     >>> losses.get("half")(4.0)
     2.0
     """
 
-    def __init__(self, kind: str, key: str) -> None:
-        """`kind` and `key` (a dotted configuration key) are for error messages."""
-        self.kind, self.key = kind, key
+    def __init__(self, kind: str, key: str, spec: type[S]) -> None:
+        """`kind` and `key` (a dotted configuration key) are for error messages; `spec` is what components declare."""
+        self.kind, self.key, self._spec = kind, key, spec
         self._functions: dict[str, Callable[..., Any]] = {}
 
-    def register(self, *names: str) -> Callable[[F], F]:
-        """Decorator: make the function known under these names."""
+    def register(self, *names: str, **declared: Any) -> Callable[[F], F]:
+        """Decorator: the function is a component that declares this, known under these names.
+
+        Args:
+            names: what recipes call it; none for a function of a user's file.
+            declared: attributes of the registry's `Spec`.
+        """
+        spec = self._spec(**declared)
 
         def add(function: F) -> F:
             for name in names:
                 if name in self._functions:
                     raise ValueError(f"{self.kind} {name!r} is registered twice")
                 self._functions[name] = function
+            function.__component__ = spec  # type: ignore[attr-defined]
             return function
 
         return add
 
     def names(self) -> list[str]:
-        """All registered names."""
-        return list(self._functions)
+        """All registered names, sorted."""
+        return sorted(self._functions)
 
     def get(self, name: str) -> Callable[..., Any]:
-        """The function of that name, or the one behind `pkg.mod:fn`.
+        """The function of that name, or the one that `pkg.mod:fn` or `file.py:fn` refers to.
 
         Raises:
             ConfigError: no such name; the message has the nearest one.
@@ -55,13 +110,48 @@ class Registry:
             return self._functions[name]
         if ":" in name:
             return import_callable(name, where=self.key)
-        near = difflib.get_close_matches(name, self._functions, 1)
+        near = close_matches(name, self._functions)
         raise ConfigError(
             f"unknown {self.kind} {name!r}",
             where=self.key,
-            allowed=[*self._functions, "pkg.mod:fn"],
+            allowed=[*self.names(), "file.py:fn", "pkg.mod:fn"],
             fix=f"did you mean {near[0]!r}?" if near else None,
         )
+
+    def spec(self, name: str) -> S:
+        """What the component declares; a function that declares nothing reads the keys of all that have a name.
+
+        Raises:
+            UserError: as `get`.
+        """
+        declared: S | None = getattr(self.get(name), "__component__", None)
+        return self._spec(settings=self.every_setting()) if declared is None else declared
+
+    def every_setting(self) -> type[Settings]:
+        """A model with the keys of all named components."""
+        fields: dict[str, Any] = {}
+        for name in self.names():
+            for key, info in self.spec(name).settings.model_fields.items():
+                fields.setdefault(key, (info.annotation, info))
+        return create_model("EverySetting", __base__=Settings, **fields)
+
+    def readers(self, key: str) -> dict[str, type[Settings]]:
+        """The named components that have a key of their own of this name, with their settings."""
+        models = {name: self.spec(name).settings for name in self.names()}
+        return {name: model for name, model in models.items() if key in model.model_fields}
+
+    def choose(self, section: ComponentSection) -> Chosen[S]:
+        """The component that `section` names, and its settings.
+
+        Raises:
+            ConfigError: no such component, or keys that it does not have.
+            UserError: an import path that does not import.
+        """
+        spec = self.spec(section.name)
+        path = self.key.rpartition(".")[0]
+        settings, problems = settle(path, section, spec.settings, self.readers)
+        raise_problems(problems)
+        return Chosen(self.get(section.name), spec, settings)
 
     def required(self, name: str) -> list[str]:
         """Names of the parameters without a default, in order."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from megarl.algorithms.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 # Tokens worked on at a time on a CPU: temporaries of this size stay in the cache, whatever the batch.
 _BLOCK_TOKENS = 1 << 17

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
-
+from megarl.algorithms.lazy import torch
 from megarl.algorithms.rows import Rows, all_true
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _CHUNK = 16
 
 #: Takes dense [R, T] inputs and their prefix mask, returns dense [R, T] outputs.
-Dense = Callable[..., Sequence[Tensor]]
+Dense: TypeAlias = "Callable[..., Sequence[Tensor]]"
 
 
 def suffix_sum(values: Tensor, discount: float) -> Tensor:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
-
+from megarl.algorithms.lazy import torch
 from megarl.algorithms.rows import Rows, all_true
 from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Added to standard deviations of groups.
 EPS = 1e-6
 
 #: Adds a small float64 tensor over all ranks that share the mini-batch and returns the total.
-AllSum = Callable[[Tensor], Tensor]
+AllSum: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 def one_rank(values: Tensor) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.checks.checklist import Checklist
+from megarl.checks.components import check_component
 from megarl.config.run import RunConfig
-
-_SEQUENCE_LOSSES = ("gspo", "gmpo")
-_RATIO_FREE_LOSSES = ("gpg",)
 
 
 def check_algorithm(config: RunConfig, checks: Checklist) -> None:
@@ -100,8 +99,11 @@ def _check_filter(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_loss(config: RunConfig, checks: Checklist) -> None:
-    loss, actor = config.algorithm.loss, config.actor
-    if loss.name in _SEQUENCE_LOSSES and loss.aggregation != "seq-mean-token-mean":
+    loss = config.algorithm.loss
+    chosen = check_component("policy loss", loss, POLICY_LOSSES, checks)
+    if chosen is None:
+        return
+    if chosen.spec.per_sequence and loss.aggregation != "seq-mean-token-mean":
         checks.warn(
             "policy loss",
             "algorithm.loss.aggregation",
@@ -109,39 +111,37 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
             found=loss.aggregation,
             fix="set algorithm.loss.aggregation=seq-mean-token-mean",
         )
+    if chosen.spec.ratio_free:
+        _check_ratio_free(config, checks)
+
+
+def _check_ratio_free(config: RunConfig, checks: Checklist) -> None:
+    """What a loss without a ratio cannot correct for."""
+    name, actor = config.algorithm.loss.name, config.actor
     minis = config.data.batch_size // (actor.mini_batch_size or config.data.batch_size) * actor.ppo_epochs
-    if loss.name in _RATIO_FREE_LOSSES and minis > 1:
+    if minis > 1:
         checks.warn(
             "policy loss",
             "algorithm.loss.name",
-            f"{loss.name} has no ratio to correct for the {minis} optimizer steps on one step's samples",
-            found=loss.name,
+            f"{name} has no ratio to correct for the {minis} optimizer steps on one step's samples",
+            found=name,
             fix="set actor.mini_batch_size=null and actor.ppo_epochs=1, or another loss",
         )
     sampling = config.algorithm.dynamic_sampling
-    if loss.name in _RATIO_FREE_LOSSES and sampling.enabled and sampling.surplus == "keep":
+    if sampling.enabled and sampling.surplus == "keep":
         checks.warn(
             "policy loss",
             "algorithm.dynamic_sampling.surplus",
-            f"{loss.name} has no ratio to correct for groups that the policy of an earlier step drew",
+            f"{name} has no ratio to correct for groups that the policy of an earlier step drew",
             found="keep",
             fix="set algorithm.dynamic_sampling.surplus=drop, or another loss",
         )
     knobs = config.rollout_correction.resolved()
-    if loss.name in _RATIO_FREE_LOSSES and knobs.bypass and knobs.loss == "ppo":
+    if knobs.bypass and knobs.loss == "ppo":
         checks.warn(
             "policy loss",
             "algorithm.loss.name",
-            f"mode bypass corrects by the ratio of the policy loss, and {loss.name} has none: nothing is corrected",
-            found=loss.name,
+            f"mode bypass corrects by the ratio of the policy loss, and {name} has none: nothing is corrected",
+            found=name,
             fix="set rollout_correction.preset=pg_is, or another loss",
-        )
-    if loss.name == "clip_cov" and loss.cov_low >= loss.cov_high:
-        checks.fail(
-            "policy loss",
-            "algorithm.loss.cov_low",
-            "no covariance lies between cov_low and cov_high",
-            found=loss.cov_low,
-            allowed=f"number < {loss.cov_high}",
-            fix="exchange cov_low and cov_high",
         )

@@ -358,25 +358,5 @@ def check_places(config: RunConfig, checks: Checklist) -> None:
         )
 
 
-def check_function_name(name: str, text: str, key: str, known: tuple[str, ...], noun: str, checks: Checklist) -> None:
-    """A registered name, or a `pkg.mod:fn` that can be found."""
-    if text in known:
-        checks.ok(name, text)
-    elif is_module_reference(text):
-        _check_function(name, text, key, checks)
-    else:
-        close = close_matches(text, known)
-        checks.fail(name, key, f"unknown {noun}", found=text, allowed=[*known, "pkg.mod:fn"], fix=_did_you_mean(close))
-
-
-def _check_function(name: str, reference: str, key: str, checks: Checklist) -> None:
-    try:
-        check_reference(reference, key)
-    except ConfigError as error:
-        checks.from_error(name, error)
-    else:
-        checks.ok(name, f"{key}: {reference}")
-
-
 def _did_you_mean(close: list[str]) -> str | None:
     return f"did you mean {close[0]}?" if close else None

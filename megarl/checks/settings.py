@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.checks.algorithm import check_algorithm
 from megarl.checks.checklist import Checklist, divisors
-from megarl.checks.files import check_function_name
+from megarl.checks.components import check_function_name
 from megarl.checks.layout import data_parallel_size
 from megarl.config.algorithm import AdvantageConfig
 from megarl.config.facts import ModelFacts
@@ -27,10 +27,6 @@ GROUP_ESTIMATORS = (
     "tir_optimal_token_baseline",
 )
 ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_pp", "remax", "reverse_kl")
-LOSSES = (
-    *("cispo", "clip_cov", "cpgd", "dppo_kl", "dppo_tv", "dro"),
-    *("gmpo", "gpg", "gspo", "kl_cov", "pg_is", "ppo", "sapo"),
-)
 _KL = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3")
 KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
 #: Which of the estimators read a setting of algorithm.advantage.
@@ -74,7 +70,6 @@ def check_objective(config: RunConfig, checks: Checklist) -> None:
     check_function_name("pipeline", algorithm.pipeline, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks)
     estimator = algorithm.advantage.name
     check_function_name("estimator", estimator, "algorithm.advantage.name", ESTIMATORS, "advantage estimator", checks)
-    check_function_name("policy loss", algorithm.loss.name, "algorithm.loss.name", LOSSES, "policy loss", checks)
     n = config.rollout.sampling.n
     if estimator in GROUP_ESTIMATORS and n < 2 and not algorithm.advantage.allow_singleton:
         checks.fail(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megarl.config.base import Section
+from megarl.config.base import ComponentSection, Section
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
 
@@ -29,26 +29,19 @@ class AdvantageConfig(Section):
     )
 
 
-class PolicyLossConfig(Section):
-    """Policy loss."""
+class PolicyLossConfig(ComponentSection):
+    """Policy loss, and what all losses share; each loss has keys of its own."""
 
-    name: str = Field("ppo", description="registered loss or pkg.mod:fn")
-    clip_low: NonNegativeFloat = Field(0.2, description="lower clip range (gmpo: of the log-ratio)")
-    clip_high: NonNegativeFloat = Field(0.2, description="upper clip range (gmpo: of the log-ratio)")
-    dual_clip: PositiveFloat | None = Field(3.0, gt=1, description="bound of -A*r for A < 0; null: no bound")
+    name: str = Field("ppo", description="registered loss, file.py:fn or pkg.mod:fn")
     aggregation: Aggregation = Field("token-mean", description="how token losses become one number")
     sum_norm: PositiveFloat | None = Field(None, description="divisor of seq-mean-token-sum-norm")
     entropy_coef: float = Field(0.0, description="weight of the entropy bonus")
-    tau_pos: PositiveFloat = Field(1.0, description="sapo: temperature of the gate where A > 0")
-    tau_neg: PositiveFloat = Field(1.05, description="sapo: temperature of the gate where A <= 0")
-    drift_coef: NonNegativeFloat = Field(0.1, description="cpgd: weight of the policy drift")
-    drift_clip: PositiveFloat = Field(0.2, description="cpgd: the drift's pull grows up to a ratio of 1 + this")
-    trust_region: PositiveFloat = Field(0.15, description="dppo_tv, dppo_kl: largest divergence of a token")
-    quadratic_coef: PositiveFloat = Field(0.05, description="dro: weight of the squared log-ratio")
-    cov_fraction: float = Field(2e-4, gt=0, le=1, description="clip_cov, kl_cov: share of tokens that are restrained")
-    cov_low: float = Field(1.0, description="clip_cov: smallest covariance of a token that may be drawn")
-    cov_high: float = Field(5.0, description="clip_cov: largest covariance of a token that may be drawn")
-    cov_kl_coef: NonNegativeFloat = Field(1.0, description="kl_cov: weight of the penalty on the chosen tokens")
+
+    def of(self, name: str) -> PolicyLossConfig:
+        """What all losses share, for another loss with its defaults."""
+        return PolicyLossConfig(
+            name=name, **{key: getattr(self, key) for key in ("aggregation", "sum_norm", "entropy_coef")}
+        )
 
 
 class KLConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -19,6 +20,23 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
     )
+
+
+class ComponentSection(Section):
+    """A section that names a component, and whose further keys are the component's own.
+
+    Here they are plain values: which there are, and what they may be, is known where the components are
+    (`megarl.algorithms`). `megarl.config.components` holds the two against each other.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The component's own keys, as far as they are given."""
+        return dict(self.model_extra or {})
 
 
 class ConfigErrors(ConfigError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -10,11 +12,14 @@ from typing import Annotated, Any, Literal
 
 import annotated_types
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
-from megarl.config.base import Section
+from megarl.config.base import ComponentSection, Section
 from megarl.config.run import RunConfig
-from megarl.errors import close_matches
+from megarl.errors import ConfigError, close_matches
 
+#: A whole number as text.
+WHOLE = re.compile(r"[-+]?[0-9]+")
 _SCALARS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {
     annotated_types.Gt: (">", "gt"),
@@ -31,6 +36,11 @@ class Key:
     path: str
     info: FieldInfo
     section: type[Section] | None
+
+    @property
+    def free_form(self) -> bool:
+        """Whether there may be keys below it that the configuration models do not name."""
+        return names_component(self.section) or is_free_form(self.info)
 
 
 def alternatives(annotation: Any) -> tuple[Any, ...]:
@@ -49,6 +59,11 @@ def section_of(info: FieldInfo) -> type[Section] | None:
     return kind if not others and isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+def names_component(section: type[Section] | None) -> bool:
+    """Whether a section leaves keys to the component that it names."""
+    return section is not None and issubclass(section, ComponentSection)
+
+
 def is_free_form(info: FieldInfo) -> bool:
     """True for a mapping whose keys are the user's own (keyword arguments, a Hugging Face config)."""
     return any(typing.get_origin(kind) is dict for kind in alternatives(info.annotation))
@@ -64,16 +79,20 @@ def iter_keys(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[Ke
 
 
 def find_key(path: tuple[str, ...]) -> Key | None:
-    """The key at `path`, or the one that holds a value on the way there; None when a part is unknown."""
+    """The key at `path`, or the one on the way there below which keys are free; None when a part is unknown.
+
+    Below a key that holds a value, and in a section that names a component, these models know of no keys.
+    """
     model: type[Section] = RunConfig
+    above: Key | None = None
     for depth, name in enumerate(path):
         info = model.model_fields.get(name)
         if info is None:
-            return None
-        section = section_of(info)
-        if section is None or depth == len(path) - 1:
-            return Key(".".join(path[: depth + 1]), info, section)
-        model = section
+            return above if names_component(model) else None
+        above = Key(".".join(path[: depth + 1]), info, section_of(info))
+        if above.section is None or depth == len(path) - 1:
+            return above
+        model = above.section
     return None
 
 
@@ -124,3 +143,51 @@ def _bounds(metadata: list[Any]) -> str:
         if isinstance(item, kind)
     ]
     return " and ".join(words)
+
+
+def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *, where: str) -> ConfigError:
+    """The error for a value that pydantic refused: what is wrong with it, what is allowed, and what may be meant.
+
+    Args:
+        detail: pydantic's account.
+        path: dotted key.
+        info: its field.
+        value: what was given.
+        where: the place that it was given at.
+    """
+    out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
+    fix: str | None
+    if value is None and section_of(info):
+        what, fix = f"the section {path} is empty", "give it keys, or remove the line to use the defaults"
+    elif isinstance(value, str) and _fits_unquoted(value, alternatives(info.annotation)):
+        what, fix = f"{path} has a wrong type", f"write {value} without quotes"
+    else:
+        what = f"{path} is out of range" if out_of_range else f"{path} has a wrong type"
+        if typing.get_origin(info.annotation) is Literal and isinstance(value, str):
+            what = f"{path} has an unknown value"
+        fix = _suggest(value, info)
+    # `found=None` would be left out of the message.
+    found = "null" if value is None else value
+    return ConfigError(what, where=where, found=found, allowed=describe_allowed(info), fix=fix)
+
+
+def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:
+    """True when the text would have been right without its quotes."""
+    if int in kinds and WHOLE.fullmatch(text):
+        return True
+    try:
+        return float in kinds and math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def _suggest(value: Any, info: FieldInfo) -> str | None:
+    """The nearest of a field's fixed values."""
+    values = [
+        option
+        for kind in alternatives(info.annotation)
+        if typing.get_origin(kind) is Literal
+        for option in typing.get_args(kind)
+    ]
+    close = close_matches(str(value), values)
+    return f"did you mean {close[0]}?" if close else None

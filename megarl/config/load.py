@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
-import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -16,34 +15,43 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from megarl.config.base import Section, raise_problems
+from megarl.config.components import Components, settle
 from megarl.config.fields import (
+    WHOLE,
     Key,
     alternatives,
     describe_allowed,
     find_key,
-    is_free_form,
+    iter_keys,
+    names_component,
     nearest_keys,
     section_of,
+    wrong_value,
 )
 from megarl.config.run import RunConfig
 from megarl.config.yamlio import Document, parse_tagged, parse_texts, parse_value, read_yaml, to_yaml
 from megarl.credentials import take_out
-from megarl.errors import ConfigError, close_files, close_matches
+from megarl.errors import ConfigError, close_files
 
-_INT = re.compile(r"[-+]?[0-9]+")
 _PATHS = (
     *(("model", "path"), ("model", "tokenizer"), ("reference", "path")),
     *(("data", "train_files"), ("data", "val_files"), ("sft", "train_files")),
     *(("reward", "name"), ("trainer", "resume"), ("tracking", "dir")),
 )
 _NULLS = ("null", "~")
+#: Sections that name a component.
+_COMPONENTS = [key.path for key in iter_keys() if names_component(key.section)]
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, components: Components | None = None) -> RunConfig:
     """Read a recipe file, or a recipe of this package by its bare name, and apply `key.path=value` overrides in order.
 
     `extends:` (a file, a bare name, or a list of them; relative to the file that says it) is merged below the file,
     key by key; `name` is not inherited and defaults to the file's stem. ConfigError lists every problem found.
+
+    With `components` the own keys of the components that the recipe names are checked, and their defaults filled in;
+    without, they stay as they are given. Where a layer names another component than those below it, the keys that
+    only the former one has are dropped.
     """
     file = find_recipe(path)
     document = _read_with_parents(file, ())
@@ -53,13 +61,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     _merge(defaults, document)
     document = defaults
     problems: list[ConfigError] = []
+    given: set[tuple[str, ...]] = set()
     for text in overrides:
         try:
-            _apply_override(document, text)
+            given |= _apply_override(document, text)
         except ConfigError as problem:
             problems.append(problem)
+    document.inherited -= given  # overrides are one layer, whatever their order
     _expand_home(document.data)
-    config, found = _validate(document, str(file))
+    config, found = _validate(document, str(file), components)
     raise_problems(problems + found)
     assert config is not None
     return config
@@ -166,9 +176,32 @@ def _read_with_parents(file: Path, chain: tuple[Path, ...]) -> Document:
 
 def _merge(below: Document, above: Document) -> None:
     """Lay `above` over `below` in place: mappings key by key, everything else replaces."""
+    _note_inherited(below, above)
     _merge_values(below.data, above.data, (), above.replaced)
     below.origins.update(above.origins)
     below.replaced.update(above.replaced)
+
+
+def _note_inherited(below: Document, above: Document) -> None:
+    """Mark the keys of a component that the layer above exchanges for another one."""
+    for path in _COMPONENTS:
+        old, new = _at(below.data, path), _at(above.data, path)
+        if "name" in new and new["name"] != old.get("name"):
+            below.inherited |= _paths(path, old)
+        below.inherited -= _paths(path, new)
+    below.inherited |= above.inherited
+
+
+def _at(data: dict[str, Any], path: str) -> dict[str, Any]:
+    """The mapping at a dotted path; an empty one where there is none."""
+    value: Any = data
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value if isinstance(value, dict) else {}
+
+
+def _paths(path: str, mapping: dict[str, Any]) -> set[tuple[str, ...]]:
+    return {(*path.split("."), str(key)) for key in mapping}
 
 
 def _merge_values(
@@ -182,7 +215,8 @@ def _merge_values(
             below[key] = copy.deepcopy(value)
 
 
-def _apply_override(document: Document, text: str) -> None:
+def _apply_override(document: Document, text: str) -> set[tuple[str, ...]]:
+    """Lay one override over the document. Returns the keys of components that it gives."""
     dotted, equals, raw = text.partition("=")
     dotted = dotted.strip()
     where = f"override {text!r}"
@@ -193,7 +227,7 @@ def _apply_override(document: Document, text: str) -> None:
     if key is None:
         raise _unknown_key(_first_unknown(path), where)
     free = len(path) - len(key.path.split("."))
-    if free and not is_free_form(key.info):
+    if free and not key.free_form:
         raise ConfigError(
             f"{key.path} holds a value and has no keys below it",
             where=where,
@@ -202,7 +236,7 @@ def _apply_override(document: Document, text: str) -> None:
         )
     replaced: set[tuple[str, ...]] = set()
     try:
-        if free or key.section or is_free_form(key.info):
+        if free or key.section or key.free_form:
             value, replaced = parse_tagged(raw, path, where)
         else:
             value = _parse_for(key, raw)
@@ -218,6 +252,7 @@ def _apply_override(document: Document, text: str) -> None:
         value = {part: value}
     # Replacing a key that held something malformed is what an override is for, so only mappings are merged.
     _merge(document, Document(value, {path: where}, replaced))
+    return {here for section in _COMPONENTS for here in _paths(section, _at(value, section))}
 
 
 def _parse_for(key: Key, raw: str) -> Any:
@@ -236,7 +271,7 @@ def _parse_for(key: Key, raw: str) -> Any:
             return parse_texts(text) if str in get_args(kind) else parse_value(text)
         if kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
-        if kind is int and _INT.fullmatch(text):
+        if kind is int and WHOLE.fullmatch(text):
             return int(text)
         if kind is float:
             try:
@@ -263,11 +298,13 @@ def _unknown_key(path: tuple[str, ...], where: str) -> ConfigError:
     )
 
 
-def _validate(document: Document, file: str) -> tuple[RunConfig | None, list[ConfigError]]:
+def _validate(
+    document: Document, file: str, components: Components | None
+) -> tuple[RunConfig | None, list[ConfigError]]:
     problems: list[ConfigError] = []
     data = _known_part(document.data, RunConfig, (), document, file, problems)
     try:
-        return RunConfig.model_validate(data, strict=True), problems
+        config = RunConfig.model_validate(data, strict=True)
     except ValidationError as error:
         seen: set[tuple[str, ...]] = set()
         for detail in error.errors(include_url=False):
@@ -276,6 +313,38 @@ def _validate(document: Document, file: str) -> tuple[RunConfig | None, list[Con
                 seen.add(path)
                 problems.append(_wrong_value(detail, path, document, file))
         return None, problems
+    if components is not None:
+        config = _settle(config, document, file, components, problems)
+    return config, problems
+
+
+def _settle(
+    config: RunConfig, document: Document, file: str, components: Components, problems: list[ConfigError]
+) -> RunConfig:
+    """The recipe with all keys of the components that it names; what is wrong with those given joins `problems`."""
+    filled = config.model_dump()
+    for dotted in _COMPONENTS:
+        path = tuple(dotted.split("."))
+        section: Any = config
+        for part in path:
+            section = getattr(section, part)
+        model = components.settings_of(dotted, section.name)
+        if model is None:
+            continue  # the checks say what is wrong with the name
+        settings, found = settle(
+            dotted,
+            section,
+            model,
+            functools.partial(components.readers, dotted),
+            where=lambda key, path=path: _origin(document, (*path, key), file),  # type: ignore[misc]
+            inherited={key for *above, key in document.inherited if tuple(above) == path},
+        )
+        problems += found
+        mapping = _at(filled, dotted)
+        for key in section.own:
+            del mapping[key]
+        mapping |= {} if settings is None else settings.model_dump()
+    return RunConfig.model_validate(filled)
 
 
 def _known_part(
@@ -291,6 +360,9 @@ def _known_part(
     for name, value in data.items():
         here = (*path, str(name))
         info = model.model_fields.get(name) if isinstance(name, str) else None
+        if info is None and names_component(model) and isinstance(name, str):
+            known[name] = value
+            continue
         if info is None:
             problems.append(_unknown_key(here, _origin(document, here, file)))
             continue
@@ -312,47 +384,12 @@ def _key_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
 
 
 def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document, file: str) -> ConfigError:
-    dotted = ".".join(path)
     key = find_key(path)
     assert key is not None
     value: Any = document.data
     for part in path:
         value = value[part]
-    out_of_range = detail["type"].startswith(("greater_than", "less_than", "finite"))
-    allowed = describe_allowed(key.info)
-    fix: str | None
-    if value is None and key.section:
-        what, fix = f"the section {dotted} is empty", "give it keys, or remove the line to use the defaults"
-    elif isinstance(value, str) and _fits_unquoted(value, alternatives(key.info.annotation)):
-        what, fix = f"{dotted} has a wrong type", f"write {value} without quotes"
-    else:
-        what = f"{dotted} is out of range" if out_of_range else f"{dotted} has a wrong type"
-        if get_origin(key.info.annotation) is Literal and isinstance(value, str):
-            what = f"{dotted} has an unknown value"
-        fix = _suggest(value, key)
-    # `found=None` would be left out of the message.
-    return ConfigError(
-        what, where=_origin(document, path, file), found="null" if value is None else value, allowed=allowed, fix=fix
-    )
-
-
-def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:
-    """True when the text would have been right without its quotes."""
-    if int in kinds and _INT.fullmatch(text):
-        return True
-    try:
-        return float in kinds and math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def _suggest(value: Any, key: Key) -> str | None:
-    """The nearest of a field's fixed values."""
-    values = [
-        option for kind in alternatives(key.info.annotation) if get_origin(kind) is Literal for option in get_args(kind)
-    ]
-    close = close_matches(str(value), values)
-    return f"did you mean {close[0]}?" if close else None
+    return wrong_value(detail, key.path, key.info, value, where=_origin(document, path, file))
 
 
 def _origin(document: Document, path: tuple[str, ...], file: str) -> str:

@@ -61,12 +61,14 @@ _Dumper.add_representer(str, _represent_text)
 class Document:
     """A mapping read from YAML. `origins` gives `file:line` of each key path.
 
-    `replaced` holds the paths of mappings tagged `!replace`, which take the place of inherited ones.
+    `replaced` holds the paths of mappings tagged `!replace`, which take the place of inherited ones, `inherited` those
+    of keys that were given for another component than the one that counts.
     """
 
     data: dict[str, Any]
     origins: dict[tuple[str, ...], str] = field(default_factory=dict)
     replaced: set[tuple[str, ...]] = field(default_factory=set)
+    inherited: set[tuple[str, ...]] = field(default_factory=set)
 
 
 def read_yaml(path: Path) -> Document:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from megarl.config.fields import iter_keys
+from megarl.config.fields import iter_keys, names_component
 from megarl.errors import ConfigError
 
 Command = Literal["train", "sft"]
@@ -121,7 +121,8 @@ def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
 def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
     """Key, old and new value of every setting that both configurations know and that differs.
 
-    Where the user names the keys (keyword arguments), one that only one side has is `not set` on the other.
+    Where the user names the keys (keyword arguments), one that only one side has is `not set` on the other. Keys of a
+    component that only one side has say nothing: the other one names another component.
 
     >>> list(changed_keys({"trainer": {"steps": 3, "seed": 0}}, {"trainer": {"steps": 5, "seed": 0}}))
     [('trainer.steps', 3, 5)]
@@ -130,13 +131,23 @@ def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:
         old, new = _at(before, key.path), _at(now, key.path)
         if old is _MISSING or new is _MISSING or old == new or key.path == "trainer.resume":
             continue  # a section comes again with its keys, and a key of another version says nothing
-        if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-            yield key.path, old, new
-        elif key.section is None:
-            for name in dict.fromkeys([*old, *new]):
-                values = old.get(name, "not set"), new.get(name, "not set")
-                if values[0] != values[1]:
-                    yield f"{key.path}.{name}", *values
+        if names_component(key.section):
+            shared = {other.path.rpartition(".")[2] for other in iter_keys() if other.path.startswith(f"{key.path}.")}
+            for name in (name for name in old if name in new and name not in shared):
+                yield from _differences(f"{key.path}.{name}", old[name], new[name])
+        elif key.section is None or not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+            yield from _differences(key.path, old, new)
+
+
+def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Old and new value; of mappings those of each name that differs."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for name in dict.fromkeys([*old, *new]):
+            values = old.get(name, "not set"), new.get(name, "not set")
+            if values[0] != values[1]:
+                yield f"{path}.{name}", *values
+    elif old != new:
+        yield path, old, new
 
 
 def announcements(before: Plain, now: Plain, command: Command) -> list[str]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megarl.algorithms.advantages import grpo
 from megarl.algorithms.correction import Ratios, Rule, correct, finish, importance_weights, staleness
 from megarl.algorithms.losses import actor_loss, pg_is, ppo
+from megarl.algorithms.losses.base import DualClipSettings
 from megarl.config.algorithm import KLConfig, PolicyLossConfig
 from megarl.metrics import Metrics
 from tests.algorithms import correction_oracle as oracle
@@ -355,7 +356,7 @@ def test_weights_multiply_the_policy_loss_and_nothing_else():
     case, cfg = make_case(4), PolicyLossConfig(entropy_coef=0.3)
     per_token, factors = torch.full_like(case.logp, 0.01) * case.mask, torch.rand_like(case.logp)
     terms = (case.logp, case.old_logp, case.advantages, case.mask, per_token)
-    token_loss, _ = ppo(*terms[:4], cfg)
+    token_loss, _ = ppo(*terms[:4], DualClipSettings())
     more = {"tokens": 1.0, "entropy": case.values, "ref_logp": case.ref_logp, "kl": KLConfig(coef=0.1)}
     plain, _ = actor_loss(*terms, cfg, **more)
     weighed, _ = actor_loss(*terms, cfg, **more, is_weights=factors)

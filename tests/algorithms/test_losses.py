@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.aggregation import aggregation_weights, local_counts
 from megarl.algorithms.losses import POLICY_LOSSES, actor_loss, ppo, value_loss
+from megarl.algorithms.losses.base import DualClipSettings
 from megarl.config.algorithm import KLConfig, PolicyLossConfig
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
@@ -19,7 +20,7 @@ from tests.algorithms import oracle
 from tests.algorithms.cases import cases, close, make_case, poisoned
 
 settings_st = st.builds(
-    PolicyLossConfig,
+    DualClipSettings,
     clip_low=st.sampled_from([0.0, 0.1, 0.2]),
     clip_high=st.sampled_from([0.0, 0.2, 0.28]),
     dual_clip=st.sampled_from([None, 1.5, 3.0]),
@@ -65,7 +66,7 @@ def kink_free(case, cfg):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_of_all_terms(seed):
-    case, cfg = make_case(seed, width=4), PolicyLossConfig(clip_low=0.1, clip_high=0.3, entropy_coef=0.2)
+    case, cfg = make_case(seed, width=4), PolicyLossConfig(clip_low=0.1, clip_high=0.3, dual_clip=3.0, entropy_coef=0.2)
     counts = local_counts(case.mask)
     weights = aggregation_weights("seq-mean-token-mean", case.mask, counts).double()
 
@@ -161,7 +162,7 @@ def test_weights_equal_the_aggregation_formula(case, mode):
 def test_extreme_log_ratios_stay_finite():
     logp = torch.tensor([1e4, -1e4, 1e4, -1e4], dtype=torch.float32, requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
-    loss, metrics = ppo(logp, torch.zeros(4), advantages, torch.ones(4, dtype=torch.bool), PolicyLossConfig())
+    loss, metrics = ppo(logp, torch.zeros(4), advantages, torch.ones(4, dtype=torch.bool), DualClipSettings())
     loss.sum().backward()
     assert torch.isfinite(loss).all()
     assert torch.isfinite(logp.grad).all()
@@ -171,7 +172,7 @@ def test_extreme_log_ratios_stay_finite():
 def test_clip_range_zero_still_moves_on_policy():
     """At ratio 1 the gradient of the clipped loss is that of -A r."""
     logp = torch.zeros(2, requires_grad=True)
-    cfg = PolicyLossConfig(clip_low=0.0, clip_high=0.0)
+    cfg = DualClipSettings(clip_low=0.0, clip_high=0.0)
     ppo(logp, torch.zeros(2), torch.tensor([1.0, -2.0]), torch.ones(2, dtype=torch.bool), cfg)[0].sum().backward()
     assert logp.grad.tolist() == [-1.0, 2.0]
 
@@ -180,7 +181,7 @@ def test_ppo_by_hand():
     """Ratios 1.5, 0.5, 5 with advantages 1, -1, -1: clipped above, clipped below, dual clip at 3."""
     logp = torch.tensor([1.5, 0.5, 5.0]).log()
     mask = torch.ones(3, dtype=torch.bool)
-    loss, metrics = ppo(logp, torch.zeros(3), torch.tensor([1.0, -1.0, -1.0]), mask, PolicyLossConfig())
+    loss, metrics = ppo(logp, torch.zeros(3), torch.tensor([1.0, -1.0, -1.0]), mask, DualClipSettings())
     close(loss, [-1.2, 0.8, 3.0], 1e-6)
     numbers = metrics.result()
     assert numbers["actor/pg_clipfrac"] == pytest.approx(2 / 3)
@@ -225,7 +226,7 @@ def test_wrong_aggregation_is_explained(mode, message):
 def test_the_fused_loss_takes_one_backward_pass_and_says_so(fn):
     """float32 on a CPU: the kernel's derivative is used up by the first pass, and has no derivative itself."""
     x, mask = torch.full((4,), 0.1), torch.ones(4, dtype=torch.bool)
-    cfg = {"cfg": PolicyLossConfig()} if fn is ppo else {"clip": 0.2}
+    cfg = {"cfg": DualClipSettings()} if fn is ppo else {"clip": 0.2}
 
     def loss_of(x):
         return fn(x, torch.zeros(4), torch.ones(4), mask, **cfg)[0].sum()

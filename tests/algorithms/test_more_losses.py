@@ -10,8 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.losses import POLICY_LOSSES, preparation_of
-from megarl.config.algorithm import PolicyLossConfig
+from megarl.algorithms.losses import POLICY_LOSSES
 from tests.algorithms import oracle
 from tests.algorithms.cases import Case, cases, close, make_case, poisoned
 
@@ -20,9 +19,10 @@ ROW_LOSSES = ["gspo", "gmpo"]
 COV_LOSSES = ["clip_cov", "kl_cov"]
 ALL = TOKEN_LOSSES + ROW_LOSSES + COV_LOSSES
 INPUTS = ("logp", "old_logp", "advantages")
+Settings = POLICY_LOSSES.every_setting()  # one model for all losses: each reads its own keys of it
 
 configs = st.builds(
-    PolicyLossConfig,
+    Settings,
     clip_low=st.sampled_from([0.0, 0.1, 0.4]),
     clip_high=st.sampled_from([0.0, 0.2, 0.4]),
     dual_clip=st.sampled_from([None, 3.0]),
@@ -57,7 +57,7 @@ def run(name: str, case: Case, cfg, *, packed=False, poison=False, logp=None, ke
     values = [form(poisoned(getattr(case, n), case.mask)) if poison else form(getattr(case, n)) for n in INPUTS]
     values[0] = values[0] if logp is None else logp
     fn = POLICY_LOSSES.get(name)
-    prepare = preparation_of(fn)
+    prepare = POLICY_LOSSES.spec(name).prepare
     keys = form(keys_of(case) if keys is None else keys)
     prepared = prepare(values[1], values[2], mask, cfg, keys=keys) if prepare else {}
     return fn(*values, mask, cfg, offsets=case.offsets if packed else None, **prepared)
@@ -157,14 +157,14 @@ def away_from_corners(case: Case, cfg) -> torch.Tensor:
 @pytest.mark.parametrize("name", sorted(set(ALL) - {"cispo", "gspo", "cpgd"}))
 @pytest.mark.parametrize("seed", range(2))
 def test_gradients_are_the_numerical_ones(name, seed):
-    case, cfg = probabilities(make_case(seed, width=4)), PolicyLossConfig(cov_fraction=0.2, cov_low=0.0)
+    case, cfg = probabilities(make_case(seed, width=4)), Settings(cov_fraction=0.2, cov_low=0.0)
     logp = away_from_corners(case, cfg).requires_grad_()
     weights = torch.rand(case.mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     assert torch.autograd.gradcheck(lambda x: (weights * run(name, case, cfg, logp=x)[0]).sum(), (logp,))
 
 
 def test_cispo_gradient_is_that_of_its_weighted_log_probs():
-    case, cfg = make_case(2), PolicyLossConfig()
+    case, cfg = make_case(2), Settings()
     logp = case.logp.clone().requires_grad_()
     run("cispo", case, cfg, logp=logp)[0].sum().backward()
     weight = (case.logp - case.old_logp).exp().clamp(0.8, 1.2)
@@ -174,7 +174,7 @@ def test_cispo_gradient_is_that_of_its_weighted_log_probs():
 @pytest.mark.parametrize("far", [0.0, 3.0])
 def test_cpgd_pulls_drifted_tokens_back_however_far_they_are(far):
     """The gradient is that of the clipped log-ratio plus that of k3, whose factor r - 1 stops at 0.2."""
-    case, cfg = make_case(2), PolicyLossConfig(drift_coef=0.3, drift_clip=0.2)
+    case, cfg = make_case(2), Settings(drift_coef=0.3, drift_clip=0.2)
     logp = (case.logp + far).requires_grad_()
     run("cpgd", case, cfg, logp=logp)[0].sum().backward()
     d = (logp - case.old_logp).detach()
@@ -185,7 +185,7 @@ def test_cpgd_pulls_drifted_tokens_back_however_far_they_are(far):
 
 def test_gspo_gradient_reaches_tokens_with_the_sequence_ratio():
     """With one advantage per sequence it is the gradient of -A s, averaged over tokens."""
-    case, cfg = make_case(4), PolicyLossConfig(clip_low=9.0, clip_high=9.0)
+    case, cfg = make_case(4), Settings(clip_low=9.0, clip_high=9.0)
     advantages = case.advantages[:, :1].expand_as(case.advantages)
     case = Case(**{**vars(case), "advantages": advantages})
     logp = case.logp.clone().requires_grad_()
@@ -209,8 +209,8 @@ def test_extreme_log_ratios_stay_finite(name, far, dtype):
     old = (torch.full((2, 3), -1.0) if far < 0 else torch.full((2, 3), -1e4)).to(dtype)
     logp = (old + far).requires_grad_()
     advantages = torch.tensor([[1.0, 1.0, 1.0], [-1.0, -1.0, 0.0]]).to(dtype)
-    fn, cfg = POLICY_LOSSES.get(name), PolicyLossConfig()
-    chosen = {"selected": mask} if preparation_of(fn) else {}
+    fn, cfg = POLICY_LOSSES.get(name), Settings()
+    chosen = {"selected": mask} if POLICY_LOSSES.spec(name).prepare else {}
     loss, metrics = fn(logp, old, advantages, mask, cfg, **chosen)
     loss.sum().backward()
     assert loss.dtype == torch.float32
@@ -225,8 +225,8 @@ def test_nothing_valid_gives_zero_and_no_metrics(name, shape):
     nan, mask = torch.full(shape, float("nan")), torch.zeros(shape, dtype=torch.bool)
     logp = nan.clone().requires_grad_()
     offsets = torch.zeros(1, dtype=torch.int64) if len(shape) == 1 else None
-    fn, cfg = POLICY_LOSSES.get(name), PolicyLossConfig()
-    prepare = preparation_of(fn)
+    fn, cfg = POLICY_LOSSES.get(name), Settings()
+    prepare = POLICY_LOSSES.spec(name).prepare
     prepared = prepare(nan, nan, mask, cfg, keys=torch.zeros(shape, dtype=torch.int64)) if prepare else {}
     loss, metrics = fn(logp, nan, nan, mask, cfg, offsets=offsets, **prepared)
     loss.sum().backward()
@@ -237,7 +237,7 @@ def test_nothing_valid_gives_zero_and_no_metrics(name, shape):
 
 @pytest.mark.parametrize("name", ALL)
 def test_every_loss_reports_the_same_metrics(name):
-    metrics = run(name, make_case(0), PolicyLossConfig())[1]
+    metrics = run(name, make_case(0), Settings())[1]
     names = ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "ratio_min", "ratio_mean", "ratio_max")
     assert set(metrics) == {f"actor/{name}" for name in names}
 
@@ -249,7 +249,7 @@ def test_at_the_old_policy_the_gradient_is_the_policy_gradient(name):
     advantages = torch.where(case.mask, case.advantages[:, :1], 0)
     logp = case.old_logp.clone().requires_grad_()
     n = case.mask.sum(1, keepdim=True).clamp(min=1)
-    cfg = PolicyLossConfig(clip_low=0.0, clip_high=0.0) if name not in ("gmpo", "cpgd") else PolicyLossConfig()
+    cfg = Settings(clip_low=0.0, clip_high=0.0) if name not in ("gmpo", "cpgd") else Settings()
     loss, _ = POLICY_LOSSES.get(name)(logp, case.old_logp, advantages, case.mask, cfg)
     (loss / n).sum().backward()
     close(logp.grad, -advantages / n, 1e-9)

@@ -1,6 +1,6 @@
 """The names that recipes are checked against are those that the registries hold."""
 
-from megarl.checks.settings import ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATORS, LOSSES, OPTION_READERS
+from megarl.checks.settings import ESTIMATORS, GROUP_ESTIMATORS, KL_ESTIMATORS, OPTION_READERS
 
 
 def test_estimators():
@@ -28,12 +28,6 @@ def test_options_are_read_by_the_estimators_whose_signature_has_them():
     options = set(AdvantageConfig.model_fields) - {"name"}
     readers = {option: {name for name in ESTIMATORS if option in signatures[name]} for option in options}
     assert {option: set(names) for option, names in OPTION_READERS.items()} == readers
-
-
-def test_losses():
-    from megarl.algorithms.losses import POLICY_LOSSES
-
-    assert sorted(POLICY_LOSSES.names()) == sorted(LOSSES)
 
 
 def test_kl_estimators():

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.algorithms.components import COMPONENTS
 from megarl.config.load import load_config
 
 RECIPE = """
@@ -36,4 +37,4 @@ def write(tmp_path, monkeypatch):
 def config_of(write):
     """config_of("actor.parallel.tp=3", ...) -> a small valid recipe with these overrides."""
     file = write(RECIPE)
-    return lambda *overrides: load_config(file, overrides)
+    return lambda *overrides: load_config(file, overrides, components=COMPONENTS)

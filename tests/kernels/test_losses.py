@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.losses import ppo, value_loss
-from megarl.config.algorithm import PolicyLossConfig
+from megarl.algorithms.losses.base import DualClipSettings
 from megarl.kernels.losses import loss_kernels
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
@@ -48,7 +48,7 @@ batches = st.builds(batch, st.integers(0, 999), st.integers(0, 100), st.sampled_
 @settings(max_examples=60, deadline=None)
 def test_ppo(tensors, dual, low, high):
     x, y, z, mask = tensors
-    cfg = PolicyLossConfig(dual_clip=dual, clip_low=low, clip_high=high)
+    cfg = DualClipSettings(dual_clip=dual, clip_low=low, clip_high=high)
     offsets = torch.tensor([0, len(x)])
     same(*both(lambda *args: ppo(*args, mask, cfg, offsets=offsets), x, y, z))
 
@@ -63,7 +63,7 @@ def test_value(tensors, clip):
 def test_many_blocks_padded_and_not_contiguous():
     x, y, z, mask = batch(1, 301 * 257, 0.5, True)
     x, y, z, mask = (t.view(301, 257).t() for t in (x, y, z, mask))
-    same(*both(lambda *args: ppo(*args, mask, PolicyLossConfig()), x, y, z))
+    same(*both(lambda *args: ppo(*args, mask, DualClipSettings()), x, y, z))
 
 
 @pytest.mark.parametrize(
@@ -72,12 +72,12 @@ def test_many_blocks_padded_and_not_contiguous():
 def test_other_shapes_and_masks_are_refused(advantages, mask):
     """The kernel would read behind the end of the shorter one."""
     with pytest.raises(ValueError, match="one shape"):
-        ppo(torch.zeros(2, 3), torch.zeros(2, 3), advantages, mask, PolicyLossConfig())
+        ppo(torch.zeros(2, 3), torch.zeros(2, 3), advantages, mask, DualClipSettings())
 
 
 def test_gradient_where_nothing_is_clipped_yet():
     """On policy with a clip range of zero the gradient is still that of the policy gradient."""
     logp = torch.zeros(2, requires_grad=True)
-    cfg = PolicyLossConfig(clip_low=0.0, clip_high=0.0)
+    cfg = DualClipSettings(clip_low=0.0, clip_high=0.0)
     ppo(logp, torch.zeros(2), torch.tensor([1.0, -2.0]), torch.ones(2, dtype=torch.bool), cfg)[0].sum().backward()
     assert logp.grad.tolist() == [-1.0, 2.0]

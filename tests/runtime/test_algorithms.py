@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.algorithms.losses import prepared_by
+from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.losses.base import Prologue
 from megarl.checks.recipe import check_config
-from megarl.checks.settings import ESTIMATORS, LOSSES
+from megarl.checks.settings import ESTIMATORS
 from megarl.config.algorithm import SCORED_ESTIMATORS
 from megarl.config.load import load_config
 from megarl.errors import ConfigError
@@ -53,7 +53,7 @@ RECIPES = {
     },
     **{
         f"loss {name}": [f"algorithm.loss.name={name}", "actor.mini_batch_size=2", *NEEDS.get(name, [])]
-        for name in LOSSES
+        for name in POLICY_LOSSES.names()
     },
     "loss of a user, prepared": ["algorithm.loss.name=tests.runtime.test_algorithms:on_the_likely"],
     "distillation": DISTILLATION,
@@ -71,7 +71,7 @@ def likely(old_logp, advantages, mask, cfg, *, keys, all_sum):
     return {"chosen": mask & (old_logp > old_logp.mean())}
 
 
-@prepared_by(likely)
+@POLICY_LOSSES.register(prepare=likely)
 def on_the_likely(logp, old_logp, advantages, mask, cfg, *, chosen, offsets):
     """Looks at the mini-batch before it is cut, so there must be old log-probs even with one update per batch."""
     p = Prologue.of(logp, old_logp, advantages, mask)

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.checks.settings import LOSSES
+from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.config.algorithm import Aggregation
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
 from tests.dist import run_distributed
 from tests.training import cases
 
+LOSSES = POLICY_LOSSES.names()
 MODES = get_args(Aggregation)
 BUDGETS = {1: 10_000, 2: 125, 4: 46, 8: 1}  # micro-batches of the whole batch in one process -> their token budget
 SAMPLES = 8
@@ -52,8 +53,10 @@ def make_batch(masked: str) -> Batch:
 def controller(engine, loss: dict):
     from megarl.config.run import RunConfig
 
-    everywhere = {"sum_norm": 30.0, "entropy_coef": 0.05, "cov_low": 0.0, "cov_fraction": 0.1, "trust_region": 1e-4}
-    algorithm = {"loss": everywhere | loss}
+    everywhere = {"sum_norm": 30.0, "entropy_coef": 0.05}
+    visible = {"cov_low": 0.0, "cov_fraction": 0.1, "trust_region": 1e-4}  # at their defaults little is restrained
+    own = POLICY_LOSSES.spec(loss.get("name", "ppo")).settings.model_fields
+    algorithm = {"loss": everywhere | {key: value for key, value in visible.items() if key in own} | loss}
     algorithm["kl"] = {"use": "loss", "estimator": "low_var_kl+", "coef": 0.1}
 
     def all_sum(values):

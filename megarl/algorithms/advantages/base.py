@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
-
-from megarl.algorithms.registry import Registry
+from megarl.algorithms.lazy import torch
+from megarl.algorithms.registry import Registry, Spec
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import Groups
 
-ADVANTAGES = Registry("advantage estimator", "algorithm.advantage.name")
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADVANTAGES = Registry("advantage estimator", "algorithm.advantage.name", Spec)
 
 
 class Estimate(NamedTuple):

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.lazy import no_grad
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import AllSum, one_rank, whiten_
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @ADVANTAGES.register("gae")
-@torch.no_grad()
+@no_grad
 def gae(
     token_rewards: Tensor,
     values: Tensor,

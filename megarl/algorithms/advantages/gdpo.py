@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens
+from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import AllSum, Groups, one_rank, whiten_
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @ADVANTAGES.register("gdpo")
-@torch.no_grad()
+@no_grad
 def gdpo(
     reward_parts: Tensor,
     mask: Tensor,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
+from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.stats import AllSum, one_rank
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @ADVANTAGES.register("gpg")
-@torch.no_grad()
+@no_grad
 def gpg(
     token_rewards: Tensor,
     mask: Tensor,

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
+from megarl.algorithms.lazy import no_grad
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @ADVANTAGES.register("grpo")
-@torch.no_grad()
+@no_grad
 def grpo(
     token_rewards: Tensor,
     mask: Tensor,
@@ -38,6 +40,7 @@ def grpo(
 
     Source: DeepSeekMath (arXiv 2402.03300); without std: Understanding R1-Zero-Like Training (arXiv 2503.20783).
 
+    >>> import torch
     >>> rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
     >>> grpo(rewards, torch.ones(2, 2, dtype=torch.bool), ["a", "a"], norm_by_std=False).advantages
     tensor([[-1., -1.],

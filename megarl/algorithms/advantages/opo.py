@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
+from megarl.algorithms.lazy import no_grad, torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @ADVANTAGES.register("opo")
-@torch.no_grad()
+@no_grad
 def opo(
     token_rewards: Tensor,
     mask: Tensor,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, score_groups
+from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import Groups
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @ADVANTAGES.register("optimal_token_baseline")
-@torch.no_grad()
+@no_grad
 def optimal_token_baseline(
     token_rewards: Tensor,
     old_logp: Tensor,
@@ -54,7 +56,7 @@ def optimal_token_baseline(
 
 
 @ADVANTAGES.register("tir_optimal_token_baseline")
-@torch.no_grad()
+@no_grad
 def tir_optimal_token_baseline(
     token_rewards: Tensor,
     old_logp: Tensor,

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
+from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import AllSum, one_rank, whiten_
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 @ADVANTAGES.register("reinforce_pp")
-@torch.no_grad()
+@no_grad
 def reinforce_pp(
     token_rewards: Tensor,
     mask: Tensor,
@@ -40,7 +42,7 @@ def reinforce_pp(
 
 
 @ADVANTAGES.register("reinforce_pp_baseline")
-@torch.no_grad()
+@no_grad
 def reinforce_pp_baseline(
     token_rewards: Tensor,
     mask: Tensor,

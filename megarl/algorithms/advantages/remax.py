@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens
+from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @ADVANTAGES.register("remax")
-@torch.no_grad()
+@no_grad
 def remax(token_rewards: Tensor, mask: Tensor, greedy_score: Tensor, *, offsets: Tensor | None = None) -> Estimate:
     """A = score - score of a greedy rollout of the same prompt.
 

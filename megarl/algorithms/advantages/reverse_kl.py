@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
+from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import at_least_float32
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @ADVANTAGES.register("reverse_kl")
-@torch.no_grad()
+@no_grad
 def reverse_kl(old_logp: Tensor, teacher_logp: Tensor, mask: Tensor) -> Estimate:
     """A_t = log teacher - log pi of the sampled token: minus an unbiased estimate of KL(pi || teacher).
 

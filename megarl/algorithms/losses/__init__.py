@@ -1,7 +1,7 @@
 """Policy losses by name, the critic's loss, and the objective that joins the terms."""
 
 from megarl.algorithms.losses.actor import actor_loss
-from megarl.algorithms.losses.base import POLICY_LOSSES, preparation_of, prepared_by
+from megarl.algorithms.losses.base import POLICY_LOSSES
 from megarl.algorithms.losses.cispo import cispo
 from megarl.algorithms.losses.covariance import clip_cov, kl_cov
 from megarl.algorithms.losses.cpgd import cpgd
@@ -30,8 +30,6 @@ __all__ = [
     "kl_cov",
     "pg_is",
     "ppo",
-    "preparation_of",
-    "prepared_by",
     "sapo",
     "value_loss",
 ]

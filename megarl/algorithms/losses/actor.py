@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from megarl.algorithms.kl import kl_tokens
+from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES
 from megarl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class ActorSettings(Protocol):
-    """What the objective reads from `algorithm.loss`; the loss of that name reads its own settings from it, too."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def entropy_coef(self) -> float: ...  # noqa: D102
+    from megarl.config.algorithm import PolicyLossConfig
 
 
 class KLSettings(Protocol):
@@ -37,7 +31,7 @@ def actor_loss(
     advantages: Tensor,
     mask: Tensor,
     weights: Tensor,
-    cfg: ActorSettings,
+    cfg: PolicyLossConfig,
     *,
     tokens: float,
     offsets: Tensor | None = None,
@@ -57,7 +51,7 @@ def actor_loss(
         advantages: same shape.
         mask: bool, same shape.
         weights: same shape, from `aggregation_weights`.
-        cfg: policy loss and its settings.
+        cfg: `algorithm.loss`: the policy loss, its settings, and entropy_coef.
         tokens: valid tokens of the whole mini-batch over all ranks; the metrics need it.
         offsets: int64 [B + 1] for the packed form.
         entropy: same shape, differentiable when it is to be a bonus; None: none.
@@ -65,15 +59,17 @@ def actor_loss(
         kl: estimator and coefficient of the KL term; None: no KL in the loss.
         teacher_logp: same shape; needed when `distillation` is given.
         distillation: estimator and coefficient of the KL to the teacher; None: none.
-        prepared: this part of what `preparation_of(loss)` made of the mini-batch, for losses that have one.
+        prepared: this part of what the loss's `prepare` made of the mini-batch, for losses that have one.
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
 
     Returns:
         Scalar, this part's share of the mini-batch's loss, and metrics. An empty or fully masked part gives zero, with
         zero gradients.
     """
-    loss_fn = POLICY_LOSSES.get(cfg.name)
-    token_loss, metrics = loss_fn(logp, old_logp, advantages, mask, cfg, offsets=offsets, **(prepared or {}))
+    chosen = POLICY_LOSSES.choose(cfg)
+    token_loss, metrics = chosen.function(
+        logp, old_logp, advantages, mask, chosen.settings, offsets=offsets, **(prepared or {})
+    )
     if is_weights is not None:
         token_loss = is_weights.detach() * token_loss
     loss = (weights * token_loss).sum()

@@ -4,40 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from megarl.algorithms.registry import Registry
+from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.algorithms.rows import at_least_float32
 from megarl.metrics import Metrics
 
-#: fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (token loss in the shape of mask, Metrics)
-POLICY_LOSSES = Registry("policy loss", "algorithm.loss.name")
-
-F = TypeVar("F", bound=Callable[..., object])
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: fn(old_logp, advantages, mask, cfg, *, keys, all_sum) -> {keyword of the loss: tensor in the shape of mask}
-Preparation = Callable[..., dict[str, Tensor]]
+Preparation: TypeAlias = "Callable[..., dict[str, Tensor]]"
 
 LIMIT = 20.0
 
 
-class ClipSettings(Protocol):
-    """The clip range, as most losses read it from `algorithm.loss`."""
+@dataclass(frozen=True)
+class LossSpec(Spec):
+    """What a policy loss declares.
 
-    @property
-    def clip_low(self) -> float: ...  # noqa: D102
-    @property
-    def clip_high(self) -> float: ...  # noqa: D102
+    Attributes:
+        prepare: looks at the whole mini-batch before it is cut into micro-batches: this rank's part, `keys` (int64 in
+            the shape of mask, drawn per token) and `all_sum`. What it returns comes back to the loss as keyword
+            arguments, cut like the other inputs. It reads `old_logp`, so there is a scoring pass.
+        ratio_free: it has no ratio that corrects for samples of an older policy.
+        per_sequence: it is a loss per sequence, which aggregation should count equally.
+    """
+
+    prepare: Preparation | None = None
+    ratio_free: bool = False
+    per_sequence: bool = False
 
 
-class DualClipSettings(ClipSettings, Protocol):
+#: fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (token loss in the shape of mask, Metrics)
+POLICY_LOSSES = Registry("policy loss", "algorithm.loss.name", LossSpec)
+
+
+class ClipSettings(Settings):
+    """The clip range."""
+
+    clip_low: NonNegativeFloat = Field(0.2, description="lower clip range (gmpo: of the log-ratio)")
+    clip_high: NonNegativeFloat = Field(0.2, description="upper clip range (gmpo: of the log-ratio)")
+
+
+class DualClipSettings(ClipSettings):
     """The clip range, and the bound of -A r for A < 0."""
 
-    @property
-    def dual_clip(self) -> float | None: ...  # noqa: D102
+    dual_clip: PositiveFloat | None = Field(3.0, gt=1, description="bound of -A*r for A < 0; null: no bound")
 
 
 @dataclass(frozen=True)
@@ -71,7 +87,7 @@ class Prologue:
         log_ratio = difference.clamp(-LIMIT, LIMIT)
         return cls(logp, difference, log_ratio, log_ratio.exp(), advantages, mask)
 
-    @torch.no_grad()
+    @no_grad
     def metrics(
         self, clipped: Tensor | None = None, lower: Tensor | None = None, ratio: Tensor | None = None
     ) -> Metrics:
@@ -81,7 +97,7 @@ class Prologue:
         """
         return Metrics() if self.mask.numel() == 0 else ratio_metrics(self.statistics(clipped, lower, ratio)[None])
 
-    @torch.no_grad()
+    @no_grad
     def statistics(
         self, clipped: Tensor | None = None, lower: Tensor | None = None, ratio: Tensor | None = None
     ) -> Tensor:
@@ -121,22 +137,3 @@ def ratio_metrics(statistics: Tensor) -> Metrics:
         metrics.mean("actor/pg_clipfrac", sum(clipped), count)
         metrics.mean("actor/pg_clipfrac_lower", sum(lower), count)
     return metrics
-
-
-def prepared_by(preparation: Preparation) -> Callable[[F], F]:
-    """Decorator of a policy loss that must know the whole mini-batch before it is cut into micro-batches.
-
-    `preparation` sees this rank's part of the mini-batch, `keys` (int64 in the shape of mask, drawn per token) and
-    `all_sum`. What it returns comes back to the loss as keyword arguments, cut like the other inputs.
-    """
-
-    def declare(loss: F) -> F:
-        loss.__prepare__ = preparation  # type: ignore[attr-defined]
-        return loss
-
-    return declare
-
-
-def preparation_of(loss: Callable[..., object]) -> Preparation | None:
-    """What `prepared_by` declared."""
-    return getattr(loss, "__prepare__", None)

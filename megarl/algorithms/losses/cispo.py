@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, Prologue
 from megarl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@POLICY_LOSSES.register("cispo")
+
+@POLICY_LOSSES.register("cispo", settings=ClipSettings)
 def cispo(
     logp: Tensor,
     old_logp: Tensor,

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from pydantic import Field, NonNegativeFloat
 
 from megarl.algorithms.kl import absolute
-from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue, prepared_by
+from megarl.algorithms.lazy import torch
+from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue
 from megarl.algorithms.losses.ppo import clipped_surrogate
+from megarl.algorithms.registry import Settings
 from megarl.algorithms.select import descending, smallest
 from megarl.algorithms.stats import AllSum, one_rank
+from megarl.errors import ConfigError
 from megarl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class FractionSettings(Protocol):
+
+class FractionSettings(Settings):
     """Share of the mini-batch's tokens that are restrained."""
 
-    @property
-    def cov_fraction(self) -> float: ...  # noqa: D102
+    cov_fraction: float = Field(2e-4, gt=0, le=1, description="share of tokens that are restrained")
 
 
-class ClipCovSettings(FractionSettings, DualClipSettings, Protocol):
+class ClipCovSettings(FractionSettings, DualClipSettings):
     """Clip range, and the covariances that tokens are drawn between."""
 
-    @property
-    def cov_low(self) -> float: ...  # noqa: D102
-    @property
-    def cov_high(self) -> float: ...  # noqa: D102
+    cov_low: float = Field(1.0, description="smallest covariance of a token that may be drawn")
+    cov_high: float = Field(5.0, description="largest covariance of a token that may be drawn")
+
+    def problems(self, path: str) -> list[ConfigError]:
+        """Bounds that hold nothing between them."""
+        if self.cov_low < self.cov_high:
+            return []
+        problem = ConfigError(
+            "no covariance lies between cov_low and cov_high",
+            where=f"{path}.cov_low",
+            found=self.cov_low,
+            allowed=f"number < {self.cov_high}",
+            fix="exchange cov_low and cov_high",
+        )
+        return [problem]
 
 
-class KLCovSettings(FractionSettings, Protocol):
+class KLCovSettings(FractionSettings):
     """Weight of the penalty on the chosen tokens."""
 
-    @property
-    def cov_kl_coef(self) -> float: ...  # noqa: D102
+    cov_kl_coef: NonNegativeFloat = Field(1.0, description="weight of the penalty on the chosen tokens")
 
 
 def covariances(old_logp: Tensor, advantages: Tensor, mask: Tensor, all_sum: AllSum = one_rank) -> tuple[Tensor, int]:
@@ -79,8 +93,7 @@ def take_largest(
     return {"selected": smallest(ranked, positive, max(1, int(cfg.cov_fraction * tokens)), all_sum)}
 
 
-@POLICY_LOSSES.register("clip_cov")
-@prepared_by(draw_between)
+@POLICY_LOSSES.register("clip_cov", settings=ClipCovSettings, prepare=draw_between)
 def clip_cov(
     logp: Tensor,
     old_logp: Tensor,
@@ -115,8 +128,7 @@ def clip_cov(
     return torch.where(selected, 0, loss), p.metrics(clipped | selected, lower)
 
 
-@POLICY_LOSSES.register("kl_cov")
-@prepared_by(take_largest)
+@POLICY_LOSSES.register("kl_cov", settings=KLCovSettings, prepare=take_largest)
 def kl_cov(
     logp: Tensor,
     old_logp: Tensor,

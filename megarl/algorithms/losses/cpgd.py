@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
+from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, Prologue
 from megarl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class DriftSettings(ClipSettings, Protocol):
+
+class DriftSettings(ClipSettings):
     """The clip range, and the weight and limit of the drift."""
 
-    @property
-    def drift_coef(self) -> float: ...  # noqa: D102
-    @property
-    def drift_clip(self) -> float: ...  # noqa: D102
+    drift_coef: NonNegativeFloat = Field(0.1, description="weight of the policy drift")
+    drift_clip: PositiveFloat = Field(0.2, description="the drift's pull grows up to a ratio of 1 + this")
 
 
-@POLICY_LOSSES.register("cpgd")
+@POLICY_LOSSES.register("cpgd", settings=DriftSettings)
 def cpgd(
     logp: Tensor,
     old_logp: Tensor,

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from pydantic import Field, PositiveFloat
 
+from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.algorithms.registry import Settings
 from megarl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class TrustRegionSettings(Protocol):
+
+class TrustRegionSettings(Settings):
     """Largest divergence at which a token still moves away from the old policy."""
 
-    @property
-    def trust_region(self) -> float: ...  # noqa: D102
+    trust_region: PositiveFloat = Field(0.15, description="largest divergence of a token")
 
 
-@POLICY_LOSSES.register("dppo_tv")
+@POLICY_LOSSES.register("dppo_tv", settings=TrustRegionSettings)
 def dppo_tv(
     logp: Tensor,
     old_logp: Tensor,
@@ -56,7 +59,7 @@ def dppo_tv(
     return _inside(p, (new - old).abs() > cfg.trust_region)
 
 
-@POLICY_LOSSES.register("dppo_kl")
+@POLICY_LOSSES.register("dppo_kl", settings=TrustRegionSettings)
 def dppo_kl(
     logp: Tensor,
     old_logp: Tensor,

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+from pydantic import Field, PositiveFloat
 
 from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.algorithms.registry import Settings
 from megarl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class QuadraticSettings(Protocol):
+
+class QuadraticSettings(Settings):
     """Weight of the penalty."""
 
-    @property
-    def quadratic_coef(self) -> float: ...  # noqa: D102
+    quadratic_coef: PositiveFloat = Field(0.05, description="weight of the squared log-ratio")
 
 
-@POLICY_LOSSES.register("dro")
+@POLICY_LOSSES.register("dro", settings=QuadraticSettings)
 def dro(
     logp: Tensor,
     old_logp: Tensor,

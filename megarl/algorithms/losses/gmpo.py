@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, ClipSettings, Prologue
 from megarl.algorithms.rows import Rows
 from megarl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@POLICY_LOSSES.register("gmpo")
+
+@POLICY_LOSSES.register("gmpo", settings=ClipSettings, per_sequence=True)
 def gmpo(
     logp: Tensor,
     old_logp: Tensor,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
-from megarl.algorithms.correction.ratios import Ratios
-from megarl.algorithms.correction.weights import Threshold, importance_weights
 from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
 from megarl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.algorithms.correction.weights import Threshold
 
 
 class PolicyGradientSettings(Protocol):
@@ -60,6 +61,9 @@ def pg_is(
     p = Prologue.of(logp, old_logp, advantages, mask)
     loss = -p.advantages * p.logp
     if cfg.is_level != "none":
+        from megarl.algorithms.correction.ratios import Ratios
+        from megarl.algorithms.correction.weights import importance_weights
+
         ratios = Ratios.of(logp.detach(), old_logp.detach(), mask, offsets)
         weights = importance_weights(ratios, cfg.is_level, cfg.is_threshold)
         if cfg.is_level == "sequence":

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
+from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, DualClipSettings, Prologue, ratio_metrics
-from megarl.algorithms.losses.fused import WithSlope
-from megarl.kernels.losses import loss_kernels
 from megarl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-@POLICY_LOSSES.register("ppo")
+
+@POLICY_LOSSES.register("ppo", settings=DualClipSettings)
 def ppo(
     logp: Tensor,
     old_logp: Tensor,
@@ -43,6 +44,9 @@ def ppo(
     >>> ppo(logp, torch.zeros(3), torch.tensor([1.0, -1.0, -1.0]), torch.ones(3, dtype=torch.bool), cfg)[0]
     tensor([-1.2000,  0.8000,  3.0000])
     """
+    from megarl.algorithms.losses.fused import WithSlope
+    from megarl.kernels.losses import loss_kernels
+
     kernels = loss_kernels(logp, old_logp, advantages)
     if kernels is None:
         p = Prologue.of(logp, old_logp, advantages, mask)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from pydantic import Field, PositiveFloat
 
+from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES, Prologue
+from megarl.algorithms.registry import Settings
 from megarl.metrics import Metrics
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-class SapoSettings(Protocol):
+
+class SapoSettings(Settings):
     """Temperatures of the gate."""
 
-    @property
-    def tau_pos(self) -> float: ...  # noqa: D102
-    @property
-    def tau_neg(self) -> float: ...  # noqa: D102
+    tau_pos: PositiveFloat = Field(1.0, description="temperature of the gate where A > 0")
+    tau_neg: PositiveFloat = Field(1.05, description="temperature of the gate where A <= 0")
 
 
-@POLICY_LOSSES.register("sapo")
+@POLICY_LOSSES.register("sapo", settings=SapoSettings)
 def sapo(
     logp: Tensor,
     old_logp: Tensor,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from megarl.algorithms.losses.fused import WithSlope
+from megarl.algorithms.lazy import torch
 from megarl.algorithms.rows import at_least_float32
-from megarl.kernels.losses import loss_kernels
 from megarl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def value_loss(
@@ -29,6 +30,9 @@ def value_loss(
 
     Source: PPO's reference implementation; arXiv 2005.12729.
     """
+    from megarl.algorithms.losses.fused import WithSlope
+    from megarl.kernels.losses import loss_kernels
+
     kernels = loss_kernels(values, old_values, returns)
     if kernels is not None:
         loss, slope, statistics = kernels.value([values, old_values, returns], mask, clip)

@@ -121,7 +121,7 @@ class _Objective:
         self._distillation = algorithm.distillation if algorithm.distillation.coef else None
         self._settings = algorithm.loss
         if knobs.loss == "pg":  # pg_is is gpg with weights, and those come from the correction of the micro-batch
-            self._settings = algorithm.loss.model_copy(update={"name": "gpg"})
+            self._settings = algorithm.loss.of("gpg")
 
     def __call__(self, logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         from megarl.algorithms.losses import actor_loss
@@ -186,20 +186,20 @@ def _prepare(c: Controller, mini: Batch) -> list[str]:
     `prepared_<name>` of the mini-batch now."""
     import torch
 
-    from megarl.algorithms.losses import POLICY_LOSSES, preparation_of
+    from megarl.algorithms.losses import POLICY_LOSSES
     from megarl.algorithms.rows import Rows
     from megarl.algorithms.select import drawn
     from megarl.rollout.seeds import token_seed
 
-    settings, mask = c.config.algorithm.loss, mini["loss_mask"]
-    prepare = preparation_of(POLICY_LOSSES.get(settings.name))
+    chosen, mask = POLICY_LOSSES.choose(c.config.algorithm.loss), mini["loss_mask"]
+    prepare = chosen.spec.prepare
     if prepare is None:
         return []
     # What is drawn for a token depends on its sample's name and the optimizer step, not on rank or place in the batch.
     seeds = [token_seed(c.config.trainer.seed, c.actor.step, sample) for sample in mini["sample_id"]]
     keys = drawn(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
     inputs = (mini[name].values for name in ("old_logp", "advantages", "loss_mask"))
-    made = prepare(*inputs, settings, keys=keys, all_sum=c.all_sum)
+    made = prepare(*inputs, chosen.settings, keys=keys, all_sum=c.all_sum)
     for name, values in made.items():
         mini.set(f"prepared_{name}", mask.like(values))
     return list(made)

@@ -1,15 +1,15 @@
 from pathlib import Path
 
-from megarl.config.describe import write_reference
 from megarl.config.fields import iter_keys
+from megarl.describe import write_reference
 
-DOC = Path(__file__).parents[2] / "docs" / "recipes.md"
+DOC = Path(__file__).parents[1] / "docs" / "recipes.md"
 
 
 def test_documentation_of_keys_is_up_to_date(tmp_path):
     copy = tmp_path / "recipes.md"
     copy.write_text(DOC.read_text())
-    assert not write_reference(copy), "run python -m megarl.config.describe docs/recipes.md"
+    assert not write_reference(copy), "run python -m megarl.describe docs/recipes.md"
 
 
 def test_every_key_has_a_description():

@@ -1,4 +1,4 @@
-"""The reference of configuration keys, written from the models: `python -m megarl.config.describe docs/recipes.md`."""
+"""The reference of keys, written from the models and the components: `python -m megarl.describe docs/recipes.md`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
+from megarl.algorithms.components import COMPONENTS
 from megarl.config.base import Section
-from megarl.config.fields import Key, describe_allowed, iter_keys
+from megarl.config.fields import Key, describe_allowed, iter_keys, names_component
 from megarl.config.run import RunConfig
 
-BEGIN = "<!-- keys: written by python -m megarl.config.describe docs/recipes.md, do not edit below -->"
+BEGIN = "<!-- keys: written by python -m megarl.describe docs/recipes.md, do not edit below -->"
 END = "<!-- end of keys -->"
 
 
@@ -26,6 +27,8 @@ def reference() -> str:
         if key.section is not None:
             inside = [other for other in keys if other.path.rpartition(".")[0] == key.path]
             lines += _table(f"`{key.path}`", _sentence(key.section), inside, defaults)
+            if names_component(key.section):
+                lines += _own_keys(key.path)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -68,6 +71,25 @@ def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any])
     return [f"### {title}", "", sentence, "", "| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""]
 
 
+def _own_keys(path: str) -> list[str]:
+    """Markdown: the keys that the components of a section have for themselves; one row where several share a key."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for name in COMPONENTS.names(path):
+        model = COMPONENTS.settings_of(path, name)
+        for key, info in model.model_fields.items() if model else ():
+            default = f"`{_yaml(info.get_default(call_default_factory=True))}`"
+            rows.setdefault((f"`{key}`", describe_allowed(info), default, info.description or ""), []).append(
+                f"`{name}`"
+            )
+    lines = [_cells([key, ", ".join(names), *rest]) for (key, *rest), names in rows.items()]
+    head = ["| Key | Read by | Values | Default | Meaning |", "|---|---|---|---|---|"]
+    return [f"Keys of the components that `{path}.name` may choose:", "", *head, *lines, ""]
+
+
+def _cells(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 def _row(key: Key, default: Any) -> str:
     name = key.path.rpartition(".")[2]
     if key.section is not None:
@@ -76,7 +98,7 @@ def _row(key: Key, default: Any) -> str:
     else:
         shown = "file name" if default is PydanticUndefined else f"`{_yaml(default)}`"
         cells = [f"`{name}`", describe_allowed(key.info), shown, key.info.description or ""]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return _cells(cells)
 
 
 def _yaml(value: Any) -> str:

@@ -1,0 +1,44 @@
+"""`torch`, imported when something of it is first used.
+
+A component (a loss, an estimator, a KL) is one file: its function, its settings and what it declares. The dry run, the
+checks and the reference of keys read the settings without computing anything, so these files, and what they import,
+must load without torch. They write `from megarl.algorithms.lazy import torch`, and otherwise look as usual.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+__all__ = ["no_grad", "torch"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+    import torch
+else:
+
+    class _Torch(ModuleType):
+        """Everything that torch has; what was asked for once is an attribute from then on."""
+
+        def __getattr__(self, name: str) -> Any:
+            import torch
+
+            value = getattr(torch, name)
+            setattr(self, name, value)
+            return value
+
+    torch = _Torch("torch")
+
+
+def no_grad(function: F) -> F:
+    """`torch.no_grad()` as a decorator that needs no torch before the function is called."""
+
+    @functools.wraps(function)
+    def without_gradient(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return cast(F, without_gradient)

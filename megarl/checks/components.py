@@ -1,0 +1,67 @@
+"""Checks of what a recipe chooses by name, or by a reference to a user's own function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from megarl.algorithms.registry import Chosen, Registry, Spec
+from megarl.checks.checklist import Checklist
+from megarl.checks.references import check_reference
+from megarl.config.base import ComponentSection, ConfigErrors
+from megarl.errors import ConfigError, UserError, close_matches
+from megarl.imports import is_file_reference, is_module_reference
+
+S = TypeVar("S", bound=Spec)
+
+
+def check_function_name(
+    name: str, text: str, key: str, known: Sequence[str], noun: str, checks: Checklist, *, files: bool = False
+) -> bool:
+    """A registered name, or a `pkg.mod:fn` (with `files`, or a `file.py:fn`) that can be found. True when it is."""
+    if text in known:
+        checks.ok(name, text)
+        return True
+    if is_module_reference(text) or (files and is_file_reference(text)):
+        return _check_function(name, text, key, checks)
+    close, forms = close_matches(text, known), ["file.py:fn", "pkg.mod:fn"] if files else ["pkg.mod:fn"]
+    checks.fail(
+        name,
+        key,
+        f"unknown {noun}",
+        found=text,
+        allowed=[*known, *forms],
+        fix=f"did you mean {close[0]}?" if close else None,
+    )
+    return False
+
+
+def check_component(name: str, section: ComponentSection, registry: Registry[S], checks: Checklist) -> Chosen[S] | None:
+    """The component that a section names: that there is one, that the keys are its own, and what is wrong between them.
+
+    A user's own is imported for this, in this process.
+    """
+    path = registry.key.rpartition(".")[0]
+    if not check_function_name(name, section.name, registry.key, registry.names(), registry.kind, checks, files=True):
+        return None
+    try:
+        chosen = registry.choose(section)
+    except ConfigErrors as errors:
+        problems: list[UserError] = [*errors.problems]
+    except UserError as error:
+        problems = [error]
+    else:
+        problems = [*chosen.settings.problems(path)]
+    for problem in problems:
+        checks.from_error(name, problem)
+    return None if problems else chosen
+
+
+def _check_function(name: str, reference: str, key: str, checks: Checklist) -> bool:
+    try:
+        check_reference(reference, key)
+    except ConfigError as error:
+        checks.from_error(name, error)
+        return False
+    checks.ok(name, f"{key}: {reference}")
+    return True
