@@ -23,7 +23,7 @@ def check_function_name(
         checks.ok(name, text)
         return True
     if is_module_reference(text) or (files and is_file_reference(text)):
-        return _check_function(name, text, key, checks)
+        return check_function(name, text, key, checks)
     close, forms = close_matches(text, known), ["file.py:fn", "pkg.mod:fn"] if files else ["pkg.mod:fn"]
     checks.fail(
         name,
@@ -57,7 +57,8 @@ def check_component(name: str, section: ComponentSection, registry: Registry[S],
     return None if problems else chosen
 
 
-def _check_function(name: str, reference: str, key: str, checks: Checklist) -> bool:
+def check_function(name: str, reference: str, key: str, checks: Checklist) -> bool:
+    """Whether a reference to a function leads to one; nothing is imported."""
     try:
         check_reference(reference, key)
     except ConfigError as error:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.checks.checklist import Checklist
+from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
 from megarl.checks.weights import check_weights
 from megarl.config.architectures import training_problems
@@ -194,7 +195,7 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
     elif path.exists() or Path(source.rpartition("@")[0] or "?").expanduser().is_dir():
         checks.ok("data", f"{key}: {source}")
     elif is_module_reference(source):
-        _check_function("data", source, key, checks)
+        check_function("data", source, key, checks)
     elif path.suffix.lower() in SUFFIXES or not HUB_DATA.fullmatch(source):
         siblings = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         close = close_files(path.name, siblings)

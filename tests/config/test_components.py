@@ -1,0 +1,106 @@
+"""The own keys of components: which a recipe may give, where they come from, and what becomes of them."""
+
+import pytest
+
+from megarl.algorithms.components import COMPONENTS
+from megarl.algorithms.losses import POLICY_LOSSES
+from megarl.config.algorithm import PolicyLossConfig
+from megarl.config.load import dump_config, load_config
+from megarl.errors import ConfigError, UserError
+from tests.config.conftest import RECIPE
+
+
+def load(file, *overrides):
+    return load_config(file, overrides, components=COMPONENTS)
+
+
+def test_defaults_are_filled_in_and_the_resolved_recipe_loads_back_equal(config_of, write):
+    config = config_of("algorithm.loss={name: sapo, tau_pos: 2}")
+    assert config.algorithm.loss.own == {"tau_pos": 2.0, "tau_neg": 1.05}
+    file = write(dump_config(config), "config.yaml")
+    assert load(file) == load_config(file) == config
+
+
+def test_an_unknown_key_names_its_line_the_loss_and_what_it_reads(write):
+    file = write(RECIPE + "algorithm:\n  loss:\n    clip_lo: 0.1\n")
+    with pytest.raises(ConfigError) as caught:
+        load(file, "algorithm.loss.tau_pos=2")
+    text = str(caught.value)
+    assert f"recipe.yaml:{file.read_text().count(chr(10))}: unknown key algorithm.loss.clip_lo: ppo does not" in text
+    assert "did you mean algorithm.loss.clip_low?" in text
+    assert "override 'algorithm.loss.tau_pos=2': unknown key algorithm.loss.tau_pos" in text
+    assert "set algorithm.loss.name to one that reads it: sapo" in text
+    assert "allowed: clip_low, clip_high, dual_clip, name, aggregation" in text
+
+
+def test_a_wrong_value_of_an_own_key_says_what_is_allowed(config_of):
+    with pytest.raises(ConfigError, match=r"override(?s:.*)clip_low is out of range(?s:.*)-1(?s:.*)number >= 0"):
+        config_of("algorithm.loss.clip_low=-1")
+
+
+def test_another_loss_keeps_the_inherited_keys_that_it_has_and_drops_the_others(write):
+    write(RECIPE + "algorithm: {loss: {clip_high: 0.28, dual_clip: 5, entropy_coef: 0.1}}", "parent.yaml")
+    child = write("extends: parent.yaml\nalgorithm: {loss: {name: cispo, clip_low: 1}}", "child.yaml")
+    loss = load(child).algorithm.loss
+    assert (loss.own, loss.entropy_coef) == ({"clip_low": 1.0, "clip_high": 0.28}, 0.1)
+    assert load(child, "algorithm.loss.name=gpg").algorithm.loss.own == {}
+    assert load(child, "algorithm.loss.name=ppo").algorithm.loss.own["dual_clip"] == 5
+
+
+def test_overrides_are_one_layer_whatever_their_order(config_of):
+    mine = "algorithm.loss.tau_pos=2", "algorithm.loss.name=sapo"
+    assert config_of(*mine) == config_of(*reversed(mine))
+    with pytest.raises(ConfigError, match="gpg does not read it"):
+        config_of("algorithm.loss.clip_low=0.1", "algorithm.loss.name=gpg")
+
+
+def test_a_resolved_recipe_of_an_earlier_version_lists_the_keys_of_all_losses(config_of):
+    assert config_of("algorithm.loss={name: gpg, clip_low: 0.2, tau_pos: 1.0}").algorithm.loss.own == {}
+
+
+def test_without_the_components_keys_stay_as_given_and_the_choice_refuses_them(write):
+    loss = load_config(write(RECIPE + "algorithm: {loss: {name: gpg, clip_lo: 0.1}}")).algorithm.loss
+    assert loss.own == {"clip_lo": 0.1}
+    with pytest.raises(ConfigError, match=r"algorithm\.loss\.clip_lo: unknown key"):
+        POLICY_LOSSES.choose(loss)
+    assert loss.of("ppo").own == {}
+
+
+MINE = """
+from pydantic import Field
+from megarl.algorithms.losses import POLICY_LOSSES
+from megarl.algorithms.registry import Settings
+
+class MySettings(Settings):
+    pull: float = Field(0.5, ge=0, description="pull")
+
+@POLICY_LOSSES.register(settings=MySettings)
+def mine(logp, old_logp, advantages, mask, cfg, *, offsets): ...
+
+def plain(logp, old_logp, advantages, mask, cfg, *, offsets): ...
+"""
+
+
+def test_a_loss_of_a_users_file_has_settings_of_its_own(write, config_of, failures):
+    write(MINE, "my_own_losses.py")
+    chosen = POLICY_LOSSES.choose(config_of("algorithm.loss={name: 'my_own_losses.py:mine', pull: 2}").algorithm.loss)
+    assert (chosen.function.__name__, chosen.settings.pull) == ("mine", 2.0)
+    assert not failures("algorithm.loss.name=my_own_losses.py:mine")
+    with pytest.raises(ConfigError, match=r"unknown key algorithm\.loss\.pul(?s:.*)mean algorithm\.loss\.pull\?"):
+        config_of("algorithm.loss={name: 'my_own_losses:mine', pul: 2}")
+    (missing,) = failures("algorithm.loss.name=my_own_losses.py:mien")
+    assert "did you mean my_own_losses.py:mine?" in str(missing.problem())
+
+
+def test_a_plain_function_reads_the_keys_of_every_loss(write, config_of):
+    write(MINE, "my_own_losses.py")
+    own = config_of("algorithm.loss={name: 'my_own_losses.py:plain', clip_low: 0.1, tau_pos: 3}").algorithm.loss.own
+    assert (own["clip_low"], own["tau_pos"], own["quadratic_coef"]) == (0.1, 3.0, 0.05)
+
+
+def test_a_file_that_does_not_import_is_a_user_error(write, failures):
+    write("import no_such_thing_at_all\ndef loss(): ...", "broken_loss.py")
+    (broken,) = failures("algorithm.loss.name=broken_loss.py:loss")
+    assert "file 'broken_loss.py' does not import: ModuleNotFoundError" in str(broken.problem())
+    with pytest.raises(UserError, match="does not import"):
+        POLICY_LOSSES.choose(PolicyLossConfig(name="broken_loss.py:loss"))
