@@ -47,8 +47,7 @@ def actor_loss(
 
     Args:
         logp: float [N] or [B, T], differentiable.
-        old_logp: same shape.
-        advantages: same shape.
+        old_logp, advantages: same shape.
         mask: bool, same shape.
         weights: same shape, from `aggregation_weights`.
         cfg: `algorithm.loss`: the policy loss, its settings, and entropy_coef.
@@ -67,9 +66,8 @@ def actor_loss(
         zero gradients.
     """
     chosen = POLICY_LOSSES.choose(cfg)
-    token_loss, metrics = chosen.function(
-        logp, old_logp, advantages, mask, chosen.settings, offsets=offsets, **(prepared or {})
-    )
+    inputs = (logp, old_logp, advantages, mask, chosen.settings)
+    token_loss, metrics = chosen.function(*inputs, offsets=offsets, **(prepared or {}))
     if is_weights is not None:
         token_loss = is_weights.detach() * token_loss
     loss = (weights * token_loss).sum()
