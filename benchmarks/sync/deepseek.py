@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.models.weights.plan import Box
-from megarl.sync.plan import Held, Place
+from megarl.sync.plan import Held, TrainerRank
 
 LAYERS, DENSE_LAYERS, EXPERTS = 61, 3, 256
 HIDDEN, FFN, EXPERT_FFN, VOCAB = 7168, 18432, 2048, 129280
@@ -32,7 +32,7 @@ def _mlp(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def deepseek_v3(pp: int, ep: int) -> tuple[dict[str, Held], list[Place]]:
+def deepseek_v3(pp: int, ep: int) -> tuple[dict[str, Held], list[TrainerRank]]:
     """Every tensor with its holders under pp x ep ranks (tensor parallelism 1), and the ranks.
 
     Layers are spread evenly over the stages, experts in equal blocks over the `ep` ranks of a stage, which hold
@@ -63,4 +63,4 @@ def deepseek_v3(pp: int, ep: int) -> tuple[dict[str, Held], list[Place]]:
         for expert in range(EXPERTS):
             add(_mlp(f"{layer}.mlp.experts.{expert}", EXPERT_FFN), (ranks[expert * ep // EXPERTS],))
     add({"model.norm.weight": (HIDDEN,), "lm_head.weight": (VOCAB, HIDDEN)}, stage(pp - 1))
-    return tensors, [Place(rank // ep, f"node{rank // 8}") for rank in range(pp * ep)]
+    return tensors, [TrainerRank(rank // ep, f"node{rank // 8}") for rank in range(pp * ep)]

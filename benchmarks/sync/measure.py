@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.models.weights.plan import Box
-    from megarl.rollout.sglang.api import ServerApi
-    from megarl.sync.courier import Courier
+    from megarl.rollout.sglang.receiver import SglangReceiver
     from megarl.sync.plan import Held, SyncPlan
+    from megarl.sync.sender import BucketSender
     from megarl.sync.transports.base import Transport
 
 TENSORS, SIDE = 200, 1000  # 200 matrices of 1000 x 1000
@@ -43,6 +43,7 @@ BUCKET_MB = 100
 DEADLINE_S = 120.0
 CHANGED = 0.01  # elements that a delta brings
 REPEATS = 10
+_HOST = "127.0.0.1"
 _RUN = "bench"  # in versions' names
 _LINKED = "MEGARL_BENCH_LINK"  # set in the process that runs on the slow interface
 _SLOW = 'ip link set lo up && tc qdisc add dev lo root tbf rate "$0"gbit burst 1mb latency 50ms && exec "$@"'
@@ -63,9 +64,14 @@ def _held(names: list[str]) -> dict[str, Held]:
 
 
 @contextmanager
-def _receiver(folder: Path) -> Iterator[ServerApi]:
+def _receiver(folder: Path) -> Iterator[SglangReceiver]:
+    from transformers import LlamaConfig
+
     from megarl.compat.sglang import CPU_MALLOC
     from megarl.rollout.sglang.api import ServerApi
+    from megarl.rollout.sglang.fleet import Server
+    from megarl.rollout.sglang.layout import ServerLayout
+    from megarl.rollout.sglang.receiver import SglangReceiver
 
     port_file = folder / f"port-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "megarl.benchmarks.sync.receiver", str(port_file)]
@@ -76,7 +82,8 @@ def _receiver(folder: Path) -> Iterator[ServerApi]:
             if process.poll() is not None or time.monotonic() > end:
                 raise RuntimeError("the receiver did not start")
             time.sleep(0.05)
-        yield ServerApi(f"http://127.0.0.1:{port_file.read_text()}", None, "receiver")
+        api = ServerApi(f"http://127.0.0.1:{port_file.read_text()}", None, "receiver")
+        yield SglangReceiver(Server(0, api, "current"), ServerLayout.of(LlamaConfig()))
     finally:
         process.kill()
         process.wait()
@@ -95,14 +102,14 @@ def _transport(name: str, plan: SyncPlan, folder: Path) -> Iterator[Transport]:
     if name == "delta":
         process, port = start_relay(folder, "bench", DEADLINE_S)
         try:
-            yield DeltaTransport(plan, {"127.0.0.1": ("127.0.0.1", port)}, "bench", "0", DEADLINE_S)
+            yield DeltaTransport(plan, {_HOST: (_HOST, port)}, "bench", "0", DEADLINE_S)
         finally:
             process.kill()
             process.wait()
     elif name == "tensor":
         yield TensorTransport(plan, cpu, DEADLINE_S)
     elif name == "distributed":
-        made = DistributedTransport(plan, cpu, DEADLINE_S, "127.0.0.1")
+        made = DistributedTransport(cpu, DEADLINE_S, "127.0.0.1")
         yield made
         made.close()
     else:
@@ -114,23 +121,23 @@ def _transport(name: str, plan: SyncPlan, folder: Path) -> Iterator[Transport]:
 class _Update:
     """One update after another of one receiver by one transport."""
 
-    def __init__(self, courier: Courier, transport: Transport, api: ServerApi) -> None:
-        self.courier, self.transport, self.api, self.version = courier, transport, api, 0
+    def __init__(self, sender: BucketSender, transport: Transport, receiver: SglangReceiver) -> None:
+        self.sender, self.transport, self.receiver, self.version = sender, transport, receiver, 0
 
     def __call__(self) -> None:
-        from megarl.rollout.sglang.tags import version_tag
-        from megarl.sync.protocol import ServerUpdate
+        from megarl.sync.protocol import ReceiverUpdate
         from megarl.sync.transports.base import Target
+        from megarl.sync.versions import version_tag
 
         held = self.version or None
         self.version += 1
         tag = version_tag(self.version, _RUN)
-        update = ServerUpdate(self.api, tag, session=self.transport.session, deadline_s=DEADLINE_S)
+        update = ReceiverUpdate(self.receiver, tag, session=self.transport.session, deadline_s=DEADLINE_S)
         update.pause("abort")
         update.begin()
-        target = Target(0, self.api, held, _RUN)
+        target = Target(self.receiver, held, _RUN)
         self.transport.start(self.version, [target])
-        failed = self.courier.run([0], [target]).failed
+        failed = self.sender.run([0], [target]).failed
         if failed:
             raise RuntimeError(failed[0])
         self.transport.publish()
@@ -157,23 +164,24 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
     """Rows of one transport."""
     import torch
 
-    from megarl.sync.courier import Courier
-    from megarl.sync.plan import Place, ServerLayout, make_plan
+    from megarl.comm import WorkerGroup
+    from megarl.sync.plan import TrainerRank, make_plan
+    from megarl.sync.sender import BucketSender
     from megarl.sync.source import Source
 
     weights = _weights()
-    plan = make_plan(_held(list(weights)), [Place()], [ServerLayout()], bucket_bytes=BUCKET_MB * 10**6)
+    plan = make_plan(_held(list(weights)), [TrainerRank()], [_HOST], bucket_bytes=BUCKET_MB * 10**6)
     box = ((0, SIDE), (0, SIDE))
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     rows = []
-    with _receiver(folder) as api, _transport(name, plan, folder) as transport:
+    with _receiver(folder) as receiver, _transport(name, plan, folder) as transport:
         held: dict[tuple[str, Box], Tensor] = {(key, box): tensor for key, tensor in weights.items()}
-        source = Source(held, plan, 0, torch.bfloat16, live=transport.live)
-        courier = Courier(source, transport)
-        update = _Update(courier, transport, api)
+        source = Source(held, plan, WorkerGroup.alone(), torch.bfloat16, live=transport.live)
+        sender = BucketSender(source, transport)
+        update = _Update(sender, transport, receiver)
 
         def row(what: str, seconds: float, sent: int) -> dict[str, Any]:
-            buckets = (courier.buffer_bytes + source.peak_staged) / (BUCKET_MB * 1e6)
+            buckets = (sender.buffer_bytes + source.peak_staged) / (BUCKET_MB * 1e6)
             return {"transport": what, "s": seconds, "gb_per_s": nbytes / seconds / 1e9, "mb": sent / 1e6,
                     "buckets": buckets}  # fmt: skip
 
@@ -183,7 +191,8 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
         from megarl.sync.transports.delta import DeltaTransport
 
         assert isinstance(transport, DeltaTransport)
-        rows.append(row("delta, full", _least(update, transport.forget), transport.sent_bytes))
+        everything = _least(update, transport._bases.clear)  # nothing to compare with: all of it is sent
+        rows.append(row("delta, full", everything, transport.sent_bytes))
         step = iter(range(10**6))
 
         def change(part: float) -> Callable[[], None]:
@@ -207,15 +216,15 @@ def _measure(name: str, folder: Path) -> list[dict[str, Any]]:
 
 def _plan_seconds() -> dict[str, float]:
     from megarl.benchmarks.sync.deepseek import deepseek_v3
-    from megarl.sync.plan import Held, Place, ServerLayout, make_plan
+    from megarl.sync.plan import Held, TrainerRank, make_plan
 
     half = SIDE // 2
     boxes = ((((0, half), (0, SIDE)), (0,)), (((half, SIDE), (0, SIDE)), (1,)))
     thousand = {f"model.layers.{i}.weight": Held((SIDE, SIDE), boxes) for i in range(1000)}
     tensors, ranks = deepseek_v3(pp=16, ep=64)
     return {
-        "plan, 1000 tensors": _least(lambda: make_plan(thousand, [Place()] * 2, [ServerLayout()] * 4)),
-        "plan, 671B": _least(lambda: make_plan(tensors, ranks, [ServerLayout(tp=8, ep=8)] * 32)),
+        "plan, 1000 tensors": _least(lambda: make_plan(thousand, [TrainerRank()] * 2, [_HOST] * 4)),
+        "plan, 671B": _least(lambda: make_plan(tensors, ranks, [_HOST] * 32)),
     }
 
 

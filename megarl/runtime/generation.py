@@ -27,11 +27,13 @@ def use_servers(c: Controller) -> None:
     """
     if c.config.rollout.engine != "sglang":
         return
+    from megarl.comm import as_group
     from megarl.device import DTYPES, has_cuda
     from megarl.rollout.sglang.engine import Replica, SglangEngine
     from megarl.rollout.sglang.launch import Place, open_fleet
+    from megarl.rollout.sglang.layout import ServerLayout
     from megarl.rollout.sglang.memory import ServerMemory
-    from megarl.sync.plan import ServerLayout
+    from megarl.rollout.sglang.receiver import SglangReceivers
     from megarl.sync.updater import WeightSync
 
     config, layout = c.config, c.layout
@@ -52,11 +54,12 @@ def use_servers(c: Controller) -> None:
             random_weights=True,
             longest=config.longest_sequence(),
         )
-    server = ServerLayout(config.rollout.sglang.tp_size, config.rollout.sglang.ep_size)
     if config.rollout.sglang.colocated:
         c.server_memory = ServerMemory(c.fleet, config.sync.timeout_s, layout.rank)
         make_room(c)  # until the first `publish`: a checkpoint may come back before
-    sync = WeightSync(c.actor.chunks, c.hf_config, c.fleet, server, config.sync, c.run_dir)
+    sizes = config.rollout.sglang.tp_size, config.rollout.sglang.ep_size
+    receivers = SglangReceivers(c.fleet, ServerLayout.of(c.hf_config, *sizes, on_gpu=has_cuda()))
+    sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, as_group(None))
     replica = Replica(layout.dp_rank, layout.dp_size, layout.lead_rank, layout.is_lead, layout.mp_group)
     c.sync = sync
     c.rollout = SglangEngine(config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()), sync.run)
@@ -121,9 +124,9 @@ def _account(c: Controller, report: SyncReport) -> None:
     if c.fleet is None or not report.to_probe:
         return
     from megarl.data.batch import Batch, Jagged
-    from megarl.rollout.sglang.tags import version_tag
+    from megarl.rollout.sglang.probe import probe_gap, probe_servers
     from megarl.sync.updater import WeightSync
-    from megarl.sync.verify import probe_gap, probe_servers
+    from megarl.sync.versions import version_tag
 
     make_room(c, "weights", "kv_cache")  # a probe is generated
     with phase("probe"):

@@ -1,1 +1,1 @@
-"""Weights from the trainer to generation servers: plan, gathering, transports, protocol, verification."""
+"""Weights from the trainer to whatever generates: plan, gathering, transports, protocol, verification."""

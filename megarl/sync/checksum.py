@@ -1,7 +1,4 @@
-"""The checksums that SGLang gives of a tensor, computed a part at a time: SHA-256 on the CPU, its own hash on a GPU.
-
-Both come as 16 hexadecimal digits. Checked against SGLang 0.5.23.
-"""
+"""Checksums of tensors, computed a part at a time."""
 
 from __future__ import annotations
 
@@ -10,12 +7,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-
-_TILE = 8192  # words
-_WORD, _LONG = 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF
-_SEED = 0x243F6A88
-_SEEDS = (_SEED, ((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
-_POSITIONS = ((0x27D4EB2D, 15), (0x165667B1, 13))
 
 
 class Checksum(Protocol):
@@ -28,11 +19,6 @@ class Checksum(Protocol):
     def hexdigest(self) -> str:
         """16 digits."""
         ...
-
-
-def make_checksum(nbytes: int, *, on_gpu: bool) -> Checksum:
-    """The checksum that a server on that kind of device gives of a tensor of `nbytes` bytes."""
-    return DeviceChecksum(nbytes) if on_gpu else HostChecksum()
 
 
 class HostChecksum:
@@ -48,61 +34,3 @@ class HostChecksum:
     def hexdigest(self) -> str:
         """16 digits."""
         return self._sha.hexdigest()[:16]
-
-
-class DeviceChecksum:
-    """Sum over tiles of 8192 words of two 32-bit hashes, mixed; runs on the device of the parts."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes, self._words, self._sum = nbytes, 0, 0
-        self._rest: Tensor | None = None
-
-    def update(self, part: Tensor) -> None:
-        """Add the next bytes; what does not fill a tile waits for more."""
-        flat = part.detach().contiguous().flatten().view(torch.uint8)
-        if self._rest is not None:
-            flat = torch.cat([self._rest, flat])
-        whole = flat.numel() // (4 * _TILE) * (4 * _TILE)
-        for piece in flat[:whole].split(256 * 4 * _TILE):
-            self._add(piece)
-        self._rest = flat[whole:].clone()
-
-    def hexdigest(self) -> str:
-        """16 digits."""
-        if self._nbytes == 0:
-            return f"{0:016x}"
-        if self._rest is not None and self._rest.numel():
-            self._add(torch.cat([self._rest, self._rest.new_zeros(-self._rest.numel() % 4)]))
-            self._rest = None
-        x = self._sum & _LONG
-        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-            x ^= x >> shift
-            x = (x * factor) & _LONG
-        return f"{x:016x}"
-
-    def _add(self, flat: Tensor) -> None:
-        """Tiles of a multiple of 4 bytes; only the last may be short."""
-        words = flat.view(torch.int32).to(torch.int64) & _WORD
-        at = torch.arange(self._words, self._words + words.numel(), device=words.device) & _WORD
-        self._words += words.numel()
-        tiles = -(-words.numel() // _TILE)
-        halves = []
-        for seed, (factor, turn) in zip(_SEEDS, _POSITIONS, strict=True):
-            place = ((_times(at, factor) + seed) & _WORD) ^ (((at << turn) | (at >> (32 - turn))) & _WORD)
-            mixed = words.new_zeros(tiles * _TILE)
-            mixed[: words.numel()] = _mix(words ^ place)
-            halves.append(_mix((mixed.view(tiles, _TILE).sum(1) & _WORD) ^ (-(-self._nbytes // 4) * 4 & _WORD)))
-        self._sum += int(halves[1].sum()) + (int(halves[0].sum()) << 32)
-
-
-def _times(x: Tensor, factor: int) -> Tensor:
-    """The lower 32 bits of x * factor; x and factor below 2**32, whose product does not fit into 63 bits."""
-    return (((x >> 16) * factor & 0xFFFF) * 65536 + (x & 0xFFFF) * factor) & _WORD
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = x ^ (x >> 16)
-    x = _times(x, 0x85EBCA6B)
-    x = x ^ (x >> 13)
-    x = _times(x, 0xC2B2AE35)
-    return x ^ (x >> 16)

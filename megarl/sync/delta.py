@@ -96,7 +96,7 @@ def apply_delta(parts: Sequence[Tensor], itemsizes: Sequence[int], delta: Delta)
 
 
 def patch_header(entries: Sequence[Entry], delta: Delta) -> list[Any]:
-    """What a server's loader must know of a delta: name, shape, dtype and count of each touched tensor."""
+    """What a receiver must know of a delta: name, shape, dtype and count of each touched tensor."""
     counted = zip(entries, delta.counts.tolist(), strict=True)
     return [[e.name, e.shape, e.dtype, count] for e, count in counted if count]
 

@@ -27,10 +27,3 @@ def quantize_blocks(weight_RC: Tensor) -> tuple[Tensor, Tensor]:
     scaled = (blocks / scale[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
     quantised = scaled.view(down * FP8_BLOCK, across * FP8_BLOCK)[:rows, :columns]
     return quantised.to(torch.float8_e4m3fn).contiguous(), scale
-
-
-def dequantize_blocks(quantised_RC: Tensor, scale: Tensor) -> Tensor:
-    """float32 [R, C] that a server computes with."""
-    rows, columns = quantised_RC.shape
-    wide = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-    return quantised_RC.float() * wide

@@ -1,20 +1,19 @@
-"""Who sends which bytes to which server: plain data, no torch, testable without processes.
+"""Who sends which bytes to which receiver: plain data, no torch, testable without processes.
 
     holders of a tensor's boxes          routes                             buckets of a sender
     (trainer ranks)
     r0: rows 0..63   of q_proj --.
-                                  >--> replica 0, sender r0 --> server 0     [q_proj | k_proj | v_proj | ...]
-    r1: rows 64..127 of q_proj --'     replica 1, sender r2 --> server 1     [...]
+                                  >--> replica 0, sender r0 --> receiver 0   [q_proj | k_proj | v_proj | ...]
+    r1: rows 64..127 of q_proj --'     replica 1, sender r2 --> receiver 1   [...]
 
-A replica is a set of ranks that holds the whole model once. Servers are shared out over the replicas; inside a replica
-every tensor has one sender, other holders pass it their boxes, and the bytes of the senders are balanced. A transport
-that needs shared memory (`same_host`) sends from ranks on the server's own host.
+A replica is a set of ranks that holds the whole model once. Receivers are shared out over the replicas; inside a
+replica every tensor has one sender, other holders pass it their boxes, and the bytes of the senders are balanced. A
+transport that needs shared memory (`same_host`) sends from ranks on the receiver's own host.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -28,24 +27,14 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "float8_e4m
 FP8_BLOCK = 128
 SLAB_BYTES = 4 << 20  # pieces travel between trainer ranks in parts of at most this many bytes (one row at least)
 _FIRST = 4  # the first bucket has a fourth of the size of the others
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _NOT_FP8 = ("embed_tokens", "lm_head", ".gate.weight", "norm", "score")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TrainerRank:
     """Where a trainer rank stands: its pipeline stage, and the host it runs on."""
 
     stage: int = 0
-    host: str = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLayout:
-    """Where a server stands and how it splits the model: `tp` ranks, whose experts are spread `ep` ways."""
-
-    tp: int = 1
-    ep: int = 1
     host: str = "127.0.0.1"
 
 
@@ -83,66 +72,54 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What one replica sends to its servers: the buckets of each sender, and for every tensor who gives which box."""
+    """What one replica sends to its receivers: the buckets of each sender, and for every tensor who gives which box."""
 
     replica: int
-    servers: tuple[int, ...]
+    receivers: tuple[int, ...]
     senders: dict[int, tuple[Bucket, ...]]
     givers: dict[str, tuple[tuple[Box, int], ...]] = field(repr=False)
 
     @property
     def lead(self) -> int:
-        """The rank that opens and closes the update on these servers."""
+        """The rank that opens and closes the update on these receivers."""
         return min(self.senders)
 
     def nbytes(self, sender: int) -> int:
-        """Bytes that `sender` sends to each server."""
+        """Bytes that `sender` sends to each receiver."""
         return sum(bucket.nbytes for bucket in self.senders[sender])
 
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """Everything a synchronisation does, before it starts."""
+    """Everything a synchronisation does, before it starts. `hosts`: of the receivers, by number."""
 
-    servers: tuple[ServerLayout, ...]
+    hosts: tuple[str, ...]
     routes: tuple[Route, ...]
-    experts: int
 
-    def route_of(self, server: int) -> Route:
-        """The route that feeds `server`."""
-        return next(route for route in self.routes if server in route.servers)
-
-    def needed_by(self, server: int, rank: int, entry: Entry) -> bool:
-        """True when tensor-parallel rank `rank` of `server` holds any part of `entry`.
-
-        Experts lie in equal consecutive blocks over the ranks, as the server places them unless it balances experts.
-        """
-        layout, found = self.servers[server], _EXPERT.search(entry.source)
-        if layout.ep == 1 or found is None or self.experts % layout.ep:
-            return True
-        return int(found[1]) // (self.experts // layout.ep) == rank // (layout.tp // layout.ep)
+    def route_of(self, receiver: int) -> Route:
+        """The route that feeds `receiver`."""
+        return next(route for route in self.routes if receiver in route.receivers)
 
     def seconds(self, gb_per_s: float) -> float:
-        """Time of the busiest sender when each sends at `gb_per_s` (10**9 bytes), one server after the other."""
-        busiest = max(route.nbytes(s) * len(route.servers) for route in self.routes for s in route.senders)
+        """Time of the busiest sender when each sends at `gb_per_s` (10**9 bytes), one receiver after the other."""
+        busiest = max(route.nbytes(s) * len(route.receivers) for route in self.routes for s in route.senders)
         return busiest / (gb_per_s * 1e9)
 
     def describe(self, gb_per_s: float | None = None, rows: int = 20) -> str:
         """The plan as a table of at most `rows` senders."""
-        lines = [
-            f"{'replica':>7} {'sender':>6} {'servers':<16} {'tensors':>8} {'buckets':>8} {'MB':>10} {'gathered MB':>12}"
-        ]
+        sizes = f"{'tensors':>8} {'buckets':>8} {'MB':>10} {'gathered MB':>12}"
+        lines = [f"{'replica':>7} {'sender':>6} {'receivers':<16} {sizes}"]
         table = [(route, sender) for route in self.routes for sender in sorted(route.senders)]
         for route, sender in table[:rows]:
             buckets = route.senders[sender]
             count, size = sum(len(bucket.entries) for bucket in buckets), route.nbytes(sender) / 1e6
-            who = f"{route.replica:>7} {sender:>6} {_ranges(route.servers):<16}"
+            who = f"{route.replica:>7} {sender:>6} {_ranges(route.receivers):<16}"
             lines.append(f"{who} {count:>8} {len(buckets):>8} {size:>10.1f} {_gathered(route, sender) / 1e6:>12.1f}")
         if len(table) > rows:
             lines.append(f"... and {len(table) - rows} more senders")
-        total = sum(r.nbytes(s) * len(r.servers) for r in self.routes for s in r.senders)
+        total = sum(r.nbytes(s) * len(r.receivers) for r in self.routes for s in r.senders)
         largest = max(bucket.nbytes for r in self.routes for buckets in r.senders.values() for bucket in buckets)
-        lines.append(f"{total / 1e9:.3f} GB to {len(self.servers)} servers, largest bucket {largest / 1e6:.1f} MB")
+        lines.append(f"{total / 1e9:.3f} GB to {len(self.hosts)} receivers, largest bucket {largest / 1e6:.1f} MB")
         if gb_per_s is not None:
             lines.append(f"about {self.seconds(gb_per_s):.2f} s at {gb_per_s:g} GB/s per sender")
         return "\n".join(lines)
@@ -188,8 +165,8 @@ def holdings(hf: PretrainedConfig, ranks: Sequence[Coordinate]) -> dict[str, Hel
 
 def make_plan(
     tensors: dict[str, Held],
-    ranks: Sequence[Place],
-    servers: Sequence[ServerLayout],
+    ranks: Sequence[TrainerRank],
+    hosts: Sequence[str],
     *,
     dtype: str = "bfloat16",
     fp8: bool = False,
@@ -203,26 +180,25 @@ def make_plan(
     Args:
         tensors: what the trainer holds, see `holdings`.
         ranks: one per trainer rank.
-        servers: one per server.
+        hosts: of the receivers, one for each.
         dtype: of the tensors on the wire.
         fp8: send projection weights as float8_e4m3fn with a float32 scale per block of 128 x 128.
         bucket_bytes: bound of a bucket and of what gathering it also needs; a larger tensor has a bucket of its own.
-        same_host: senders must run on the host of their server.
-        one_replica: the first replica serves all servers.
+        same_host: senders must run on the host of their receiver.
+        one_replica: the first replica sends to all receivers.
         senders_per_stage: senders of one pipeline stage at most; None: every holder of a tensor may send it.
 
     Raises:
-        ValueError: a server's host has no trainer rank although `same_host` asks for it.
+        ValueError: a receiver's host has no trainer rank although `same_host` asks for it.
     """
     count = min(len(who) for held in tensors.values() for _, who in held.boxes)
     members = _replicas(tensors, count)
     routes = []
     sharing = members[:1] if one_replica else members
-    for replica, host, mine in _share_out(sharing, ranks, servers, same_host):
+    for replica, host, mine in _share_out(sharing, ranks, hosts, same_host):
         pools = _pools(members[replica], ranks, host, senders_per_stage)
         routes.append(_route(tensors, replica, count, mine, pools, ranks, dtype, fp8, bucket_bytes))
-    experts = 1 + max((int(found[1]) for name in tensors if (found := _EXPERT.search(name))), default=-1)
-    return SyncPlan(tuple(servers), tuple(routes), experts)
+    return SyncPlan(tuple(hosts), tuple(routes))
 
 
 def _in_replica(who: tuple[int, ...], replica: int, count: int) -> tuple[int, ...]:
@@ -239,24 +215,24 @@ def _replicas(tensors: dict[str, Held], count: int) -> list[set[int]]:
 
 
 def _share_out(
-    members: list[set[int]], ranks: Sequence[Place], servers: Sequence[ServerLayout], same_host: bool
+    members: list[set[int]], ranks: Sequence[TrainerRank], hosts: Sequence[str], same_host: bool
 ) -> Iterable[tuple[int, str | None, tuple[int, ...]]]:
-    """(replica, host its senders must be on or None, servers) of every route."""
+    """(replica, host its senders must be on or None, receivers) of every route."""
     if not same_host:
-        for replica in range(min(len(members), len(servers))):
-            yield replica, None, tuple(range(replica, len(servers), len(members)))
+        for replica in range(min(len(members), len(hosts))):
+            yield replica, None, tuple(range(replica, len(hosts), len(members)))
         return
-    for host in dict.fromkeys(server.host for server in servers):
+    for host in dict.fromkeys(hosts):
         near = [r for r, who in enumerate(members) if any(ranks[rank].host == host for rank in who)]
         if not near:
-            raise ValueError(f"no trainer rank runs on the host {host!r} of a server, which this transport needs")
-        there = [i for i, server in enumerate(servers) if server.host == host]
-        for place, replica in enumerate(near[: len(there)]):
-            yield replica, host, tuple(there[place :: len(near)])
+            raise ValueError(f"no trainer rank runs on the host {host!r} of a receiver, which this transport needs")
+        there = [i for i, at in enumerate(hosts) if at == host]
+        for turn, replica in enumerate(near[: len(there)]):
+            yield replica, host, tuple(there[turn :: len(near)])
 
 
 def _pools(
-    members: set[int], ranks: Sequence[Place], host: str | None, senders_per_stage: int | None
+    members: set[int], ranks: Sequence[TrainerRank], host: str | None, senders_per_stage: int | None
 ) -> dict[int, tuple[int, ...]]:
     """For every stage of a replica, the ranks that may send its tensors."""
     allowed = sorted(rank for rank in members if host is None or ranks[rank].host == host)
@@ -271,9 +247,9 @@ def _route(
     tensors: dict[str, Held],
     replica: int,
     count: int,
-    servers: tuple[int, ...],
+    receivers: tuple[int, ...],
     pools: dict[int, tuple[int, ...]],
-    ranks: Sequence[Place],
+    ranks: Sequence[TrainerRank],
     dtype: str,
     fp8: bool,
     bucket_bytes: int,
@@ -293,10 +269,10 @@ def _route(
         sender: tuple(_buckets([(n, tensors[n].shape) for n in names[sender]], dtype, fp8, bucket_bytes))
         for sender in sorted(names)
     }
-    return Route(replica, servers, senders, givers)
+    return Route(replica, receivers, senders, givers)
 
 
-def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[Place]) -> int:
+def _giver(who: tuple[int, ...], sender: int, ranks: Sequence[TrainerRank]) -> int:
     """The holder that gives a box: the sender itself, else one on its host, else the first."""
     if sender in who:
         return sender
@@ -307,7 +283,7 @@ def _assign(
     tensors: dict[str, Held],
     holders: dict[str, tuple[tuple[Box, tuple[int, ...]], ...]],
     pools: dict[int, tuple[int, ...]],
-    ranks: Sequence[Place],
+    ranks: Sequence[TrainerRank],
     itemsize: int,
 ) -> dict[str, int]:
     """One sender per tensor. The largest first, each to the candidate with the least to send so far."""

@@ -1,4 +1,4 @@
-"""One server's way from one weight version to the next, as a state machine.
+"""One receiver's way from one weight version to the next, as a state machine.
 
            pause       begin       buckets ...      end         tag          flush        resume
     SERVING ---> PAUSED ---> OPEN ----------> OPEN ---> LOADED ---> TAGGED ---> FLUSHED ---> SERVING
@@ -6,28 +6,23 @@
                     '----------'----------------'----------'-----------'-----------'--> FAILED
                                     refused, no answer before the deadline, gone
 
-A server that fails stays paused: it answers nothing with half of its weights exchanged. It is on a known version again
-after a whole synchronisation, which starts from any state the server may be found in, or when the trainer ends and its
-keeper (keeper.py) brings the server back to weights that it can read by itself. An update does not begin before the
-keeper of an earlier trainer is done.
+A receiver that fails stays paused: it answers nothing with half of its weights exchanged. It is on a known version
+again after a whole synchronisation, which starts from any state the receiver may be found in, or when its engine brings
+itself back to weights that it can read without the trainer (for SGLang's servers: rollout/sglang/keeper.py).
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Literal
+from typing import Any
 
 from megarl.errors import ServerError
-from megarl.rollout.sglang.api import ServerApi
-from megarl.sync.keeper import RESTORING
-
-_POLL_S = 0.5
+from megarl.sync.receiver import PauseMode, Receiver, Step
 
 
 class State(Enum):
-    """Where a server is in an update."""
+    """Where a receiver is in an update."""
 
     SERVING = "serving"
     PAUSED = "paused"
@@ -38,12 +33,13 @@ class State(Enum):
     FAILED = "failed"
 
 
-class ServerUpdate:
-    """Drives one server through one update. Each method is one step: one or two calls, one deadline.
+class ReceiverUpdate:
+    """Takes one receiver through one update. Each method is one step with one deadline.
 
     Args:
-        version: what the server is to call it (`version_tag`).
-        session: True when tensors come in buckets between begin and end; False when the server loads them in one call.
+        version: what the receiver is to call it (`version_tag`).
+        session: True when tensors come in buckets between begin and end; False when the receiver loads them in one
+            call.
         deadline_s: seconds for each step.
 
     Raises:
@@ -51,46 +47,46 @@ class ServerUpdate:
         ValueError: the step does not follow from the present state, which is a defect of the caller.
     """
 
-    def __init__(self, api: ServerApi, version: str, *, session: bool, deadline_s: float) -> None:
-        self.api, self.version, self.session, self.deadline_s = api, version, session, deadline_s
+    def __init__(self, receiver: Receiver, version: str, *, session: bool, deadline_s: float) -> None:
+        self.receiver, self.version, self.session = receiver, version, session
+        self.step = Step(f"update to version {version}", deadline_s)
         self.state = State.SERVING
 
-    def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+    def pause(self, mode: PauseMode) -> None:
         """Stop generation; `abort` ends running requests with what they have."""
-        self._step(State.SERVING, State.PAUSED, lambda: self._pause(mode))
+        self._step(State.SERVING, State.PAUSED, lambda: self.receiver.pause(mode, self.step))
 
     def begin(self) -> None:
-        """Open the server for tensors. A session that a dead trainer left open is closed first."""
+        """Open the receiver for tensors. A session that a dead trainer left open is closed first."""
         self._step(State.PAUSED, State.OPEN, self._begin)
 
     def load(self, send: Callable[[], None]) -> None:
-        """Run `send`, which hands tensors to this server, as a step of this update."""
+        """Run `send`, which hands tensors to this receiver, as a step of this update."""
+        self.receiver.loading(self.version, self.step)
         self._step(State.OPEN, State.OPEN, send)
 
     def end(self) -> None:
-        """All tensors are there: let the server finish what it derives from them."""
-        self._step(State.OPEN, State.LOADED, lambda: self._call("/end_weight_update", {}) if self.session else None)
+        """All tensors are there: let the receiver finish what it derives from them."""
+        self._step(State.OPEN, State.LOADED, lambda: self.receiver.end(self.step) if self.session else None)
 
     def tag(self) -> None:
-        """Name the new version and see that the server names it back."""
+        """Name the new version and see that the receiver names it back."""
         self._step(State.LOADED, State.TAGGED, self._tag)
 
-    def flush(self, mode: Literal["abort", "retract", "in_place"]) -> None:
+    def flush(self, mode: PauseMode) -> None:
         """Drop the prefix cache that the old weights filled.
 
-        With `in_place` requests may be running, which keep their cache; such a server has no other (sglang).
+        With `in_place` requests may be running, which keep their cache; such a receiver has no other.
         """
-        self._step(State.TAGGED, State.FLUSHED, lambda: self._flush(mode))
+        self._step(State.TAGGED, State.FLUSHED, lambda: self.receiver.flush(mode, self.step))
 
     def resume(self) -> None:
         """Generate again."""
-        # Emptying the allocator's cache calls CUDA in the server whatever device it runs on.
-        payload = {"torch_empty_cache": False}
-        self._step(State.FLUSHED, State.SERVING, lambda: self._call("/continue_generation", payload))
+        self._step(State.FLUSHED, State.SERVING, lambda: self.receiver.resume(self.step))
 
     def _step(self, before: State, after: State, action: Callable[[], Any]) -> None:
         if self.state is not before:
-            raise ValueError(f"{self.api.name}: {after.value} cannot follow {self.state.value}")
+            raise ValueError(f"{self.receiver.name}: {after.value} cannot follow {self.state.value}")
         try:
             action()
         except BaseException:
@@ -98,46 +94,14 @@ class ServerUpdate:
             raise
         self.state = after
 
-    def _call(self, path: str, payload: dict[str, Any] | None, method: str = "POST") -> dict[str, Any]:
-        phase = f"update to version {self.version}"
-        return self.api.call(path, payload, deadline_s=self.deadline_s, phase=phase, method=method)
-
-    def _pause(self, mode: str) -> None:
-        end = time.monotonic() + self.deadline_s
-        while self._found_version().startswith(RESTORING):
-            if time.monotonic() > end:
-                self._name("taken over")  # the keeper is gone, or sees that the server is no longer its own
-                break
-            time.sleep(_POLL_S)
-        self._call("/pause_generation", {"mode": mode})
-
     def _begin(self) -> None:
-        if not self.session:
-            return
-        try:
-            self._call("/begin_weight_update", {})
-        except ServerError as error:
-            if "already open" not in error.reason:
-                raise
-            self._call("/end_weight_update", {})
-            self._call("/begin_weight_update", {})
+        if self.session:
+            self.receiver.loading(self.version, self.step)
+            self.receiver.begin(self.step)
 
     def _tag(self) -> None:
-        self._name(self.version)
-        found = self._found_version()
+        self.receiver.set_version(self.version, self.step)
+        found = self.receiver.held_version(self.step)
         if found != self.version:
-            where = f"update to version {self.version}"
-            raise ServerError(self.api.name, self.api.url, where, f"the server says its version is {found!r}")
-
-    def _name(self, version: str) -> None:
-        self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False})
-
-    def _found_version(self) -> str:
-        return str(self._call("/model_info", None, "GET").get("weight_version"))
-
-    def _flush(self, mode: str) -> None:
-        try:
-            self._call("/flush_cache", {})
-        except ServerError as error:
-            if mode != "in_place" or error.status is None:
-                raise
+            reason = f"the server says its version is {found!r}"
+            raise ServerError(self.receiver.name, self.receiver.url, self.step.phase, reason)

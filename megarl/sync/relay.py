@@ -1,11 +1,11 @@
-"""A process on a server's host that keeps the last weights in shared memory and brings them forward by deltas.
+"""A process on a receiver's host that keeps the last weights in shared memory and brings them forward by deltas.
 
     MEGARL_RELAY_KEY=... python -m megarl.sync.relay HOST PORT PORT_FILE     (port 0: a free one, written to PORT_FILE)
 
-    trainer                                relay                                   server
+    trainer                                relay                                   receiver
     changed elements of bucket 3  --TCP-->  base of bucket 3 += them
-    patch for server 0?  ---------------->  handle of the changed elements, or of the tensors that changed
-    handle                       ---------------------- HTTP ------------------->  maps it, writes them, or copies
+    patch for receiver 0?  -------------->  handles of the changed elements, or of the bucket
+    handles                      ---------------------- its own call ----------->  maps it, writes them, or copies
 
 A bucket moves from version to version whole: a message is read to its end before anything changes. The base must be
 the one that the delta was made from; otherwise the answer says so and the trainer sends everything. Both sides prove
@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megarl.compat.sglang_wire import bucket_payload, loader_payload, shared_buffer
 from megarl.processes import kill_with_parent
-from megarl.sync.delta import Delta, apply_delta, patch_header
+from megarl.sync.delta import Delta, apply_delta
 from megarl.sync.plan import ITEMSIZE, Entry
+from megarl.sync.shared import handle_of, shared_buffer
 
 KEY_VARIABLE = "MEGARL_RELAY_KEY"
 _HOST = torch.device("cpu")
@@ -157,7 +157,6 @@ class _Sender:
     bases: dict[int, _Base] = field(default_factory=dict)
     patch: Tensor = field(default_factory=lambda: shared_buffer(0, _HOST))
     patched: tuple[int, int, int] | None = None  # bucket, version, bytes
-    header: list[Any] = field(default_factory=list)
 
 
 class Relay:
@@ -203,24 +202,24 @@ class Relay:
         if len(sender.patch) < size:
             sender.patch = shared_buffer(size, _HOST)
         sender.patch[:split], sender.patch[split:size] = delta.distances, delta.values
-        sender.patched, sender.header = (bucket, version, size), patch_header(held.entries, delta)
+        sender.patched = bucket, version, size
         return {"taken": True}
 
     def _patch(self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int) -> dict[str, Any]:
-        """Payloads that hand the changed elements to the ranks of a server: each gives back one reference."""
+        """Handles of the changed elements, one for each of the `ranks` of a receiver."""
         if sender.patched is None or sender.patched[:2] != (bucket, version):
             raise RelayRefused(f"the last changes are those of {sender.patched}, not of {(bucket, version)}")
         flat = sender.patch[: sender.patched[2]]
-        return {"payloads": [loader_payload(flat, sender.header) for _ in range(ranks)]}
+        return {"handles": [handle_of(flat) for _ in range(ranks)]}
 
     def _handles(
-        self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: list[list[int]]
+        self, sender: _Sender, bodies: list[bytearray], bucket: int, version: int, ranks: int
     ) -> dict[str, Any]:
-        """Payloads that hand tensors of the bucket to a server: for each of its ranks the numbers of the entries."""
+        """Handles of the whole bucket."""
         held = sender.bases.get(bucket)
         if held is None or held.version != version:
             raise RelayRefused(f"version {None if held is None else held.version} instead of {version}")
-        return {"payloads": [bucket_payload(held.flat, [held.entries[i] for i in rank]) for rank in ranks]}
+        return {"handles": [handle_of(held.flat) for _ in range(ranks)]}
 
 
 def serve(relay: Relay, address: tuple[str, int], key: str, port_file: Path) -> None:

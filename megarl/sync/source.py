@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.comm import Group
+from megarl.comm import WorkerGroup
 from megarl.errors import WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.fill import local_shards
@@ -53,9 +53,9 @@ class Source:
 
     Args:
         held: this rank's pieces, views into the live parameters.
+        world: all ranks of the trainer; the plan's numbers are theirs.
         dtype: of the wire, before FP8.
         device: of the buckets. Pieces travel between buckets' devices: giver and taker must use one backend.
-        group: process group whose ranks the plan's numbers are; None: the world.
         live: tensors that this rank holds as the wire wants them are not copied into buckets; `parts` tells where all
             of them are.
     """
@@ -64,14 +64,14 @@ class Source:
         self,
         held: Held,
         plan: SyncPlan,
-        rank: int,
+        world: WorkerGroup,
         dtype: torch.dtype,
         device: torch.device = HOST,
-        group: Group = None,
         *,
         live: bool = False,
     ) -> None:
-        self.held, self.plan, self.rank, self.dtype, self.device, self.group = held, plan, rank, dtype, device, group
+        self.held, self.plan, self.world, self.dtype, self.device = held, plan, world, dtype, device
+        self.rank = rank = world.rank
         self.peak_staged = 0  # bytes beside the buckets, for tests
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
@@ -165,12 +165,14 @@ class Source:
             ready = rows.to(self.device, self.dtype).contiguous()
             while len(sending) > 1:  # at most two slabs on their way
                 self._wait(sending.popleft()[0], "to take a piece")
-            work = dist.isend(ready.view(-1).view(torch.uint8), dst=move.sender, group=self.group)
+            work = dist.isend(
+                ready.view(-1).view(torch.uint8), dst=self.world.ranks[move.sender], group=self.world.process_group
+            )
             assert work is not None
             sending.append((work, ready))
 
     def _irecv(self, into: Tensor, giver: int) -> dist.Work:
-        work = dist.irecv(into.view(-1).view(torch.uint8), src=giver, group=self.group)
+        work = dist.irecv(into.view(-1).view(torch.uint8), src=self.world.ranks[giver], group=self.world.process_group)
         assert work is not None
         return work
 
@@ -178,7 +180,7 @@ class Source:
         try:
             work.wait()
         except RuntimeError as error:
-            raise WorkerError(f"weight synchronisation: rank {self.rank} waited {what} in vain: {error}") from error
+            raise WorkerError(f"weight synchronisation: rank {self.rank}, waiting {what}: {error}") from error
 
     def _quantise(self, entry: Entry, whole: Tensor, out: Tensor) -> None:
         values, scale = quantize_blocks(whole)

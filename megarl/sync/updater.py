@@ -1,59 +1,50 @@
-"""What the training loop calls: `push` after an update of the policy, `catch_up` when servers fell behind.
+"""What the training loop calls: `push` after an update of the policy, `catch_up` when receivers fell behind.
 
 Both are collective over all ranks of the trainer:
 
-    all ranks          agree on the servers to update
-    lead of a server   pause, begin                       one lead per server: the first sender of its route
-    all ranks          agree on who is open
-    all ranks          rounds: gather, send               (courier.py)
-    all ranks          agree on who got everything
-    lead               commit, end, tag, [verify], flush, resume
-    all ranks          agree on who is current; every rank's fleet is told
+    all ranks            agree on the receivers to update
+    lead of a receiver   pause, begin                     one lead per receiver: the first sender of its route
+    all ranks            agree on who is open
+    all ranks            rounds: gather, send             (sender.py)
+    all ranks            agree on who got everything
+    lead                 commit, end, tag, [verify], flush, resume
+    all ranks            agree on who is current; every rank's `Receivers` are told
 
-A server that fails at any point is marked failed on every rank; the others go on.
+A receiver that fails at any point is marked failed on every rank; the others go on.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
-import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import urlsplit
+from typing import TypeVar
 
-import torch.distributed as dist
-
-from megarl.comm import address_for_others, all_gather_json, broadcast_json, group_size
+from megarl.comm import WorkerGroup
 from megarl.config.sync import SyncConfig
-from megarl.device import DTYPES, device, has_cuda
-from megarl.errors import ConfigError, ServerError, WorkerError
+from megarl.device import DTYPES, device
+from megarl.errors import ServerError, WorkerError
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.export import iter_hf_tensors, layout_of_all
 from megarl.models.weights.fill import coordinate
 from megarl.phase import phase
-from megarl.processes import LOOPBACK, is_address_here
-from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.tags import version_tag
 from megarl.sync import verify
-from megarl.sync.courier import Courier, Sent
-from megarl.sync.keeper import Keeper
-from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
-from megarl.sync.protocol import ServerUpdate
+from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
+from megarl.sync.plan import TrainerRank, holdings, make_plan
+from megarl.sync.protocol import ReceiverUpdate
+from megarl.sync.receiver import Checksums, Receiver, Receivers, Step
+from megarl.sync.sender import BucketSender, Sent
 from megarl.sync.source import Source, held_pieces
 from megarl.sync.transports.base import Target, Transport
 from megarl.sync.transports.delta import DeltaTransport, relays_of_all
 from megarl.sync.transports.disk import DiskTransport
 from megarl.sync.transports.distributed import DistributedTransport
 from megarl.sync.transports.tensor import TensorTransport
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from megarl.sync.versions import version_tag
 
 T = TypeVar("T")
 
@@ -62,7 +53,7 @@ T = TypeVar("T")
 class SyncReport:
     """One synchronisation, the same on every rank. Seconds are those of the slowest rank, bytes of all together.
 
-    `to_probe`: updated servers that `sync.verify` selects; what they compute can be compared once they generate.
+    `to_probe`: updated receivers that `sync.verify` selects; what they compute can be compared once they generate.
     """
 
     version: int
@@ -93,43 +84,38 @@ class NullSync:
 
 
 class WeightSync:
-    """Keeps the servers of a fleet on the trainer's weights.
+    """Keeps receivers on the trainer's weights.
 
     Args:
         chunks: this rank's part of the model; its live parameters are sent.
-        hf: configuration of the whole model.
-        fleet: the servers; the same list on every rank.
-        server: how each of them splits the model (its host is read from its URL).
+        receivers: the same ones in the same order on every rank.
         config: section `sync` of the recipe.
-        run_dir: the folder of the disk transport and the log of the keeper lie in it.
+        run_dir: the folder of the disk transport and logs lie in it.
+        world: all ranks of the trainer.
     """
 
     def __init__(
         self,
         chunks: Sequence[PolicyModel],
-        hf: PretrainedConfig,
-        fleet: Fleet,
-        server: ServerLayout,
+        receivers: Receivers,
         config: SyncConfig,
         run_dir: Path,
+        world: WorkerGroup,
     ) -> None:
-        self.chunks, self.hf, self.fleet, self.config = chunks, hf, fleet, config
+        self.chunks, self.receivers, self.config, self.world = chunks, receivers, config, world
         self.version: int | None = None
-        self.run = broadcast_json(secrets.token_hex(4), 0)  # part of versions' names
-        self.rank = dist.get_rank() if group_size() > 1 else 0
+        self.run = world.broadcast_json(secrets.token_hex(4))  # part of versions' names
         model_dtype = chunks[0].config.params_dtype
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         ranks = layout_of_all(coordinate(chunks))
-        names, addresses = hosts_of_ranks()
-        hosts = _server_hosts([s.api.url for s in fleet.servers], names, addresses)
-        layouts = [dataclasses.replace(server, host=host) for host in hosts]
-        apart = has_cuda() and fleet.on_other_gpus
-        self.transport_name = choose_transport(config.transport, hosts, set(names.values()), apart=apart)
+        names, addresses = hosts_of_ranks(world)
+        hosts = hosts_of_receivers([receiver.url for receiver in receivers.all], names, addresses, world)
+        self.transport_name = choose_transport(config.transport, hosts, set(names.values()), receivers.cannot_map)
         kind = TRANSPORTS[self.transport_name]
         self.plan = make_plan(
-            holdings(hf, ranks),
-            [Place(at.pp_rank, names[rank]) for rank, at in enumerate(ranks)],
-            layouts,
+            holdings(chunks[0].hf_config, ranks),
+            [TrainerRank(at.pp_rank, names[rank]) for rank, at in enumerate(ranks)],
+            hosts,
             dtype=str(self.dtype).removeprefix("torch."),
             fp8=config.fp8,
             bucket_bytes=config.bucket_mb * 10**6,
@@ -139,55 +125,56 @@ class WeightSync:
         )
         self.transport = self._make_transport(run_dir, names, addresses)
         at, live = self.transport.device, self.transport.live
-        source = Source(held_pieces(chunks), self.plan, self.rank, self.dtype, at, live=live)
-        self.courier = Courier(source, self.transport)
-        leads = any(self.plan.route_of(server.number).lead == self.rank for server in fleet.servers)
-        self.keeper = Keeper(run_dir / "sync", config.timeout_s) if fleet.external and leads else None
+        source = Source(held_pieces(chunks), self.plan, world, self.dtype, at, live=live)
+        self.sender = BucketSender(source, self.transport)
+        if any(self._is_lead(receiver.number) for receiver in receivers.all):
+            receivers.lead(run_dir / "sync", config.timeout_s)
 
     def push(self, version: int) -> SyncReport:
-        """Bring every living server to the parameters as they are now, under the name `version`. Collective.
+        """Bring every living receiver to the parameters as they are now, under the name `version`. Collective.
 
         Raises:
             ValueError: versions do not go backwards.
-            WorkerError: a server's checksums are not those of the trainer.
+            WorkerError: a receiver's checksums are not those of the trainer.
         """
         if self.version is not None and version < self.version:
             raise ValueError(f"weight version {version} after {self.version}")
         self.version = version
-        return self._sync(lambda server: True)
+        return self._sync(lambda receiver: True)
 
     def catch_up(self) -> SyncReport:
-        """Bring the living servers that are not on the current version to it. Collective; cheap when there are none."""
+        """Bring the living receivers that are not on the current version to it. Collective; cheap without any."""
         if self.version is None:
             raise ValueError("catch_up before the first push")
-        return self._sync(lambda server: server.version != self.version)
+        return self._sync(lambda receiver: receiver.version != self.version)
 
     def close(self) -> None:
-        """Leave process groups, free buffers; the keeper brings back what is not done. Not collective."""
-        if self.keeper is not None:
-            self.keeper.close()
+        """Leave process groups, free buffers; receivers are told that the trainer ends. Not collective."""
+        self.receivers.close()
         self.transport.close()
-        self.courier.release()
+        self.sender.release()
+
+    def _is_lead(self, number: int) -> bool:
+        return self.plan.route_of(number).lead == self.world.rank
 
     def _make_transport(self, run_dir: Path, names: dict[int, str], addresses: dict[str, str]) -> Transport:
         limit = self.config.timeout_s
         if self.transport_name == "tensor":
             return TensorTransport(self.plan, device(), limit)
         if self.transport_name == "distributed":
-            return DistributedTransport(self.plan, device(), limit, self.config.address)
+            return DistributedTransport(device(), limit, self.config.address)
         if self.transport_name == "delta":
-            hosts = {at.host for at in self.plan.servers}
-            relays, key, mine = relays_of_all(hosts, names, addresses, self.config, run_dir)
-            return DeltaTransport(self.plan, relays, key, f"{self.rank}", limit, mine)
+            relays, key, mine = relays_of_all(set(self.plan.hosts), names, addresses, self.config, run_dir, self.world)
+            return DeltaTransport(self.plan, relays, key, f"{self.world.rank}", limit, mine)
         folder = Path(self.config.folder) if self.config.folder else run_dir / "sync"
-        return DiskTransport(folder, self.rank, self.hf, limit)
+        return DiskTransport(folder, self.world.rank, self.chunks[0].hf_config, limit)
 
-    def _sync(self, wanted: Callable[[Server], bool]) -> SyncReport:
+    def _sync(self, wanted: Callable[[Receiver], bool]) -> SyncReport:
         assert self.version is not None
         report = SyncReport(self.version, self.transport_name)
         start = time.perf_counter()
-        numbers = [s.number for s in self.fleet.servers if s.state in ("catching_up", "current") and wanted(s)]
-        everyone = all_gather_json([numbers, self.transport.broken()])
+        numbers = [r.number for r in self.receivers.all if r.answers and wanted(r)]
+        everyone = self.world.all_gather_json([numbers, self.transport.broken()])
         broken = [why for _, why in everyone if why is not None]
         if broken:
             raise WorkerError(broken[0])
@@ -195,7 +182,7 @@ class WeightSync:
         if not agreed:
             return report
         with phase("weight_sync"):
-            updates = {n: self._update(n) for n in agreed if self.plan.route_of(n).lead == self.rank}
+            updates = {n: self._update(n) for n in agreed if self._is_lead(n)}
             self._each(updates, self._open, report)
             ready = self._agree(agreed, report)
             sent = self._send(ready, report)
@@ -205,53 +192,43 @@ class WeightSync:
         return report
 
     def _target(self, number: int) -> Target:
-        server = self.fleet.servers[number]
-        return Target(number, server.api, server.version, self.run)
+        receiver = self.receivers.all[number]
+        return Target(receiver, receiver.version, self.run)
 
-    def _update(self, number: int) -> ServerUpdate:
-        api = self.fleet.servers[number].api
+    def _update(self, number: int) -> ReceiverUpdate:
         tag, limit = version_tag(self.version or 0, self.run), self.config.timeout_s
-        return ServerUpdate(api, tag, session=self.transport.session, deadline_s=limit)
+        return ReceiverUpdate(self.receivers.all[number], tag, session=self.transport.session, deadline_s=limit)
 
-    def _open(self, update: ServerUpdate) -> None:
-        if self.keeper is not None:
-            self.keeper.open(update.api)
+    def _open(self, update: ReceiverUpdate) -> None:
         update.pause(self.config.pause)
-        if update.session:
-            self._tell_loading(update)
         update.begin()
-
-    def _tell_loading(self, update: ServerUpdate) -> None:
-        if self.keeper is not None:
-            self.keeper.loading(update.api, update.version)
 
     def _send(self, ready: list[int], report: SyncReport) -> Sent:
         """All rounds on this rank."""
-        routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.servers for n in ready)]
-        mine = self.courier.source.my_route()
-        targets = [self._target(n) for n in ready if mine is not None and n in self.plan.routes[mine].servers]
+        routes = [i for i, route in enumerate(self.plan.routes) if any(n in route.receivers for n in ready)]
+        mine = self.sender.source.my_route()
+        targets = [self._target(n) for n in ready if mine is not None and n in self.plan.routes[mine].receivers]
         if targets:
             self.transport.start(report.version, targets)
-        sent = self.courier.run(routes, targets)
+        sent = self.sender.run(routes, targets)
         report.failed |= sent.failed
         return sent
 
-    def _finish(self, updates: dict[int, ServerUpdate], ready: list[int], report: SyncReport) -> None:
-        """Publish, then each lead takes its servers through the remaining steps."""
+    def _finish(self, updates: dict[int, ReceiverUpdate], ready: list[int], report: SyncReport) -> None:
+        """Publish, then each lead takes its receivers through the remaining steps."""
         problem = None
-        if self.rank == 0 and ready:
+        if self.world.rank == 0 and ready:
             try:
                 self.transport.publish()
             except (OSError, WorkerError) as error:
                 problem = f"cannot publish version {report.version}: {error}"
-        problem = broadcast_json(problem, 0)
+        problem = self.world.broadcast_json(problem)
         if problem is not None:
             raise WorkerError(problem)
         mine = {n: update for n, update in updates.items() if n in ready}
 
         def load(number: int) -> None:
             update = mine[number]
-            self._tell_loading(update)
             update.load(lambda: self.transport.commit(self._target(number)))
             update.end()
             update.tag()
@@ -259,8 +236,7 @@ class WeightSync:
         def reopen(number: int) -> None:
             mine[number].flush(self.config.pause)
             mine[number].resume()
-            if self.keeper is not None:
-                self.keeper.done(mine[number].api, mine[number].version, self.transport.folder_held())
+            mine[number].receiver.done(mine[number].version, self.transport.folder_held())
 
         self._each({n: n for n in mine}, load, report)
         selected = self._to_verify(ready)
@@ -268,44 +244,43 @@ class WeightSync:
         self._each({n: n for n in mine if n not in report.failed}, reopen, report)
         report.to_probe = selected
 
-    def _verify(self, mine: dict[int, ServerUpdate], chosen: list[int], report: SyncReport) -> None:
-        """Compare checksums of these servers; collective. One that gives none has failed like in other steps.
+    def _verify(self, mine: dict[int, ReceiverUpdate], chosen: list[int], report: SyncReport) -> None:
+        """Compare checksums of these receivers; collective. One that gives none has failed like in other steps.
 
         Raises:
-            WorkerError: on every rank, when a server holds something else than the trainer.
+            WorkerError: on every rank, when a receiver holds something else than the trainer.
         """
         if not chosen:
             return
-        layouts = sorted({(self.plan.servers[n].tp, self.plan.servers[n].ep) for n in chosen})
-        tensors = iter_hf_tensors(self.chunks)
-        found = verify.expected_checksums(tensors, self.hf, layouts, self.dtype, on_gpu=has_cuda())
-        expected = dict(zip(layouts, broadcast_json([found.get(at) for at in layouts], 0), strict=True))
-        reported: dict[int, verify.Checksums] = {}
+        layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in chosen))
+        found = verify.expected_checksums(iter_hf_tensors(self.chunks), layouts, self.dtype)
+        sums = self.world.broadcast_json([found.get(at) for at in layouts])
+        expected: dict[int, Checksums] = {n: sums[layouts.index(self.receivers.all[n].layout)] for n in chosen}
+        reported: dict[int, Checksums] = {}
 
         def ask(number: int) -> None:
-            reported[number] = verify.reported_checksums(mine[number].api, self.config.timeout_s)
+            reported[number] = self.receivers.all[number].checksums(Step(verify.PHASE, self.config.timeout_s))
 
         self._each({n: n for n in mine if n in chosen and n not in report.failed}, ask, report)
         wrong: list[str] = []
         for number, found_there in reported.items():
-            at = self.plan.servers[number].tp, self.plan.servers[number].ep
             try:
-                report.verified += verify.compare(mine[number].api, expected[at], found_there)
+                report.verified += verify.compare(self.receivers.all[number], expected[number], found_there)
             except ServerError as error:
                 wrong.append(str(error))
-        everyone = [text for part in all_gather_json(wrong) for text in part]
+        everyone = [text for part in self.world.all_gather_json(wrong) for text in part]
         if everyone:
             raise WorkerError("\n".join(everyone))
 
     def _to_verify(self, ready: list[int]) -> list[int]:
-        """The servers of `ready` that `sync.verify` selects, the same on every rank."""
+        """The receivers of `ready` that `sync.verify` selects, the same on every rank."""
         if self.config.verify == "off":
             return []
-        new = [n for n in ready if self.config.verify == "every" or self.fleet.servers[n].version is None]
-        return sorted({number for part in all_gather_json(new) for number in part})
+        new = [n for n in ready if self.config.verify == "every" or self.receivers.all[n].version is None]
+        return sorted({number for part in self.world.all_gather_json(new) for number in part})
 
     def _each(self, work: Mapping[int, T], action: Callable[[T], None], report: SyncReport) -> None:
-        """Run `action` for every server of `work` at the same time; failures go into the report."""
+        """Run `action` for every receiver of `work` at the same time; failures go into the report."""
         if not work:
             return
         with ThreadPoolExecutor(len(work)) as pool:
@@ -313,38 +288,37 @@ class WeightSync:
         for number, future in running.items():
             error = future.exception()
             if isinstance(error, Exception) and not isinstance(error, ServerError):
-                traceback.print_exception(error)  # one server's failure ends no run, and the cause must not be lost
-                api, where = self.fleet.servers[number].api, f"update to version {report.version}"
-                error = ServerError(api.name, api.url, where, f"{type(error).__name__}: {error}")
+                traceback.print_exception(error)  # one receiver's failure ends no run, and the cause must not be lost
+                where = f"update to version {report.version}"
+                error = self._target(number).error(where, f"{type(error).__name__}: {error}")
             if isinstance(error, ServerError):
                 report.failed[number] = str(error)
             elif error is not None:
                 raise error
 
     def _agree(self, numbers: list[int], report: SyncReport) -> list[int]:
-        """Tell every rank about failures; returns the servers of `numbers` without one."""
-        for part in all_gather_json([[number, why] for number, why in report.failed.items()]):
+        """Tell every rank about failures; returns the receivers of `numbers` without one."""
+        for part in self.world.all_gather_json([[number, why] for number, why in report.failed.items()]):
             for number, why in part:
                 report.failed.setdefault(number, why)
         return [number for number in numbers if number not in report.failed]
 
     def _close_report(self, report: SyncReport, sent: Sent, seconds: float, agreed: list[int]) -> None:
-        """Make the report the same on every rank, and tell the fleet."""
+        """Make the report the same on every rank, and tell the receivers' owner."""
         self._agree(agreed, report)
         mine = [sent.nbytes, seconds, sent.gather_s, sent.send_s, report.verified]
-        everyone = all_gather_json(mine)
+        everyone = self.world.all_gather_json(mine)
         report.nbytes = sum(part[0] for part in everyone)
         report.seconds, report.gather_s, report.send_s = (max(part[i] for part in everyone) for i in (1, 2, 3))
         report.verified = sum(part[4] for part in everyone)
         report.updated = [number for number in agreed if number not in report.failed]
         report.to_probe = [number for number in report.to_probe if number in report.updated]
         for number in agreed:
-            server = self.fleet.servers[number]
             if number in report.failed:
                 self.transport.drop(self._target(number))
-                self.fleet.mark_failed(server, report.failed[number])
+                self.receivers.mark_failed(number, report.failed[number])
             else:
-                self.fleet.acknowledge(server, report.version)
+                self.receivers.acknowledge(number, report.version)
 
 
 TRANSPORTS: dict[str, type[Transport]] = {
@@ -353,73 +327,3 @@ TRANSPORTS: dict[str, type[Transport]] = {
     "disk": DiskTransport,
     "delta": DeltaTransport,
 }
-
-
-def choose_transport(wanted: str, servers: Sequence[str], trainers: set[str], *, apart: bool = False) -> str:
-    """The transport that `auto` stands for.
-
-    Args:
-        servers: the host of each.
-        trainers: hosts of trainer ranks.
-        apart: the servers' GPUs are not the trainer's, whose memory they cannot map.
-
-    Raises:
-        ConfigError: `tensor` is asked for and a server runs where no trainer rank does, or is `apart`.
-    """
-    away = [host for host in servers if host not in trainers]
-    if wanted == "auto":
-        return "distributed" if away or apart else "tensor"
-    if wanted == "tensor" and (away or apart):
-        raise ConfigError(
-            f"no trainer rank runs on {away[0]}, so memory cannot be shared with the server there"
-            if away
-            else "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's",
-            where="sync.transport",
-            found=wanted,
-            allowed="auto, distributed, disk or delta",
-        )
-    return wanted
-
-
-def hosts_of_ranks() -> tuple[dict[int, str], dict[str, str]]:
-    """Name of every rank's host, and the address at which others reach each host; collective.
-
-    Raises:
-        WorkerError: a host finds no way to the others.
-    """
-    mine = socket.gethostname()
-    found = all_gather_json([mine, address_for_others(mine)])
-    return {rank: name for rank, (name, _) in enumerate(found)}, dict(found)
-
-
-def _server_hosts(urls: Sequence[str], names: dict[int, str], addresses: dict[str, str]) -> list[str]:
-    """Host of every server. The first rank resolves for all: ranks that disagree would follow different plans."""
-    is_first = group_size() == 1 or dist.get_rank() == 0
-    return broadcast_json([host_of(url, names[0], addresses) for url in urls] if is_first else None, 0)
-
-
-def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
-    """Host of a server, in the names of the trainer's hosts where it is one of them.
-
-    Args:
-        url: of the server.
-        here: name of this host.
-        addresses: at which others reach each of the trainer's hosts. A host may know its own name as a loopback
-            address only.
-    """
-    host = urlsplit(url).hostname or ""
-    if host in LOOPBACK:
-        return here if len(addresses) == 1 else host
-    for name, address in addresses.items():
-        if host in (name, address):
-            return name
-    if is_address_here(host):
-        return here
-    return next((name for name in addresses if host in _looked_up(name)), host)
-
-
-def _looked_up(name: str) -> list[str]:
-    try:
-        return socket.gethostbyname_ex(name)[2]
-    except OSError:
-        return []

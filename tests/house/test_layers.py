@@ -43,7 +43,7 @@ NAMES = {
     "megarl/envs/registry.py": "the included environments, of the same folder",
     "megarl/rewards/pool.py": "starts a program",
     "megarl/rewards/registry.py": "the included rewards, of the same folder",
-    "megarl/sync/keeper.py": "starts a program",
+    "megarl/rollout/sglang/keeper.py": "starts a program",
     "megarl/sync/transports/delta.py": "starts a program",
     "megarl/tracking/report.py": "files of its own folder",
 }

@@ -13,7 +13,7 @@ from megarl.errors import ConfigError
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import Place, open_fleet
-from megarl.rollout.sglang.tags import version_tag
+from megarl.sync.versions import version_tag
 
 VOCAB = 128
 
@@ -38,7 +38,9 @@ RUN = "test"
 
 def label(fleet: Fleet, version: int) -> None:
     """Stand-in for a synchronisation: every server that answers calls the weights it has `version`."""
-    for server in fleet.behind(version):
+    for server in fleet.servers:
+        if server.state not in ("catching_up", "current") or server.version == version:
+            continue
         payload = {"new_version": version_tag(version, RUN), "abort_all_requests": False}
         server.api.call("/update_weight_version", payload, deadline_s=60, phase="label")
         fleet.acknowledge(server, version)

@@ -7,8 +7,10 @@ import itertools
 from megarl.config.model import ModelConfig
 from megarl.models.hf import load_hf_config
 from megarl.models.weights.plan import Coordinate
-from megarl.sync.plan import Place
+from megarl.sync.plan import TrainerRank
 from tests.models.tiny import tiny_dict
+
+HERE = "127.0.0.1"
 
 
 def config(name: str, **changes):
@@ -24,5 +26,5 @@ def trainer(tp: int = 1, pp: int = 1, vpp: int = 1, ep: int = 1, etp: int = 1, d
     return at
 
 
-def places(ranks: list[Coordinate], hosts: list[str] | None = None) -> list[Place]:
-    return [Place(at.pp_rank, hosts[i] if hosts else "127.0.0.1") for i, at in enumerate(ranks)]
+def ranks_of(ranks: list[Coordinate], hosts: list[str] | None = None) -> list[TrainerRank]:
+    return [TrainerRank(at.pp_rank, hosts[i] if hosts else HERE) for i, at in enumerate(ranks)]

@@ -1,4 +1,4 @@
-"""Receiver processes and a fleet of them, for tests."""
+"""Receiver processes, a fleet of them, and the trainer's end, for tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from megarl.comm import as_group
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
@@ -35,6 +37,25 @@ def fleet_of(urls: list[str], *, external: bool = False) -> ToldFleet:
     """`external`: the servers outlive the trainer, so they are given a keeper."""
     servers = [Server(i, ServerApi(url, None, f"server {i}"), "catching_up") for i, url in enumerate(urls)]
     return ToldFleet(servers, SGLangConfig(urls=urls if external else []))
+
+
+def weight_sync(chunks: Sequence[Any], fleet: Fleet, config: Any, run_dir: str | Path, tp: int = 1):
+    """Weights from all ranks of this world to a fleet whose servers have `tp` ranks."""
+    from megarl.rollout.sglang.layout import ServerLayout
+    from megarl.rollout.sglang.receiver import SglangReceivers
+    from megarl.sync.updater import WeightSync
+
+    servers = SglangReceivers(fleet, ServerLayout.of(chunks[0].hf_config, tp))
+    return WeightSync(chunks, servers, config, Path(run_dir), as_group(None))
+
+
+def server_receiver(api: Any, number: int = 0, **layout: int):
+    """One server of a tiny model as the trainer sees it."""
+    from megarl.rollout.sglang.layout import ServerLayout
+    from megarl.rollout.sglang.receiver import SglangReceiver
+    from tests.sync.layouts import config
+
+    return SglangReceiver(Server(number, api, "current"), ServerLayout.of(config("qwen3_moe"), **layout))
 
 
 @contextlib.contextmanager

@@ -14,13 +14,14 @@ from megarl.benchmarks.sync.receiver import Receiver
 from megarl.compat.sglang import PATCH_LOADER
 from megarl.errors import ServerError
 from megarl.kernels import delta as kernels
-from megarl.rollout.sglang.tags import version_tag
 from megarl.sync.delta import Delta, apply_delta, make_delta
-from megarl.sync.plan import Place, ServerLayout, make_plan
+from megarl.sync.plan import make_plan
 from megarl.sync.relay import Relay, RelayClient, RelayRefused, _proof, read_message, send_message, serve
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.delta import DeltaTransport
-from tests.sync.layouts import config, trainer
+from megarl.sync.versions import version_tag
+from tests.sync.layouts import HERE, config, ranks_of, trainer
+from tests.sync.receivers import server_receiver
 
 KEY, RUN = "a key", "a run"
 
@@ -163,7 +164,7 @@ def test_another_base_is_not_brought_forward(relay):
     for base, taken in ((2, False), (3, True)):
         assert client.call(at | {"op": "delta", "base": base, "version": 4}, *delta.to_bytes()) == {"taken": taken}
     with pytest.raises(RelayRefused, match="version 4 instead of 3"):
-        client.call(at | {"op": "handles", "version": 3, "ranks": [[0]]})
+        client.call(at | {"op": "handles", "version": 3, "ranks": 1})
     with pytest.raises(RelayRefused, match="not of"):
         client.call(at | {"op": "patch", "version": 3, "ranks": 1})
     client.close()
@@ -185,7 +186,7 @@ def late(listener: socket.socket) -> None:
     sock = greeted(listener)
     read_message(sock)
     time.sleep(1.0)
-    send_message(sock, {"payloads": ["of the first call"]})
+    send_message(sock, {"handles": ["of the first call"]})
 
 
 class Sender:
@@ -194,11 +195,13 @@ class Sender:
     def __init__(self, address, loaders=(PATCH_LOADER,)) -> None:
         from megarl.sync.plan import holdings
 
-        plan = make_plan(holdings(config("qwen3"), trainer()), [Place()], [ServerLayout()])
+        ranks = trainer()
+        plan = make_plan(holdings(config("qwen3"), ranks), ranks_of(ranks), [HERE])
         (self.bucket,) = plan.routes[0].senders[0]
         self.transport = DeltaTransport(plan, {"127.0.0.1": address}, KEY, "0", 5.0)
         self.flat = torch.randint(0, 200, (self.bucket.nbytes,), dtype=torch.uint8)
         self.api = InProcessApi(list(loaders))
+        self.server = server_receiver(self.api)
 
     def change(self, entry: int) -> str:
         """Another byte in this entry; its name."""
@@ -207,7 +210,7 @@ class Sender:
 
     def send(self, version: int, held: int | None) -> tuple[int, list[str]]:
         """Bytes to the relay, and in which forms the server was handed anything. It holds everything afterwards."""
-        target, self.api.formats = Target(0, self.api, held, RUN), []
+        target, self.api.formats = Target(self.server, held, RUN), []
         self.transport.start(version, [target])
         self.transport.put(0, self.bucket, self.flat.split([entry.nbytes for entry in self.bucket.entries]))
         self.transport.deliver(target, 0, self.bucket, self.flat)
@@ -249,7 +252,7 @@ def test_a_server_that_cannot_be_patched_gets_the_tensors_that_changed(relay, sa
     sender.send(1, None)
     name = sender.change(3)
     if not says_so:
-        sender.transport._loaders.found["", PATCH_LOADER] = True
+        sender.server._loaders[""] = {PATCH_LOADER}
     before = {other: id(tensor) for other, tensor in sender.api.receiver.tensors.items()}
     sender.api.receiver.tensors = {n: t for n, t in sender.api.receiver.tensors.items() if n != name}
     sent, formats = sender.send(2, 1)

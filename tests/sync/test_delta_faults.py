@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from megarl.rollout.sglang.api import ServerApi
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
-from tests.sync.receivers import fleet_of, receivers
+from tests.sync.receivers import fleet_of, receivers, weight_sync
 from tests.sync.test_updater import SETTINGS, held_by, state_of
 
 pytestmark = pytest.mark.procs
@@ -24,11 +24,9 @@ DEADLINE_S = 8.0  # for those who hang; the others have to be done by then on a 
 def sync_of(chunks, fleet, run_dir: str, deadline_s: float = 60.0):
     """A trainer's end of `delta`; what hangs is given up after `deadline_s`."""
     from megarl.config.sync import SyncConfig
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     config = SyncConfig(**(SETTINGS | {"transport": "delta", "timeout_s": 60.0}))
-    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    sync = weight_sync(chunks, fleet, config, run_dir)
     sync.transport.deadline_s = deadline_s  # not that of the relay's start, which imports torch
     return sync
 
@@ -130,7 +128,7 @@ def lose_servers(folder: str, run_dir: str, urls: list[str], back: list[str], st
     fresh_parallel()
     chunks, fleet = build_tiny(folder), fleet_of(urls)
     sync = sync_of(chunks, fleet, run_dir, DEADLINE_S)
-    assert len(sync.courier.source.buckets()) == BUCKETS
+    assert len(sync.sender.source.buckets()) == BUCKETS
 
     def write(version: int) -> None:
         # Exporting shares nothing with the plan of a synchronisation.

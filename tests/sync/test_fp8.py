@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megarl.sync.fp8 import dequantize_blocks, quantize_blocks
+from megarl.sync.fp8 import quantize_blocks
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 257), (1, 5)])
@@ -21,7 +21,6 @@ def test_every_block_is_scaled_by_its_largest_element(shape):
             # e4m3 has 3 bits after the point: half a unit is 1/16 of the value, or 2**-10 of the scale near zero
             bound = torch.maximum(block.abs() / 16, scale[i, j].double() * 2.0**-10)
             assert ((got - block).abs() <= bound * 1.0001).all()
-    torch.testing.assert_close(dequantize_blocks(values, scale), weight.float(), rtol=0.07, atol=2e-3)
 
 
 def test_zeros_stay_zeros():

@@ -2,16 +2,18 @@
 
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl import comm
 from megarl.errors import ConfigError, WorkerError
-from megarl.sync import updater
-from megarl.sync.updater import choose_transport, host_of
+from megarl.rollout.sglang.receiver import OWN_GPUS
+from megarl.sync import hosts as of_sync
+from megarl.sync.hosts import choose_transport, host_of
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
-from tests.sync.receivers import fleet_of, receivers
+from tests.sync.receivers import fleet_of, receivers, weight_sync
 from tests.sync.test_updater import SETTINGS, assert_holds
 
 ELSEWHERE = "10.9.8.7"
@@ -22,8 +24,6 @@ def on_two_machines(folder: str, run_dir: str, urls: list[str]) -> dict:
     import torch.distributed as dist
 
     from megarl.config.sync import SyncConfig
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     rank = dist.get_rank()
 
@@ -36,9 +36,9 @@ def on_two_machines(folder: str, run_dir: str, urls: list[str]) -> dict:
     fresh_parallel(pp=2)
     chunks = build_tiny(folder, pp=2)
 
-    def sync_to(addresses: list[str], transport: str) -> WeightSync:
+    def sync_to(addresses: list[str], transport: str) -> Any:
         config = SyncConfig(**(SETTINGS | {"transport": transport}))
-        return WeightSync(chunks, chunks[0].hf_config, fleet_of(addresses), ServerLayout(), config, Path(run_dir))
+        return weight_sync(chunks, fleet_of(addresses), config, run_dir)
 
     planned = sync_to([f"http://{ELSEWHERE}:1"], "auto")
     sync = sync_to(urls, "distributed")
@@ -46,7 +46,7 @@ def on_two_machines(folder: str, run_dir: str, urls: list[str]) -> dict:
     sync.close()
     return {
         "transport": planned.transport_name,
-        "hosts": [server.host for server in planned.plan.servers],
+        "hosts": list(planned.plan.hosts),
         "updated": report.updated,
         "failed": report.failed,
     }
@@ -65,17 +65,26 @@ NAMES = {0: "machine0", 1: "machine0", 2: "machine1", 3: "machine2"}
 WAYS = {"machine0": {"10.0.0.2": "10.0.0.1"}, "machine1": {"first": "10.0.0.2"}, "machine2": {"first": "10.0.1.3"}}
 
 
+class Told(comm.WorkerGroup):
+    """One rank of several, whose collectives give these answers in turn."""
+
+    def __init__(self, rank: int, answers: list) -> None:
+        super().__init__("machines", None, 0.0)
+        self.rank, self._answers = rank, iter(answers)
+
+    def all_gather_json(self, value: Any) -> list:
+        return next(self._answers)(value)
+
+
 def addresses(monkeypatch, rank: int) -> str:
     """The address of a rank's machine; a machine may know its own name as a loopback address."""
     ways = WAYS[NAMES[rank]]
     monkeypatch.setenv("MASTER_ADDR", "first")
     monkeypatch.setattr(comm, "address_towards", lambda host: ways.get(host, "127.0.1.1"))
-    monkeypatch.setattr(comm.dist, "get_rank", lambda group: rank)
     # The collectives tell who is where, what the others found, and what all found.
     towards_first = [{"address": WAYS[name]["first"]} if "first" in WAYS[name] else None for name in NAMES.values()]
-    told = iter([lambda mine: list(NAMES.values()), lambda mine: towards_first, lambda mine: [mine] * len(NAMES)])
-    monkeypatch.setattr(comm, "all_gather_json", lambda mine, group: next(told)(mine))
-    return comm.address_for_others(NAMES[rank])
+    told = [lambda mine: list(NAMES.values()), lambda mine: towards_first, lambda mine: [mine] * len(NAMES)]
+    return comm.address_for_others(NAMES[rank], Told(rank, told))
 
 
 def test_a_machine_is_reached_at_the_interface_that_leads_to_the_others(monkeypatch):
@@ -96,7 +105,7 @@ def test_a_server_is_found_on_the_first_machine_even_where_its_name_is_a_loopbac
     assert found == ["machine0", "machine1", "machine1", ELSEWHERE, "127.0.0.1"]
     alone = {"machine0": "127.0.0.1"}
     assert [host_of(f"http://{host}:1", "machine0", alone) for host in hosts[::4]] == ["10.0.0.1", "machine0"]
-    monkeypatch.setattr(updater, "is_address_here", lambda host: host == "10.0.0.1")  # of another interface
+    monkeypatch.setattr(of_sync, "is_address_here", lambda host: host == "10.0.0.1")  # of another interface
     assert host_of("http://10.0.0.1:1", "machine0", alone) == "machine0"
 
 
@@ -134,16 +143,18 @@ def relays_of_two_machines(run_dir: str) -> list[str]:
     """Each rank is a machine with servers, whose name nobody can look up; the hosts whose relays this one reaches."""
     import torch.distributed as dist
 
+    from megarl.comm import as_group
     from megarl.config.sync import SyncConfig
+    from megarl.sync.hosts import hosts_of_ranks
     from megarl.sync.relay import RelayClient
     from megarl.sync.transports.delta import relays_of_all
-    from megarl.sync.updater import hosts_of_ranks
 
     rank, look_up = dist.get_rank(), socket.gethostname
     socket.gethostname = lambda: f"machine{rank}.invalid"
-    names, addresses = hosts_of_ranks()
+    world = as_group(None)
+    names, addresses = hosts_of_ranks(world)
     socket.gethostname = look_up
-    relays, key, process = relays_of_all(set(names.values()), names, addresses, SyncConfig(), Path(run_dir))
+    relays, key, process = relays_of_all(set(names.values()), names, addresses, SyncConfig(), Path(run_dir), world)
     for address in relays.values():
         RelayClient(address, key, 60.0).close()
     dist.barrier()
@@ -161,8 +172,8 @@ def test_relays_are_reached_by_address_not_by_name(tmp_path):
 def test_shared_memory_needs_a_trainer_on_every_servers_host():
     assert choose_transport("auto", ["a", "b"], {"a", "b"}) == "tensor"
     assert choose_transport("auto", ["a", "c"], {"a", "b"}) == "distributed"
-    assert choose_transport("auto", ["a", "b"], {"a", "b"}, apart=True) == "distributed"
+    assert choose_transport("auto", ["a", "b"], {"a", "b"}, OWN_GPUS) == "distributed"
     with pytest.raises(ConfigError, match=r"rollout\.sglang\.gpus"):
-        choose_transport("tensor", ["a", "b"], {"a", "b"}, apart=True)
+        choose_transport("tensor", ["a", "b"], {"a", "b"}, OWN_GPUS)
     with pytest.raises(ConfigError, match="no trainer rank runs on c"):
         choose_transport("tensor", ["a", "c"], {"a", "b"})

@@ -11,11 +11,11 @@ import torch
 
 from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
-from megarl.sync.keeper import MIXED, RESTORING
-from megarl.sync.protocol import ServerUpdate
+from megarl.rollout.sglang.keeper import MIXED, RESTORING
+from megarl.sync.protocol import ReceiverUpdate
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
-from tests.sync.receivers import fleet_of, receivers
+from tests.sync.receivers import fleet_of, receivers, server_receiver, weight_sync
 from tests.sync.test_updater import SETTINGS, assert_holds, push_twice, state_of
 
 
@@ -31,14 +31,12 @@ def wait_for_log(folder: Path, text: str) -> str:
 def make_sync(folder: str, run_dir: str, urls: list[str], transport: str):
     """This process as the trainer of external servers."""
     from megarl.config.sync import SyncConfig
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     fresh_parallel()
     chunks = build_tiny(folder)
     config = SyncConfig(**(SETTINGS | {"transport": transport}))
     fleet = fleet_of(urls, external=True)
-    return WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    return weight_sync(chunks, fleet, config, run_dir)
 
 
 def add_one(sync) -> None:
@@ -153,7 +151,11 @@ def end_in_different_ways(folder: str, run_dir: str, urls: list[str]) -> dict:
             assert list(sync.push(2).failed) == [0]
             assert state_of(urls[0])["paused"]
         sync.close()
-        found[way] = [sync.keeper._process.wait(60), state_of(urls[0])["version"], state_of(urls[0])["paused"]]
+        found[way] = [
+            sync.receivers.keeper._process.wait(60),
+            state_of(urls[0])["version"],
+            state_of(urls[0])["paused"],
+        ]
     return found
 
 
@@ -175,7 +177,8 @@ def test_an_update_waits_for_the_keeper_of_an_earlier_trainer(tmp_path):
     with receivers(tmp_path / "r", 1) as urls:
         api = ServerApi(urls[0])
         name(f"{RESTORING} 1")
-        waiting = threading.Thread(target=ServerUpdate(api, "3", session=True, deadline_s=60).pause, args=("retract",))
+        update = ReceiverUpdate(server_receiver(api), "3", session=True, deadline_s=60)
+        waiting = threading.Thread(target=update.pause, args=("retract",))
         waiting.start()
         waiting.join(1.0)
         assert not state_of(urls[0])["paused"]
@@ -183,12 +186,12 @@ def test_an_update_waits_for_the_keeper_of_an_earlier_trainer(tmp_path):
         waiting.join(60)
         assert state_of(urls[0])["paused"]
         name(f"{RESTORING} 2")  # by a keeper that is gone
-        ServerUpdate(api, "3", session=True, deadline_s=1.0).pause("retract")
+        ReceiverUpdate(server_receiver(api), "3", session=True, deadline_s=1.0).pause("retract")
         assert state_of(urls[0])["version"] == "taken over"
 
 
 def test_a_server_that_another_trainer_has_since_is_left_alone(tmp_path):
-    from megarl.sync.keeper import Watch
+    from megarl.rollout.sglang.keeper import Watch
 
     with receivers(tmp_path, 1) as urls:
         api, watch = ServerApi(urls[0], None, "server 0"), Watch()
@@ -205,7 +208,7 @@ def test_a_server_that_another_trainer_has_since_is_left_alone(tmp_path):
 
 
 def test_a_keeper_that_ended_fails_the_update(tmp_path):
-    from megarl.sync.keeper import Keeper
+    from megarl.rollout.sglang.keeper import Keeper
 
     keeper, api = Keeper(tmp_path, 5.0), ServerApi("http://127.0.0.1:9", None, "server 0")
     try:

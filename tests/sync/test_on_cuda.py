@@ -12,9 +12,10 @@ MODELS = ("qwen3", "qwen3_moe")
 
 def buckets(device: str) -> dict:
     """Sums of the tensors that one trainer sends from `device`, by model and device of the buckets."""
+    from megarl.comm import as_group
     from megarl.models.weights.export import layout_of_all
     from megarl.models.weights.fill import coordinate
-    from megarl.sync.plan import SLAB_BYTES, Place, ServerLayout, holdings, make_plan
+    from megarl.sync.plan import SLAB_BYTES, TrainerRank, holdings, make_plan
     from megarl.sync.source import Source, held_pieces
     from tests.dist import fresh_parallel
     from tests.rollout.cases import build
@@ -27,13 +28,13 @@ def buckets(device: str) -> dict:
         for fp8 in (False, True):
             plan = make_plan(
                 holdings(chunks[0].hf_config, ranks),
-                [Place()],
-                [ServerLayout()],
+                [TrainerRank()],
+                ["127.0.0.1"],
                 bucket_bytes=SLAB_BYTES + 20_000,
                 fp8=fp8,
             )
             for where in {"cpu", device}:
-                source = Source(held_pieces(chunks), plan, 0, torch.bfloat16, torch.device(where))
+                source = Source(held_pieces(chunks), plan, as_group(None), torch.bfloat16, torch.device(where))
                 sums = {}
                 for number, bucket in enumerate(source.buckets()):
                     out = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=where)

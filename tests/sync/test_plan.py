@@ -5,9 +5,10 @@ import torch
 
 from megarl.benchmarks.sync.deepseek import deepseek_v3
 from megarl.models.weights.plan import hf_tensors, slices_for
-from megarl.sync.plan import SLAB_BYTES, ServerLayout, holdings, make_plan
+from megarl.rollout.sglang.layout import ServerLayout
+from megarl.sync.plan import SLAB_BYTES, holdings, make_plan
 from tests.models.tiny import ARCHITECTURES
-from tests.sync.layouts import config, places, trainer
+from tests.sync.layouts import HERE, config, ranks_of, trainer
 
 LAYOUTS = {
     "one": {},
@@ -32,7 +33,7 @@ CASES += [(name, layout) for name in ("qwen3_moe", "mixtral") for layout in MOE]
 def planned(name: str, layout: str, servers: int = 3, tied: bool = False, **settings):
     hf = config(name, tie_word_embeddings=tied)
     ranks = trainer(**(LAYOUTS | MOE)[layout])
-    plan = make_plan(holdings(hf, ranks), places(ranks), [ServerLayout()] * servers, **settings)
+    plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE] * servers, **settings)
     return hf, ranks, plan
 
 
@@ -42,7 +43,7 @@ def test_every_server_gets_every_element_once(name, layout, tied):
     hf, ranks, plan = planned(name, layout, tied=tied, bucket_bytes=SLAB_BYTES + 40_000)
     held = [{(p.source, p.source_box) for s in slices_for(hf, at) for p in s.pieces} for at in ranks]
     for server in range(3):
-        (route,) = (route for route in plan.routes if server in route.servers)
+        (route,) = (route for route in plan.routes if server in route.receivers)
         sent = [e.name for buckets in route.senders.values() for b in buckets for e in b.entries]
         assert sorted(sent) == sorted(hf_tensors(hf))
         for tensor, shape in hf_tensors(hf).items():
@@ -71,14 +72,14 @@ def test_buckets_are_bounded_packed_and_aligned(name, layout):
 
 def test_replicas_share_the_servers_out():
     _, _, plan = planned("qwen3", "dp4 tp2", servers=6)
-    assert [route.servers for route in plan.routes] == [(0, 4), (1, 5), (2,), (3,)]
+    assert [route.receivers for route in plan.routes] == [(0, 4), (1, 5), (2,), (3,)]
     assert [set(route.senders) for route in plan.routes] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
 
 
 def test_senders_of_a_replica_are_balanced():
     hf = config("llama", num_hidden_layers=16, num_key_value_heads=4)
     ranks = trainer(tp=4, pp=2)
-    plan = make_plan(holdings(hf, ranks), places(ranks), [ServerLayout()])
+    plan = make_plan(holdings(hf, ranks), ranks_of(ranks), [HERE])
     (route,) = plan.routes
     sizes = [route.nbytes(sender) for sender in route.senders]
     assert len(sizes) == 8
@@ -92,25 +93,23 @@ def test_one_sender_per_stage_when_asked():
 
 def test_senders_on_the_host_of_their_server():
     hf, ranks = config("qwen3"), trainer(pp=2)
-    servers = [ServerLayout(host="a"), ServerLayout(host="b")]
-    plan = make_plan(holdings(hf, ranks), places(ranks, ["a", "b"]), servers, same_host=True)
-    assert [(route.servers, set(route.senders)) for route in plan.routes] == [((0,), {0}), ((1,), {1})]
+    plan = make_plan(holdings(hf, ranks), ranks_of(ranks, ["a", "b"]), ["a", "b"], same_host=True)
+    assert [(route.receivers, set(route.senders)) for route in plan.routes] == [((0,), {0}), ((1,), {1})]
     with pytest.raises(ValueError, match="'c'"):
-        make_plan(holdings(hf, ranks), places(ranks, ["a", "b"]), [ServerLayout(host="c")], same_host=True)
+        make_plan(holdings(hf, ranks), ranks_of(ranks, ["a", "b"]), ["c"], same_host=True)
 
 
 def test_experts_go_to_the_ranks_that_own_them():
-    hf, ranks = config("qwen3_moe"), trainer()
-    plan = make_plan(holdings(hf, ranks), places(ranks), [ServerLayout(tp=4, ep=2), ServerLayout(tp=2)])
-    entries = [e for buckets in plan.routes[0].senders.values() for b in buckets for e in b.entries]
-    for entry in entries:
-        ranks_of = [plan.needed_by(0, rank, entry) for rank in range(4)]
-        if ".experts." in entry.name:
-            expert = int(entry.name.split(".experts.")[1].split(".")[0])
-            assert ranks_of == [expert < 2, expert < 2, expert >= 2, expert >= 2]
+    hf = config("qwen3_moe")
+    spread, whole = ServerLayout.of(hf, tp=4, ep=2), ServerLayout.of(hf, tp=2)
+    for name in hf_tensors(hf):
+        needing = [spread.needs(rank, name) for rank in range(4)]
+        if ".experts." in name:
+            expert = int(name.split(".experts.")[1].split(".")[0])
+            assert needing == [expert < 2, expert < 2, expert >= 2, expert >= 2]
         else:
-            assert all(ranks_of)
-        assert plan.needed_by(1, 0, entry)
+            assert all(needing)
+        assert whole.needs(0, name)
 
 
 def test_fp8_sends_projections_and_their_scales():
@@ -126,8 +125,8 @@ def test_fp8_sends_projections_and_their_scales():
 def test_a_671b_model_from_1024_ranks_to_32_servers():
     tensors, ranks = deepseek_v3(pp=16, ep=64)
     assert 670e9 < sum(torch.Size(held.shape).numel() for held in tensors.values()) < 673e9
-    plan = make_plan(tensors, ranks, [ServerLayout(tp=8, ep=8)] * 32, bucket_bytes=1 << 30)
+    plan = make_plan(tensors, ranks, [HERE] * 32, bucket_bytes=1 << 30)
     (route,) = plan.routes
     assert len(route.senders) == 1024
     assert sum(len(b.entries) for buckets in route.senders.values() for b in buckets) == len(tensors)
-    assert "32 servers" in plan.describe(25.0)
+    assert "32 receivers" in plan.describe(25.0)

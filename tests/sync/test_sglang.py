@@ -11,9 +11,10 @@ from megarl.compat.sglang import find_python
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 from megarl.rollout.sglang.api import ServerApi
-from megarl.sync.verify import greedy_probe
+from megarl.rollout.sglang.probe import greedy_probe
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
+from tests.sync.receivers import weight_sync
 
 KEY = "-a key of the test"
 PARAMETERS = 35  # of the server: 8 in each of 4 layers, embedding, norm, head
@@ -71,14 +72,12 @@ def push_both(folder: str, url: str, run_dir: str, transport: str, first: int, n
 
     from megarl.config.sync import SyncConfig
     from megarl.rollout.sglang.fleet import Fleet, Server
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     fresh_parallel(tp=2)
     chunks = build_tiny(folder, tp=2)
     fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
     config = SyncConfig(transport=transport, verify="every", timeout_s=60.0, bucket_mb=5)
-    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    sync = weight_sync(chunks, fleet, config, run_dir)
     found, now = [], False
     for version, wanted in enumerate(negated, first):
         if wanted != now:
@@ -136,14 +135,12 @@ def push_parts(folder: str, url: str, run_dir: str, first: int, tp: int, dtype: 
 
     from megarl.config.sync import SyncConfig
     from megarl.rollout.sglang.fleet import Fleet, Server
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     fresh_parallel()
     chunks = build_tiny(folder)
     fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
     config = SyncConfig(transport="delta", verify="every", timeout_s=60.0, bucket_mb=4, dtype=dtype)
-    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(tp=tp), config, Path(run_dir))
+    sync = weight_sync(chunks, fleet, config, run_dir, tp=tp)
     found = [dataclasses.asdict(sync.push(first))]
     for version in (1, 2, 3):
         with torch.no_grad():
@@ -181,15 +178,13 @@ def push_wrong(folder: str, url: str, run_dir: str) -> None:
     """The buckets hold one wrong element."""
     from megarl.config.sync import SyncConfig
     from megarl.rollout.sglang.fleet import Fleet, Server
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     fresh_parallel()
     chunks = build_tiny(folder)
     fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
     config = SyncConfig(transport="tensor", timeout_s=60.0)
-    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
-    held = sync.courier.source.held
+    sync = weight_sync(chunks, fleet, config, run_dir)
+    held = sync.sender.source.held
     key = next(key for key in held if key[0] == "model.norm.weight")
     held[key] = held[key].clone()
     held[key][3] += 1
@@ -207,8 +202,6 @@ def push_scaled(
 
     from megarl.config.sync import SyncConfig
     from megarl.rollout.sglang.fleet import Fleet, Server
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     found = []
     for number, (layout, settings) in enumerate(cases, first):
@@ -220,7 +213,7 @@ def push_scaled(
                     param.mul_(1 + number / 7)
         fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig())
         config = SyncConfig(**{"transport": "tensor", "verify": "every", "timeout_s": 60.0, **settings})
-        sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(tp=tp), config, Path(run_dir))
+        sync = weight_sync(chunks, fleet, config, run_dir, tp=tp)
         found.append(dataclasses.asdict(sync.push(number)))
         sync.close()
     return found

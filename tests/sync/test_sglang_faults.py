@@ -10,6 +10,7 @@ from megarl.rollout.sglang.api import ServerApi
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
 from tests.rollout.servers import engine, need_interpreter, start
+from tests.sync.receivers import weight_sync
 from tests.sync.test_keeper import wait_for_log
 from tests.sync.test_sglang import KEY, PARAMETERS, TRANSPORTS, assert_answers, negate_head, serving
 
@@ -44,8 +45,6 @@ def kill_and_return(folder: str) -> dict:
     from megarl.config.rollout import SamplingConfig
     from megarl.config.sync import SyncConfig
     from megarl.rollout.engine import Request
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     run_dir = Path(folder)
     fresh_parallel()
@@ -53,7 +52,7 @@ def kill_and_return(folder: str) -> dict:
     requests = [Request([10 + i, 20, 30], [7 * i, 7 * i + 1]) for i in range(4)]
     with start(run_dir, run_dir / "model", servers=2) as fleet:
         config = SyncConfig(transport="tensor", bucket_mb=5, timeout_s=60.0)
-        sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, run_dir)
+        sync = weight_sync(chunks, fleet, config, run_dir)
 
         def generate() -> list:
             made = engine(fleet, version=2, run=sync.run)
@@ -103,20 +102,17 @@ def push_and_be_killed(folder: str, url: str, run_dir: str, transport: str, die:
     import os
     import signal
     import time
-    from pathlib import Path
 
     from megarl.config.sglang import SGLangConfig
     from megarl.config.sync import SyncConfig
     from megarl.rollout.sglang.fleet import Fleet, Server
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     fresh_parallel()
     chunks = build_tiny(folder)
     negate_head(chunks)
     fleet = Fleet([Server(0, ServerApi(url, KEY, "server 0"), "catching_up")], SGLangConfig(urls=[url]))
     config = SyncConfig(transport=transport, verify="every", bucket_mb=5, timeout_s=60.0)
-    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    sync = weight_sync(chunks, fleet, config, run_dir)
     report = sync.push(1)
     assert (report.updated, report.verified) == ([0], PARAMETERS), report
     if die:

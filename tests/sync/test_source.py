@@ -18,20 +18,19 @@ DENSE = {"llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
 
 def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tensor]]:
     """For each server: the tensors that this rank would send to it."""
-    import torch.distributed as dist
-
+    from megarl.comm import as_group
     from megarl.models.weights.export import layout_of_all
     from megarl.models.weights.fill import coordinate
-    from megarl.sync.plan import SLAB_BYTES, Place, ServerLayout, holdings, make_plan
+    from megarl.sync.plan import SLAB_BYTES, TrainerRank, holdings, make_plan
     from megarl.sync.source import Source, held_pieces
 
     fresh_parallel(**layout)
     chunks = build_tiny(folder, **layout)
     ranks = layout_of_all(coordinate(chunks))
     settings = {"dtype": "bfloat16", "bucket_bytes": SLAB_BYTES + 20_000, **settings}
-    places = [Place(at.pp_rank) for at in ranks]
-    plan = make_plan(holdings(chunks[0].hf_config, ranks), places, [ServerLayout()] * 2, **settings)
-    source = Source(held_pieces(chunks), plan, dist.get_rank(), getattr(torch, settings["dtype"]))
+    places = [TrainerRank(at.pp_rank) for at in ranks]
+    plan = make_plan(holdings(chunks[0].hf_config, ranks), places, ["127.0.0.1"] * 2, **settings)
+    source = Source(held_pieces(chunks), plan, as_group(None), getattr(torch, settings["dtype"]))
     routes = list(range(len(plan.routes)))
     found: dict[str, torch.Tensor] = {}
     buckets = source.buckets()
@@ -44,7 +43,7 @@ def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tenso
             found[entry.name] = flat.view(getattr(torch, entry.dtype)).view(entry.shape).clone()
     assert source.peak_staged <= SLAB_BYTES
     mine = source.my_route()
-    return [found if mine is not None and s in plan.routes[mine].servers else {} for s in range(2)]
+    return [found if mine is not None and s in plan.routes[mine].receivers else {} for s in range(2)]
 
 
 def collect_all(cases: list) -> list:
@@ -101,18 +100,18 @@ def test_fp8_on_send_is_that_of_the_whole_tensor(folders):
 
 def give(device: str) -> list[str]:
     """Devices that rank 0 of two tensor-parallel ranks sends its pieces from, when buckets are on `device`."""
+    from types import SimpleNamespace
     from unittest.mock import patch
 
     import torch.distributed as dist
 
     from megarl.models.weights.plan import hf_tensors
-    from megarl.sync.plan import Place, ServerLayout, holdings, make_plan
+    from megarl.sync.plan import holdings, make_plan
     from megarl.sync.source import Source
-    from tests.sync.layouts import config, trainer
+    from tests.sync.layouts import HERE, config, ranks_of, trainer
 
-    plan = make_plan(
-        holdings(config("llama"), trainer(tp=2)), [Place(), Place()], [ServerLayout()], senders_per_stage=1
-    )
+    ranks = trainer(tp=2)
+    plan = make_plan(holdings(config("llama"), ranks), ranks_of(ranks), [HERE], senders_per_stage=1)
     shapes = hf_tensors(config("llama"))
     held = {
         (name, box): torch.zeros(shapes[name])[tuple(slice(*span) for span in box)]
@@ -120,7 +119,8 @@ def give(device: str) -> list[str]:
         for box, giver in boxes
         if giver == 1
     }
-    source, sent = Source(held, plan, 1, torch.bfloat16, torch.device(device)), []
+    second = SimpleNamespace(rank=1, ranks=(0, 1), process_group=None)
+    source, sent = Source(held, plan, second, torch.bfloat16, torch.device(device)), []
 
     class Done(dist.Work):
         def wait(self, timeout=None) -> bool:

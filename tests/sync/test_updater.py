@@ -11,7 +11,7 @@ from megarl.rollout.sglang.api import ServerApi
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.test_layouts import load_folder
 from tests.models.tiny import build_tiny, save_tiny
-from tests.sync.receivers import fleet_of, receivers
+from tests.sync.receivers import fleet_of, receivers, weight_sync
 
 SETTINGS = {"dtype": "bf16", "bucket_mb": 5, "verify": "off", "timeout_s": 20.0}
 
@@ -41,17 +41,13 @@ def push_twice(folder: str, run_dir: str, urls: list[str], cases: list[tuple[dic
     import dataclasses
 
     from megarl.config.sync import SyncConfig
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     found = []
     for layout, settings in cases:
         fresh_parallel(**layout)
         chunks = build_tiny(folder, **layout)
         fleet = fleet_of(urls)
-        sync = WeightSync(
-            chunks, chunks[0].hf_config, fleet, ServerLayout(), SyncConfig(**(SETTINGS | settings)), Path(run_dir)
-        )
+        sync = weight_sync(chunks, fleet, SyncConfig(**(SETTINGS | settings)), run_dir)
         reports = [sync.push(1)]
         with torch.no_grad():
             for chunk in chunks:
@@ -124,13 +120,11 @@ def test_a_server_with_which_no_group_can_be_made_does_not_stop_the_others(tmp_p
 def push_with_an_error(folder: str, run_dir: str, urls: list[str]) -> list:
     """Something goes wrong at the end of one server's update that is no answer of the server."""
     from megarl.config.sync import SyncConfig
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     fresh_parallel()
     chunks = build_tiny(folder)
     config = SyncConfig(**(SETTINGS | {"transport": "disk"}))
-    sync = WeightSync(chunks, chunks[0].hf_config, fleet_of(urls), ServerLayout(), config, Path(run_dir))
+    sync = weight_sync(chunks, fleet_of(urls), config, run_dir)
     commit = sync.transport.commit
 
     def wrong(target) -> None:
@@ -170,13 +164,11 @@ def push_to_restarted(folder: str, run_dir: str, urls: list[str], transport: str
     """Version 1 to the first server; then the second one stands where it stood, as after a restart."""
     from megarl.config.sync import SyncConfig
     from megarl.rollout.sglang.api import ServerApi
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     fresh_parallel()
     chunks = build_tiny(folder)
     config, fleet = SyncConfig(**(SETTINGS | {"transport": transport})), fleet_of(urls[:1])
-    sync = WeightSync(chunks, chunks[0].hf_config, fleet, ServerLayout(), config, Path(run_dir))
+    sync = weight_sync(chunks, fleet, config, run_dir)
     sync.push(1)
     server = fleet.servers[0]
     fleet.mark_failed(server, "gone")
@@ -200,13 +192,11 @@ def listening_of_group(folder: str, run_dir: str, urls: list[str]) -> list[str]:
     import psutil
 
     from megarl.config.sync import SyncConfig
-    from megarl.sync.plan import ServerLayout
-    from megarl.sync.updater import WeightSync
 
     fresh_parallel()
     chunks = build_tiny(folder)
     config = SyncConfig(**(SETTINGS | {"transport": "distributed"}))
-    sync = WeightSync(chunks, chunks[0].hf_config, fleet_of(urls), ServerLayout(), config, Path(run_dir))
+    sync = weight_sync(chunks, fleet_of(urls), config, run_dir)
     assert sync.push(1).updated == [0]
     (link,) = sync.transport._links.values()
     sockets = psutil.Process().net_connections("tcp")

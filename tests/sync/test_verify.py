@@ -8,10 +8,13 @@ import torch
 from megarl.errors import ServerError
 from megarl.models.weights.plan import hf_tensors
 from megarl.rollout.sglang.api import ServerApi
-from megarl.sync.checksum import DeviceChecksum, HostChecksum
+from megarl.rollout.sglang.checksum import DeviceChecksum
+from megarl.rollout.sglang.layout import ServerLayout
+from megarl.sync.checksum import HostChecksum
 from megarl.sync.transports.disk import remove_old
 from megarl.sync.verify import compare, expected_checksums
 from tests.sync.layouts import config
+from tests.sync.receivers import server_receiver
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -61,7 +64,8 @@ def test_a_server_fuses_and_splits(tp, ep):
     hf = config("qwen3_moe", num_hidden_layers=1)
     g = torch.Generator().manual_seed(3)
     t = {name: torch.randn(shape, generator=g) for name, shape in hf_tensors(hf).items()}
-    found = expected_checksums(t.items(), hf, [(tp, ep)], torch.float32, on_gpu=False)[tp, ep]
+    layout = ServerLayout.of(hf, tp, ep)
+    found = expected_checksums(t.items(), [layout], torch.float32)[layout]
     at, experts = "model.layers.0.self_attn.", "model.layers.0.mlp.experts."
     for rank in range(tp):
         q = t[f"{at}q_proj.weight"].chunk(tp)[rank]
@@ -82,12 +86,12 @@ def test_a_server_fuses_and_splits(tp, ep):
 
 
 def test_differences_are_named():
-    api = ServerApi("http://127.0.0.1:1", None, "server 3")
-    assert compare(api, [{"a": "1", "b": "2"}], [{"a": "1", "b": "2", "other": "9"}]) == 2
+    server = server_receiver(ServerApi("http://127.0.0.1:1", None, "server 3"))
+    assert compare(server, [{"a": "1", "b": "2"}], [{"a": "1", "b": "2", "other": "9"}]) == 2
     with pytest.raises(ServerError, match=r"server 3.*1 of 2 parameters differ.*b \(rank 0: 3, expected 2\)"):
-        compare(api, [{"a": "1", "b": "2"}], [{"a": "1", "b": "3"}])
+        compare(server, [{"a": "1", "b": "2"}], [{"a": "1", "b": "3"}])
     with pytest.raises(ServerError, match=r"a .rank 0: missing"):
-        compare(api, [{"a": "1"}], [{}])
+        compare(server, [{"a": "1"}], [{}])
 
 
 def test_old_versions_and_interrupted_writes_go(tmp_path):

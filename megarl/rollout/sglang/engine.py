@@ -28,7 +28,7 @@ from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.samples import Sample, samples_of
-from megarl.rollout.sglang.tags import version_tag
+from megarl.sync.versions import version_tag
 
 _MEET_EVERY_S = 5.0
 

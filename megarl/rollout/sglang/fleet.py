@@ -84,11 +84,6 @@ class Fleet:
         """Servers that hold weight version `version` and may be asked."""
         return [server for server in self.servers if server.state == "current" and server.version == version]
 
-    def behind(self, version: int) -> list[Server]:
-        """Servers that answer and do not hold `version`: the ones to synchronise."""
-        alive = [server for server in self.servers if server.state in ("catching_up", "current")]
-        return [server for server in alive if server.state == "catching_up" or server.version != version]
-
     def mark_failed(self, server: Server, why: str) -> None:
         """Send nothing more to `server`; call on every rank, or let `refresh` tell the others."""
         server.state, server.version, server.why = "failed", None, why

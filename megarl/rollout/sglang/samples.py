@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Completion, FinishReason, Request
-from megarl.rollout.sglang.tags import read_tag
+from megarl.sync.versions import read_tag
 
 
 class BadAnswerError(Exception):

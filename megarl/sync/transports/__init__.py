@@ -1,1 +1,1 @@
-"""Ways for a bucket to reach a server."""
+"""Ways for a bucket to reach a receiver."""

@@ -1,10 +1,9 @@
-"""Changed elements to a relay on the server's host, which hands them to the server through shared memory.
+"""Changed elements to a relay on the receiver's host, which hands them to the receiver through shared memory.
 
-A server that has megarl's loader (compat/sglang_server/loaders) writes them into its parameters itself; those that a
-run starts have it. Any other takes whole tensors only, and gets those that changed. The base that deltas are applied
-to lives in the relay (megarl/sync/relay.py): one copy of the weights per host, whatever the number of servers there. A
-server that restarts is filled from the relay without the network. The sender keeps a copy of what it sent last, to
-compare with.
+A receiver that can (`takes_changes`) writes them into its parameters itself. Any other takes whole tensors only, and
+gets those that changed. The base that deltas are applied to lives in the relay (megarl/sync/relay.py): one copy of the
+weights per host, whatever the number of receivers there. One that restarts is filled from the relay, not over the
+network. The sender keeps a copy of what it sent last, to compare with.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megarl.comm import all_gather_json, broadcast_json, group_size
-from megarl.compat.sglang import PATCH_LOADER
+from megarl.comm import WorkerGroup
 from megarl.config.sync import SyncConfig
 from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.phase import beat
-from megarl.sync.delta import Delta, make_delta
+from megarl.sync.delta import Delta, make_delta, patch_header
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
+from megarl.sync.receiver import Step
 from megarl.sync.relay import KEY_VARIABLE, RelayClient, RelayRefused
-from megarl.sync.transports.base import LoaderCheck, Target, Transport
+from megarl.sync.shared import Handle
+from megarl.sync.transports.base import Target, Transport
 
-_BUFFERS = 2  # of a courier
+_BUFFERS = 2  # of a sender
 _WORTH = 0.5  # a delta of more than this part of the bucket is not worth its arithmetic
 
 
@@ -50,10 +49,10 @@ class _Put:
 
 
 class DeltaTransport(Transport):
-    """Needs a relay per host of servers.
+    """Needs a relay per host of receivers.
 
     Args:
-        relays: address of the relay by host of a server; `start_relay` makes one on this host.
+        relays: address of the relay by host of a receiver; `start_relay` makes one on this host.
         key: that the relays were started with.
         name: tells buckets of this sender from those of others.
         relay: the process of the relay that this rank started, if any; it ends with `close`.
@@ -78,9 +77,8 @@ class DeltaTransport(Transport):
         self._bases: dict[int, tuple[int, Tensor]] = {}
         self._put: dict[int, _Put] = {}  # what `put` found, by bucket
         self._relayed: dict[str, tuple[int, bool]] = {}  # host -> bucket it was given last, and whether by a delta
-        self._current: set[int] = set()  # servers that hold what the last deltas led to
+        self._current: set[int] = set()  # receivers that hold what the last deltas led to
         self._lost: dict[str, str] = {}  # host -> why its relay is asked nothing more in this update
-        self._loaders = LoaderCheck(deadline_s)
         self._clients: dict[str, RelayClient] = {}
         self._connecting = threading.Lock()
         self._locks = {host: threading.Lock() for host in relays}
@@ -96,7 +94,7 @@ class DeltaTransport(Transport):
         return f"the weight relay of {socket.gethostname()} ended (exit code {self._process.returncode})"
 
     def start(self, version: int, targets: Sequence[Target]) -> None:
-        """Buckets that follow are of this version. Servers say what they hold: somebody else may have loaded it."""
+        """Buckets that follow are of this version. Receivers say what they hold: somebody else may have loaded it."""
         self._version, self.sent_bytes = version, 0
         self._relayed, self._current, self._put, self._lost = {}, set(), {}, {}
         with ThreadPoolExecutor(max(len(targets), 1)) as pool:
@@ -105,10 +103,10 @@ class DeltaTransport(Transport):
 
     def _holds_what_it_was_given(self, target: Target) -> bool:
         try:
-            said = target.api.call("/model_info", deadline_s=self.deadline_s, phase="its version", method="GET")
+            said = target.receiver.held_version(Step("its version", self.deadline_s))
         except ServerError:
             return False  # it gets everything; when it is gone, `deliver` says so
-        return target.tag is not None and said.get("weight_version") == target.tag
+        return said == target.tag
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
         """Compare with what was sent last, and remember this."""
@@ -128,47 +126,39 @@ class DeltaTransport(Transport):
         self._put[number] = _Put(parts, version, delta)
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """To the relay, once per host; then the server is handed what it does not hold yet."""
-        host = self.plan.servers[target.number].host
+        """To the relay, once per host; then the receiver is handed what it does not hold yet."""
+        host = self.plan.hosts[target.number]
         with self._locks[host]:
             if self._relayed.get(host, (-1, False))[0] != number:
                 self._relayed[host] = number, self._relay(target, number, bucket)
-        # A server on the version before this one lacks what changed since; any other lacks everything.
+        # A receiver on the version before this one lacks what changed since; any other lacks everything.
         put = self._put[number]
         delta = put.delta if target.number in self._current and target.version == put.base else None
-        wanted = list(range(len(bucket.entries))) if delta is None else delta.touched
-        by_delta = delta is not None and self._relayed[host][1]
-        if not wanted or (by_delta and self._patched(target, number)):
+        wanted = bucket.entries if delta is None else [bucket.entries[i] for i in delta.touched]
+        if not wanted:
             return
-        ranks = [
-            [i for i in wanted if self.plan.needed_by(target.number, rank, bucket.entries[i])]
-            for rank in range(self.plan.servers[target.number].tp)
-        ]
-        ask = {"op": "handles", "version": self._version, "ranks": ranks}
-        self._load(target, self._call(target, number, ask)["payloads"], "flattened_bucket")
+        if delta is not None and self._relayed[host][1] and self._patched(target, number, bucket, delta):
+            return
+        layout = target.receiver.layout
+        needed = [[entry for entry in wanted if layout.needs(rank, entry.source)] for rank in range(layout.ranks)]
+        target.receiver.take_shared(self._handles(target, number, "handles"), needed, None, self._step)
 
-    def _patched(self, target: Target, number: int) -> bool:
-        """Hand over the changed elements alone; False when the server has to get whole tensors."""
-        if not self._loaders.has(target.api, PATCH_LOADER):
+    def _patched(self, target: Target, number: int, bucket: Bucket, delta: Delta) -> bool:
+        """Hand over the changed elements only; False when the receiver has to get whole tensors."""
+        if not target.receiver.takes_changes(self._step):
             return False
-        ask = {"op": "patch", "version": self._version, "ranks": self.plan.servers[target.number].tp}
-        payloads = self._call(target, number, ask)["payloads"]
-        try:
-            self._load(target, payloads, PATCH_LOADER)
-        except ServerError as error:
-            if error.status != 200:
-                raise
-            self._loaders.refused(target.api, PATCH_LOADER)  # it keeps some tensor in another form
-            return False
-        return True
+        header = patch_header(bucket.entries, delta)
+        return target.receiver.take_changes(self._handles(target, number, "patch"), header, self._step)
 
-    def _load(self, target: Target, payloads: list[str], load_format: str) -> None:
-        payload = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
-        target.api.call("/update_weights_from_tensor", payload, deadline_s=self.deadline_s, phase="bucket")
+    def _handles(self, target: Target, number: int, op: str) -> list[Handle]:
+        """Handles of what the relay has of this bucket, one for each rank of the receiver."""
+        ask = {"op": op, "version": self._version, "ranks": target.receiver.layout.ranks}
+        handles: list[Handle] = self._call(target, number, ask)["handles"]
+        return handles
 
-    def forget(self) -> None:
-        """Send everything the next time."""
-        self._bases = {}
+    @property
+    def _step(self) -> Step:
+        return Step("bucket", self.deadline_s)
 
     def close(self) -> None:
         """Hang up."""
@@ -180,16 +170,16 @@ class DeltaTransport(Transport):
             self._process.wait()
 
     def drop(self, target: Target) -> None:
-        """Under this address there may be another server the next time."""
-        self._loaders.forget(target.api)
+        """Under its address there may be another engine the next time."""
+        target.receiver.forget()
 
     def _call(self, target: Target, number: int, header: dict[str, Any], *bodies: memoryview) -> dict[str, Any]:
         """Ask the relay on the target's host about a bucket of this sender."""
-        host = self.plan.servers[target.number].host
+        host = self.plan.hosts[target.number]
         client = None
         try:
             if host in self._lost:
-                raise RelayRefused(self._lost[host])  # the next server need not wait for the deadline, too
+                raise RelayRefused(self._lost[host])  # the next receiver need not wait for the deadline, too
             with self._connecting:
                 client = self._clients.get(host) or RelayClient(self.relays[host], self.key, self.deadline_s)
                 self._clients[host] = client
@@ -201,7 +191,7 @@ class DeltaTransport(Transport):
                     reason = self._lost.setdefault(host, reason)  # of the first one: it closed the others' connection
                     if self._clients.get(host) is client:
                         self._clients.pop(host, None)  # in the middle of a message it is of no more use
-            raise ServerError(target.api.name, target.api.url, f"relay on {host}", reason) from error
+            raise target.error(f"relay on {host}", reason) from error
 
     def _relay(self, target: Target, number: int, bucket: Bucket) -> bool:
         """Bring the relay's bucket to this version: by the delta if it has the base (True), else whole."""
@@ -244,15 +234,20 @@ def start_relay(
 
 
 def relays_of_all(
-    hosts: set[str], names: dict[int, str], addresses: dict[str, str], config: SyncConfig, run_dir: Path
+    hosts: set[str],
+    names: dict[int, str],
+    addresses: dict[str, str],
+    config: SyncConfig,
+    run_dir: Path,
+    world: WorkerGroup,
 ) -> tuple[dict[str, tuple[str, int]], str, subprocess.Popen[bytes] | None]:
-    """A relay on every host of servers, started by the first trainer rank there; collective.
+    """A relay on every host of receivers, started by the first trainer rank there; collective.
 
     Returns:
         address by host, the key, and the process that this rank started, if it did.
 
     Raises:
-        ConfigError: a host has servers and no trainer rank that could start its relay.
+        ConfigError: a host has receivers and no trainer rank that could start its relay.
         WorkerError: a relay did not start.
     """
     away = sorted(hosts - set(names.values()))
@@ -263,13 +258,13 @@ def relays_of_all(
             found="delta",
             allowed="auto, distributed or disk",
         )
-    rank = dist.get_rank() if group_size() > 1 else 0
-    key = broadcast_json(secrets.token_urlsafe(32), 0)
+    rank = world.rank
+    key = world.broadcast_json(secrets.token_urlsafe(32))
     mine: list[tuple[str, int]] = []
     process = None
     address = addresses[names[rank]]
     if names[rank] in hosts and rank == min(other for other, name in names.items() if name == names[rank]):
         process, port = start_relay(run_dir / "sync", key, config.timeout_s, address)
         mine.append((address, port))
-    relays = {names[other]: (at[0], at[1]) for other, found in enumerate(all_gather_json(mine)) for at in found}
+    relays = {names[other]: (at[0], at[1]) for other, found in enumerate(world.all_gather_json(mine)) for at in found}
     return relays, key, process

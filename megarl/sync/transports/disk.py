@@ -1,9 +1,9 @@
-"""A folder that trainer and servers see: safetensors per version, written under another name and renamed when complete.
+"""A folder that trainer and receivers see: safetensors per version, written under another name and renamed when done.
 
     FOLDER/.v00000012.partial/     being written; a trainer that dies leaves it, and the next version removes it
     FOLDER/v00000011/              complete: config.json, model-<sender>-<n>.safetensors, model.safetensors.index.json
 
-The server reads the folder in one call, so it needs neither begin nor end, and keeps its weights when that fails.
+The receiver reads the folder in one call, so it needs neither begin nor end, and keeps its weights when that fails.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from megarl.errors import WorkerError
 from megarl.models.weights.files import INDEX, replace_folder
 from megarl.sync.plan import Bucket
+from megarl.sync.receiver import Step
 from megarl.sync.transports.base import Target, Transport
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class DiskTransport(Transport):
     """One file per bucket; the first rank writes the index and renames.
 
     Args:
-        folder: on a disk that servers see under the same path.
+        folder: on a disk that receivers see under the same path.
         rank: of this sender, part of its file names.
     """
 
@@ -82,13 +83,8 @@ class DiskTransport(Transport):
         remove_old(self.folder, self._version)
 
     def commit(self, target: Target) -> None:
-        """The server reads the folder."""
-        payload = {
-            "model_path": str(self.folder_held()),
-            "load_format": "safetensors",
-            "flush_cache": False,
-        }
-        target.api.call("/update_weights_from_disk", payload, deadline_s=self.deadline_s, phase="reading the weights")
+        """The receiver reads the folder."""
+        target.receiver.read_folder(self.folder_held(), Step("reading the weights", self.deadline_s))
 
     def folder_held(self) -> Path:
         """The folder of this version."""

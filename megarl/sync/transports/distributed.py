@@ -1,12 +1,12 @@
-"""Any host: a broadcast from the sender to the ranks of one server, over gloo or nccl.
+"""Any host: a broadcast from the sender to the ranks of one receiver, over gloo or nccl.
 
-Each pair of sender and server has a process group of its own. A server takes the buckets of several senders in turn; in
-one group over many servers two of them could each wait for a different sender, for ever, and the death of one server
-would end the update of all.
+Each pair of sender and receiver has a process group of its own. A receiver takes the buckets of several senders in
+turn; in one group over many receivers two of them could each wait for a different sender, for ever, and the death of
+one receiver would end the update of all.
 
-Our part of a collective runs in a thread of its own, beside the call that tells the server to do its part. nccl, unlike
-gloo, neither fails nor returns when the server is gone, so that thread is never waited for beyond the deadline, and the
-group of a server that failed is aborted, which takes nccl's kernel off the device.
+Our part of a collective runs in a thread of its own, beside the call that tells the receiver to do its part. nccl,
+unlike gloo, neither fails nor returns when the receiver is gone, so that thread is never waited for beyond the
+deadline, and the group of a receiver that failed is aborted, which takes nccl's kernel off the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -37,12 +37,13 @@ from torch.distributed.distributed_c10d import (
 
 from megarl.errors import ServerError
 from megarl.processes import address_towards
-from megarl.sync.plan import Bucket, SyncPlan
+from megarl.sync.plan import Bucket
+from megarl.sync.receiver import Step, UpdateGroup
 from megarl.sync.transports.base import Target, Transport
 
 T = TypeVar("T")
 _POLL_S = 0.001
-_GRACE_S = 1.0  # the server has answered: our part has come as far, and ends at once
+_GRACE_S = 1.0  # the receiver has answered: our part has come as far, and ends at once
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
 
@@ -59,13 +60,13 @@ class DistributedTransport(Transport):
     """Buckets as one flat broadcast each.
 
     Args:
-        address: of this host, as servers reach it; None: the one of the interface that reaches the server.
+        address: of this host, as receivers reach it; None: the one of the interface that reaches the receiver.
     """
 
-    senders_per_stage: int | None = 1  # every sender has a connection to every server
+    senders_per_stage: int | None = 1  # every sender has a connection to every receiver
 
-    def __init__(self, plan: SyncPlan, device: torch.device, deadline_s: float, address: str | None = None) -> None:
-        self.plan, self.device, self.deadline_s, self.address = plan, device, deadline_s, address
+    def __init__(self, device: torch.device, deadline_s: float, address: str | None = None) -> None:
+        self.device, self.deadline_s, self.address = device, deadline_s, address
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[int, _Link] = {}
         self._lock = threading.Lock()
@@ -75,28 +76,25 @@ class DistributedTransport(Transport):
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """The call tells the server what comes; the broadcast runs beside it."""
+        """The call tells the receiver what comes; the broadcast runs beside it."""
         link = self._links.get(target.number)
-        if link is None or link.url != target.api.url:  # a restarted server is another process under another address
+        if link is None or link.url != target.receiver.url:  # a restarted one is another process at another address
             self._leave(target.number)
             link = self._connect(target)
-        payload = {
-            "names": [entry.name for entry in bucket.entries],
-            "dtypes": [entry.dtype for entry in bucket.entries],
-            "shapes": [list(entry.shape) for entry in bucket.entries],
-            "group_name": link.name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
-        group, path = link.group, "/update_weights_from_distributed"
+        group, name, step = link.group, link.name, Step("bucket", self.deadline_s)
         try:
-            self._beside(target, "bucket", path, payload, lambda: self._broadcast(group, flat))
+            self._beside(
+                target,
+                step,
+                lambda: target.receiver.take_broadcast(name, bucket.entries, step),
+                lambda: self._broadcast(group, flat),
+            )
         except ServerError:
             self._leave(target.number, abort=True)
             raise
 
     def drop(self, target: Target) -> None:
-        """Leave the group of a server that is gone."""
+        """Leave the group of a receiver that is gone."""
         self._leave(target.number, abort=True)
 
     def _leave(self, number: int, *, abort: bool = False) -> None:
@@ -133,62 +131,62 @@ class DistributedTransport(Transport):
             raise error
 
     def _connect(self, target: Target) -> _Link:
-        """Make the group of this sender and the server: rank 0 is the sender, 1 and on are the server's ranks."""
-        # Random: a server keeps the groups of trainers that are gone, and refuses a name that it has seen.
+        """Make the group of this sender and the receiver: rank 0 is the sender, 1 and on are the receiver's ranks."""
+        # Random: a receiver keeps the groups of trainers that are gone, and refuses a name that it has seen.
         name = f"megarl-{secrets.token_hex(8)}"
-        size = 1 + self.plan.servers[target.number].tp
+        size = 1 + target.receiver.layout.ranks
         timeout = datetime.timedelta(seconds=self.deadline_s)
-        address, phase = self.address, "group of the update"
+        address, step = self.address, Step("group of the update", self.deadline_s)
         try:
-            address = address or address_towards(urlsplit(target.api.url).hostname or "")
+            address = address or address_towards(urlsplit(target.receiver.url).hostname or "")
             listener = socket.create_server((address, 0))
             port = listener.getsockname()[1]
             store = dist.TCPStore(
                 address, port, size, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach()
             )
         except (OSError, RuntimeError) as error:
-            reason = f"cannot listen on {address or 'an interface that reaches the server'} (sync.address): {error}"
-            raise ServerError(target.api.name, target.api.url, phase, reason) from error
-        payload = {
-            "master_address": address,
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": size,
-            "group_name": name,
-            "backend": self.backend,
-        }
-        path = "/init_weights_update_group"
-        group = self._beside(target, phase, path, payload, lambda: self._join(store, name, size, timeout))
-        self._links[target.number] = link = _Link(name, target.api.url, group, store)
+            interface = address or "an interface that reaches the server"
+            raise target.error(step.phase, f"cannot listen on {interface} (sync.address): {error}") from error
+        meeting = UpdateGroup(name, address, port, size, self.backend)
+        group = self._beside(
+            target,
+            step,
+            lambda: target.receiver.join_group(meeting, step),
+            lambda: join(store, name, 0, size, self.backend, timeout),
+        )
+        self._links[target.number] = link = _Link(name, target.receiver.url, group, store)
         return link
 
-    def _join(self, store: dist.TCPStore, name: str, size: int, timeout: datetime.timedelta) -> dist.ProcessGroup:
-        """This sender's end of the group, made as the server makes its own (which must not be a subgroup of ours)."""
-        # gloo meets the server here, which takes as long as the server does; nccl does so at the first broadcast.
-        with _without_watchdog() if self.backend == "nccl" else contextlib.nullcontext():
-            group, _ = _new_process_group_helper(
-                size, 0, [], Backend(self.backend), PrefixStore(name, store), group_name=name, timeout=timeout
-            )
-        _world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
-        return group
-
-    def _beside(self, target: Target, phase: str, path: str, payload: dict[str, Any], ours: Callable[[], T]) -> T:
-        """Call the server and do our part of the collective at the same time; the server's own words come first.
+    def _beside(self, target: Target, step: Step, theirs: Callable[[], None], ours: Callable[[], T]) -> T:
+        """Call the receiver and do our part of the collective at the same time; its own words come first.
 
         Raises:
-            ServerError: the server refused or is gone, or our part failed or was not done before the deadline.
+            ServerError: the receiver refused or is gone, or our part failed or was not done before the deadline.
         """
         end = time.monotonic() + self.deadline_s
         part = _in_background(ours)
         try:
-            target.api.call(path, payload, deadline_s=self.deadline_s, phase=phase)
+            theirs()
             return part.result(max(end - time.monotonic(), _GRACE_S))
         except TimeoutError:
             reason = f"the trainer's part was not done within {self.deadline_s:g} s"
-            raise ServerError(target.api.name, target.api.url, phase, reason) from None
+            raise target.error(step.phase, reason) from None
         except (RuntimeError, OSError) as error:
             reason = f"the trainer's part failed: {str(error).partition(chr(10))[0]}"
-            raise ServerError(target.api.name, target.api.url, phase, reason) from error
+            raise target.error(step.phase, reason) from error
+
+
+def join(
+    store: dist.Store, name: str, rank: int, size: int, backend: str, timeout: datetime.timedelta
+) -> dist.ProcessGroup:
+    """One end of the group of a sender and a receiver; neither is part of the other's world."""
+    # gloo meets the others here, which takes as long as they do; nccl does so at the first broadcast.
+    with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
+        group, _ = _new_process_group_helper(
+            size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
+        )
+    _world.pg_group_ranks[group] = {member: member for member in range(size)}
+    return group
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
@@ -207,7 +205,7 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Groups that are made inside the block do not end this process for a server that is gone, as nccl's groups do."""
+    """Groups made inside the block do not end this process for a receiver that is gone, as nccl's groups do."""
     with _environment:
         before = os.environ.get(_WATCHDOG)
         os.environ[_WATCHDOG] = "0"  # read when a group is made

@@ -1,4 +1,4 @@
-"""Same host: the server maps the sender's buffer (shared memory, CUDA IPC) and copies from it into its parameters."""
+"""Same host: the receiver maps the sender's buffer (shared memory, CUDA IPC) and copies from it into its parameters."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megarl.compat.sglang import LOADER
-from megarl.compat.sglang_wire import bucket_payload, loader_payload, shared_buffer
-from megarl.sync.plan import Bucket, Entry, SyncPlan
-from megarl.sync.transports.base import LoaderCheck, Target, Transport
+from megarl.sync.plan import Bucket, SyncPlan
+from megarl.sync.receiver import SharedUse, Step
+from megarl.sync.shared import handle_of, shared_buffer
+from megarl.sync.transports.base import Target, Transport
 
 
 class TensorTransport(Transport):
-    """One payload of handles per server rank; a rank that owns no part of an expert is not shown it."""
+    """One handle per rank of a receiver; a rank that owns no part of an expert is not shown it."""
 
     same_host = True
 
     def __init__(self, plan: SyncPlan, device: torch.device, deadline_s: float) -> None:
-        self.plan, self.device, self.deadline_s = plan, device, deadline_s
-        self._loaders, self._sender = LoaderCheck(deadline_s), secrets.token_hex(8)
+        self.device, self.deadline_s = device, deadline_s
+        self._sender = secrets.token_hex(8)
         self._update = ""
         self._ends = {id(buckets[-1]) for route in plan.routes for buckets in route.senders.values() if buckets}
 
@@ -30,7 +30,7 @@ class TensorTransport(Transport):
         self._update = str(version)
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Memory that the server can map."""
+        """Memory that the receiver can map."""
         return shared_buffer(nbytes, self.device)
 
     def put(self, number: int, bucket: Bucket, parts: Sequence[Tensor]) -> None:
@@ -39,27 +39,13 @@ class TensorTransport(Transport):
             torch.cuda.synchronize(self.device)
 
     def deliver(self, target: Target, number: int, bucket: Bucket, flat: Tensor) -> None:
-        """Returns when the server has copied everything it needs, so the buffer is free again."""
-        ranks = self.plan.servers[target.number].tp
-        needed = (
-            [entry for entry in bucket.entries if self.plan.needed_by(target.number, rank, entry)]
-            for rank in range(ranks)
-        )
-        ours = self._loaders.has(target.api, LOADER)
-        payload = {
-            "serialized_named_tensors": [self._handles(bucket, flat, entries, ours=ours) for entries in needed],
-            "load_format": LOADER if ours else "flattened_bucket",
-            "flush_cache": False,
-        }
-        target.api.call("/update_weights_from_tensor", payload, deadline_s=self.deadline_s, phase="bucket")
-
-    def _handles(self, bucket: Bucket, flat: Tensor, entries: list[Entry], *, ours: bool) -> str:
-        if not ours:
-            return bucket_payload(flat, entries)
-        tensors = [[entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes] for entry in entries]
-        last = id(bucket) in self._ends
-        return loader_payload(flat, {"tensors": tensors, "update": self._update, "sender": self._sender, "last": last})
+        """Returns when the receiver has copied everything it needs, so the buffer is free again."""
+        layout = target.receiver.layout
+        needed = [[e for e in bucket.entries if layout.needs(rank, e.source)] for rank in range(layout.ranks)]
+        use = SharedUse(self._update, self._sender, last=id(bucket) in self._ends)
+        handles = [handle_of(flat) for _ in needed]
+        target.receiver.take_shared(handles, needed, use, Step("bucket", self.deadline_s))
 
     def drop(self, target: Target) -> None:
-        """Under this address there may be another server the next time."""
-        self._loaders.forget(target.api)
+        """Under its address there may be another engine the next time."""
+        target.receiver.forget()

@@ -1,8 +1,8 @@
-"""Rounds of a synchronisation on one rank: gathering, preparing and sending follow each other like hands at a belt.
+"""Rounds of a synchronisation on one rank: a pipeline of three stages, gathering, preparing and sending.
 
 main thread     | gather 0 | gather 1   | wait for buffer 0 | gather 2     ...
 putting thread             | put 0  | put 1               | ..
-courier thread                      | send 0              | send 1            | send 2
+sending thread                      | send 0              | send 1            | send 2
                 buffer 0 ........................... buffer 1 ......... buffer 0
 """
 
@@ -24,7 +24,7 @@ from megarl.sync.transports.base import Target, Transport
 
 @dataclass
 class Sent:
-    """What this rank did in a synchronisation. `failed`: server number -> why it did not get everything."""
+    """What this rank did in a synchronisation. `failed`: receiver number -> why it did not get everything."""
 
     nbytes: int = 0
     gather_s: float = 0.0
@@ -34,7 +34,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class _Load:
-    """A bucket on the belt, and the transport's preparations for it."""
+    """A bucket on its way, and the transport's preparations for it."""
 
     number: int
     bucket: Bucket
@@ -42,7 +42,7 @@ class _Load:
     put: Future[None]
 
 
-class Courier:
+class BucketSender:
     """Two buffers, and the thread that empties them. Buffers are made at the first use and kept."""
 
     def __init__(self, source: Source, transport: Transport) -> None:
@@ -62,8 +62,8 @@ class Courier:
         self._allocate(buckets)
         with (
             ThreadPoolExecutor(1, "put") as putting,
-            ThreadPoolExecutor(1, "courier") as courier,
-            ThreadPoolExecutor(max(len(targets), 1)) as servers,
+            ThreadPoolExecutor(1, "send") as sending,
+            ThreadPoolExecutor(max(len(targets), 1)) as receivers,
         ):
             for number in range(self.source.rounds(routes)):
                 bucket = buckets[number] if number < len(buckets) else None
@@ -76,7 +76,7 @@ class Courier:
                 if bucket is not None and flat is not None:
                     put = putting.submit(self.transport.put, number, bucket, self.source.parts(bucket, flat))
                     load = _Load(number, bucket, flat, put)
-                    waiting.append(courier.submit(self._send, load, targets, servers, sent))
+                    waiting.append(sending.submit(self._send, load, targets, receivers, sent))
             while waiting:
                 waiting.popleft().result()
         if targets and self.transport.sent_bytes is not None:
@@ -93,11 +93,11 @@ class Courier:
         if len(self._buffers) != wanted or any(len(buffer) != size for buffer in self._buffers):
             self._buffers = [self.transport.buffer(size) for _ in range(wanted)]
 
-    def _send(self, load: _Load, targets: Sequence[Target], servers: ThreadPoolExecutor, sent: Sent) -> None:
+    def _send(self, load: _Load, targets: Sequence[Target], receivers: ThreadPoolExecutor, sent: Sent) -> None:
         start = time.perf_counter()
         load.put.result()
         healthy = [target for target in targets if target.number not in sent.failed]
-        reasons = list(servers.map(lambda target: self._deliver(target, load), healthy))
+        reasons = list(receivers.map(lambda target: self._deliver(target, load), healthy))
         for target, why in zip(healthy, reasons, strict=True):
             if why is not None:
                 sent.failed[target.number] = why
@@ -106,7 +106,7 @@ class Courier:
         sent.send_s += time.perf_counter() - start
 
     def _deliver(self, target: Target, load: _Load) -> str | None:
-        """None, or why the server did not take the bucket."""
+        """None, or why the receiver did not take the bucket."""
         try:
             self.transport.deliver(target, load.number, load.bucket, load.flat)
         except ServerError as error:

@@ -1,10 +1,10 @@
-"""What servers call their weights: the trainer's version and the run, `NUMBER@RUN`."""
+"""What receivers call their weights: the trainer's version and the run, `NUMBER@RUN`."""
 
 from __future__ import annotations
 
 
 def version_tag(number: int, run: str) -> str:
-    """What servers call version `number` of a run. Two runs may push to one server in turn, and both count from 0."""
+    """What receivers call version `number` of a run. Two runs may push to one in turn, and both count from 0."""
     return f"{number}@{run}"
 
 

@@ -1,6 +1,6 @@
 """A process that outlives a trainer and brings external servers back when that dies in the middle of an update.
 
-    python -m megarl.sync.keeper DEADLINE_S        (its output: RUN/sync/keeper.log)
+    python -m megarl.rollout.sglang.keeper DEADLINE_S        (its output: RUN/sync/keeper.log)
 
     trainer                        pipe                             keeper                 server
     before `pause`                 open   url, API key       --->   remembers it
@@ -15,7 +15,7 @@ two versions and reads weights that it can reach by itself: the folder of the la
 or what it was started with. They get the name they had then. When neither can be read it stays paused, and the log
 says so.
 
-While it works the server's version is called `RESTORING...`; the next trainer waits for that to end (protocol.py).
+While it works the server's version is called `RESTORING...`; the next trainer waits for that to end (receiver.py).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Keeper:
         self._log = folder / "keeper.log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.sync.keeper", str(deadline_s)],
+                [sys.executable, "-m", "megarl.rollout.sglang.keeper", str(deadline_s)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

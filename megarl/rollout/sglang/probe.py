@@ -1,0 +1,68 @@
+"""Log-probs of a greedy probe: what a server computes with its weights, against what the trainer computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch.distributed as dist
+
+from megarl.comm import all_gather_json, group_size
+from megarl.errors import ServerError
+from megarl.rollout.sglang.api import ServerApi
+from megarl.rollout.sglang.fleet import Fleet
+
+_PROBE_TOKENS = 8  # of the prompt, and of its continuation
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A greedy continuation and the server's log-probs of its tokens, at temperature 1."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    version: str
+
+
+def greedy_probe(api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s: float) -> Probe:
+    """Let the server continue `prompt_ids` greedily by `tokens` tokens."""
+    payload = {
+        "input_ids": prompt_ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        "return_logprob": True,
+    }
+    meta = api.call("/generate", payload, deadline_s=deadline_s, phase="probe")["meta_info"]
+    pairs = meta["output_token_logprobs"]
+    return Probe(prompt_ids, [int(p[1]) for p in pairs], [float(p[0]) for p in pairs], str(meta["weight_version"]))
+
+
+def probe_servers(fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadline_s: float, tag: str) -> list[Probe]:
+    """A greedy probe of each of these servers, the same on every rank.
+
+    One that does not answer, or not with the weights that are called `tag`, is marked failed.
+
+    Collective: the servers are shared out over the ranks. The prompt is the same for all.
+    """
+    ranks, rank = group_size(), dist.get_rank() if group_size() > 1 else 0
+    prompt = [(7919 * i + 11) % vocabulary for i in range(_PROBE_TOKENS)]
+    probes, failed = [], []
+    for number in numbers[rank::ranks]:
+        try:
+            probe = greedy_probe(fleet.servers[number].api, prompt, _PROBE_TOKENS, deadline_s)
+            if probe.version == tag:
+                probes.append(asdict(probe))
+            else:
+                failed.append([number, f"probe: drawn with the weights {probe.version!r}; this run has sent {tag!r}"])
+        except ServerError as error:
+            failed.append([number, error.reason])
+    everyone = all_gather_json([probes, failed])
+    for number, why in (pair for _, part in everyone for pair in part):
+        fleet.mark_failed(fleet.servers[number], why)
+    return [Probe(**fields) for part, _ in everyone for fields in part]
+
+
+def probe_gap(probes: Sequence[Probe], trainer: Sequence[Sequence[float]]) -> float:
+    """Largest difference of log-probs of the probes' tokens between servers and trainer."""
+    pairs = ((p.logprobs, ours) for p, ours in zip(probes, trainer, strict=True))
+    return max(abs(a - b) for theirs, ours in pairs for a, b in zip(theirs, ours, strict=True))

@@ -1,0 +1,249 @@
+"""SGLang's servers as receivers of weights: SGLang's calls for each step, and its wire formats.
+
+What a server takes depends on how it was started. One that has megarl's loaders (compat/sglang_server/loaders) keeps a
+sender's buffer mapped until the last bucket, and writes changed elements itself; servers that a run starts have them.
+Any other maps every bucket again, and takes whole tensors only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.compat.sglang import LOADER, PATCH_LOADER
+from megarl.errors import ServerError
+from megarl.rollout.sglang.fleet import Fleet, Server
+from megarl.rollout.sglang.keeper import RESTORING, Keeper
+from megarl.rollout.sglang.layout import ServerLayout
+from megarl.rollout.sglang.wire import bucket_payload, loader_payload
+from megarl.sync.plan import Entry
+from megarl.sync.receiver import Checksums, PauseMode, SharedUse, Step, UpdateGroup
+from megarl.sync.shared import Handle
+
+OWN_GPUS = "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's"
+WHOLE = "flattened_bucket"  # SGLang's name for a buffer of whole tensors
+_POLL_S = 0.5
+
+
+class SglangReceiver:
+    """One server, see `megarl.sync.receiver.Receiver`.
+
+    Args:
+        server: its address changes when it is restarted.
+        layout: how it splits the model.
+        keeper: told of every update of this server, if it outlives the trainer.
+    """
+
+    def __init__(self, server: Server, layout: ServerLayout, keeper: Keeper | None = None) -> None:
+        self.server, self.layout, self.keeper = server, layout, keeper
+        self._loaders: dict[str, set[str]] = {}  # those that the server at this address has
+
+    @property
+    def number(self) -> int:
+        """Of the server."""
+        return self.server.number
+
+    @property
+    def name(self) -> str:
+        """Of the server."""
+        return self.server.api.name
+
+    @property
+    def url(self) -> str:
+        """Of the server."""
+        return self.server.api.url
+
+    @property
+    def version(self) -> int | None:
+        """The last one that was acknowledged since it was started."""
+        return self.server.version
+
+    @property
+    def answers(self) -> bool:
+        """It is neither starting nor failed."""
+        return self.server.state in ("catching_up", "current")
+
+    def pause(self, mode: PauseMode, step: Step) -> None:
+        """Wait until the keeper of an earlier trainer is done with the server, then pause it."""
+        if self.keeper is not None:
+            self.keeper.open(self.server.api)
+        end = time.monotonic() + step.deadline_s
+        while self.held_version(step).startswith(RESTORING):
+            if time.monotonic() > end:
+                self.set_version("taken over", step)  # the keeper is gone, or sees that the server is no longer its own
+                break
+            time.sleep(_POLL_S)
+        self._call("/pause_generation", {"mode": mode}, step)
+
+    def loading(self, version: str, step: Step) -> None:
+        """Tell the keeper."""
+        if self.keeper is not None:
+            self.keeper.loading(self.server.api, version)
+
+    def begin(self, step: Step) -> None:
+        """Open a session; one that a dead trainer left open is closed."""
+        try:
+            self._call("/begin_weight_update", {}, step)
+        except ServerError as error:
+            if "already open" not in error.reason:
+                raise
+            self._call("/end_weight_update", {}, step)
+            self._call("/begin_weight_update", {}, step)
+
+    def end(self, step: Step) -> None:
+        """Close the session."""
+        self._call("/end_weight_update", {}, step)
+
+    def set_version(self, version: str, step: Step) -> None:
+        """Name what the server holds."""
+        self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False}, step)
+
+    def held_version(self, step: Step) -> str:
+        """What the server calls its weights."""
+        return str(self._call("/model_info", None, step, "GET").get("weight_version"))
+
+    def flush(self, mode: PauseMode, step: Step) -> None:
+        """Drop the prefix cache, unless `in_place` requests hold on to theirs."""
+        try:
+            self._call("/flush_cache", {}, step)
+        except ServerError as error:
+            if mode != "in_place" or error.status is None:
+                raise
+
+    def resume(self, step: Step) -> None:
+        """Generate again."""
+        # Emptying the allocator's cache calls CUDA in the server whatever device it runs on.
+        self._call("/continue_generation", {"torch_empty_cache": False}, step)
+
+    def done(self, version: str, folder: Path | None) -> None:
+        """Tell the keeper."""
+        if self.keeper is not None:
+            self.keeper.done(self.server.api, version, folder)
+
+    def take_shared(
+        self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: Step
+    ) -> None:
+        """A payload of handles for each rank."""
+        if use is None or not self._has(LOADER, step):
+            self._load([bucket_payload(h, es) for h, es in zip(handles, entries, strict=True)], WHOLE, step)
+            return
+        payloads = []
+        for handle, wanted in zip(handles, entries, strict=True):
+            tensors = [[entry.name, entry.shape, entry.dtype, entry.offset, entry.nbytes] for entry in wanted]
+            header = {"tensors": tensors, "update": use.update, "sender": use.sender, "last": use.last}
+            payloads.append(loader_payload(handle, header))
+        self._load(payloads, LOADER, step)
+
+    def takes_changes(self, step: Step) -> bool:
+        """Whether it has the loader, which has not refused yet."""
+        return self._has(PATCH_LOADER, step)
+
+    def take_changes(self, handles: Sequence[Handle], header: list[Any], step: Step) -> bool:
+        """Changed elements for the loader."""
+        try:
+            self._load([loader_payload(handle, header) for handle in handles], PATCH_LOADER, step)
+        except ServerError as error:
+            if error.status != 200:
+                raise
+            self._loaders[self.url].discard(PATCH_LOADER)  # it keeps some tensor in another form
+            return False
+        return True
+
+    def join_group(self, group: UpdateGroup, step: Step) -> None:
+        """The server's ranks join."""
+        payload = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": 1,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        self._call("/init_weights_update_group", payload, step)
+
+    def take_broadcast(self, group: str, entries: Sequence[Entry], step: Step) -> None:
+        """One flat buffer."""
+        payload = {
+            "names": [entry.name for entry in entries],
+            "dtypes": [entry.dtype for entry in entries],
+            "shapes": [list(entry.shape) for entry in entries],
+            "group_name": group,
+            "load_format": WHOLE,
+            "flush_cache": False,
+        }
+        self._call("/update_weights_from_distributed", payload, step)
+
+    def read_folder(self, folder: Path, step: Step) -> None:
+        """In one call."""
+        payload = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
+        self._call("/update_weights_from_disk", payload, step)
+
+    def checksums(self, step: Step) -> Checksums:
+        """What the server says about its own parameters, by tensor-parallel rank."""
+        answer = self._call("/weights_checker", {"action": "checksum"}, step)
+        try:
+            # One list per data-parallel engine; those are not used, so there is one.
+            flat = [info for part in answer["ranks"] for info in (part if isinstance(part, list) else [part])]
+            flat.sort(key=lambda info: info["parallelism_info"][0]["tp_rank"])
+            return [info["checksums"] for info in flat]
+        except (KeyError, IndexError, TypeError) as error:
+            reason = f"no checksums in its answer: {type(error).__name__}: {error}"
+            raise ServerError(self.name, self.url, step.phase, reason) from error
+
+    def forget(self) -> None:
+        """Under this address there may be another server the next time."""
+        self._loaders.pop(self.url, None)
+
+    def _has(self, loader: str, step: Step) -> bool:
+        if self.url not in self._loaders:
+            info = self._call("/server_info", None, Step("which loaders it has", step.deadline_s), "GET")
+            self._loaders[self.url] = set(info.get("custom_weight_loader") or [])
+        return loader in self._loaders[self.url]
+
+    def _load(self, payloads: list[str], load_format: str, step: Step) -> None:
+        payload = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
+        self._call("/update_weights_from_tensor", payload, step)
+
+    def _call(self, path: str, payload: dict[str, Any] | None, step: Step, method: str = "POST") -> dict[str, Any]:
+        return self.server.api.call(path, payload, deadline_s=step.deadline_s, phase=step.phase, method=method)
+
+
+class SglangReceivers:
+    """The servers of a fleet, see `megarl.sync.receiver.Receivers`.
+
+    Args:
+        fleet: the same servers on every rank.
+        layout: how each of them splits the model.
+    """
+
+    def __init__(self, fleet: Fleet, layout: ServerLayout) -> None:
+        self.fleet = fleet
+        self.keeper: Keeper | None = None
+        self.all = [SglangReceiver(server, layout) for server in fleet.servers]
+
+    @property
+    def cannot_map(self) -> str:
+        """Servers on GPUs that are not the trainer's."""
+        return OWN_GPUS if self.fleet.on_other_gpus and self.all and self.all[0].layout.on_gpu else ""
+
+    def lead(self, folder: Path, deadline_s: float) -> None:
+        """Servers that outlive the trainer are given a keeper."""
+        if self.fleet.external:
+            self.keeper = Keeper(folder, deadline_s)
+            for receiver in self.all:
+                receiver.keeper = self.keeper
+
+    def acknowledge(self, number: int, version: int) -> None:
+        """Tell the fleet."""
+        self.fleet.acknowledge(self.fleet.servers[number], version)
+
+    def mark_failed(self, number: int, why: str) -> None:
+        """Tell the fleet."""
+        self.fleet.mark_failed(self.fleet.servers[number], why)
+
+    def close(self) -> None:
+        """The keeper brings back what is not done."""
+        if self.keeper is not None:
+            self.keeper.close()

@@ -1,0 +1,84 @@
+"""Where the trainer's ranks and the receivers are, and which transport that allows."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from megarl.comm import WorkerGroup, address_for_others
+from megarl.errors import ConfigError
+from megarl.processes import LOOPBACK, is_address_here
+
+
+def choose_transport(wanted: str, receivers: Sequence[str], trainers: set[str], cannot_map: str = "") -> str:
+    """The transport that `auto` stands for.
+
+    Args:
+        receivers: the host of each.
+        trainers: hosts of trainer ranks.
+        cannot_map: why receivers cannot map the trainer's memory even on its own host; empty: they can.
+
+    Raises:
+        ConfigError: `tensor` is asked for and a receiver runs where no trainer rank does, or `cannot_map`.
+    """
+    away = [host for host in receivers if host not in trainers]
+    if wanted == "auto":
+        return "distributed" if away or cannot_map else "tensor"
+    if wanted == "tensor" and (away or cannot_map):
+        raise ConfigError(
+            f"no trainer rank runs on {away[0]}, so memory cannot be shared with the server there"
+            if away
+            else cannot_map,
+            where="sync.transport",
+            found=wanted,
+            allowed="auto, distributed, disk or delta",
+        )
+    return wanted
+
+
+def hosts_of_ranks(world: WorkerGroup) -> tuple[dict[int, str], dict[str, str]]:
+    """Name of every rank's host, and the address at which others reach each host; collective.
+
+    Raises:
+        WorkerError: a host finds no way to the others.
+    """
+    mine = socket.gethostname()
+    found = world.all_gather_json([mine, address_for_others(mine, world)])
+    return {rank: name for rank, (name, _) in enumerate(found)}, dict(found)
+
+
+def hosts_of_receivers(
+    urls: Sequence[str], names: dict[int, str], addresses: dict[str, str], world: WorkerGroup
+) -> list[str]:
+    """Host of every receiver. The first rank resolves for all: ranks that disagree would follow different plans."""
+    found = [host_of(url, names[0], addresses) for url in urls] if world.rank == 0 else None
+    hosts: list[str] = world.broadcast_json(found)
+    return hosts
+
+
+def host_of(url: str, here: str, addresses: dict[str, str]) -> str:
+    """Host of a receiver, in the names of the trainer's hosts where it is one of them.
+
+    Args:
+        url: of the receiver.
+        here: name of this host.
+        addresses: at which others reach each of the trainer's hosts. A host may know its own name as a loopback
+            address only.
+    """
+    host = urlsplit(url).hostname or ""
+    if host in LOOPBACK:
+        return here if len(addresses) == 1 else host
+    for name, address in addresses.items():
+        if host in (name, address):
+            return name
+    if is_address_here(host):
+        return here
+    return next((name for name in addresses if host in _looked_up(name)), host)
+
+
+def _looked_up(name: str) -> list[str]:
+    try:
+        return socket.gethostbyname_ex(name)[2]
+    except OSError:
+        return []

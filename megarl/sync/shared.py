@@ -1,0 +1,72 @@
+"""Memory that another process of this host maps: a buffer, and handles by which it is found.
+
+A handle is plain data, so that it travels in any message; the bytes stay where they are. Each handle is good for one
+mapping: it holds a reference to the buffer that whoever opens it gives back.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+Handle = dict[str, Any]  # JSON
+_CUDA = ("offset", "device", "handle", "bytes", "start", "counter", "counter_offset", "event", "wait")
+_BINARY = ("handle", "counter", "event")
+
+
+def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """uint8 [nbytes] that other processes of this host can map: named shared memory on the CPU, device memory else."""
+    if device.type != "cpu":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,))
+
+
+def handle_of(flat: Tensor) -> Handle:
+    """A handle of `flat`, uint8 [n], a contiguous part of what `shared_buffer` made."""
+    if flat.is_cuda:
+        # Device numbers differ between processes that see different devices; the device's UUID does not.
+        _, (_, _, _, offset, _, _, _, *shared) = reductions.reduce_tensor(flat)
+        handle, nbytes, start, _, *counting = shared
+        uuid = str(torch.cuda.get_device_properties(flat.device).uuid)
+        values = dict(zip(_CUDA, (offset, uuid, handle, nbytes, start, *counting), strict=True))
+        return {"length": flat.numel()} | values | {key: _text(values[key]) for key in _BINARY}
+    storage = flat.untyped_storage()
+    manager, name, size = storage._share_filename_cpu_()
+    storage._shared_incref()  # the mapping gives this reference back
+    place = {"offset": flat.storage_offset(), "length": flat.numel()}
+    return {"manager": manager.decode(), "name": name.decode(), "bytes": size} | place
+
+
+def cuda_arguments(handle: Handle) -> tuple[Any, ...]:
+    """Arguments of torch's `rebuild_cuda_tensor`; the device is its UUID."""
+    values = handle | {key: base64.b64decode(handle[key]) for key in _BINARY}
+    offset, device, memory, nbytes, start, *counting = (values[key] for key in _CUDA)
+    size = torch.Size((handle["length"],))
+    kind = (Tensor, size, (1,), offset, torch.storage.TypedStorage, torch.uint8)
+    return (*kind, device, memory, nbytes, start, False, *counting)
+
+
+def open_handle(handle: Handle) -> Tensor:
+    """The buffer that another process has shared, uint8 [length]. It stays mapped as long as the result lives."""
+    if "device" in handle:
+        *before, device, memory, nbytes, start, grad, counter, counter_offset, event, wait = cuda_arguments(handle)
+        shared = memory, nbytes, start, grad, counter, counter_offset, event, wait
+        return reductions.rebuild_cuda_tensor(*before, _device_number(device), *shared)
+    storage = reductions.rebuild_storage_filename(
+        torch.UntypedStorage, handle["manager"].encode(), handle["name"].encode(), handle["bytes"]
+    )
+    return torch.empty(0, dtype=torch.uint8).set_(storage, handle["offset"], (handle["length"],))
+
+
+def _device_number(uuid: str) -> int:
+    numbers = range(torch.cuda.device_count())
+    return next(number for number in numbers if str(torch.cuda.get_device_properties(number).uuid) == uuid)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
