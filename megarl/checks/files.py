@@ -6,13 +6,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from megarl.architectures.known_keys import ignored_keys, unknown_keys
+from megarl.architectures.values import training_problems
 from megarl.checks.checklist import Checklist
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
 from megarl.checks.weights import check_weights
-from megarl.config.architectures import training_problems
 from megarl.config.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
-from megarl.config.hf_keys import ignored_keys, unknown_keys
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
 from megarl.data.hub import HUB_DATA

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.config.architectures import ARCHITECTURES
+from megarl.architectures import ARCHITECTURES
+from megarl.architectures.tensors import HEAD, Rule
 from megarl.config.checkpoint_files import file_names, quantized_block, read_config, weight_files
 from megarl.config.facts import ModelFacts
 from megarl.errors import ConfigError
 
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones
 _AGAIN = "copy or download it again"
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DTYPES, _CODES = ("F32", "BF16", "F16", "F64"), "F8_E4M3"
 Shapes = dict[str, tuple[int, ...]]
 Stored = tuple[Path, str, tuple[int, ...]]  # file, dtype, shape
@@ -84,46 +84,44 @@ def read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 def expected_tensors(facts: ModelFacts, *, value_head: bool = False) -> Iterator[list[Shapes]]:
     """Groups of tensors that the weights must hold: of the forms in each list, one."""
-    hidden, embedding = facts.hidden, (facts.vocab, facts.hidden)
-    yield [{_EMBEDDING: embedding}, {_HEAD: embedding}] if facts.tied else [{_EMBEDDING: embedding}]
-    yield [{"model.norm.weight": (hidden,)}]
+    table, sizes = ARCHITECTURES[facts.model_type].tensors, _sizes(facts)
+
+    def shapes(parts: tuple[str, ...], layer: int = 0) -> Shapes:
+        rules = [rule for rule in table if rule.part in parts]
+        return {name: shape for rule in rules for name, shape in _shapes(rule, layer, facts.experts, sizes)}
+
+    head: Shapes = {HEAD: (facts.vocab, facts.hidden)}
+    yield [shapes(("embedding",)), head] if facts.tied else [shapes(("embedding",))]
+    yield [shapes(("final",))]
     if not facts.tied and not value_head:
-        yield [{_HEAD: embedding}]
+        yield [head]
     for layer in range(facts.layers):
-        prefix = f"model.layers.{layer}."
-        yield [_attention(facts, prefix)]
-        yield _feed_forward(facts, prefix)
+        yield [shapes(("layer",), layer)]
+        dense, sparse = shapes(("dense",), layer), shapes(("moe", "expert"), layer)
+        # In a mixture of experts some layers may be dense.
+        yield [form for form in ([sparse, dense] if facts.is_moe else [dense]) if form]
 
 
-def _attention(facts: ModelFacts, prefix: str) -> Shapes:
-    hidden, rows, kv = facts.hidden, facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    shapes: Shapes = {f"{prefix}{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
-    for name, size in (("q", rows), ("k", kv), ("v", kv)):
-        shapes[f"{prefix}self_attn.{name}_proj.weight"] = (size, hidden)
-        if ARCHITECTURES[facts.model_type].qkv_bias:
-            shapes[f"{prefix}self_attn.{name}_proj.bias"] = (size,)
-    shapes[f"{prefix}self_attn.o_proj.weight"] = (hidden, rows)
-    if ARCHITECTURES[facts.model_type].qk_norm:
-        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (facts.head_dim,) for name in ("q", "k")}
-    return shapes
+def _sizes(facts: ModelFacts) -> dict[str, int]:
+    """The sizes that the shapes of tensors are made of, by the names in `megarl.architectures.tensors`."""
+    return {
+        "hidden": facts.hidden,
+        "vocab": facts.vocab,
+        "head": facts.head_dim,
+        "query": facts.heads * facts.head_dim,
+        "kv": facts.kv_heads * facts.head_dim,
+        "ffn": facts.dense_ffn if facts.is_moe else facts.ffn,
+        "experts": facts.experts,
+        "expert_ffn": facts.ffn,
+    }
 
 
-def _feed_forward(facts: ModelFacts, prefix: str) -> list[Shapes]:
-    """The forms that the second half of a layer may have: in a mixture of experts some layers may be dense."""
-
-    def three(names: tuple[str, str, str], start: str, width: int) -> Shapes:
-        gate, up, down = (f"{prefix}{start}{name}.weight" for name in names)
-        return {gate: (width, facts.hidden), up: (width, facts.hidden), down: (facts.hidden, width)}
-
-    plain = ("gate_proj", "up_proj", "down_proj")
-    if not facts.is_moe:
-        return [three(plain, "mlp.", facts.ffn)]
-    mixtral = facts.model_type == "mixtral"
-    block, names = ("block_sparse_moe", ("w1", "w3", "w2")) if mixtral else ("mlp", plain)
-    sparse: Shapes = {f"{prefix}{block}.gate.weight": (facts.experts, facts.hidden)}
-    for expert in range(facts.experts):
-        sparse |= three(names, f"{block}.experts.{expert}.", facts.ffn)
-    return [sparse] if mixtral else [sparse, three(plain, "mlp.", facts.dense_ffn)]
+def _shapes(rule: Rule, layer: int, experts: int, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor that `rule` stands for in `layer`."""
+    for source in rule.sources:
+        shape = tuple(sizes[name] for name in source.shape)
+        for expert in range(experts if rule.part == "expert" else 1):
+            yield source.name.format(i=layer, e=expert), shape
 
 
 def _check_tensors(folder: Path, forms: list[Shapes], place: dict[str, Stored], block: tuple[int, int] | None) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.config.architectures import (
-    ARCHITECTURES,
-    check_keys,
+from megarl.architectures import ARCHITECTURES
+from megarl.architectures.check import check_keys
+from megarl.architectures.values import (
     expert_count,
     expert_width,
     head_width,

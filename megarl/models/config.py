@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from megarl import device
-from megarl.config.architectures import ARCHITECTURES
+from megarl.architectures import ARCHITECTURES
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig
 from megarl.models.hf import (

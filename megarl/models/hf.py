@@ -1,6 +1,6 @@
 """What the code has to know about a Hugging Face configuration: supported kinds, derived sizes, layouts that fit.
 
-Nothing here imports Megatron. What a key means is said once, in config/architectures.py, which a dry run asks too.
+Nothing here imports Megatron. What a key means is said once, in megarl/architectures, which a dry run asks too.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.config import architectures
-from megarl.config.architectures import ARCHITECTURES
+from megarl.architectures import ARCHITECTURES, values
 from megarl.config.base import raise_problems
 from megarl.config.facts import facts_from_config
 from megarl.config.model import ModelConfig, ParallelConfig
@@ -140,7 +139,7 @@ def check_trainable(hf: PretrainedConfig, key: str) -> None:
 
     A dry run checks the same where the config is on this machine. ConfigError names the keys, and `key` of the recipe.
     """
-    raise_problems(architectures.training_problems(architectures.only_in_training(_keys(hf)).items(), key))
+    raise_problems(values.training_problems(values.only_in_training(_keys(hf)).items(), key))
 
 
 def _attributes(hf: PretrainedConfig) -> dict[str, Any]:
@@ -150,7 +149,7 @@ def _attributes(hf: PretrainedConfig) -> dict[str, Any]:
 
 
 def _keys(hf: PretrainedConfig) -> dict[str, Any]:
-    return architectures.read_keys({"model_type": hf.model_type, **_attributes(hf)})
+    return values.read_keys({"model_type": hf.model_type, **_attributes(hf)})
 
 
 def _check_folder(path: str, where: str) -> None:
@@ -173,27 +172,27 @@ def rope_type(hf: PretrainedConfig) -> str:
 
 def head_dim(hf: PretrainedConfig) -> int:
     """Width of one attention head."""
-    return architectures.head_width(_keys(hf))
+    return values.head_width(_keys(hf))
 
 
 def expert_ffn(hf: PretrainedConfig) -> int:
     """Width of one expert's MLP."""
-    return architectures.expert_width(_keys(hf))
+    return values.expert_width(_keys(hf))
 
 
 def num_experts(hf: PretrainedConfig) -> int | None:
     """Routed experts per MoE layer; None for a model without MoE layers."""
-    return architectures.expert_count(_keys(hf)) or None
+    return values.expert_count(_keys(hf)) or None
 
 
 def moe_layers(hf: PretrainedConfig) -> list[bool]:
     """For each layer, whether its MLP is a mixture of experts."""
-    return architectures.sparse_layers(_keys(hf))
+    return values.sparse_layers(_keys(hf))
 
 
 def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
     """Sliding window of each layer, None where attention is full."""
-    return architectures.layer_windows(_keys(hf))
+    return values.layer_windows(_keys(hf))
 
 
 def normalizes_experts(hf: PretrainedConfig) -> bool:

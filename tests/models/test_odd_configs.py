@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from megarl.architectures import ARCHITECTURES
 from megarl.checks.weights import check_weights
-from megarl.config.architectures import ARCHITECTURES
 from megarl.config.facts import model_facts
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from megarl.architectures.tensors import EMBEDDINGS, HEAD
 from megarl.config.checkpoint_files import INDEX, file_names, quantized_block, read_config, weight_files
 from megarl.errors import ConfigError
 from megarl.models.weights.plan import Box
-from megarl.models.weights.tables import EMBEDDINGS, HEAD
 from megarl.phase import keep_beating
 
 _COMPARED_ROWS = 4096

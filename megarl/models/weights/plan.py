@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megarl.architectures import ARCHITECTURES
+from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, Rule
 from megarl.models.hf import expert_ffn, head_dim, moe_layers, num_experts, value_bias
-from megarl.models.weights.tables import TABLES, TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, Rule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -72,9 +73,10 @@ def dimensions(hf: PretrainedConfig) -> dict[str, int]:
 
 def rules(hf: PretrainedConfig, *, value_head: bool = False) -> tuple[Rule, ...]:
     """The table of this model, its head included."""
+    table = ARCHITECTURES[hf.model_type].tensors
     if value_head:
-        return (*TABLES[hf.model_type], VALUE_HEAD, *([VALUE_BIAS] if value_bias(hf) else []))
-    return (*TABLES[hf.model_type], TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD)
+        return (*table, VALUE_HEAD, *([VALUE_BIAS] if value_bias(hf) else []))
+    return (*table, TIED_HEAD if hf.tie_word_embeddings else UNTIED_HEAD)
 
 
 def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, tuple[int, ...]]:
@@ -93,7 +95,7 @@ def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False
     size = dimensions(hf)
     shards = []
     for rule, (chunk, param), names in _instances(hf, at, value_head):
-        ways, rank = (at.etp, at.etp_rank) if rule.place == "expert" else (at.tp, at.tp_rank)
+        ways, rank = (at.etp, at.etp_rank) if rule.part == "expert" else (at.tp, at.tp_rank)
         shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
         shape, pieces = _SPLITS[rule.split](list(zip(names, shapes, strict=True)), ways, rank, size)
         shards.append(Shard(chunk, param, shape, pieces))
@@ -108,9 +110,9 @@ def _instances(
     per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
     sparse = moe_layers(hf)
 
-    def outer(place: str, chunk: int) -> Iterator[tuple[Rule, tuple[int, str], tuple[str, ...]]]:
+    def outer(part: str, chunk: int) -> Iterator[tuple[Rule, tuple[int, str], tuple[str, ...]]]:
         for rule in table:
-            if rule.place == place:
+            if rule.part == part:
                 yield rule, (chunk, rule.param), tuple(s.name for s in rule.sources)
 
     if at.pp_rank == 0:
@@ -119,9 +121,9 @@ def _instances(
         first = (chunk * at.pp + at.pp_rank) * per_chunk
         for layer in range(first, first + per_chunk):
             for rule in table:
-                if rule.place not in ("layer", "moe" if sparse[layer] else "dense", "expert" if sparse[layer] else ""):
+                if rule.part not in ("layer", "moe" if sparse[layer] else "dense", "expert" if sparse[layer] else ""):
                     continue
-                for local, expert in _experts(hf, at) if rule.place == "expert" else [(0, 0)]:
+                for local, expert in _experts(hf, at) if rule.part == "expert" else [(0, 0)]:
                     param = rule.param.format(i=layer - first, e=local)
                     yield rule, (chunk, param), tuple(s.name.format(i=layer, e=expert) for s in rule.sources)
     if at.pp_rank == at.pp - 1:

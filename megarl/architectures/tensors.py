@@ -1,7 +1,7 @@
-"""Which Megatron parameter each Hugging Face tensor belongs to, per architecture.
+"""The tensors of an architecture: which Megatron parameter each Hugging Face tensor belongs to, and its shape.
 
 `{i}` is the layer and `{e}` the expert: global numbers in Hugging Face names, numbers local to the chunk in Megatron
-names. A new architecture is a new line in `TABLES`.
+names. An architecture's file puts its table together from these parts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Place = Literal["embedding", "layer", "dense", "moe", "expert", "final", "head"]
+Part = Literal["embedding", "layer", "dense", "moe", "expert", "final", "head"]
 Split = Literal["copy", "vocab", "row", "qkv", "gate_up"]
 
 
@@ -25,13 +25,13 @@ class Source:
 class Rule:
     """One Megatron parameter and the tensors it is made of.
 
-    place: which layers and pipeline chunks have it. split: how tensor parallelism cuts it (`copy`: not at all; `vocab`:
+    part: which layers and pipeline chunks have it. split: how tensor parallelism cuts it (`copy`: not at all; `vocab`:
     rows, the last padded; `row`: columns of the weight; `qkv`: rows, interleaved by key/value group; `gate_up`: rows of
     the gate over rows of the up projection).
     """
 
     param: str
-    place: Place
+    part: Part
     split: Split
     sources: tuple[Source, ...]
 
@@ -39,7 +39,9 @@ class Rule:
 _HF, _MCORE = "model.layers.{i}.", "decoder.layers.{i}."
 
 
-def _attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[Rule, ...]:
+def attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[Rule, ...]:
+    """Norms and projections of a layer's attention, and the norm before its feed-forward part."""
+
     def qkv(kind: str, *tail: str) -> Rule:
         names = (("q", "query"), ("k", "kv"), ("v", "kv"))
         sources = tuple(Source(f"{_HF}self_attn.{n}_proj.{kind}", (rows, *tail)) for n, rows in names)
@@ -60,15 +62,16 @@ def _attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[Rule, ...]
     return tuple(rules)
 
 
-def _mlp(param: str, place: Place, width: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def _mlp(param: str, part: Part, width: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
     halves = (Source(gate, (width, "hidden")), Source(up, (width, "hidden")))
     return (
-        Rule(f"{param}linear_fc1.weight", place, "gate_up", halves),
-        Rule(f"{param}linear_fc2.weight", place, "row", (Source(down, ("hidden", width)),)),
+        Rule(f"{param}linear_fc1.weight", part, "gate_up", halves),
+        Rule(f"{param}linear_fc2.weight", part, "row", (Source(down, ("hidden", width)),)),
     )
 
 
-def _moe(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """Router and experts of a layer, by their Hugging Face names: the block, and the projections of an expert."""
     names = (f"{_HF}{block}.experts.{{e}}.{name}.weight" for name in (gate, up, down))
     router = Source(f"{_HF}{block}.gate.weight", ("experts", "hidden"))
     return (
@@ -79,22 +82,13 @@ def _moe(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _EMBEDDING = Source(EMBEDDINGS, ("vocab", "hidden"))
-_OUTER = (
+OUTER = (
     Rule("embedding.word_embeddings.weight", "embedding", "vocab", (_EMBEDDING,)),
     Rule("decoder.final_layernorm.weight", "final", "copy", (Source("model.norm.weight", ("hidden",)),)),
 )
-_DENSE = _mlp(f"{_MCORE}mlp.", "dense", "ffn", *(f"{_HF}mlp.{name}_proj.weight" for name in ("gate", "up", "down")))
+DENSE = _mlp(f"{_MCORE}mlp.", "dense", "ffn", *(f"{_HF}mlp.{name}_proj.weight" for name in ("gate", "up", "down")))
 
 UNTIED_HEAD = Rule("output_layer.weight", "head", "vocab", (Source(HEAD, ("vocab", "hidden")),))
 TIED_HEAD = Rule("output_layer.weight", "head", "vocab", (_EMBEDDING,))
 VALUE_HEAD = Rule("output_layer.weight", "head", "copy", (Source("score.weight", ("one", "hidden")),))
 VALUE_BIAS = Rule("output_layer.bias", "head", "copy", (Source("score.bias", ("one",)),))
-
-TABLES: dict[str, tuple[Rule, ...]] = {
-    "llama": _OUTER + _attention() + _DENSE,
-    "mistral": _OUTER + _attention() + _DENSE,
-    "mixtral": _OUTER + _attention() + _moe("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen2": _OUTER + _attention(bias=True) + _DENSE,
-    "qwen3": _OUTER + _attention(qk_norm=True) + _DENSE,
-    "qwen3_moe": _OUTER + _attention(qk_norm=True) + _DENSE + _moe("mlp", "gate_proj", "up_proj", "down_proj"),
-}

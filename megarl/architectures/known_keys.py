@@ -1,17 +1,15 @@
 """The keys of `model.hf_config` that mean something, by architecture.
 
 A Hugging Face configuration takes any key and keeps it, so a misspelt size silently becomes the default of a large
-model. The table beside this file holds what transformers' classes read; a test compares the two.
+model. The lists here and in the architectures' files hold what transformers' classes read; a test compares the two.
 """
 
 from __future__ import annotations
 
-import functools
-import json
-from pathlib import Path
 from typing import Any
 
-from megarl.config.architectures import ARCHITECTURES
+from megarl.architectures import ARCHITECTURES
+from megarl.architectures.base import ROPE_KEYS
 from megarl.errors import close_matches
 
 OLDER = frozenset({"model_type", "output_attentions", "rope_scaling", "rope_theta", "torch_dtype"})
@@ -27,16 +25,27 @@ _PUBLISHED = frozenset(
 )
 
 
-@functools.cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads((Path(__file__).parent / "hf_keys.json").read_text(encoding="utf-8"))
-    return table
+# Fields of every class that change nothing of what the model computes here.
+_FIELDS = (
+    *("architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "id2label"),
+    *("initializer_range", "is_encoder_decoder", "label2id", "output_hidden_states", "pad_token_id", "problem_type"),
+    *("return_dict", "transformers_version", "use_cache"),
+)
+ROPE_NUMBERS = frozenset(
+    {
+        *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "long_factor"),
+        *("low_freq_factor", "mrope_section", "mscale", "mscale_all_dim", "original_max_position_embeddings"),
+        *("partial_rotary_factor", "rope_theta", "rope_type", "short_factor", "truncate"),
+    }
+)
+"""Keys of `rope_parameters`, of every kind of scaling."""
 
 
 def known_keys(model_type: str) -> frozenset[str]:
-    """Every key of an architecture (one of `facts.ARCHITECTURES`) that transformers reads."""
-    table = _table()
-    return OLDER | frozenset(table["common"]) | frozenset(table["architectures"][model_type])
+    """Every key of an architecture that its configuration class in transformers reads."""
+    found = ARCHITECTURES[model_type]
+    read = (name for name in found.keys if name not in ROPE_KEYS)
+    return OLDER.union(read, _FIELDS, found.fields, found.experts_keys or ())
 
 
 def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
@@ -45,7 +54,7 @@ def unknown_keys(hf_config: dict[str, Any]) -> list[tuple[str, str]]:
     legal = _legal(model_type)
     foreign = _foreign(model_type)
     found = [(name, _fix(name, model_type, legal)) for name in _not_in(hf_config, legal) if name not in foreign]
-    rope_keys = frozenset(_table()["rope_parameters"]) | {"type"}  # the older name of rope_type
+    rope_keys = ROPE_NUMBERS | {"type"}  # the older name of rope_type
     for section in ("rope_parameters", "rope_scaling"):
         values = hf_config.get(section)
         if isinstance(values, dict):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import facts
-from megarl.config.hf_keys import OLDER, ignored_keys, known_keys, unknown_keys
+from megarl.architectures import ARCHITECTURES
+from megarl.architectures.known_keys import OLDER, ROPE_NUMBERS, ignored_keys, known_keys, unknown_keys
 
 
 def read_by_transformers(model_type: str) -> set[str]:
@@ -25,7 +25,7 @@ def read_by_transformers(model_type: str) -> set[str]:
     return fields | set(cls.attribute_map) | set(cls.attribute_map.values()) | set(read)
 
 
-@pytest.mark.parametrize("model_type", facts.ARCHITECTURES)
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_the_table_is_what_transformers_reads(model_type: str) -> None:
     assert known_keys(model_type) - OLDER == read_by_transformers(model_type)
 
@@ -33,8 +33,7 @@ def test_the_table_is_what_transformers_reads(model_type: str) -> None:
 def test_keys_of_rope_are_what_transformers_reads() -> None:
     from transformers.modeling_rope_utils import RopeParameters
 
-    table = json.loads((Path(facts.__file__).parent / "hf_keys.json").read_text())
-    assert set(table["rope_parameters"]) == set(RopeParameters.__annotations__)
+    assert set(RopeParameters.__annotations__) == ROPE_NUMBERS
 
 
 @pytest.mark.parametrize("old", sorted(OLDER - {"model_type"}))
@@ -65,7 +64,7 @@ def test_an_unknown_key_is_named_with_its_fix(hf_config: dict, wrong: str, fix: 
 def test_what_a_config_json_holds_is_known(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    for model_type in facts.ARCHITECTURES:
+    for model_type in ARCHITECTURES:
         AutoConfig.for_model(model_type).save_pretrained(tmp_path)
         assert unknown_keys(json.loads((tmp_path / "config.json").read_text())) == []
 

@@ -1,0 +1,30 @@
+"""The supported architectures, one file each: what it reads of a Hugging Face config, its tensors, what is refused.
+
+A key that the model class of transformers does not read has no effect here either, whatever it says. Plain data without
+torch and transformers, so that a dry run and the workers decide by the same functions. To add one, write its file and
+name it below. Source: the configuration and modelling files of these models in transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from megarl.architectures import llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from megarl.architectures.base import Architecture
+from megarl.errors import ConfigError, close_matches
+
+ARCHITECTURES: dict[str, Architecture] = {
+    module.ARCHITECTURE.model_type: module.ARCHITECTURE for module in (llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+}
+
+
+def architecture(model_type: object, source: str) -> Architecture:
+    """The architecture of that name; `source` names the config in errors. ConfigError when it is not supported."""
+    if model_type not in ARCHITECTURES:
+        near = close_matches(str(model_type), ARCHITECTURES)
+        raise ConfigError(
+            "the model's architecture is not supported" if model_type else "the model's config has no model_type",
+            where=source,
+            found=model_type,
+            allowed=sorted(ARCHITECTURES),
+            fix=f"did you mean {near[0]}?" if near else None,
+        )
+    return ARCHITECTURES[str(model_type)]

@@ -1,0 +1,88 @@
+"""What a file about one architecture says: the keys it reads, how its layers differ, its tensors, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from megarl.architectures.tensors import Rule
+
+#: refuse(key, value found, what is allowed, what is wrong): raises a ConfigError that names the key.
+Refuse = Callable[..., None]
+#: fn(config.json, values that are read of it, refuse)
+Refusal = Callable[[Mapping[str, Any], Mapping[str, Any], Refuse], None]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One model class of transformers.
+
+    Attributes:
+        model_type: its name in config.json.
+        keys: all that it reads and that changes what the model computes, with the defaults of its configuration class.
+            `num_experts` stands for every spelling of that number.
+        null: which of them may be null.
+        windows: which layers see a sliding window: `none`; `all`, when `sliding_window` is a number; `all_if_used`,
+            when `use_sliding_window` says so too; `chosen`, those of `layer_types`.
+        tensors: its weights without the head.
+        fields: further fields of its configuration class, without effect on what the model computes here.
+        experts_keys: the field and the other name of the number of experts. Both are one attribute in transformers;
+            where a config has both, the one that is no field of the class is set last and wins.
+        qkv_bias: the projections to query, key and value have a bias.
+        qk_norm: queries and keys are normalised per head.
+        even_hidden: its configuration class wants hidden_size to be a multiple of the heads, `head_dim` or not.
+        experts_optional: without experts it is a dense model.
+        refusals: what else cannot be run, and why, one function each.
+    """
+
+    model_type: str
+    keys: dict[str, Any]
+    null: tuple[str, ...]
+    windows: Literal["none", "all", "all_if_used", "chosen"]
+    tensors: tuple[Rule, ...]
+    fields: tuple[str, ...] = ()
+    experts_keys: tuple[str, str] | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    even_hidden: bool = False
+    experts_optional: bool = False
+    refusals: tuple[Refusal, ...] = ()
+
+
+#: Names of RoPE's numbers that are no fields of any class, and are read all the same.
+ROPE_KEYS: dict[str, Any] = {
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": None,
+    "original_max_position_embeddings": None,
+}
+
+#: Read by every class.
+COMMON: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "attention_dropout": 0.0,
+    "rope_parameters": None,
+    **ROPE_KEYS,
+}
+COMMON_NULL = ("rope_parameters", *ROPE_KEYS)
+
+MISTRAL = {**COMMON, "intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072}
+QWEN = {
+    **COMMON,
+    "intermediate_size": 22016,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+}
+LAYER_WINDOWS = {"max_window_layers": 28, "layer_types": None}
+ROUTER = {"output_router_logits": False, "router_aux_loss_coef": 0.001}

@@ -1,0 +1,172 @@
+"""Checks every value of a config.json that its architecture reads: legal, and computed by the Megatron model alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures import architecture
+from megarl.architectures.base import Architecture, Refuse
+from megarl.architectures.values import KINDS, head_width, key_value_heads, layer_windows, read_keys, rope_scaling
+from megarl.errors import ConfigError
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE scaling that are supported."""
+
+# Numbers that each kind of scaling cannot do without; yarn's factor may be null (a ratio of lengths then).
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+_YARN_NUMBERS = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "vocab_size",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "decoder_sparse_step",
+)
+_FLAGS = ("tie_word_embeddings", "use_sliding_window", "norm_topk_prob", "output_router_logits")
+_FLOATS = ("rms_norm_eps", "router_aux_loss_coef", "router_jitter_noise")  # transformers takes no 0 for 0.0 here
+
+
+def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """`read_keys`, and every value checked.
+
+    Raises:
+        ConfigError: an architecture that is not supported, a value that is none or that transformers does not run
+            with, or a variant that the Megatron model would compute differently; `source` names the config.
+    """
+    found = architecture(raw.get("model_type"), source)
+    values = read_keys(raw)
+
+    def refuse(key: str, value: object, allowed: object, what: str | None = None) -> None:
+        where = f"{source}.{key}" if source == "model.hf_config" else f"{source}: {key}"  # a dotted key, or in a file
+        shown = "null" if value is None else value
+        raise ConfigError(what or f"{key} has no legal value", where=where, found=shown, allowed=str(allowed))
+
+    value: Any
+    for key in _SIZES:
+        value = values.get(key)
+        left_out = value is None and (key in found.null or key not in raw)
+        if key in values and not left_out and not (_whole(value) and value >= 1):
+            refuse(key, value, "whole number > 0", f"{key} is not a size")
+    for key in _FLAGS:
+        if key in values and not isinstance(values[key], bool):
+            refuse(key, values[key], "true, false")
+    for key in _FLOATS:
+        if key in values and not (isinstance(values[key], float) and values[key] >= 0):
+            refuse(key, values[key], "number >= 0, with a decimal point")
+    dropout = values["attention_dropout"]
+    if not (_number(dropout) and 0 <= dropout <= 1) and not (dropout is None and "attention_dropout" in found.null):
+        refuse("attention_dropout", dropout, "number from 0 to 1")
+    for key in ("attention_bias", "mlp_bias"):
+        if key in values and values[key] is not False:
+            refuse(key, values[key], "false", "this variant is not supported")
+    if values["hidden_act"] not in ("silu", "swish"):  # two names of one function
+        refuse("hidden_act", values["hidden_act"], "silu", "this variant is not supported")
+    if raw.get("per_layer_config"):
+        refuse("per_layer_config", raw["per_layer_config"], "null", "layers of different sizes are not supported")
+    _check_heads(values, found, refuse)
+    _check_experts(values, found, refuse)
+    _check_windows(raw, values, refuse)
+    _check_rope(values, refuse)
+    for refusal in found.refusals:
+        refusal(raw, values, refuse)
+    return values
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_heads(values: dict[str, Any], found: Architecture, refuse: Refuse) -> None:
+    heads, hidden, groups = values["num_attention_heads"], values["hidden_size"], key_value_heads(values)
+    if heads % groups:
+        refuse("num_key_value_heads", groups, f"a divisor of the {heads} attention heads")
+    if found.even_hidden and hidden % heads:
+        refuse("hidden_size", hidden, f"a multiple of the {heads} attention heads")
+    if head_width(values) % 2 or not head_width(values):
+        # RoPE rotates the two halves of a head against each other.
+        refuse("head_dim", head_width(values), "even number > 0")
+
+
+def _check_experts(values: dict[str, Any], found: Architecture, refuse: Refuse) -> None:
+    if "num_experts" not in values:
+        return
+    experts, chosen = values["num_experts"], values["num_experts_per_tok"]
+    least = 0 if found.experts_optional else 1
+    if not _whole(experts) or experts < least:
+        refuse("num_experts", experts, f"whole number >= {least}")
+    if experts and chosen > experts:
+        refuse("num_experts_per_tok", chosen, f"at most the {experts} experts")
+    dense = values.get("mlp_only_layers")
+    if dense is not None and not (isinstance(dense, (list, tuple)) and all(_whole(layer) for layer in dense)):
+        refuse("mlp_only_layers", dense, "a list of layer numbers")
+
+
+def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refuse) -> None:
+    types, count = raw.get("layer_types"), values["num_hidden_layers"]
+    if types is not None and not (isinstance(types, (list, tuple)) and all(kind in KINDS for kind in types)):
+        refuse("layer_types", types, f"a list of {', '.join(KINDS)}", "this variant is not supported")
+    if types is not None and len(types) != count:
+        refuse("layer_types", len(types), f"one for each of the {count} layers")
+    if "max_window_layers" in values and not _whole(values["max_window_layers"]):
+        refuse("max_window_layers", values["max_window_layers"], "whole number")
+    window = values.get("sliding_window")
+    if "sliding_window" in values and window is not None and not _whole(window):
+        refuse("sliding_window", window, "whole number > 0, or null")
+    if any(size is not None and size < 1 for size in layer_windows(values)):
+        refuse("sliding_window", window, "whole number > 0, or null")
+    wanted = values.get("layer_types") or ()
+    if "sliding_attention" in wanted and all(size is None for size in layer_windows(values)):
+        refuse(
+            "layer_types",
+            "sliding_attention",
+            "full_attention, or use_sliding_window: true and a number in sliding_window",
+            "some layers have a sliding window, and the config gives it no size",
+        )
+
+
+def _check_rope(values: dict[str, Any], refuse: Refuse) -> None:
+    key = "rope_scaling" if values["rope_scaling"] else "rope_parameters"
+    if values[key] is not None and not isinstance(values[key], Mapping):
+        refuse(key, values[key], "a mapping, or null")
+    scaling = rope_scaling(values)
+    kind, theta = scaling["rope_type"], scaling["rope_theta"]
+    if kind not in ROPE_TYPES:
+        refuse(key, kind, ", ".join(ROPE_TYPES), "this variant is not supported")
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        refuse(key, sorted(scaling), "one set of numbers for all layers", "this variant is not supported")
+    least = 1 if kind == "yarn" else 0  # yarn divides by the logarithm
+    if not _number(theta) or theta <= least:
+        refuse("rope_theta", theta, f"number > {least}")
+    if kind == "default":
+        return
+    if scaling["partial_rotary_factor"] not in (None, 1):
+        refuse("partial_rotary_factor", scaling["partial_rotary_factor"], "1", "this variant is not supported")
+    if not _whole(scaling["original_max_position_embeddings"]) or scaling["original_max_position_embeddings"] < 1:
+        refuse(key, scaling, "original_max_position_embeddings: whole number > 0")
+    numbers = {name: scaling.get(name) for name in _ROPE_NEEDS[kind]}
+    optional = {name for name in _YARN_NUMBERS if name in scaling} if kind == "yarn" else set()
+    for name in (*numbers, *optional):
+        value: Any = scaling.get(name)
+        may_be_null = name in optional
+        if not (_number(value) and value > 0) and not (value is None and may_be_null):
+            refuse(key, {name: value}, f"{name}: number > 0" + (", or null" if may_be_null else ""))
+    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
+        refuse(key, scaling["high_freq_factor"], f"high_freq_factor above low_freq_factor {scaling['low_freq_factor']}")

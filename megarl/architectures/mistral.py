@@ -1,0 +1,25 @@
+"""Mistral 7B and its kin: Llama's layers, all with one sliding window or none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import COMMON_NULL, MISTRAL, Architecture, Refuse
+from megarl.architectures.tensors import DENSE, OUTER, attention
+
+
+def _no_layer_types(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
+    if "layer_types" in raw:
+        why = "transformers takes a mistral with layer_types for a ministral"
+        refuse("layer_types", raw["layer_types"], "no such key", why)
+
+
+ARCHITECTURE = Architecture(
+    model_type="mistral",
+    keys={**MISTRAL, "sliding_window": 4096},
+    null=(*COMMON_NULL, "head_dim", "sliding_window"),
+    windows="all",
+    tensors=OUTER + attention() + DENSE,
+    refusals=(_no_layer_types,),
+)

@@ -1,0 +1,37 @@
+"""Mixtral: Mistral's attention, and a mixture of experts in every layer whose chosen probabilities sum to 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.architectures.base import COMMON_NULL, MISTRAL, ROUTER, Architecture, Refuse
+from megarl.architectures.tensors import OUTER, attention, experts
+
+
+def _head_dim_for_yarn(raw: Mapping[str, Any], values: Mapping[str, Any], refuse: Refuse) -> None:
+    """transformers 5.23 fails there: only this class does not work out its own head_dim."""
+    scaling = values["rope_scaling"] or values["rope_parameters"] or {}
+    if scaling.get("rope_type", scaling.get("type")) == "yarn" and values["head_dim"] is None:
+        width = values["hidden_size"] // values["num_attention_heads"]
+        refuse("head_dim", None, f"{width}, written out: transformers needs it for yarn")
+
+
+ARCHITECTURE = Architecture(
+    model_type="mixtral",
+    keys={
+        **MISTRAL,
+        **ROUTER,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+    },
+    null=(*COMMON_NULL, "head_dim", "sliding_window"),
+    windows="all",
+    tensors=OUTER + attention() + experts("block_sparse_moe", "w1", "w3", "w2"),
+    experts_keys=("num_local_experts", "num_experts"),
+    refusals=(_head_dim_for_yarn,),
+)

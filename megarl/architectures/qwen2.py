@@ -1,0 +1,15 @@
+"""Qwen2 and Qwen2.5: biases on query, key and value; sliding windows in the layers that the config names."""
+
+from __future__ import annotations
+
+from megarl.architectures.base import COMMON_NULL, LAYER_WINDOWS, QWEN, Architecture
+from megarl.architectures.tensors import DENSE, OUTER, attention
+
+ARCHITECTURE = Architecture(
+    model_type="qwen2",
+    keys={**QWEN, **LAYER_WINDOWS},
+    null=(*COMMON_NULL, "num_key_value_heads", "sliding_window", "layer_types"),
+    windows="chosen",
+    tensors=OUTER + attention(bias=True) + DENSE,
+    qkv_bias=True,
+)

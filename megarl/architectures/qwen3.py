@@ -1,0 +1,15 @@
+"""Qwen3, dense: queries and keys are normalised per head. Not supported: biases in attention."""
+
+from __future__ import annotations
+
+from megarl.architectures.base import COMMON_NULL, LAYER_WINDOWS, QWEN, Architecture
+from megarl.architectures.tensors import DENSE, OUTER, attention
+
+ARCHITECTURE = Architecture(
+    model_type="qwen3",
+    keys={**QWEN, **LAYER_WINDOWS, "head_dim": 128, "attention_bias": False},
+    null=(*COMMON_NULL, "num_key_value_heads", "sliding_window", "layer_types"),
+    windows="chosen",
+    tensors=OUTER + attention(qk_norm=True) + DENSE,
+    qk_norm=True,
+)

@@ -1,0 +1,31 @@
+"""Qwen3-MoE: Qwen3's attention; some or all layers are mixtures of experts. Not supported: biases in attention."""
+
+from __future__ import annotations
+
+from megarl.architectures.base import COMMON_NULL, QWEN, ROUTER, Architecture
+from megarl.architectures.tensors import DENSE, OUTER, attention, experts
+
+ARCHITECTURE = Architecture(
+    model_type="qwen3_moe",
+    keys={
+        **QWEN,
+        **ROUTER,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+        "attention_bias": False,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+    null=(*COMMON_NULL, "sliding_window", "mlp_only_layers"),
+    windows="all_if_used",
+    tensors=OUTER + attention(qk_norm=True) + DENSE + experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    experts_keys=("num_experts", "num_local_experts"),
+    qk_norm=True,
+    experts_optional=True,
+)
