@@ -131,7 +131,7 @@ def update_tokens(config: RunConfig, facts: ModelFacts, engine: EngineConfig, dp
     if job == "sft":
         return min(engine.micro_batch_tokens, -(-config.sft.batch_size // dp) * facts.max_positions)
     sampling = config.rollout.sampling
-    longest = config.data.max_prompt_tokens + sampling.max_new_tokens
+    longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
     share = -(-config.data.batch_size * sampling.n // dp)
     return min(max(engine.micro_batch_tokens, longest), share * longest)
 
@@ -149,7 +149,7 @@ def activation_bytes(
     """Bytes kept for the backward pass of the micro-batches in flight."""
     element = _BYTES[config.model.dtype]
     tokens = update_tokens(config, facts, engine, dp, job) / parallel.cp
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
     if job == "sft":
         longest = min(engine.micro_batch_tokens, facts.max_positions)
     width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
@@ -181,7 +181,7 @@ def cache_bytes(config: RunConfig, facts: ModelFacts, dp: int, job: str = "train
     else:
         sampling, rows = config.validation.sampling, _held_out(config) or config.rollout.max_running * dp * parallel.cp
     share = -(-rows * sampling.n // (dp * parallel.cp))
-    tokens = config.data.max_prompt_tokens + sampling.max_new_tokens
+    tokens = config.data.max_prompt_tokens + config.response_tokens(sampling)
     element = _BYTES[config.rollout_dtype]
     row = tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * facts.layers / parallel.pp * element
     return row, min(config.rollout.max_running, share) * row
@@ -296,7 +296,7 @@ def _learning_terms(
 ) -> list[Term]:
     """What the update of a role needs in addition to its state."""
     parallel = config.actor.parallel
-    longest = config.data.max_prompt_tokens + config.rollout.sampling.max_new_tokens
+    longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
     keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"
     if longest > engine.micro_batch_tokens and job != "sft":  # a longer sequence is a micro-batch by itself
         keys = f"rollout.sampling.max_new_tokens, {role}.engine.recompute"

@@ -263,7 +263,7 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
     """Lengths against the model, and sampling that changes what the gradient means."""
     training = config.rollout.sampling
     for key, sampling in (("rollout.sampling", training), ("validation.sampling", config.validation.sampling)):
-        _check_lengths(key, sampling, config.data.max_prompt_tokens, facts, checks)
+        _check_lengths(key, sampling, config, facts, checks)
     if training.temperature == 0:
         checks.fail(
             "sampling",
@@ -293,9 +293,9 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
 
 
 def _check_lengths(
-    key: str, sampling: SamplingConfig, prompt: int, facts: ModelFacts | None, checks: Checklist
+    key: str, sampling: SamplingConfig, config: RunConfig, facts: ModelFacts | None, checks: Checklist
 ) -> None:
-    new = sampling.max_new_tokens
+    new, prompt = sampling.max_new_tokens, config.data.max_prompt_tokens
     if sampling.min_new_tokens > new:
         checks.fail(
             "lengths",
@@ -307,15 +307,18 @@ def _check_lengths(
         )
     if facts is None:
         return
+    limit, new = f"{key}.max_new_tokens", config.response_tokens(sampling)
+    if config.has_turns and config.rollout.limits.tokens is not None:
+        limit = "rollout.limits.tokens"
     if prompt + new > facts.max_positions:
         room = facts.max_positions - prompt
         checks.fail(
             "lengths",
-            f"{key}.max_new_tokens",
+            limit,
             f"prompt and response ({prompt} + {new} tokens) exceed the model's {facts.max_positions} positions",
             found=new,
             allowed=f"at most {room}" if room > 0 else f"data.max_prompt_tokens below {facts.max_positions} first",
-            fix=f"set {key}.max_new_tokens={room}" if room > 0 else "lower data.max_prompt_tokens",
+            fix=f"set {limit}={room}" if room > 0 else "lower data.max_prompt_tokens",
         )
     else:
         checks.ok("lengths", f"{key}: {prompt} + {new} tokens fit {facts.max_positions} positions")

@@ -80,8 +80,8 @@ class RunConfig(Section):
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description="generation")
     env: dict[str, Any] = Field(
         default_factory=lambda: {"name": SINGLE_TURN, "on_error": "fail"},
-        description="what answers the policy: `name` (single_turn, file.py:Class or pkg.mod:Class), `on_error` (fail: "
-        "end the run, mark: leave the episode out and count it), and the environment's own keys",
+        description="what answers the policy: `name` (single_turn, tools, file.py:Class, pkg.mod:Class), `on_error` "
+        "(fail: end the run, mark: leave the episode out and count it), and the environment's own keys",
     )
     sync: SyncConfig = Field(default_factory=SyncConfig, description="weights to generation servers")
     rollout_correction: RolloutCorrectionConfig = Field(
@@ -108,7 +108,7 @@ class RunConfig(Section):
 
     @property
     def has_turns(self) -> bool:
-        """Whether the recipe names an environment, so that episodes may have several turns."""
+        """Whether the recipe names an environment, so that samples may have several turns."""
         return self.env.get("name", SINGLE_TURN) != SINGLE_TURN
 
     @property

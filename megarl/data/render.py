@@ -148,14 +148,27 @@ def within_limit(config: DataConfig, split: Split, rows: Sequence[Row], ids: Seq
 
 
 def response_text(value: object, key: str, row: Row) -> str:
-    """A response to learn: text, or a whole number. DataError for anything else."""
+    """A response to learn, as text: all that is said in it."""
+    return "".join(message["content"] for message in response_messages(value, key, row))
+
+
+def response_messages(value: object, key: str, row: Row) -> list[dict[str, str]]:
+    """A response to learn: text, a whole number, or messages that begin and end with the assistant's.
+
+    Raises:
+        DataError: anything else.
+    """
     if isinstance(value, str):
-        return value
+        return [{"role": "assistant", "content": value}]
     if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
+        return [{"role": "assistant", "content": str(value)}]
+    if isinstance(value, list):
+        messages = _messages(value, row, key)
+        if messages[0]["role"] == messages[-1]["role"] == "assistant":
+            return messages
     raise DataError(
         f"wrong type in column {key!r}",
         where=row.where,
         found=value,
-        allowed="text or a whole number",
+        allowed="text, a whole number, or chat messages that begin and end with the assistant's",
     )

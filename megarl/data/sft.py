@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,10 @@ import torch
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.data.prompts import PromptDataset
-from megarl.data.render import Split, response_text, tokenize
+from megarl.data.render import Split, response_messages, tokenize, uses_chat
+from megarl.data.rows import Row
+from megarl.data.templates import chat_renderer
+from megarl.data.turns import Turns
 from megarl.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,7 +25,8 @@ if TYPE_CHECKING:
 class SFTDataset(PromptDataset):
     """Prompts with the response to learn.
 
-    Prompt and response are tokenised apart, as they are in RL, so that a model meets the same prompt tokens in both.
+    Prompt and response are tokenised apart, as they are in RL, so that a model meets the same prompt tokens in both. A
+    response may be messages: what others than the assistant say stands between its turns as in RL, and is not learnt.
     """
 
     def __init__(
@@ -45,11 +50,16 @@ class SFTDataset(PromptDataset):
                 example is longer than `max_tokens`, or all are.
         """
         super().__init__(config, tokenizer, split, tools)
-        responses = [
-            response_text(row.column(response_key, "sft.response_key"), response_key, row) for row in self.rows
+        talks = [
+            response_messages(row.column(response_key, "sft.response_key"), response_key, row) for row in self.rows
         ]
-        ids = tokenize(tokenizer, responses, self.rows, special=False)
-        ids = [[*tokens, tokenizer.eos_token_id] for tokens in ids]
+        if all(len(talk) == 1 for talk in talks):
+            ids = tokenize(tokenizer, [talk[0]["content"] for talk in talks], self.rows, special=False)
+            ids = [[*tokens, tokenizer.eos_token_id] for tokens in ids]
+            learnt = [[True] * len(tokens) for tokens in ids]
+        else:
+            ids, learnt = _of_turns(talks, self.rows, tokenizer, config, tools)
+        responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens
         kept = list(range(len(ids))) if max_tokens is None else self._that_fit(ids, max_tokens)
         self.too_long = len(ids) - len(kept)
@@ -59,6 +69,7 @@ class SFTDataset(PromptDataset):
         self.prompt_ids = self.prompt_ids.select(torch.tensor(kept, dtype=torch.int64))
         self.responses = [responses[i] for i in kept]
         self.response_ids = Jagged.from_list([ids[i] for i in kept], dtype=torch.int64)
+        self._learnt = Jagged.from_list([learnt[i] for i in kept], dtype=torch.bool)
         digest = hashlib.blake2b(self.response_ids.values.numpy().tobytes(), digest_size=16)
         digest.update(self.response_ids.offsets.numpy().tobytes() + self.fingerprint.encode())
         self.fingerprint = digest.hexdigest()
@@ -91,11 +102,45 @@ class SFTDataset(PromptDataset):
         )
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
-        """Examples at `indices`: PromptDataset's batch plus response_ids, response_mask (all 1, end token included),
-        and the column response_text."""
+        """Examples at `indices`: PromptDataset's batch plus response_ids, response_mask (1 where the assistant speaks,
+        end tokens included), and the column response_text."""
         batch = super().batch(indices, epoch)
-        responses = self.response_ids.select(torch.tensor(indices, dtype=torch.int64))
+        places = torch.tensor(indices, dtype=torch.int64)
+        responses = self.response_ids.select(places)
         batch.set("response_ids", responses)
-        batch.set("response_mask", responses.like(torch.ones(len(responses.values), dtype=torch.bool)))
+        batch.set("response_mask", responses.like(self._learnt.select(places).values))
         batch.set("response_text", [self.responses[i] for i in indices])
         return batch
+
+
+def _of_turns(
+    talks: Sequence[list[dict[str, str]]],
+    rows: Sequence[Row],
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    tools: Sequence[dict[str, Any]],
+) -> tuple[list[list[int]], list[list[bool]]]:
+    """Tokens of responses of several turns, and which of them the assistant says."""
+    render = chat_renderer(tokenizer, config.override_chat_template, tools) if uses_chat(config) else None
+    end, ids, learnt = tokenizer.eos_token_id, list[list[int]](), list[list[bool]]()
+    for talk, row in zip(talks, rows, strict=True):
+        turns = Turns(tokenizer, None if render is None else partial(_render, render, row), [end])
+        tokens: list[int] = []
+        said: list[bool] = []
+        answers: list[dict[str, Any]] = []
+        for message in talk:
+            if message["role"] != "assistant":
+                answers.append(message)
+                continue
+            between = turns.following(answers, ended=True) if answers else []
+            [own] = tokenize(tokenizer, [message["content"]], [row], special=False)
+            tokens += [*between, *own, end]
+            said += [False] * len(between) + [True] * (len(own) + 1)
+            answers = []
+        ids.append(tokens)
+        learnt.append(said)
+    return ids, learnt
+
+
+def _render(render: Callable[..., str], row: Row, messages: list[dict[str, Any]]) -> str:
+    return render(messages, row)

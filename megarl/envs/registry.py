@@ -20,6 +20,7 @@ from megarl.errors import ConfigError, close_matches
 #: The included environments.
 ENVIRONMENTS = {
     "single_turn": "megarl.envs.single_turn:SingleTurn",
+    "tools": "megarl.envs.tools:Tools",
 }
 _FORMS = ("file.py:Class", "pkg.mod:Class")
 

@@ -28,11 +28,11 @@ _CHUNKS_PER_WORKER = 4  # small enough to balance, large enough to amortise a me
 class _Worker:
     """One process and the chunk it is busy with: positions in the batch, those not yet scored first."""
 
-    def __init__(self, setup: dict[str, Any]) -> None:
+    def __init__(self, program: str, setup: dict[str, Any]) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "megarl.rewards.pool_worker", str(theirs.fileno())],
+                [sys.executable, "-m", program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
@@ -80,6 +80,7 @@ class Pool:
         sample_limit_s: the process of a sample that takes longer is killed; None: no such limit. For functions that
             get one sample at a time only.
         limit_result: result of a sample over its limit; None: it has failed.
+        program: what the processes run, and `noun`, what messages call it.
 
     Raises:
         ConfigError: the processes could not load the function.
@@ -94,7 +95,10 @@ class Pool:
         *,
         sample_limit_s: float | None = None,
         limit_result: Result | None = None,
+        program: str = "megarl.rewards.pool_worker",
+        noun: str = "reward",
     ) -> None:
+        self._program, self._noun = program, noun
         self._setup = {"name": name, "mode": mode, "kwargs": kwargs, "sys_path": [p or os.getcwd() for p in sys.path]}
         self._mode, self._size = mode, size
         self._sample_limit_s, self._limit_result = sample_limit_s, limit_result
@@ -188,8 +192,8 @@ class Pool:
         left, how = worker.left, worker.how_it_ended()
         self._drop(worker)
         if not worker.ready:
-            raise RewardError(f"a process of reward {self._setup['name']!r} died while it started ({how})")
-        reason = f"died with its reward process ({how})"
+            raise RewardError(f"a process of {self._noun} {self._setup['name']!r} died while it started ({how})")
+        reason = f"died with its {self._noun} process ({how})"
         self._start_missing()
         if not left:  # it died idle
             return
@@ -221,13 +225,13 @@ class Pool:
 
     def _start_missing(self) -> None:
         while len(self._workers) < self._size:
-            self._workers.append(_Worker(self._setup))
+            self._workers.append(_Worker(self._program, self._setup))
 
     def _await_ready(self, deadline: float) -> None:
         while not all(worker.ready for worker in self._workers):
             if time.monotonic() >= deadline:
                 raise RewardError(
-                    f"processes of reward {self._setup['name']!r} did not start within {START_TIMEOUT_S:g} s: "
+                    f"processes of {self._noun} {self._setup['name']!r} did not start within {START_TIMEOUT_S:g} s: "
                     "does importing it hang?"
                 )
             self._collect({}, deque(), min(deadline, time.monotonic() + 1.0))

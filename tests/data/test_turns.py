@@ -8,7 +8,7 @@ from megarl.data.rows import Row
 from megarl.data.templates import chat_renderer
 from megarl.data.tokenizer import character_tokenizer
 from megarl.data.turns import Turns
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, DataError
 
 EOS = 2
 TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz-:;0123456789")
@@ -46,6 +46,12 @@ def test_text_and_token_ids_are_taken_as_they_are():
     assert text(turns().following("abc", ended=True)) == "abc"
     assert turns().following([5, 6], ended=True) == [5, 6]
     assert turns().first([7]) == [7]
+
+
+def test_an_unknown_token_that_the_policy_drew_may_be_quoted_and_an_unknown_letter_may_not():
+    assert text(turns().following("a<unk>", ended=True)) == "a<unk>"
+    with pytest.raises(DataError, match=r"no token for 'A'"):
+        turns().following("aA", ended=True)
 
 
 @pytest.mark.parametrize(

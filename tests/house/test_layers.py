@@ -41,6 +41,7 @@ NAMES = {
     "megarl/cli.py": "workers get an entry function",
     "megarl/config/load.py": "the folder of the included recipes",
     "megarl/envs/registry.py": "the included environments, of the same folder",
+    "megarl/envs/tools/functions.py": "starts a program",
     "megarl/rewards/pool.py": "starts a program",
     "megarl/rewards/registry.py": "the included rewards, of the same folder",
     "megarl/rollout/sglang/keeper.py": "starts a program",

@@ -1,0 +1,73 @@
+"""The environment `tools`: every turn that calls tools is answered with their results, the first that does not is last.
+
+user: 47*85=
+assistant: <tool_call>{"name": "multiply", "arguments": {"a": 47, "b": 85}}</tool_call>
+tool: 3995
+assistant: 3995                      --> scored by the recipe's reward function
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from megarl.envs.protocol import Action, Environment, EnvSettings, Step
+from megarl.envs.tools.functions import Functions, load_tools
+from megarl.envs.tools.parsers import PARSERS, Call
+from megarl.errors import ConfigError
+
+
+class ToolSettings(EnvSettings):
+    """Keys of the section `env` for tool use."""
+
+    tools: list[str] = Field(description="functions that the model may call: file.py:fn, pkg.mod:fn")
+    parser: Literal["qwen", "qwen25", "llama3"] = Field("qwen", description="how the model writes a call")
+    workers: PositiveInt = Field(1, description="processes per replica that run tools")
+    timeout_s: PositiveFloat = Field(10.0, description="deadline of a call; a later one is answered with an error")
+    memory_mb: PositiveInt = Field(2048, description="address space of a process that runs tools")
+    max_chars: PositiveInt = Field(8192, description="characters of a result that the model is shown")
+
+
+class Tools(Environment):
+    """Answers calls with messages of the role `tool`; what is wrong with a call is answered, too."""
+
+    Settings = ToolSettings
+    scores: ClassVar[bool] = False
+
+    @classmethod
+    def tools(cls, settings: ToolSettings) -> list[dict[str, Any]]:
+        """Schemas of all tools."""
+        return [tool.schema for tool in load_tools(settings.tools)]
+
+    @classmethod
+    def open(cls, settings: ToolSettings) -> Functions:
+        """The processes that run them."""
+        if not settings.tools:
+            raise ConfigError("no tools", where="env.tools", found=[], fix="name at least one function")
+        return Functions(
+            settings.tools, workers=settings.workers, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb
+        )
+
+    @classmethod
+    def close(cls, shared: Functions) -> None:
+        """End the processes."""
+        shared.close()
+
+    def step(self, action: Action) -> Step:
+        """Run the calls of a turn, in their order."""
+        calls = PARSERS[self.settings.parser](action.raw)
+        if not calls:
+            return Step(done=True)
+        answers = [self._run(call) for call in calls]
+        messages = [{"role": "tool", "content": text[: self.settings.max_chars]} for text, _ in answers]
+        failed = sum(bad for _, bad in answers)
+        return Step(messages, info={"tool_calls": float(len(calls)), "tool_errors": float(failed)})
+
+    def _run(self, call: Call) -> tuple[str, bool]:
+        if call.error:
+            return f"error: {call.error}", True
+        if call.name not in self.shared.names:
+            return f"error: there is no tool {call.name!r}; there are {', '.join(self.shared.names)}", True
+        result: tuple[str, bool] = self.shared.call(call.name, call.arguments)
+        return result

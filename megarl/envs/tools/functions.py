@@ -1,0 +1,92 @@
+"""Tools that are Python functions: found by name, run in processes that are watched."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from typing import Any
+
+from megarl.envs.registry import import_source
+from megarl.envs.tools.schema import Tool, tool_of
+from megarl.errors import ConfigError
+from megarl.rewards.pool import Pool
+from megarl.rewards.scoring import Failure
+
+_KEY = "env.tools"
+
+
+def load_tools(names: Sequence[str]) -> list[Tool]:
+    """The tools of `file.py:fn` and `pkg.mod:fn`.
+
+    Raises:
+        ConfigError: a file or function is missing, does not import, or is no tool; two have one name.
+    """
+    tools: list[Tool] = []
+    for name in names:
+        source, colon, function_name = name.rpartition(":")
+        if not colon:
+            raise ConfigError("not a function", where=_KEY, found=name, allowed="file.py:fn, pkg.mod:fn")
+        module = import_source(source, _KEY)
+        function = getattr(module, function_name, None)
+        if not callable(function):
+            raise ConfigError(f"{source} has no function {function_name!r}", where=_KEY, found=name)
+        tools.append(tool_of(function))
+    names_ = [tool.name for tool in tools]
+    twice = sorted({name for name in names_ if names_.count(name) > 1})
+    if twice:
+        raise ConfigError("two tools have one name", where=_KEY, found=twice, fix="rename one of them")
+    return tools
+
+
+class Functions:
+    """Processes that run tools, one call at a time each. Calls come from any thread.
+
+    Args:
+        names: the functions.
+        workers: processes.
+        timeout_s: a call that takes longer ends with an error, and its process is replaced.
+        memory_mb: address space of a process.
+
+    Attributes:
+        names: what the tools are called.
+
+    Raises:
+        ConfigError: a process could not load a tool.
+    """
+
+    def __init__(self, names: Sequence[str], *, workers: int, timeout_s: float, memory_mb: int) -> None:
+        late = {"text": f"error: no result within {timeout_s:g} s", "failed": True}
+        self.names, self._timeout_s = [tool.name for tool in load_tools(names)], timeout_s
+        self._free: queue.SimpleQueue[Pool] = queue.SimpleQueue()
+        self._pools = [
+            Pool(
+                "tools",
+                "sequential",
+                {"tools": list(names), "memory_mb": memory_mb},
+                1,
+                sample_limit_s=timeout_s,
+                limit_result=late,
+                program="megarl.envs.tools.worker",
+                noun="environment",
+            )
+            for _ in range(workers)
+        ]
+        for pool in self._pools:
+            self._free.put(pool)
+
+    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """What a tool returned, or its error as the model is told it, and whether it failed."""
+        pool = self._free.get()
+        try:
+            # The pool's own deadline is for a process that starts again; a call is bounded by `timeout_s`.
+            outcome = pool.score([{"name": name, "arguments": arguments}], self._timeout_s + 60.0, False)[0]
+        finally:
+            self._free.put(pool)
+        if isinstance(outcome, Failure):
+            return f"error: the tool {outcome.reason}", True
+        return str(outcome["text"]), bool(outcome["failed"])
+
+    def close(self) -> None:
+        """End the processes."""
+        for pool in self._pools:
+            pool.close()

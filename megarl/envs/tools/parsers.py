@@ -1,0 +1,108 @@
+"""Calls in what a chat model said, in the formats of the models' own chat templates; names as SGLang has them.
+
+qwen, qwen25   <tool_call>\\n{"name": "add", "arguments": {"a": 1}}\\n</tool_call>, any number of them
+llama3         {"name": "add", "parameters": {"a": 1}}, after <|python_tag|> or not, several separated by ;
+               <|python_tag|>add.call(a=1)
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_TAG = "<|python_tag|>"
+_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_SPECIAL = re.compile(r"<\|(?!python_tag)[^|<>]*\|>")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call; `error` says why it cannot be made, as the model is told."""
+
+    name: str = ""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+
+
+def parse_qwen(text: str) -> list[Call]:
+    """Calls in the order of the text.
+
+    >>> parse_qwen('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
+    [Call(name='add', arguments={'a': 1}, error='')]
+    """
+    return [
+        _from_json(body, "arguments") if end else Call(error="a <tool_call> has no </tool_call>")
+        for body, end in _CALL.findall(text)
+    ]
+
+
+def parse_llama3(text: str) -> list[Call]:
+    """Calls in the order of the text; text that begins neither with the tag nor with a brace is an answer.
+
+    >>> parse_llama3('{"name": "add", "parameters": {"a": 1}}')
+    [Call(name='add', arguments={'a': 1}, error='')]
+    """
+    text = _SPECIAL.sub("", text).strip()
+    tagged, body = text.startswith(_TAG), text.removeprefix(_TAG).strip()
+    if not tagged and not body.startswith("{"):
+        return []
+    if not body.startswith("{"):
+        return [_from_python(body)]
+    calls: list[Call] = []
+    decoder = json.JSONDecoder()
+    while body:
+        try:
+            value, end = decoder.raw_decode(body)
+        except ValueError as error:
+            return [*calls, Call(error=f"the call is not valid JSON ({error})")]
+        calls.append(_checked(value, "parameters"))
+        body = body[end:].lstrip().removeprefix(";").lstrip()
+    return calls
+
+
+#: The parsers by name.
+PARSERS: dict[str, Callable[[str], list[Call]]] = {"qwen": parse_qwen, "qwen25": parse_qwen, "llama3": parse_llama3}
+
+
+def _from_json(body: str, key: str) -> Call:
+    try:
+        return _checked(json.loads(body), key)
+    except (ValueError, RecursionError) as error:
+        return Call(error=f"the call is not valid JSON ({error})")
+
+
+def _checked(value: Any, key: str) -> Call:
+    """The call that a JSON value is; both names of the arguments are taken, and arguments in a string of JSON, too."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return Call(error=f'a call is a JSON object {{"name": ..., "{key}": {{...}}}}')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = None
+    if not isinstance(arguments, dict):
+        return Call(error=f'"{key}" is a JSON object')
+    return Call(value["name"], arguments)
+
+
+def _from_python(body: str) -> Call:
+    """`add.call(a=1)` or `add(a=1)`, with literal arguments by name."""
+    wrong = Call(error="a call has the form name.call(argument=value)")
+    try:
+        node = ast.parse(body, mode="eval").body
+    except (SyntaxError, ValueError):
+        return wrong
+    if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
+        return wrong
+    target = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr == "call" else node.func
+    if not isinstance(target, ast.Name):
+        return wrong
+    try:
+        return Call(target.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
+    except ValueError:
+        return wrong

@@ -1,0 +1,137 @@
+"""A tool is a typed Python function: its JSON schema comes from the signature and the docstring."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, PydanticSchemaGenerationError, ValidationError, create_model
+
+from megarl.errors import ConfigError
+
+_SECTION = re.compile(r"^(\w[\w ]*):\s*$")
+_ENTRY = re.compile(r"^(\w+)\s*(?:\([^)]*\))?:\s*(.*)$")
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function, the model that its arguments fit, and its schema as chat templates take it."""
+
+    function: Callable[..., Any]
+    arguments: type[BaseModel]
+    schema: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What a policy calls it."""
+        return str(self.schema["function"]["name"])
+
+    def call(self, arguments: dict[str, Any]) -> str:
+        """The function's answer as text.
+
+        Raises:
+            ValueError: the arguments do not fit; the message is meant for the policy.
+        """
+        try:
+            given = self.arguments.model_validate(arguments)
+        except ValidationError as error:
+            faults = "; ".join(
+                f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors(include_url=False)
+            )
+            raise ValueError(f"the arguments of {self.name} do not fit: {faults}") from None
+        result = self.function(**{name: getattr(given, name) for name in self.arguments.model_fields})
+        return result if isinstance(result, str) else _plain(result)
+
+
+def tool_of(function: Callable[..., Any], key: str = "env.tools") -> Tool:
+    """The tool that `function` is.
+
+    >>> def double(x: int) -> int:
+    ...     '''Twice a number.
+    ...
+    ...     Args:
+    ...         x: the number.
+    ...     '''
+    ...     return 2 * x
+    >>> tool_of(double).schema["function"]["parameters"]["properties"]
+    {'x': {'description': 'the number.', 'type': 'integer'}}
+
+    Raises:
+        ConfigError: at `key`: no docstring, or an argument without a type or of one that JSON has not.
+    """
+    name = getattr(function, "__name__", repr(function))
+    summary, described = _docstring(function)
+    if not summary:
+        raise ConfigError(f"the tool {name!r} has no docstring, which tells the model what it does", where=key)
+    hints = typing.get_type_hints(function)
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"the tool {name!r} takes {parameter}, which no JSON object can give", where=key)
+        if parameter.name not in hints:
+            raise ConfigError(f"the argument {parameter.name!r} of the tool {name!r} has no type", where=key)
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (
+            hints[parameter.name],
+            Field(default, description=described.get(parameter.name)),
+        )
+    try:
+        arguments = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+        parameters = arguments.model_json_schema()
+    except (PydanticSchemaGenerationError, TypeError, NameError) as error:
+        raise ConfigError(f"the arguments of the tool {name!r} have no JSON schema: {error}", where=key) from error
+    return Tool(function, arguments, as_schema(name, summary, parameters))
+
+
+def as_schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """What chat templates take."""
+    kept = {key: value for key, value in _untitled(parameters).items() if key != "additionalProperties"}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
+
+
+def _untitled(schema: Any) -> Any:
+    """Without the titles that pydantic makes of names."""
+    if isinstance(schema, list):
+        return [_untitled(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {}
+    for key, value in schema.items():
+        if key == "properties":
+            plain[key] = {name: _untitled(inner) for name, inner in value.items()}
+        elif key != "title":
+            plain[key] = _untitled(value)
+    return plain
+
+
+def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """What a docstring says in front of its sections, and what it says of each argument (Google's form)."""
+    before: list[str] = []
+    described: dict[str, str] = {}
+    section, last = None, None
+    for line in inspect.cleandoc(function.__doc__ or "").splitlines():
+        if heading := _SECTION.match(line):
+            section, last = heading[1], None
+        elif section is None:
+            before.append(line)
+        elif section in ("Args", "Arguments", "Parameters"):
+            if entry := _ENTRY.match(line.strip()):
+                last = entry[1]
+                described[last] = entry[2]
+            elif last is not None:
+                described[last] = f"{described[last]} {line.strip()}".strip()
+    return " ".join(" ".join(before).split()), described
+
+
+def _plain(result: Any) -> str:
+    """A result as a model reads it: JSON where there is one."""
+    import json
+
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)

@@ -1,0 +1,46 @@
+"""One process that runs tools: `python -m megarl.envs.tools.worker FD`, driven like those of the reward pool.
+
+It loads the functions itself and limits its own memory before it does, so no tool runs in a training process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import resource
+from collections.abc import Iterator
+from typing import Any
+
+from megarl.envs.tools.functions import load_tools
+from megarl.rewards.pool_worker import Work, run
+
+
+def main() -> None:
+    """Run tools until the parent closes the connection."""
+    run(_tools)
+
+
+def _tools(setup: dict[str, Any]) -> Work:
+    limit = setup["kwargs"]["memory_mb"] << 20
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    tools = {tool.name: tool for tool in load_tools(setup["kwargs"]["tools"])}
+
+    def work(calls: list[dict[str, Any]], stop_at_failure: bool) -> Iterator[tuple[int, dict[str, Any]]]:
+        for index, call in enumerate(calls):
+            yield index, _answer(tools[call["name"]], call["arguments"])
+
+    return work
+
+
+def _answer(tool: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What the tool returns, or its error as the model is told it; what it prints is dropped."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return {"text": tool.call(arguments), "failed": False}
+    except (Exception, SystemExit) as error:
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return {"text": f"error: {text}".rstrip(": "), "failed": True}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Tools of the tests."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Literal
+
+
+def shift(text: str, by: int = 1, way: Literal["up", "down"] = "up") -> str:
+    """Move every letter of a text
+    in the alphabet.
+
+    Args:
+        text: what is moved.
+        by: how far, and
+            no further.
+        way: direction.
+
+    Returns:
+        The moved text.
+    """
+    print("noise")
+    return "".join(chr(ord(c) + (by if way == "up" else -by)) for c in text)
+
+
+def sums(numbers: list[float]) -> dict[str, float]:
+    """Sum of numbers."""
+    return {"sum": sum(numbers)}
+
+
+def misbehave(how: str) -> str:
+    """Fail in some way."""
+    if how == "sleep":
+        time.sleep(60)
+    if how == "die":
+        os._exit(3)
+    if how == "eat":
+        return "x" * (4 << 30)
+    raise KeyError(how)
+
+
+def untyped(a) -> int:  # type: ignore[no-untyped-def]
+    """An argument without a type."""
+    return int(a)
+
+
+def silent(a: int) -> int:
+    return a

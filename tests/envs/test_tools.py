@@ -1,0 +1,168 @@
+"""Tool use: schemas, the formats of calls, and the processes that run them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.run import RunConfig
+from megarl.envs import Action
+from megarl.envs.host import Host
+from megarl.envs.preflight import check_environment
+from megarl.envs.registry import load_environment
+from megarl.envs.tools.functions import load_tools
+from megarl.envs.tools.parsers import PARSERS, Call
+from megarl.envs.tools.schema import tool_of
+from megarl.errors import ConfigError
+from tests.envs import some_tools
+
+FILE = str(Path(__file__).parent / "some_tools.py")
+ALL = [f"{FILE}:{name}" for name in ("shift", "sums", "misbehave")]
+
+
+def test_the_schema_comes_from_signature_and_docstring():
+    assert tool_of(some_tools.shift).schema == {
+        "type": "function",
+        "function": {
+            "name": "shift",
+            "description": "Move every letter of a text in the alphabet.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "text": {"type": "string", "description": "what is moved."},
+                    "by": {"type": "integer", "default": 1, "description": "how far, and no further."},
+                    "way": {"type": "string", "enum": ["up", "down"], "default": "up", "description": "direction."},
+                },
+                "required": ["text"],
+            },
+        },
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("untyped", "'a' of the tool 'untyped' has no type"), ("silent", "no docstring")]
+)
+def test_functions_that_tell_a_model_too_little_are_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        tool_of(getattr(some_tools, name))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([f"{FILE}:nothing"], "has no function 'nothing'"),
+        ([f"{FILE}:shift", f"{FILE}:shift"], r"two tools have one name[\s\S]*shift"),
+        (["shift"], "allowed: file.py:fn, pkg.mod:fn"),
+    ],
+)
+def test_tools_that_are_not_there_are_named(names, message):
+    with pytest.raises(ConfigError, match=message):
+        load_tools(names)
+
+
+ADD = Call("add", {"a": 1, "b": "x"})
+BODY = '"arguments": {"a": 1, "b": "x"}'
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "calls"),
+    [
+        ("qwen", f'<think>a sum</think><tool_call>\n{{"name": "add", {BODY}}}\n</tool_call><|im_end|>', [ADD]),
+        ("qwen25", f'<tool_call>{{"name": "add", {BODY}}}</tool_call>' * 2, [ADD, ADD]),
+        ("qwen", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>', [ADD]),
+        ("qwen", '<tool_call>{"name": "now"}</tool_call>', [Call("now")]),
+        ("qwen", "The answer is {42}.", []),
+        ("llama3", f'{{"name": "add", {BODY.replace("arguments", "parameters")}}}<|eot_id|>', [ADD]),
+        (
+            "llama3",
+            f'<|python_tag|>{{"name": "add", {BODY}}}; {{"name": "now", "parameters": {{}}}}<|eom_id|>',
+            [ADD, Call("now")],
+        ),
+        ("llama3", '<|python_tag|>add.call(a=1, b="x")<|eom_id|>', [ADD]),
+        ("llama3", "It is 42.<|eot_id|>", []),
+    ],
+)
+def test_calls_are_read_in_the_models_formats(parser, text, calls):
+    assert PARSERS[parser](text) == calls
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "error"),
+    [
+        ("qwen", '<tool_call>{"name": "add"', "no </tool_call>"),
+        ("qwen", "<tool_call>add(1)</tool_call>", "not valid JSON"),
+        ("qwen", "<tool_call>[1]</tool_call>", "a call is a JSON object"),
+        ("qwen", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', '"arguments" is a JSON object'),
+        ("llama3", '{"name": "add", ', "not valid JSON"),
+        ("llama3", "<|python_tag|>import os", "name.call"),
+        ("llama3", "<|python_tag|>add.call(os.name)", "name.call"),
+    ],
+)
+def test_malformed_calls_say_what_is_wrong(parser, text, error):
+    [call] = PARSERS[parser](text)
+    assert error in call.error
+
+
+@pytest.fixture(scope="module")
+def answer():
+    """answer(turn, ...) -> what the environment says to these turns of an episode, and the info of the last one."""
+    kind, settings = load_environment({"name": "tools", "tools": ALL, "timeout_s": 1.5, "memory_mb": 3072})
+    host = Host(kind, settings)
+
+    def ask(*calls: Any) -> tuple[list[str] | None, dict[str, float]]:
+        text = "".join(c if isinstance(c, str) else f"<tool_call>{json.dumps(c)}</tool_call>" for c in calls)
+        host.reset({0: ({}, 0)})
+        reply = host.step({0: Action(text, text, [1], "stop", 0)})[0]
+        assert not reply.error
+        assert reply.done == (reply.observation is None)
+        return reply.observation and [message["content"] for message in reply.observation], reply.info
+
+    yield ask
+    host.close()
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"name": name, "arguments": arguments}
+
+
+def test_results_come_back_in_the_order_of_the_calls(answer):
+    said, info = answer("Let me see.", call("shift", text="abc"), call("sums", numbers=[1, 2.5]))
+    assert said == ["bcd", '{"sum": 3.5}']
+    assert info == {"tool_calls": 2.0, "tool_errors": 0.0}
+
+
+def test_a_turn_without_a_call_is_the_last_one(answer):
+    assert answer("It is 42.") == (None, {})
+
+
+@pytest.mark.parametrize(
+    ("asked", "error"),
+    [
+        ("<tool_call>{</tool_call>", "error: the call is not valid JSON"),
+        (call("divide", a=1), "error: there is no tool 'divide'; there are shift, sums, misbehave"),
+        (
+            call("shift", text="a", by="far"),
+            "error: the arguments of shift do not fit: by: Input should be a valid integer",
+        ),
+        (call("shift"), "text: Field required"),
+        (call("misbehave", how="raise"), "error: KeyError: 'raise'"),
+        (call("misbehave", how="eat"), "error: MemoryError"),
+        (call("misbehave", how="die"), "error: the tool died with its environment process (exit code 3)"),
+        (call("misbehave", how="sleep"), "error: no result within 1.5 s"),
+    ],
+    ids=["malformed", "unknown", "wrong type", "missing", "raises", "memory", "dies", "hangs"],
+)
+def test_what_goes_wrong_is_told_to_the_model_and_the_next_call_works(answer, asked, error):
+    said, info = answer(asked, call("shift", text="a"))
+    assert error in said[0]
+    assert said[1] == "b"
+    assert info == {"tool_calls": 2.0, "tool_errors": 1.0}
+
+
+def test_a_missing_tool_is_found_before_the_run():
+    config = RunConfig(name="r", env={"name": "tools", "tools": [f"{FILE}:nothing"]})
+    with pytest.raises(ConfigError, match=r"env.tools: [\s\S]*has no function 'nothing'"):
+        check_environment(config, limit_s=60.0)
