@@ -69,16 +69,17 @@ class Turns:
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         unknown = self._tokenizer.unk_token_id
-        if unknown is not None and unknown in ids:
-            strange = next(
-                (c for c in text if unknown in self._tokenizer(c, add_special_tokens=False)["input_ids"]), ""
-            )
-            raise DataError(
-                f"the tokenizer has no token for {strange!r}, which the environment says",
-                found=text[:200],
-                fix="add it to the tokenizer (model.tokenizer 'chars:...'), or let the environment say something else",
-            )
-        return ids
+        if unknown is None or unknown not in ids:
+            return ids
+        said = text.replace(self._tokenizer.unk_token, "")  # which the policy may have drawn, and is quoted here
+        strange = next((c for c in said if unknown in self._tokenizer(c, add_special_tokens=False)["input_ids"]), None)
+        if strange is None:
+            return ids
+        raise DataError(
+            f"the tokenizer has no token for {strange!r}, which the environment says",
+            found=text[:200],
+            fix="add it to the tokenizer (model.tokenizer 'chars:...'), or let the environment say something else",
+        )
 
     def _rendered(self, messages: Messages) -> str:
         if self._render is None:
