@@ -65,12 +65,9 @@ def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> 
             "the pipeline function returned no task graph",
             where="algorithm.pipeline",
             found=f"{name} returned {type(graph).__name__}",
-            allowed="a TaskGraph, made with Pipeline(...).add_node(...).build()",
+            allowed="a TaskGraph, made with Pipeline(...).add(...).build()",
             fix="end the function with `return pipeline.build()`",
         )
-    # `build()` has done this already; a graph may also have been put together without it.
-    graph = TaskGraph(graph.id, graph.description, [node.resolved() for node in graph])
-    graph.check()
     _check_correction_node(graph, config)
     return graph
 
@@ -78,7 +75,7 @@ def _sound_graph(function: Callable[[RunConfig], object], config: RunConfig) -> 
 def _check_correction_node(graph: TaskGraph, config: RunConfig) -> None:
     """A pipeline that lacks the node would leave out what the recipe asks for, and nobody would notice."""
     knobs = config.rollout_correction.resolved()
-    if knobs.active and not knobs.bypass and not any("loss_mask" in (node.writes or ()) for node in graph):
+    if knobs.active and not knobs.bypass and not any("loss_mask" in node.writes for node in graph):
         raise ConfigError(
             "the recipe corrects its rollouts, and no node of this pipeline does it",
             where="algorithm.pipeline",

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_greedy, add_kl, add_logprobs, add_overlong, add_reward, add_update
-from megarl.runtime.stages import reward, rollout, sampling, shaping
+from megarl.recipes.grpo import add_filter, add_greedy, add_kl, add_logprobs, add_overlong
+from megarl.runtime.stages import advantage, reward, rollout, sampling, update
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -22,16 +21,16 @@ if TYPE_CHECKING:
 
 def build_graph(config: RunConfig) -> TaskGraph:
     """The task graph of one training step."""
-    p = Pipeline("dapo", "decoupled clip and dynamic sampling policy optimisation")
-    p.add_node("rollout", rollout.rollout, type=NodeType.MODEL_INFERENCE, role=Role.ROLLOUT, only_forward=True)
-    p.add_node("reward_submit", reward.reward_submit, deps=["rollout"], role=Role.REWARD)
-    add_reward(p, config)
-    p.add_node("dynamic_sampling", sampling.dynamic_sampling, deps=["reward"], role=Role.DYNAMIC_SAMPLING)
-    chosen = "dynamic_sampling"
-    if config.algorithm.filter.active:
-        p.add_node("filter", shaping.filter_samples, deps=[chosen], role=Role.ADVANTAGE)
-        chosen = "filter"
-    shaped = add_overlong(p, config, chosen)  # before the log-probs: they hand on the rewards of what they score
-    ends = add_kl(p, config, [shaped, *add_logprobs(p, config, shaped), *add_greedy(p, config, shaped)])
-    add_update(p, config, ends)
+    p = Pipeline("dapo", "decoupled clip and dynamic sampling policy optimisation", config)
+    p.add(rollout.rollout)
+    p.add(reward.reward_submit)
+    p.add(reward.reward)
+    p.add(sampling.dynamic_sampling)
+    add_filter(p, config)
+    add_overlong(p, config)
+    add_logprobs(p, config)
+    add_greedy(p, config)
+    add_kl(p, config)
+    p.add(advantage.advantage)
+    p.add(update.actor_train)
     return p.build()

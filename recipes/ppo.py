@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
-from megarl.dag.stage import contract_of
 from megarl.recipes.grpo import add_scoring
 from megarl.runtime.stages import advantage, critic, rollout, update
 
@@ -22,19 +20,11 @@ if TYPE_CHECKING:
 
 def build_graph(config: RunConfig) -> TaskGraph:
     """The task graph of one training step."""
-    p = Pipeline("ppo", "proximal policy optimisation with a critic")
-    p.add_node("rollout", rollout.rollout, type=NodeType.MODEL_INFERENCE, role=Role.ROLLOUT, only_forward=True)
-    scored = add_scoring(p, config)
-    p.add_node(
-        "value", critic.value, deps=["rollout"], type=NodeType.MODEL_INFERENCE, role=Role.CRITIC, only_forward=True
-    )
-    p.add_node(
-        "advantage",
-        advantage.advantage,
-        deps=[*scored, "value"],
-        role=Role.ADVANTAGE,
-        reads=[*contract_of(advantage.advantage).reads, "values"],
-    )
-    p.add_node("actor_train", update.actor_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.ACTOR)
-    p.add_node("critic_train", critic.critic_train, deps=["advantage"], type=NodeType.MODEL_TRAIN, role=Role.CRITIC)
+    p = Pipeline("ppo", "proximal policy optimisation with a critic", config)
+    p.add(rollout.rollout)
+    add_scoring(p, config)
+    p.add(critic.value)
+    p.add(advantage.advantage)
+    p.add(update.actor_train)
+    p.add(critic.critic_train)
     return p.build()

@@ -6,7 +6,7 @@ from html import escape
 
 from megarl.dag.graph import TaskGraph
 from megarl.dag.layout import Layout, Point, lay_out
-from megarl.dag.node import Role
+from megarl.dag.stage import Role
 
 # Fill and line per role; one pair for light and one for dark pages. Text takes the page's text colour.
 _COLOURS = {
@@ -40,11 +40,12 @@ def as_text(graph: TaskGraph) -> str:
     flow = " -> ".join(row[0] if len(row) == 1 else f"[{' | '.join(row)}]" for row in graph.layers())
     head = ("node", "role", "type", "after", "reads", "writes")
     rows: list[tuple[str, ...]] = [head]
+    edges = graph.direct()
     for id in graph.order():
         node = graph[id]
-        role = node.role.name.lower() + (f" #{node.agent_group}" if node.agent_group else "")
-        lists = (node.deps, node.reads or (), node.writes or ())
-        rows.append((id, role, node.type.name.lower(), *(", ".join(names) or "-" for names in lists)))
+        lists = ([parent for parent, child in edges if child == id], node.reads, node.writes)
+        kinds = (node.role.name.lower(), node.kind.name.lower())
+        rows.append((id, *kinds, *(", ".join(names) or "-" for names in lists)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
     lines = [f"{graph.id}: {graph.description}".rstrip(": "), f"  {flow}", ""]
     for row in rows:
@@ -97,8 +98,8 @@ def _edge(route: list[Point]) -> str:
 
 def _box(graph: TaskGraph, id: str, plan: Layout) -> str:
     node, (x, y), (width, height) = graph[id], plan.boxes[id], plan.sizes[id]
-    hover = f"{id} ({node.type.name})\n{node.func_name}"
-    hover += f"\nreads: {', '.join(node.reads or ()) or '-'}\nwrites: {', '.join(node.writes or ()) or '-'}"
+    hover = f"{id} ({node.kind.name})\n{node.func_name}"
+    hover += f"\nreads: {', '.join(node.reads) or '-'}\nwrites: {', '.join(node.writes) or '-'}"
     return (
         f"<g><title>{escape(hover)}</title>"
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="9" class="{node.role.value}"/>'

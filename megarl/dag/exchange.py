@@ -50,7 +50,7 @@ class DataLayout:
 
 
 class Exchange(Protocol):
-    """Moves samples between layouts and joins what several producers made of them."""
+    """Moves samples between layouts."""
 
     def prepare(self, edges: Sequence[tuple[DataLayout, DataLayout]]) -> None:
         """Get ready for movements along these (source, destination) layouts.
@@ -77,18 +77,6 @@ class Exchange(Protocol):
         Returns:
             This rank's part under `dst`; None on ranks outside `dst`.
         """
-        ...
-
-    def merge(self, outputs: dict[str, Any]) -> Any:
-        """Union of the fields of several producers' batches over the same samples."""
-        ...
-
-    def copy(self, batch: Any) -> Any:
-        """Batch that shares the data but whose fields can be replaced without touching the original."""
-        ...
-
-    def keep(self, batch: Any, index: Any) -> Any:
-        """The samples at `index` (positions or bool mask)."""
         ...
 
     def ids(self, batch: Any) -> list[str] | None:

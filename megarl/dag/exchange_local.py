@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from megarl.dag.exchange import DataLayout
-from megarl.dag.merge import merge
 from megarl.data.batch import Batch
 
 
@@ -29,18 +27,6 @@ class LocalExchange:
         if src != dst:
             raise ValueError(f"{key}: layouts differ ({src} and {dst}), which needs a DistExchange")
         return batch
-
-    def merge(self, outputs: dict[str, Batch]) -> Batch:
-        """Union of the producers' fields; see `megarl.dag.merge.merge`."""
-        return merge(outputs)
-
-    def copy(self, batch: Batch) -> Batch:
-        """Shallow copy."""
-        return batch.copy()
-
-    def keep(self, batch: Batch, index: Any) -> Batch:
-        """The samples at `index`."""
-        return batch.select(index)
 
     def ids(self, batch: Batch) -> list[str] | None:
         """The `sample_id` column, or None."""

@@ -79,9 +79,9 @@ def lay_out(graph: TaskGraph) -> Layout:
 
 def _caption(node: Node) -> str:
     """What the node writes, or what kind of work it is."""
-    writes = node.writes or ()
+    writes = node.writes
     if not writes:
-        return node.type.value.replace("_", " ")
+        return node.kind.value.replace("_", " ")
     return ", ".join([*writes[:2], *([f"+{len(writes) - 2}"] if len(writes) > 2 else [])])
 
 

@@ -1,4 +1,4 @@
-"""Declare a task graph node by node; `build` checks it and returns the graph."""
+"""List the stages of a task graph in reading order; `build` checks them, derives the edges and returns the graph."""
 
 from __future__ import annotations
 
@@ -6,79 +6,75 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from megarl.dag.graph import TaskGraph
-from megarl.dag.node import Node, NodeType, Role
-from megarl.dag.stage import LOADER_FIELDS
+from megarl.dag.node import Node
+from megarl.dag.stage import LOADER_FIELDS, Contract
 from megarl.errors import UserError
 
 
 class Pipeline:
     """A list of nodes on its way to a TaskGraph.
 
-    >>> def same(worker, batch): return batch
-    >>> p = Pipeline("demo", "two steps").add_node("a", same).add_node("b", same, deps=["a"])
-    >>> p.build().order()
-    ['a', 'b']
+    Args:
+        id: name.
+        description: what it does, in a few words.
+        config: the run's configuration, for stages whose fields depend on it.
+
+    >>> from megarl.dag.stage import stage
+    >>> @stage(reads=["prompt_ids"], writes=["score"])
+    ... def reward(worker, batch): return batch
+    >>> @stage(reads=["score"], writes=["advantages"])
+    ... def advantage(worker, batch): return batch
+    >>> Pipeline("demo", "two steps").add(reward).add(advantage).build().parents("advantage")
+    ['reward']
     """
 
-    def __init__(self, id: str, description: str = "") -> None:
-        self.id, self.description = id, description
+    def __init__(self, id: str, description: str = "", config: Any = None) -> None:
+        self.id, self.description, self.config = id, description, config
         self._nodes: dict[str, Node] = {}
 
-    def add_node(
+    def add(
         self,
-        id: str,
         func: Callable[..., Any] | str,
-        deps: Sequence[str] = (),
-        type: NodeType = NodeType.COMPUTE,
-        role: Role = Role.DEFAULT,
+        id: str | None = None,
         *,
-        reads: Sequence[str] | None = None,
-        writes: Sequence[str] | None = None,
-        only_forward: bool = False,
-        agent_group: int = 0,
-        retry_limit: int = 0,
-        filter: Callable[..., Any] | str | None = None,
+        deps: Sequence[str] = (),
         config: Mapping[str, Any] | None = None,
+        contract: Contract | None = None,
     ) -> Pipeline:
-        """Add a node (see `megarl.dag.node.Node`); dependencies may be added later. Returns the pipeline.
+        """Add a node after those that are there. Returns the pipeline.
+
+        Args:
+            func: the stage, or its import path.
+            id: name of the node; None: the stage's own.
+            deps: ids of nodes that it must come after although no field says so.
+            config: further keyword arguments of the stage.
+            contract: what the stage reads and writes; None: what it declares with `@stage`.
 
         Raises:
             UserError: the id is empty, taken, or contains "/" (phases are named after nodes).
         """
         where = f"pipeline {self.id!r}"
+        if id is None:
+            path = func if isinstance(func, str) else getattr(func, "__name__", "")
+            id = path.rpartition(":")[2].rpartition(".")[2]
         if not id or "/" in id:
             raise UserError("a node id is a non-empty word without '/'", where=where, found=id)
         if id in self._nodes:
             raise UserError(f"two nodes are called {id!r}", where=where, fix="give every node its own id")
         if isinstance(deps, str):
             raise UserError("deps is a list of node ids", where=f"{where}, node {id!r}", found=deps, fix=f"[{deps!r}]")
-        self._nodes[id] = Node(
-            id,
-            func,
-            tuple(dict.fromkeys(deps)),
-            type,
-            role,
-            None if reads is None else tuple(reads),
-            None if writes is None else tuple(writes),
-            only_forward,
-            agent_group,
-            retry_limit,
-            filter,
-            dict(config or {}),
-        )
+        self._nodes[id] = Node(id, func, tuple(dict.fromkeys(deps)), dict(config or {}), contract)
         return self
 
-    def build(self, initial_fields: Iterable[str] = LOADER_FIELDS) -> TaskGraph:
+    def build(self, entry: Iterable[str] = LOADER_FIELDS) -> TaskGraph:
         """Check everything and return the graph.
 
         Args:
-            initial_fields: names on the batch that enters the graph.
+            entry: fields of the batch that enters the graph.
 
         Raises:
             UserError: no node, an unknown dependency, a cycle, a func that does not import, or a node that reads a
-                field which neither the initial batch has nor an ancestor writes.
+                field which neither the entry has nor a node before it writes.
         """
-        graph = TaskGraph(self.id, self.description, self._nodes.values())
-        graph = TaskGraph(self.id, self.description, [node.resolved() for node in graph])
-        graph.check(initial_fields)
-        return graph
+        nodes = [node.resolved(self.config) for node in self._nodes.values()]
+        return TaskGraph(self.id, self.description, nodes, entry)

@@ -73,7 +73,7 @@ def teams_of(graph: TaskGraph, together: Iterable[Iterable[str]] = ()) -> list[l
         together: further sets of node ids to colocate (an actor and a rollout that decodes on its weights).
     """
     teams = _Teams(graph)
-    first: dict[tuple[str, int], str] = {}
+    first: dict[str, str] = {}
     for node in graph:
         if node.model is not None:
             teams.join(first.setdefault(node.model, node.id), node.id)
@@ -154,7 +154,7 @@ def place(
 
 
 def _load(graph: TaskGraph, nodes: Sequence[str], parameters: Mapping[str, float]) -> float:
-    sizes: dict[object, float] = {}
+    sizes: dict[str, float] = {}
     for id in nodes:
         if id in parameters:
             key = graph[id].model or id

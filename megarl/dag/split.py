@@ -35,7 +35,7 @@ def split(graph: TaskGraph) -> list[Segment]:
 
     >>> from megarl.dag.pipeline import Pipeline
     >>> def f(worker, batch): return batch
-    >>> p = Pipeline("p").add_node("a", f).add_node("b", f, ["a"]).add_node("c", f, ["a"]).add_node("d", f, ["b", "c"])
+    >>> p = Pipeline("p").add(f, "a").add(f, "b", deps=["a"]).add(f, "c", deps=["a"]).add(f, "d", deps=["b", "c"])
     >>> [(s.name, s.after) for s in split(p.build())]
     [('a', ()), ('b', ('a',)), ('c', ('a',)), ('d', ('b', 'c'))]
     """

@@ -1,34 +1,118 @@
-"""What a stage callable declares: the batch fields it reads and the ones it writes."""
+"""What a stage callable declares: the batch fields it reads and writes, its kind of work, and whose work it is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+#: Field names that follow from the run's configuration.
+FromConfig = Callable[[Any], Sequence[str]]
 
 #: What the prompt loader puts on every batch that enters a graph.
 LOADER_FIELDS = ("prompt_ids", "uid", "prompt_text", "answer", "data_source", "row")
 
 
+class Kind(Enum):
+    """What kind of work a stage does."""
+
+    COMPUTE = "compute"
+    MODEL_INFERENCE = "model_inference"
+    MODEL_TRAIN = "model_train"
+
+
+class Role(Enum):
+    """Whose work a stage is. Nodes of one role share a model, if the role has one."""
+
+    DEFAULT = "default"
+    ACTOR = "actor"
+    ADVANTAGE = "advantage"
+    CRITIC = "critic"
+    ROLLOUT = "rollout"
+    REFERENCE = "reference"
+    TEACHER = "teacher"
+    REWARD = "reward"
+    DYNAMIC_SAMPLING = "dynamic_sampling"
+
+
 @dataclass(frozen=True)
 class Contract:
-    """Names of batch fields a stage needs, and names it adds or replaces."""
+    """What a stage does to a batch; see `stage`."""
 
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    may_write: tuple[str, ...] = ()
+    consumes: tuple[str, ...] = ()
+    kind: Kind = Kind.COMPUTE
+    role: Role = Role.DEFAULT
+    resamples: bool = False
+    refills: bool = False
+    needs: FromConfig | None = None
+    gives: FromConfig | None = None
+
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """All fields whose value it may look at."""
+        return (*self.reads, *self.optional, *self.consumes)
+
+    @property
+    def changes(self) -> tuple[str, ...]:
+        """All fields that may be others after it."""
+        return (*self.writes, *self.may_write, *self.consumes)
 
 
-def stage(*, reads: Sequence[str], writes: Sequence[str]) -> Callable[[F], F]:
-    """Declare what a stage callable reads and writes; the callable itself stays as it is.
+def stage(
+    *,
+    reads: Sequence[str],
+    writes: Sequence[str],
+    optional: Sequence[str] = (),
+    may_write: Sequence[str] = (),
+    consumes: Sequence[str] = (),
+    kind: Kind = Kind.COMPUTE,
+    role: Role = Role.DEFAULT,
+    resamples: bool = False,
+    refills: bool = False,
+    needs: FromConfig | None = None,
+    gives: FromConfig | None = None,
+) -> Callable[[F], F]:
+    """Declare what a stage callable does; the callable itself stays as it is.
 
-    >>> @stage(reads=["score"], writes=["advantages"])
+    Nothing else reaches the stage, and nothing else that it writes is taken: an undeclared read or write is an error.
+
+    Args:
+        reads: fields that it needs.
+        writes: fields that it adds or replaces, always.
+        optional: fields that it uses when an earlier stage writes them.
+        may_write: fields that it adds or replaces in some steps only.
+        consumes: fields that it needs and that nobody sees after it (handles of work that it waits for).
+        kind: kind of work.
+        role: whose work it is.
+        resamples: it may return other samples than it was given. It carries all their fields, read or not.
+        refills: it is also given `more`: `more()` is the next prompts of the graph's entry, after all stages before it.
+        needs: `needs(config)` are fields that it needs under these settings, in addition to `reads`.
+        gives: `gives(config)` are fields that it writes under these settings, in addition to `writes`.
+
+    >>> @stage(reads=["score"], writes=["advantages"], role=Role.ADVANTAGE)
     ... def advantage(worker, batch): ...
-    >>> contract_of(advantage)
-    Contract(reads=('score',), writes=('advantages',))
+    >>> contract_of(advantage).reads, contract_of(advantage).writes
+    (('score',), ('advantages',))
     """
-    contract = Contract(tuple(reads), tuple(writes))
+    contract = Contract(
+        tuple(reads),
+        tuple(writes),
+        tuple(optional),
+        tuple(may_write),
+        tuple(consumes),
+        kind,
+        role,
+        resamples,
+        refills,
+        needs,
+        gives,
+    )
 
     def declare(func: F) -> F:
         func.__stage__ = contract  # type: ignore[attr-defined]

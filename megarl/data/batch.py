@@ -25,7 +25,8 @@ _FIELD = "field."
 
 
 class Batch:
-    """B samples. Fields are tensors [B, ...] or Jagged; columns are lists of B plain JSON values.
+    """B samples. Fields are tensors [B, ...] or Jagged; columns are lists of B plain JSON values, or of handles of
+    work that this process waits for, which cannot be sent.
 
     Tensors live in a TensorDict (jagged ones as torch nested tensors), `td` gives it out. Operations return new
     batches that may share memory with the old one; only `set` changes a batch in place.
@@ -80,7 +81,7 @@ class Batch:
             near = close_matches(name, self.names())
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise KeyError(f"batch has no {name!r}; it has {', '.join(self.names()) or 'nothing'}{hint}")
-        return Jagged(value.values(), value.offsets()) if value.is_nested else value
+        return _plain(value)
 
     def set(self, name: str, value: Tensor | Jagged | list) -> None:
         """Add or replace a field (Tensor [B, ...], Jagged) or a column (list of B)."""
@@ -112,7 +113,7 @@ class Batch:
     @property
     def fields(self) -> dict[str, Tensor | Jagged]:
         """Tensor and jagged fields by name."""
-        return {str(name): self[str(name)] for name in self._td.keys()}  # noqa: SIM118
+        return {str(name): _plain(value) for name, value in self._td.items()}
 
     @property
     def columns(self) -> dict[str, list]:
@@ -122,11 +123,12 @@ class Batch:
     def _map(
         self, fn: Callable[[Tensor | Jagged], Tensor | Jagged], column: Callable[[list], list], size: int
     ) -> Batch:
-        return Batch(
-            {name: fn(value) for name, value in self.fields.items()},
-            {name: column(value) for name, value in self._columns.items()},
-            size=size,
-        )
+        fields = {name: fn(value) for name, value in self.fields.items()}
+        return self._like(fields, {name: column(value) for name, value in self._columns.items()}, size)
+
+    def _like(self, fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], size: int) -> Batch:
+        """A batch of the same kind as this one."""
+        return Batch(fields, columns, size=size)
 
     def copy(self) -> Batch:
         """New batch that shares all data; `set` on it leaves this one alone."""
@@ -176,10 +178,10 @@ class Batch:
     def drop(self, names: Iterable[str]) -> Batch:
         """Without these fields and columns; names that are not there are fine."""
         gone = set(names)
-        return Batch(
+        return self._like(
             {name: value for name, value in self.fields.items() if name not in gone},
             {name: value for name, value in self._columns.items() if name not in gone},
-            size=self._size,
+            self._size,
         )
 
     def to(self, device: torch.device | str) -> Batch:
@@ -200,14 +202,17 @@ class Batch:
             _check_alike(first, other, number)
         fields: dict[str, Tensor | Jagged] = {}
         shared: dict[tuple[int, ...], Jagged] = {}
+        every = [batch.fields for batch in batches]
         for name, value in first.fields.items():
-            parts = [batch[name] for batch in batches]
+            parts: list[Any] = [some[name] for some in every]
             if isinstance(value, Jagged):
                 joined = Jagged.concat(parts)
                 fields[name] = shared.setdefault(tuple(id(p.offsets) for p in parts), joined).like(joined.values)
             else:
                 fields[name] = torch.cat(parts)
-        columns = {name: list(itertools.chain.from_iterable(b[name] for b in batches)) for name in first._columns}
+        columns = {
+            name: list(itertools.chain.from_iterable(b._columns[name] for b in batches)) for name in first._columns
+        }
         return Batch(fields, columns, size=sum(map(len, batches)))
 
     # -- the wire ------------------------------------------------------------------------------------------------
@@ -258,6 +263,11 @@ class Batch:
         return f"Batch({self._size}; {', '.join(parts + [f'{name}: column' for name in self._columns])})"
 
 
+def _plain(value: Tensor) -> Tensor | Jagged:
+    """A field as `Batch` gives it out, from how it keeps it."""
+    return Jagged(value.values(), value.offsets()) if value.is_nested else value
+
+
 def _kind(value: Tensor | Jagged | list) -> str:
     if isinstance(value, list):
         return "column"
@@ -267,14 +277,14 @@ def _kind(value: Tensor | Jagged | list) -> str:
 
 
 def _check_alike(first: Batch, other: Batch, number: int) -> None:
-    mine, theirs = set(first.names()), set(other.names())
-    if mine != theirs:
+    mine, theirs = ({**batch.fields, **batch.columns} for batch in (first, other))
+    if mine.keys() != theirs.keys():
         raise ValueError(
-            f"batches 0 and {number} do not have the same names: only in 0: {sorted(mine - theirs)}, "
-            f"only in {number}: {sorted(theirs - mine)}"
+            f"batches 0 and {number} do not have the same names: only in 0: {sorted(mine.keys() - theirs.keys())}, "
+            f"only in {number}: {sorted(theirs.keys() - mine.keys())}"
         )
-    for name in first.names():
-        kinds = _kind(first[name]), _kind(other[name])
+    for name in mine:
+        kinds = _kind(mine[name]), _kind(theirs[name])
         if kinds[0] != kinds[1]:
             raise ValueError(f"{name!r} is {kinds[0]} in batch 0 and {kinds[1]} in batch {number}")
 

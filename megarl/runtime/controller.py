@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
 from megarl.metrics import Metrics
@@ -64,7 +64,6 @@ class Controller:
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
         progress: shows long work on the console; only on the rank that has a tracker, while it has one.
-        pending_reward: handle of rewards that are being computed.
         surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
     """
 
@@ -90,7 +89,6 @@ class Controller:
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
-    pending_reward: Any = None
     surplus: Batch | None = None
 
     @property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.dag.node import Role
+from megarl.dag.stage import Role
 from megarl.phase import phase
 
 if TYPE_CHECKING:

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
     from megarl.training.parallel import Layout
 
-#: The fields of several turns, in addition to those of one.
-TURN_FIELDS = ("turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
-
 
 @dataclass(frozen=True)
 class Episodes:
@@ -72,7 +69,7 @@ def build_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout
 
 
 def play(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]) -> Batch:
-    """Episodes of `prompts`, `sampling.n` in a row per prompt, with the fields of samples and TURN_FIELDS."""
+    """Episodes of `prompts`, `sampling.n` in a row per prompt, with the fields of samples and of turns."""
     episodes, limits, layout = c.episodes, c.config.rollout.limits, c.layout
     assert episodes is not None, "only a run with an environment plays"
     driver = Driver(

@@ -59,7 +59,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             publish(c, c.step)
             if resumed_at is None:
                 _before_first_step(c, recorder, checkpoints)
-            _steps(c, Executor(graph, rank=c.layout.rank), recorder, checkpoints)
+            _steps(c, Executor(graph), recorder, checkpoints)
             export(c, run_dir / FOLDER)
         show_export(c)
     finally:
@@ -94,7 +94,7 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
         with phase("step"):
             with phase("load"):
                 prompts = next(c.loader)
-            executor.run(c, prompts, step)
+            executor.run(c, prompts, more=c.loader)
             publish(c, step)
             if last or due(step, config.validation.every):
                 accuracy = evaluate(c, recorder, step)

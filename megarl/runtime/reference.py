@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.dag.node import Role
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.phase import phase
 from megarl.processes import write_atomically

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.node import Role
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.phase import phase
 from megarl.runtime.setup import build_engine, check_embeddings

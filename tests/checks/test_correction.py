@@ -7,7 +7,6 @@ import pytest
 from megarl.checks.plan import make_plan
 from megarl.config.correction import PRESETS, Knobs, Preset, RolloutCorrectionConfig, describe_correction
 from megarl.config.load import dump_config, load_config
-from megarl.dag.node import Role
 from megarl.dag.pipeline import Pipeline
 from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
@@ -150,10 +149,8 @@ def test_bypass_has_no_forward_pass_even_with_several_updates_and_kl_in_the_rewa
 
 def without_correction(config):
     """A pipeline of a user who never heard of correction."""
-    p = Pipeline("mine", "no correction")
-    p.add_node("rollout", rollout.rollout, role=Role.ROLLOUT)
-    p.add_node("old_logp", logprob.old_logp, deps=["rollout"], role=Role.ACTOR)
-    return p.build()
+    p = Pipeline("mine", "no correction", config)
+    return p.add(rollout.rollout).add(logprob.old_logp).build()
 
 
 def test_a_pipeline_that_would_leave_the_correction_out_is_refused(config_of):

@@ -116,20 +116,21 @@ def test_long_rank_tables_are_shortened(config_of):
     ("body", "words"),
     [
         (
-            "p.add_node('a', same, deps=['b'])\n    p.add_node('b', same, deps=['a'])\n    return p.build()",
+            "p.add(same, 'a', deps=['b'])\n    p.add(same, 'b', deps=['a'])\n    return p.build()",
             ["cycle"],
         ),
         (
-            "p.add_node('a', same, reads=['no_such_field'], writes=[])\n    return p.build()",
+            "p.add(stage(reads=['no_such_field'], writes=[])(same), 'a')\n    return p.build()",
             ["no_such_field", "'a'"],
         ),
-        ("p.add_node('a', same, deps=['nowhere'])\n    return p.build()", ["nowhere"]),
+        ("p.add(same, 'a', deps=['nowhere'])\n    return p.build()", ["nowhere"]),
     ],
 )
 def test_unsound_user_pipeline_is_refused(write, config_of, monkeypatch, tmp_path, body, words):
     name = f"pipeline_{abs(hash(body))}"
     write(
-        "from megarl.dag.pipeline import Pipeline\ndef same(worker, batch): return batch\n"
+        "from megarl.dag.pipeline import Pipeline\nfrom megarl.dag.stage import stage\n"
+        "def same(worker, batch): return batch\n"
         f"def build(config):\n    p = Pipeline('mine')\n    {body}\n",
         f"{name}.py",
     )

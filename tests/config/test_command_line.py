@@ -90,7 +90,7 @@ def test_an_override_in_the_place_of_the_recipe(capsys):
 def test_unsound_user_pipeline(megarl, write, monkeypatch, tmp_path):
     write(
         "from megarl.dag.pipeline import Pipeline\ndef same(worker, batch): return batch\n"
-        "def build(config):\n    p = Pipeline('mine').add_node('a', same, deps=['b']).add_node('b', same, deps=['a'])\n"
+        "def build(config):\n    p = Pipeline('mine').add(same, 'a', deps=['b']).add(same, 'b', deps=['a'])\n"
         "    return p.build()\n",
         "cyclic_pipeline.py",
     )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from megarl.dag.draw import as_svg, as_text
 from megarl.dag.layout import lay_out
-from megarl.dag.node import Role
 from megarl.dag.pipeline import Pipeline
+from megarl.dag.stage import Contract, Role
 
 
 def same(worker, batch):
@@ -19,10 +19,19 @@ def same(worker, batch):
 
 
 def demo():
-    p = Pipeline("demo", 'scores & "log-probs"').add_node("rollout", same, role=Role.ROLLOUT, writes=["response_ids"])
-    p.add_node("reward", same, ["rollout"], role=Role.REWARD, reads=["response_ids"], writes=["score"])
-    p.add_node("old<logp>", same, ["rollout"], role=Role.ACTOR)
-    return p.add_node("train", same, ["reward", "old<logp>", "rollout"], role=Role.ACTOR, reads=["score"]).build()
+    p = Pipeline("demo", 'scores & "log-probs"').add(
+        same, "rollout", contract=Contract(role=Role.ROLLOUT, writes=("response_ids",))
+    )
+    p.add(
+        same,
+        "reward",
+        deps=["rollout"],
+        contract=Contract(role=Role.REWARD, reads=("response_ids",), writes=("score",)),
+    )
+    p.add(same, "old<logp>", deps=["rollout"], contract=Contract(role=Role.ACTOR))
+    return p.add(
+        same, "train", deps=["reward", "old<logp>", "rollout"], contract=Contract(role=Role.ACTOR, reads=("score",))
+    ).build()
 
 
 def test_text_shows_flow_and_contracts():
@@ -47,7 +56,7 @@ def test_svg_is_well_formed_scoped_and_themed():
 def test_boxes_never_overlap_and_edges_go_right(deps):
     p = Pipeline("random")
     for i, before in enumerate(deps):
-        p.add_node(f"node{i}", same, [f"node{j}" for j in before if j < i])
+        p.add(same, f"node{i}", deps=[f"node{j}" for j in before if j < i])
     g = p.build()
     plan = lay_out(g)
     boxes = [(*plan.boxes[id], *plan.sizes[id]) for id in g.nodes]

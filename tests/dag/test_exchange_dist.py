@@ -1,10 +1,9 @@
-"""Real processes over gloo: many random redistributions, and whole graphs, in one process group each."""
+"""Real processes over gloo: many random redistributions in one process group each."""
 
 from __future__ import annotations
 
 import itertools
 import random
-import time
 
 import pytest
 import torch
@@ -12,9 +11,6 @@ import torch.distributed as dist
 
 from megarl.dag.exchange import DataLayout
 from megarl.dag.exchange_dist import DistExchange, ExchangeError
-from megarl.dag.executor import Executor
-from megarl.dag.node import Role
-from megarl.dag.pipeline import Pipeline
 from megarl.data.batch import Batch, Jagged
 from tests.dist import run_distributed
 from tests.same import same
@@ -131,60 +127,3 @@ def test_every_field_exactly_once_for_random_layouts_and_sizes(world, count):
     if world > 1:
         assert all("key differs" in r[count] and "step True" in r[count] for r in results)
         assert all("could not pack samples: {0: \"ValueError: column 'bad'" in r[count + 1] for r in results[:2])
-
-
-# -- whole graphs ------------------------------------------------------------------------------------------------------
-
-
-def draw(worker, batch):
-    return batch.repeat(2 + dist.get_rank())
-
-
-def named(worker, batch):
-    batch.set("sample_id", [f"{dist.get_rank()}-{i}" for i in range(len(batch))])
-    return batch
-
-
-def writes(name: str, source: str, wait: float = 0.0):
-    def func(worker, batch):
-        time.sleep(wait)
-        worker.append((name, time.monotonic()))
-        batch.set(name, batch[source] * 2 + 1)
-        return batch
-
-    return func
-
-
-def graph_on_two_teams() -> list:
-    """rollout, old_logp, train on ranks (0, 1); ref_logp, reward on rank 2: fields meet again on the right samples."""
-    p = Pipeline("g").add_node("draw", draw, role=Role.ROLLOUT).add_node("named", named, ["draw"])
-    p.add_node("old_logp", writes("old", "score", wait=1.0), ["named"])
-    p.add_node("ref_logp", writes("ref", "score", wait=1.0), ["named"])
-    p.add_node("reward", writes("reward", "ref"), ["ref_logp"])
-    p.add_node("train", writes("loss", "reward"), ["old_logp", "reward"])
-    graph = p.build()
-    actors, others = DataLayout.of([0, 1], 2), DataLayout.of([2], 1)
-    away = {"ref_logp", "reward"}
-    layouts = {id: others if id in away else actors for id in graph.nodes}
-    rank, log = dist.get_rank(), []
-    executor = Executor(graph, DistExchange(balanced=True, timeout_s=60), layouts, rank)
-    batch = samples([10 * rank + i for i in range(3)]) if rank < 2 else None
-    start = time.monotonic()
-    out = executor.run(log, batch, step=1)
-    executor.run(log, batch, step=2)
-    seconds = time.monotonic() - start
-    assert sorted(executor.statuses) == sorted(id for id in graph.nodes if rank in layouts[id].ranks)
-    if rank == 2:
-        assert out is None
-        return [seconds]
-    assert torch.equal(out["ref"], 2 * out["score"] + 1)
-    assert torch.equal(out["old"], out["ref"])
-    assert torch.equal(out["loss"], 2 * out["reward"] + 1)
-    assert out["sample_id"] == [f"{rank}-{i}" for i in range(3 * (2 + rank))]
-    return [seconds]
-
-
-def test_graph_over_two_teams_joins_the_right_samples_and_overlaps():
-    results = run_distributed(graph_on_two_teams, 3, 120)
-    # Two steps of two nodes that wait 1 s each: 4 s one after the other, 2 s side by side.
-    assert max(r[0] for r in results) < 3.7

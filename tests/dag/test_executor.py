@@ -1,4 +1,4 @@
-"""One worker's walk: data reaches everybody, failures are retried, located and contained."""
+"""One worker's walk: data reaches everybody, contracts are kept, failures are located and contained."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from megarl.dag.executor import Executor, NodeError
-from megarl.dag.node import Role, Status
+from megarl.dag.guard import ContractError
+from megarl.dag.node import Status
 from megarl.dag.pipeline import Pipeline
+from megarl.dag.stage import Contract, stage
 from megarl.data.batch import Batch, Jagged
 from megarl.errors import ConfigError
 from megarl.phase import drain, failed_at
@@ -20,6 +22,7 @@ def prompts(n: int = 3) -> Batch:
 
 
 def adds(name: str, value: float = 1.0):
+    @stage(reads=[], writes=[name])
     def func(worker, batch):
         batch.set(name, torch.full((len(batch),), value))
         return batch
@@ -31,15 +34,15 @@ def one(worker, batch):
     return batch
 
 
-def run(pipeline: Pipeline, batch: Batch | None = None, **kwargs) -> tuple[Batch, Executor]:
-    executor = Executor(pipeline.build(), **kwargs)
-    return executor.run("worker", prompts() if batch is None else batch), executor
+def run(pipeline: Pipeline, batch: Batch | None = None, more=None) -> tuple[Batch, Executor]:
+    executor = Executor(pipeline.build())
+    return executor.run("worker", prompts() if batch is None else batch, more), executor
 
 
-def test_every_consumer_gets_the_data_and_exits_are_merged():
-    p = Pipeline("p").add_node("a", adds("x"))
-    p.add_node("b", adds("y"), ["a"]).add_node("c", adds("z"), ["a"]).add_node("d", adds("w"), ["b", "c"])
-    p.add_node("e", adds("v"), ["a"])
+def test_what_all_nodes_write_is_there_at_the_end():
+    p = Pipeline("p").add(adds("x"), "a")
+    p.add(adds("y"), "b", deps=["a"]).add(adds("z"), "c", deps=["a"]).add(adds("w"), "d", deps=["b", "c"])
+    p.add(adds("v"), "e", deps=["a"])
     out, executor = run(p)
     assert set(out.names()) == {"prompt_ids", "uid", "x", "y", "z", "w", "v"}
     assert set(executor.statuses.values()) == {Status.COMPLETED}
@@ -52,77 +55,64 @@ def test_a_sibling_does_not_see_what_another_adds_in_place():
         seen["names"] = batch.names()
         return batch
 
-    run(Pipeline("p").add_node("a", one).add_node("b", adds("y"), ["a"]).add_node("c", look, ["a"]))
+    run(Pipeline("p").add(one, "a").add(adds("y"), "b", deps=["a"]).add(look, "c", deps=["a"]))
     assert "y" not in seen["names"]
 
 
 def test_the_callers_batch_is_left_alone():
     batch = prompts()
-    run(Pipeline("p").add_node("a", adds("x")), batch)
+    run(Pipeline("p").add(adds("x"), "a"), batch)
     assert "x" not in batch
 
 
-def test_different_values_under_one_name_name_both_producers():
-    p = Pipeline("p").add_node("a", adds("x", 1)).add_node("b", adds("x", 2)).add_node("c", one, ["a", "b"])
-    with pytest.raises(NodeError, match="nodes 'a' and 'b' hand on different values of 'x'"):
-        run(p)
-
-
-def test_nan_equals_nan_when_merging():
-    nan = float("nan")
-    p = Pipeline("p").add_node("a", adds("x", nan)).add_node("b", adds("x", nan)).add_node("c", one, ["a", "b"])
-    assert run(p)[0]["x"].isnan().all()
-
-
-def test_different_samples_cannot_be_merged():
-    def more(worker, batch):
-        return batch.repeat(2)
-
-    p = Pipeline("p").add_node("a", one).add_node("b", more, role=Role.ROLLOUT).add_node("c", one, ["a", "b"])
-    with pytest.raises(NodeError, match=r"hand on different samples \(3 and 6"):
-        run(p)
-
-
-def test_same_count_but_other_samples():
-    def named(prefix):
-        def func(worker, batch):
-            batch.set("sample_id", [f"{prefix}{i}" for i in range(len(batch))])
-            return batch
-
-        return func
-
-    p = Pipeline("p").add_node("a", named("a")).add_node("b", named("b")).add_node("c", one, ["a", "b"])
-    with pytest.raises(NodeError, match="number 0 is 'a0' and 'b0'"):
-        run(p)
-
-
-@pytest.mark.parametrize(("failures", "limit", "works"), [(2, 2, True), (2, 1, False), (1, 0, False), (0, 0, True)])
-def test_retry_limit_is_kept(failures, limit, works):
-    calls = []
-
-    def flaky(worker, batch):
-        calls.append(batch.names())
-        batch.set("half_done", torch.ones(len(batch)))
-        if len(calls) <= failures:
-            raise OSError("environment went away")
+def test_the_last_writer_before_a_reader_wins():
+    @stage(reads=["x"], writes=["y"])
+    def look(worker, batch):
+        batch.set("y", batch["x"] + 1)
         return batch
 
-    p = Pipeline("p").add_node("a", flaky, retry_limit=limit)
-    if works:
+    p = Pipeline("p").add(adds("x", 1), "a").add(adds("x", 2), "b").add(look).add(adds("x", 5), "c")
+    out, _ = run(p)
+    assert (out["y"].tolist(), out["x"].tolist()) == ([3] * 3, [5] * 3)
+
+
+def test_who_resamples_carries_fields_that_it_may_not_read():
+    @stage(reads=["uid"], writes=[], resamples=True)
+    def twice(worker, batch):
+        assert batch.names() == ["uid"]
+        with pytest.raises(ContractError, match="reads 'x', which it does not declare"):
+            batch.repeat(2)["x"]
+        return batch.repeat(2)
+
+    out, _ = run(Pipeline("p").add(adds("x"), "a").add(twice).add(adds("y"), "b"))
+    assert out["uid"] == ["p0", "p0", "p1", "p1", "p2", "p2"]
+    assert len(out["x"]) == len(out["y"]) == 6
+
+
+def test_a_refill_is_the_next_prompts_after_all_nodes_before():
+    @stage(reads=["uid", "x"], writes=[], resamples=True, refills=True)
+    def fill(worker, batch, more):
+        return Batch.concat([batch, more(), more()])
+
+    p = Pipeline("p").add(adds("x", 3.0), "a").add(fill)
+    out, _ = run(p, more=(prompts(n) for n in (1, 2, 9)))
+    assert out["uid"] == ["p0", "p1", "p2", "p0", "p0", "p1"]
+    assert out["x"].tolist() == [3.0] * 6
+    with pytest.raises(NodeError, match="asks for more prompts"):
         run(p)
-        assert len(calls) == failures + 1
-    else:
-        with pytest.raises(NodeError, match=rf"node 'a' .* attempt {limit + 1} of {limit + 1}: OSError: environment"):
-            run(p)
-    assert all("half_done" not in names for names in calls)
+
+
+def test_what_is_consumed_is_gone():
+    p = Pipeline("p").add(adds("x"), "a").add(one, contract=Contract(consumes=("x",)))
+    assert "x" not in run(p)[0]
 
 
 def test_failure_skips_descendants_and_is_located():
     def broken(worker, batch):
         raise RuntimeError("no luck")
 
-    p = Pipeline("p").add_node("ok", one).add_node("bad", broken, ["ok"]).add_node("after", one, ["bad"])
-    p.add_node("last", one, ["after"]).add_node("apart", one, ["ok"])
+    p = Pipeline("p").add(one, "ok").add(broken, "bad", deps=["ok"]).add(one, "after", deps=["bad"])
+    p.add(one, "last", deps=["after"]).add(one, "apart", deps=["ok"])
     executor = Executor(p.build())
     with pytest.raises(NodeError, match="node 'bad'") as caught:
         executor.run("worker", prompts())
@@ -142,7 +132,7 @@ def test_errors_of_this_package_keep_their_type():
         raise ConfigError("wrong key")
 
     with pytest.raises(ConfigError) as caught:
-        run(Pipeline("p").add_node("bad", broken))
+        run(Pipeline("p").add(broken, "bad"))
     assert "node 'bad'" in caught.value.__notes__[0]
 
 
@@ -155,7 +145,7 @@ def test_a_second_walk_starts_afresh():
             raise RuntimeError
         return batch
 
-    executor = Executor(Pipeline("p").add_node("a", once).add_node("b", one, ["a"]).build())
+    executor = Executor(Pipeline("p").add(once, "a").add(one, "b", deps=["a"]).build())
     with pytest.raises(NodeError):
         executor.run("w", prompts())
     assert len(executor.run("w", prompts())) == 3
@@ -166,42 +156,83 @@ def test_undeclared_change_of_samples_is_refused():
     def drop(worker, batch):
         return batch.select([0])
 
-    with pytest.raises(NodeError, match="returned 1 samples for 3"):
-        run(Pipeline("p").add_node("a", drop))
-    assert len(run(Pipeline("p").add_node("a", drop, role=Role.DYNAMIC_SAMPLING))[0]) == 1
+    with pytest.raises(ContractError, match="returned 1 samples for 3"):
+        run(Pipeline("p").add(drop))
+    assert len(run(Pipeline("p").add(drop, contract=Contract(resamples=True)))[0]) == 1
+
+
+def test_undeclared_change_of_the_order_is_refused():
+    @stage(reads=["uid"], writes=[])
+    def backwards(worker, batch):
+        return batch.select([2, 1, 0])
+
+    with pytest.raises(ContractError, match="changes 'uid'"):
+        run(Pipeline("p").add(backwards))
+
+
+@pytest.mark.parametrize("declared", [{"optional": ("x",)}, {"reads": ("uid",)}, {"resamples": True}])
+def test_undeclared_reads_are_errors(declared):
+    """Also of a field that is not there, and of one in what the stage makes of its samples."""
+
+    def looks(worker, batch):
+        assert "x" not in batch or "optional" not in declared
+        return batch.set("y", []) if "prompt_text" in batch.select([0]) else batch
+
+    with pytest.raises(ContractError, match=r"node 'looks' .* reads .*, which it does not declare") as caught:
+        run(Pipeline("p").add(looks, contract=Contract(**declared)))
+    assert "to `reads` of its @stage, or to `optional`" in str(caught.value)
+
+
+def test_a_stage_may_read_what_it_has_set():
+    @stage(reads=["uid"], writes=["x"])
+    def sets(worker, batch):
+        batch.set("own", [1, 2, 3])
+        assert batch.select([1])["own"] == [2]
+        batch.set("x", torch.ones(3))
+        return batch.drop(["own"])
+
+    assert run(Pipeline("p").add(sets))[0]["x"].tolist() == [1, 1, 1]
+
+
+def test_undeclared_writes_are_errors():
+    with pytest.raises(ContractError, match="writes 'x', which it does not declare"):
+        run(Pipeline("p").add(adds("x"), "a", contract=Contract()))
+
+    @stage(reads=["uid"], writes=[])
+    def renames(worker, batch):
+        batch.set("uid", ["other"] * 3)
+        return batch
+
+    with pytest.raises(ContractError, match="changes 'uid', which it does not declare"):
+        run(Pipeline("p").add(renames))
+    sometimes = Contract(may_write=("x",))
+    assert "x" in run(Pipeline("p").add(adds("x"), "a", contract=sometimes))[0]
+    assert "x" not in run(Pipeline("p").add(one, contract=sometimes))[0]
 
 
 def test_promised_fields_must_be_written():
-    with pytest.raises(NodeError, match=r"declares writes=\['score'\] but did not write"):
-        run(Pipeline("p").add_node("a", one, writes=["score"]))
+    with pytest.raises(ContractError, match=r"declares writes=\['score'\] but did not write"):
+        run(Pipeline("p").add(one, "a", contract=Contract(writes=("score",))))
 
 
 def test_forgotten_return():
-    with pytest.raises(NodeError, match="returned None"):
-        run(Pipeline("p").add_node("a", lambda worker, batch: None))
+    with pytest.raises(ContractError, match="returned None"):
+        run(Pipeline("p").add(lambda worker, batch: None, "a"))
 
 
-def test_filter_and_config():
+def test_config():
+    @stage(reads=[], writes=["x"])
     def scale(worker, batch, factor):
         batch.set("x", torch.full((len(batch),), float(factor)))
         return batch
 
-    def long_ones(worker, batch):
-        return batch["prompt_ids"].lengths > 1
-
-    p = Pipeline("p").add_node("a", scale, config={"factor": 7}, filter=long_ones)
-    out, _ = run(p)
-    assert out["uid"] == ["p1", "p2"]
-    assert out["x"].tolist() == [7, 7]
+    assert run(Pipeline("p").add(scale, config={"factor": 7}))[0]["x"].tolist() == [7, 7, 7]
 
 
-def test_phases_seconds_and_hook():
+def test_phases_and_seconds():
     drain()
-    ended = []
-    p = Pipeline("p").add_node("a", one).add_node("b", one, ["a"])
-    _, executor = run(p, on_node_end=lambda node, status, out, seconds: ended.append((node.id, status, len(out))))
+    _, executor = run(Pipeline("p").add(one, "a").add(one, "b"))
     assert [e.path for e in drain()] == ["a", "b"]
-    assert ended == [("a", Status.COMPLETED, 3), ("b", Status.COMPLETED, 3)]
     assert all(s >= 0 for s in executor.seconds.values())
 
 
@@ -210,9 +241,4 @@ def test_worker_is_passed():
         assert worker == "worker"
         return batch
 
-    run(Pipeline("p").add_node("a", who))
-
-
-def test_every_node_needs_a_layout():
-    with pytest.raises(ValueError, match="without a layout"):
-        Executor(Pipeline("p").add_node("a", one).build(), layouts={})
+    run(Pipeline("p").add(who, "a"))

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.dag.node import NodeType, Role
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Contract, contract_of, stage
 from megarl.errors import UserError
@@ -41,8 +40,8 @@ class Worker:
 
 def diamond():
     """a -> (b, c) -> d -> e, and an entry x -> e."""
-    p = Pipeline("diamond").add_node("a", same).add_node("b", same, ["a"]).add_node("c", same, ["a"])
-    return p.add_node("d", same, ["c", "b"]).add_node("x", same).add_node("e", same, ["d", "x"]).build()
+    p = Pipeline("diamond").add(same, "a").add(same, "b", deps=["a"]).add(same, "c", deps=["a"])
+    return p.add(same, "d", deps=["c", "b"]).add(same, "x").add(same, "e", deps=["d", "x"]).build()
 
 
 def refusal(pipeline: Pipeline, *fields) -> str:
@@ -54,9 +53,7 @@ def refusal(pipeline: Pipeline, *fields) -> str:
 def test_queries():
     g = diamond()
     assert g.order() == ["a", "b", "c", "d", "x", "e"]
-    assert g.entries() == ["a", "x"]
-    assert g.exits() == ["e"]
-    assert g.parents("d") == ["c", "b"]
+    assert g.parents("d") == ["b", "c"]
     assert g.children("a") == ["b", "c"]
     assert g.upstream("e") == ["a", "b", "c", "d", "x"]
     assert g.downstream("b") == ["d", "e"]
@@ -68,7 +65,7 @@ def test_order_respects_every_dependency(deps):
     """Any graph whose nodes depend only on earlier ones builds, in any order of declaration."""
     p = Pipeline("random")
     for i in reversed(range(len(deps))):
-        p.add_node(f"n{i}", same, [f"n{j}" for j in sorted(deps[i]) if j < i])
+        p.add(same, f"n{i}", deps=[f"n{j}" for j in sorted(deps[i]) if j < i])
     g = p.build()
     place = {id: k for k, id in enumerate(g.order())}
     assert all(place[dep] < place[node.id] for node in g for dep in node.deps)
@@ -76,39 +73,39 @@ def test_order_respects_every_dependency(deps):
 
 
 def test_direct_leaves_out_shortcuts():
-    p = Pipeline("s").add_node("a", same).add_node("b", same, ["a"]).add_node("c", same, ["b", "a"])
+    p = Pipeline("s").add(same, "a").add(same, "b", deps=["a"]).add(same, "c", deps=["b", "a"])
     assert p.build().direct() == [("a", "b"), ("b", "c")]
 
 
 def test_unknown_dependency_names_the_nearest():
-    text = refusal(Pipeline("p").add_node("rollout", same).add_node("reward", same, ["rolout"]))
+    text = refusal(Pipeline("p").add(same, "rollout").add(same, "reward", deps=["rolout"]))
     assert "'reward' depends on 'rolout', which does not exist" in text
     assert "did you mean 'rollout'" in text
 
 
 def test_cycle_is_written_out_in_the_direction_of_data():
-    p = Pipeline("p").add_node("in", same).add_node("a", same, ["c", "in"]).add_node("b", same, ["a"])
-    assert "cycle: a -> b -> c -> a" in refusal(p.add_node("c", same, ["b"]).add_node("out", same, ["c"]))
+    p = Pipeline("p").add(same, "in").add(same, "a", deps=["c", "in"]).add(same, "b", deps=["a"])
+    assert "cycle: a -> b -> c -> a" in refusal(p.add(same, "c", deps=["b"]).add(same, "out", deps=["c"]))
 
 
 def test_self_cycle():
-    assert "cycle: a -> a" in refusal(Pipeline("p").add_node("a", same, ["a"]))
+    assert "cycle: a -> a" in refusal(Pipeline("p").add(same, "a", deps=["a"]))
 
 
 def test_duplicate_id_is_refused_at_once():
     with pytest.raises(UserError, match="two nodes are called 'a'"):
-        Pipeline("p").add_node("a", same).add_node("a", same)
+        Pipeline("p").add(same, "a").add(same, "a")
 
 
 @pytest.mark.parametrize("id", ["", "a/b"])
 def test_id_must_be_a_plain_word(id):
     with pytest.raises(UserError, match="without '/'"):
-        Pipeline("p").add_node(id, same)
+        Pipeline("p").add(same, id)
 
 
 def test_deps_given_as_a_string():
     with pytest.raises(UserError, match="list of node ids"):
-        Pipeline("p").add_node("a", same, "b")
+        Pipeline("p").add(same, "a", deps="b")
 
 
 def test_empty_pipeline():
@@ -126,68 +123,88 @@ def test_empty_pipeline():
     ],
 )
 def test_func_that_does_not_import(path, message):
-    text = refusal(Pipeline("p").add_node("a", path))
+    text = refusal(Pipeline("p").add(path, "a"))
     assert "node 'a', func" in text
     assert message in text
 
 
 @pytest.mark.parametrize("path", ["tests.dag.test_graph:same", "tests.dag.test_graph.same"])
 def test_func_by_path(path):
-    assert Pipeline("p").add_node("a", path).build()["a"].func("w", "batch") == "batch"
+    assert Pipeline("p").add(path, "a").build()["a"].func("w", "batch") == "batch"
 
 
 def test_method_by_path_takes_the_worker_as_self():
-    g = Pipeline("p").add_node("a", "tests.dag.test_graph:Worker.step").build()
+    g = Pipeline("p").add("tests.dag.test_graph:Worker.step", "a").build()
     assert g["a"].func(Worker(), "batch") == "batch"
 
 
 def test_config_must_fit_the_signature():
-    assert "got an unexpected keyword argument 'k'" in refusal(Pipeline("p").add_node("a", same, config={"k": 1}))
+    assert "got an unexpected keyword argument 'k'" in refusal(Pipeline("p").add(same, "a", config={"k": 1}))
 
 
 def test_func_must_take_worker_and_batch():
-    assert "(worker, batch)" in refusal(Pipeline("p").add_node("a", lambda batch: batch))
+    assert "(worker, batch)" in refusal(Pipeline("p").add(lambda batch: batch, "a"))
 
 
 def test_missing_field_names_node_field_and_who_would_write_it():
-    p = Pipeline("p").add_node("rollout", rollout).add_node("reward", reward, ["rollout"])
-    text = refusal(p.add_node("advantage", advantage, ["rollout"]))
-    assert "node 'advantage' reads 'score', which none of its ancestors writes" in text
-    assert "node 'reward' writes it; add that to deps of 'advantage'" in text
+    text = refusal(Pipeline("p").add(rollout).add(advantage).add(reward))
+    assert "node 'advantage' reads 'score', which no node before it writes" in text
+    assert "before it: rollout" in text
+    assert "'reward' writes it but is listed after 'advantage'; list it first" in text
 
 
-def test_missing_field_written_too_late():
-    p = Pipeline("p").add_node("advantage", advantage).add_node("reward", same, ["advantage"], writes=["score"])
-    assert "'reward' writes it but runs after 'advantage'" in refusal(p)
+def test_missing_field_that_was_consumed():
+    eats = stage(reads=[], consumes=["score"], writes=[])(lambda worker, batch: batch)
+    text = refusal(Pipeline("p").add(rollout).add(reward).add(eats, "eats").add(advantage))
+    assert "'eats' has consumed it; list 'advantage' before that" in text
 
 
 def test_missing_field_nobody_writes():
-    assert "no node writes it" in refusal(Pipeline("p").add_node("advantage", advantage))
-    p = Pipeline("p").add_node("a", same, writes=["scores"]).add_node("advantage", advantage, ["a"])
+    assert "no node writes it" in refusal(Pipeline("p").add(advantage, "advantage"))
+    p = Pipeline("p").add(same, "a", contract=Contract(writes=("scores",))).add(advantage)
     assert "did you mean 'scores'" in refusal(p)
 
 
 def test_initial_fields_can_be_given():
-    Pipeline("p").add_node("advantage", advantage).build(["score"])
+    Pipeline("p").add(advantage, "advantage").build(["score"])
 
 
 def test_node_may_override_the_declared_contract():
-    g = Pipeline("p").add_node("a", advantage, reads=[], writes=["x"]).build()
+    g = Pipeline("p").add(advantage, "a", contract=Contract(reads=(), writes=("x",))).build()
     assert (g["a"].reads, g["a"].writes) == ((), ("x",))
     assert contract_of(advantage) == Contract(("score",), ("advantages",))
 
 
-def test_training_node_cannot_be_forward_only():
-    p = Pipeline("p").add_node("a", same, type=NodeType.MODEL_TRAIN, role=Role.ACTOR, only_forward=True)
-    assert "cannot be only_forward" in refusal(p)
+def test_a_stage_is_called_as_its_function_unless_the_node_has_a_name():
+    p = Pipeline("p").add(same).add(same, "again").add("tests.dag.test_graph:Worker.step")
+    assert p.build().order() == ["same", "again", "step"]
 
 
-def test_negative_retry_limit():
-    assert "retry_limit is negative" in refusal(Pipeline("p").add_node("a", same, retry_limit=-1))
+def test_fields_that_follow_from_the_settings():
+    @stage(reads=[], optional=["values"], writes=[], needs=lambda config: config["reads"], gives=lambda c: c["writes"])
+    def flexible(worker, batch):
+        return batch
+
+    (node,) = Pipeline("p", config={"reads": ["values"], "writes": ["x"]}).add(flexible).build(["values"])
+    assert (node.reads, node.writes, node.declared.optional) == (("values",), ("x",), ())
+    assert "reads 'values'" in refusal(Pipeline("p", config={"reads": ["values"], "writes": []}).add(flexible))
+    assert "Pipeline(id, description, config)" in refusal(Pipeline("p").add(flexible))
 
 
 def test_graph_modules_need_neither_torch_nor_ray():
-    modules = ["node", "pipeline", "graph", "stage", "split", "schedule", "draw", "executor", "exchange", "layout"]
+    modules = [
+        "node",
+        "pipeline",
+        "graph",
+        "stage",
+        "split",
+        "edges",
+        "schedule",
+        "draw",
+        "executor",
+        "exchange",
+        "layout",
+    ]
     code = (
         f"import sys; [__import__('megarl.dag.' + m) for m in {modules}]; print({{'torch', 'ray'}} & set(sys.modules))"
     )

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.dag.node import Role
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.schedule import Device, apportion, place, teams_of
 from megarl.dag.split import split
+from megarl.dag.stage import Contract, Role
 
 
 def same(worker, batch):
@@ -21,7 +21,7 @@ def same(worker, batch):
 def build(**deps):
     p = Pipeline("p")
     for id, before in deps.items():
-        p.add_node(id, same, before.split())
+        p.add(same, id, deps=before.split())
     return p.build()
 
 
@@ -38,7 +38,7 @@ def ppo():
     }
     p = Pipeline("ppo")
     for id, (deps, role) in roles.items():
-        p.add_node(id, same, deps.split(), role=role)
+        p.add(same, id, deps=deps.split(), contract=Contract(role=role))
     return p.build()
 
 
@@ -100,12 +100,6 @@ def test_together_joins_an_actor_and_the_rollout_on_its_weights():
     assert any({"rollout", "old_logp", "actor_train"} <= set(team) for team in teams)
 
 
-def test_agents_do_not_share_models():
-    p = Pipeline("agents").add_node("a", same, role=Role.ACTOR, agent_group=0)
-    g = p.add_node("b", same, role=Role.ACTOR, agent_group=1).build()
-    assert teams_of(g) == [["a"], ["b"]]
-
-
 def test_colocated_roles_have_all_devices():
     (team,) = place(ppo(), [Device(r) for r in range(4)])
     assert team.ranks == (0, 1, 2, 3)
@@ -133,6 +127,6 @@ def test_a_team_stays_inside_a_machine_when_it_fits():
 
 
 def test_models_that_never_overlap_in_a_chain_share_devices():
-    p = Pipeline("chain").add_node("draw", same, role=Role.ROLLOUT)
-    g = p.add_node("score", same, ["draw"], role=Role.REFERENCE).build()
+    p = Pipeline("chain").add(same, "draw", contract=Contract(role=Role.ROLLOUT))
+    g = p.add(same, "score", deps=["draw"], contract=Contract(role=Role.REFERENCE)).build()
     assert teams_of(g) == [["draw", "score"]]

@@ -41,7 +41,6 @@ def constant(samples):
     "no_import.py": "import a_package_that_is_nowhere\ndef score(samples):\n    return [0.0 for s in samples]\n",
     "syntax.py": "def score(samples:\n",
     "graphs.py": """
-from megarl.dag.node import Role
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import stage
 from megarl.runtime.stages import rollout
@@ -53,16 +52,16 @@ def nothing(worker, batch):
 def learn(worker, batch):
     return batch
 def cycle(config):
-    return Pipeline("mine").add_node("a", same, deps=["b"]).add_node("b", same, deps=["a"]).build()
+    return Pipeline("mine").add(same, "a", deps=["b"]).add(same, "b", deps=["a"]).build()
 def missing_field(config):
-    return Pipeline("mine").add_node("a", same).add_node("b", learn, deps=["a"]).build()
+    return Pipeline("mine").add(same, "a").add(learn, "b").build()
 def unbuilt(config):
-    return Pipeline("mine").add_node("a", same)
+    return Pipeline("mine").add(same, "a")
 def raises(config):
     raise KeyError("oops")
 def forgetful(config):
-    p = Pipeline("mine").add_node("rollout", rollout.rollout, role=Role.ROLLOUT)
-    return p.add_node("lost", nothing, deps=["rollout"]).build()
+    return Pipeline("mine", config=config).add(rollout.rollout).add(nothing, "lost").build()
+@stage(reads=["prompt_ids", "uid"], writes=rollout.SAMPLE_FIELDS, resamples=True)
 def poison(worker, batch):
     generate = worker.rollout.generate
     def broken(*arguments):
@@ -72,7 +71,7 @@ def poison(worker, batch):
     worker.rollout.generate = broken
     return rollout.rollout(worker, batch)
 def poisoned(config):
-    return Pipeline("mine").add_node("rollout", poison, role=Role.ROLLOUT).build()
+    return Pipeline("mine").add(poison, "rollout").build()
 """,
     "losses.py": """
 import resource

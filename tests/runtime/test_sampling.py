@@ -16,7 +16,7 @@ from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
-from megarl.runtime.stages import logprob, reward, rollout
+from megarl.runtime.stages import logprob
 from megarl.runtime.stages.sampling import dynamic_sampling
 from megarl.runtime.stages.update import _Objective
 
@@ -73,19 +73,12 @@ def worker(**sections: Any) -> SimpleNamespace:
     )
 
 
-@pytest.fixture(autouse=True)
-def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout, "rollout", lambda c, prompts: drawn(prompts))
-    monkeypatch.setattr(reward, "reward_submit", lambda c, samples: samples)
-    monkeypatch.setattr(reward, "reward", lambda c, samples: samples)
-
-
 def steps(c: SimpleNamespace, count: int) -> list[Batch]:
     """The batch of each step; the weights are 1, 2, ... in them."""
     batches = []
     for step in range(1, count + 1):
         c.step, c.actor.weights = step, float(step)
-        batches.append(dynamic_sampling(c, drawn(next(c.loader))))
+        batches.append(dynamic_sampling(c, drawn(next(c.loader)), lambda: drawn(next(c.loader))))
     return batches
 
 
@@ -107,7 +100,7 @@ def test_old_log_probs_are_those_of_the_policy_that_drew_the_sample():
 def test_a_group_may_wait_more_than_once():
     c = worker()
     third = steps(c, 3)[-1]  # 3 groups a step for 2: p2 | p4 p5 | p6 p7 p8 wait
-    fourth = dynamic_sampling(c, drawn(next(c.loader)))
+    fourth = dynamic_sampling(c, drawn(next(c.loader)), lambda: drawn(next(c.loader)))
     assert third["drawn_logp"].values.tolist() == pytest.approx(logp_of([2, 2]))
     assert fourth["drawn_logp"].values.tolist() == pytest.approx(logp_of([3, 3]))
     waits = set(c.surplus["uid"])

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import stage
+from megarl.dag.stage import Role, stage
+from megarl.runtime.stages.needs import estimator_fields
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch, Jagged
     from megarl.runtime.controller import Controller
 
 
-@stage(reads=["token_rewards", "response_mask", "uid"], writes=["advantages", "returns"])
+@stage(
+    reads=["token_rewards", "response_mask", "uid"],
+    optional=["keep", "values", "old_logp", "teacher_logp", "sum_pi_squared", "greedy_score", "reward_parts"],
+    needs=estimator_fields,
+    writes=["advantages", "returns"],
+    role=Role.ADVANTAGE,
+)
 def advantage(c: Controller, samples: Batch) -> Batch:
     """Estimate advantages with `algorithm.advantage`; groups lie whole on one rank, other statistics span all ranks."""
     from megarl.algorithms.advantages import estimate
@@ -50,7 +57,7 @@ def _mask(samples: Batch, estimator: str) -> Jagged:
     return mask.like(mask.values & torch.repeat_interleave(samples["keep"], mask.lengths))
 
 
-@stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"])
+@stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"], role=Role.ADVANTAGE)
 def kl_in_reward(c: Controller, samples: Batch) -> Batch:
     """Subtract coef * KL(policy || reference) from every token's reward, then let the controller move coef."""
     from megarl.algorithms.kl import kl_in_reward as penalise

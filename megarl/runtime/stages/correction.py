@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import stage
+from megarl.dag.stage import Role, stage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
 
 
-@stage(
-    reads=["old_logp", "rollout_logp", "response_mask", "weight_version"], writes=["loss_mask", "keep", "is_weights"]
-)
+#: What the distance between two policies, and the age of the older one, is measured with.
+_MEASURED = ["old_logp", "rollout_logp", "response_ids", "response_mask", "weight_version"]
+
+
+@stage(reads=_MEASURED, writes=["loss_mask", "keep", "is_weights"], role=Role.ACTOR)
 def rollout_correction(c: Controller, samples: Batch) -> Batch:
     """Importance weights and rejection from pi_old / pi_rollout; the samples themselves stay as they are.
 
@@ -39,14 +41,14 @@ def rollout_correction(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-@stage(reads=["old_logp", "rollout_logp", "response_mask", "weight_version"], writes=[])
+@stage(reads=_MEASURED, writes=[], role=Role.ACTOR)
 def rollout_gap(c: Controller, samples: Batch) -> Batch:
     """Measure pi_old / pi_rollout and change nothing."""
     _measure(c, samples, c.config.rollout_correction.resolved())
     return samples
 
 
-@stage(reads=["rollout_logp"], writes=["old_logp"])
+@stage(reads=["rollout_logp"], writes=["old_logp"], role=Role.ACTOR)
 def rollout_as_old(c: Controller, samples: Batch) -> Batch:
     """Bypass: the policy that drew the samples is the one that the update starts from; nothing is computed."""
     samples.set("old_logp", samples["rollout_logp"])

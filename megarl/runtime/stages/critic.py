@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import stage
+from megarl.dag.stage import Kind, Role, stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
 
 
-@stage(reads=["prompt_ids", "response_ids"], writes=["values"])
+@stage(reads=["prompt_ids", "response_ids"], writes=["values"], kind=Kind.MODEL_INFERENCE, role=Role.CRITIC)
 def value(c: Controller, samples: Batch) -> Batch:
     """Predict the return at every response token, from the tokens before it."""
     assert c.critic is not None, "the loop adds a critic when a node has the role"
@@ -26,7 +26,13 @@ def value(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-@stage(reads=["prompt_ids", "response_ids", "response_mask", "values", "returns"], writes=[])
+@stage(
+    reads=["prompt_ids", "response_ids", "response_mask", "values", "returns"],
+    optional=["sample_id"],
+    writes=[],
+    kind=Kind.MODEL_TRAIN,
+    role=Role.CRITIC,
+)
 def critic_train(c: Controller, samples: Batch) -> Batch:
     """`critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch."""
     from megarl.runtime.generation import make_room

@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megarl.config.algorithm import GRADIENT_ESTIMATORS
-from megarl.dag.stage import stage
+from megarl.dag.stage import Kind, Role, stage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,14 +20,26 @@ if TYPE_CHECKING:
 DRAWN_LOGP, DRAWN_SUM = "drawn_logp", "drawn_sum_pi_squared"
 
 
-@stage(reads=["prompt_ids", "response_ids"], writes=["old_logp"])
+@stage(
+    reads=["prompt_ids", "response_ids"],
+    optional=[DRAWN_LOGP],
+    writes=["old_logp"],
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.ACTOR,
+)
 def old_logp(c: Controller, samples: Batch) -> Batch:
     """Score the responses with the policy that is about to be trained; samples that waited keep what theirs said."""
     samples.set("old_logp", _scored_once(c, samples, DRAWN_LOGP, _logp))
     return samples
 
 
-@stage(reads=["prompt_ids", "response_ids", "old_logp"], writes=["sum_pi_squared"])
+@stage(
+    reads=["prompt_ids", "response_ids", "old_logp"],
+    optional=[DRAWN_SUM],
+    writes=["sum_pi_squared"],
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.ACTOR,
+)
 def sum_pi_squared(c: Controller, samples: Batch) -> Batch:
     """Sum over the vocabulary of pi(v)^2 at every response token, for the optimal token baselines.
 
@@ -92,7 +104,7 @@ def _sum_pi_squared(c: Controller, samples: Batch) -> Jagged:
     return old.like((2 * old.values - sharper.values).exp().clamp(max=1))
 
 
-@stage(reads=["prompt_ids", "response_ids"], writes=["ref_logp"])
+@stage(reads=["prompt_ids", "response_ids"], writes=["ref_logp"], kind=Kind.MODEL_INFERENCE, role=Role.REFERENCE)
 def ref_logp(c: Controller, samples: Batch) -> Batch:
     """Score the responses with the frozen reference."""
     assert c.reference is not None, "a graph with ref_logp needs a reference; the checks guard this"
@@ -101,7 +113,7 @@ def ref_logp(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-@stage(reads=["prompt_ids", "response_ids"], writes=["teacher_logp"])
+@stage(reads=["prompt_ids", "response_ids"], writes=["teacher_logp"], kind=Kind.MODEL_INFERENCE, role=Role.TEACHER)
 def teacher_logp(c: Controller, samples: Batch) -> Batch:
     """Score the responses with the frozen teacher."""
     assert c.teacher is not None, "a graph with teacher_logp needs a teacher; the checks guard this"

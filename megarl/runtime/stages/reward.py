@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.dag.stage import stage
+from megarl.dag.stage import Role, stage
 from megarl.errors import ConfigError
+from megarl.runtime.stages.needs import part_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,19 +17,39 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
 
 
-@stage(reads=["response_text", "prompt_text", "answer", "finish_reason"], writes=[])
+_COLUMNS = ("uid", "prompt_text", "response_text", "answer", "data_source", "finish_reason", "row")
+#: Handles of the scores that are being computed: lives between `reward_submit` and `reward`, in this process only.
+PENDING = "pending_reward"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A sample's score that is being computed: its submission, and its place in it."""
+
+    handle: RewardHandle
+    place: int
+
+
+@stage(reads=["response_ids", *_COLUMNS], optional=["transcript"], writes=[PENDING], role=Role.REWARD)
 def reward_submit(c: Controller, samples: Batch) -> Batch:
     """Hand the samples to the reward function; only the first rank of a replica runs it."""
-    c.pending_reward = submit(c, samples)
+    samples.set(PENDING, submit(c, samples))
     return samples
 
 
-@stage(reads=["response_ids"], writes=["score", "token_rewards"])
+@stage(
+    reads=["response_ids"],
+    optional=["turn_ends", "turn_rewards", "env_error"],
+    consumes=[PENDING],
+    writes=["score", "token_rewards"],
+    gives=part_fields,
+    role=Role.REWARD,
+)
 def reward(c: Controller, samples: Batch) -> Batch:
     """Wait for the scores and give them to all ranks of the replica; the score sits on the last response token."""
     from megarl.rewards.runner import reward_metrics
 
-    results, c.pending_reward = collect(c, c.pending_reward, samples), None
+    results = collect(c, samples[PENDING], samples)
     set_scores(samples, results, by_turn=_scored_by_environment(c))
     parts = list(c.config.algorithm.advantage.parts)
     if parts:
@@ -37,17 +59,18 @@ def reward(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-def submit(c: Controller, samples: Batch) -> RewardHandle | None:
-    """Start scoring; a handle on the rank that has the reward function, None on the others.
+def submit(c: Controller, samples: Batch) -> list[Pending | None]:
+    """Start scoring; one handle per sample on the rank that has the reward function, None on the others.
 
     There is nothing to start when the environment gives the rewards.
     """
     if c.reward is None or _scored_by_environment(c):
-        return None
-    return c.reward.submit(reward_inputs(samples))
+        return [None] * len(samples)
+    handle = c.reward.submit(reward_inputs(samples))
+    return [Pending(handle, place) for place in range(len(samples))]
 
 
-def collect(c: Controller, handle: RewardHandle | None, samples: Batch) -> list[dict[str, Any]]:
+def collect(c: Controller, pending: list[Pending | None], samples: Batch) -> list[dict[str, Any]]:
     """Results of what `submit` started for `samples`, on every rank of the replica.
 
     Where the environment gives the rewards a result is their sum. An episode whose environment failed has a result that
@@ -59,12 +82,20 @@ def collect(c: Controller, handle: RewardHandle | None, samples: Batch) -> list[
     if _scored_by_environment(c):
         results = [{"overall": float(row.double().sum())} for row in samples["turn_rewards"].unbind()]
     else:
-        own = c.reward.result(handle) if c.reward is not None and handle is not None else None
-        results = broadcast_json(own, c.layout.lead_rank, c.layout.mp_group)
+        results = broadcast_json(_own_results(c, pending), c.layout.lead_rank, c.layout.mp_group)
     if "env_error" not in samples:
         return results
     failed = {"overall": 0.0, ERROR_KEY: 1.0}
     return [failed if error else result for result, error in zip(results, samples["env_error"], strict=True)]
+
+
+def _own_results(c: Controller, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
+    """What this rank's reward function says; None where it has none."""
+    if c.reward is None:
+        return None
+    mine = [one for one in pending if one is not None]
+    done = {handle: c.reward.result(handle) for handle in dict.fromkeys(one.handle for one in mine)}
+    return [done[one.handle][one.place] for one in mine]
 
 
 def _scored_by_environment(c: Controller) -> bool:
@@ -75,7 +106,6 @@ def reward_inputs(samples: Batch) -> list[dict[str, Any]]:
     """One dict per sample, as reward functions get them."""
     lengths = samples["response_ids"].lengths.tolist()
     more = [{"transcript": text} for text in samples["transcript"]] if "transcript" in samples else [{}] * len(samples)
-    columns = ("uid", "prompt_text", "response_text", "answer", "data_source", "finish_reason", "row")
     return [
         {
             **row,
@@ -89,7 +119,7 @@ def reward_inputs(samples: Batch) -> list[dict[str, Any]]:
             **turns,
         }
         for uid, prompt, response, answer, source, reason, row, length, turns in zip(
-            *(samples[name] for name in columns), lengths, more, strict=True
+            *(samples[name] for name in _COLUMNS), lengths, more, strict=True
         )
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import stage
+from megarl.dag.stage import Kind, Role, stage
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.config.rollout import SamplingConfig
+    from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
 
@@ -26,13 +27,33 @@ SAMPLE_FIELDS = (
     "response_text",
     "finish_reason",
 )
+#: What episodes of several turns have in addition, which begin with the environment's first observation.
+TURN_FIELDS = ("turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
+_OF_PROMPTS = ("uid", "prompt_text", "answer", "data_source", "row")
+
+
+def _of_prompts(config: RunConfig) -> list[str]:
+    """What an environment is told of a prompt."""
+    return list(_OF_PROMPTS) if config.has_turns else []
+
+
+def _of_turns(config: RunConfig) -> list[str]:
+    return [*TURN_FIELDS, "prompt_ids", "prompt_text"] if config.has_turns else []
 
 
 class RolloutError(MegarlError):
     """The generation engine returned a sample that cannot be trained on; the message names it."""
 
 
-@stage(reads=["prompt_ids", "uid"], writes=list(SAMPLE_FIELDS))
+@stage(
+    reads=["prompt_ids", "uid"],
+    needs=_of_prompts,
+    writes=SAMPLE_FIELDS,
+    gives=_of_turns,
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.ROLLOUT,
+    resamples=True,
+)
 def rollout(c: Controller, prompts: Batch) -> Batch:
     """Draw `rollout.sampling.n` responses for every prompt of this rank."""
     with nullcontext() if c.stale is None else c.stale.installed():
@@ -45,15 +66,22 @@ def rollout(c: Controller, prompts: Batch) -> Batch:
     return samples
 
 
-@stage(reads=["prompt_ids", "uid", "sample_id"], writes=["greedy_score"])
+@stage(
+    reads=["prompt_ids", *_OF_PROMPTS],
+    writes=["greedy_score"],
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.ACTOR,
+)
 def greedy_rollout(c: Controller, samples: Batch) -> Batch:
     """Score of a greedy response to every sample's prompt, the baseline of ReMax."""
     import torch
 
+    from megarl.data.batch import Batch
     from megarl.runtime.stages.reward import collect, submit
 
     n = c.config.rollout.sampling.n
-    prompts = samples.select(list(range(0, len(samples), n))).drop(list(SAMPLE_FIELDS))
+    first = samples.select(list(range(0, len(samples), n)))
+    prompts = Batch({"prompt_ids": first["prompt_ids"]}, {name: first[name] for name in _OF_PROMPTS}, size=len(first))
     greedy = c.config.rollout.sampling.model_copy(update={"n": 1, "temperature": 0.0})
     best = generate(c, prompts, greedy)
     score = torch.tensor([result["overall"] for result in collect(c, submit(c, best), best)], dtype=torch.float32)
@@ -73,7 +101,7 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig) -> Batch:
 
     Returns:
         B * n samples: the prompts' fields repeated, and the fields of SAMPLE_FIELDS (with an environment also
-        `megarl.runtime.episodes.TURN_FIELDS`, and its first observations as prompts).
+        those of TURN_FIELDS, and its first observations as prompts).
 
     Raises:
         RolloutError: a log-prob is not finite.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import stage
+from megarl.dag.stage import Role, stage
 from megarl.errors import MegarlError
+from megarl.runtime.stages.logprob import DRAWN_LOGP, DRAWN_SUM
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
 
@@ -16,8 +19,15 @@ class NoSignalError(MegarlError):
     """Too few groups carry a signal; the message shows how the groups scored."""
 
 
-@stage(reads=["score", "uid"], writes=[])
-def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
+@stage(
+    reads=["prompt_ids", "response_ids", "score", "uid"],
+    writes=[],
+    may_write=[DRAWN_LOGP, DRAWN_SUM],
+    role=Role.DYNAMIC_SAMPLING,
+    resamples=True,
+    refills=True,
+)
+def dynamic_sampling(c: Controller, samples: Batch, more: Callable[[], Batch]) -> Batch:
     """This rank's share of `data.batch_size` groups that vary in their score, the same groups on any number of ranks.
 
     Groups beyond that wait for the next step (`algorithm.dynamic_sampling.surplus`), with the log-probs of this step's
@@ -28,12 +38,11 @@ def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
     """
     from megarl.phase import phase
     from megarl.runtime.pool import Pool
-    from megarl.runtime.stages import logprob, reward, rollout
+    from megarl.runtime.stages import logprob
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
     if not settings.enabled:
         return samples
-    assert c.loader is not None, "checks refuse a training run without data"
     n, layout = c.config.rollout.sampling.n, c.layout
     pool = Pool(n, layout.dp_group, layout.dp_rank, layout.dp_size)
     if c.surplus is not None:
@@ -42,7 +51,7 @@ def dynamic_sampling(c: Controller, samples: Batch) -> Batch:
     for round_ in range(1, settings.max_rounds + 1):
         if round_ > 1:
             with phase("refill"):
-                samples = reward.reward(c, reward.reward_submit(c, rollout.rollout(c, next(c.loader))))
+                samples = more()
         pool.add(logprob.like_waiting(c, samples), _signal(c, samples, seen))
         if len(pool) >= wanted:
             break

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import stage
+from megarl.dag.stage import Role, stage
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
 
 
-@stage(reads=["token_rewards", "response_ids"], writes=["token_rewards"])
+@stage(reads=["token_rewards"], writes=["token_rewards"], role=Role.REWARD)
 def overlong(c: Controller, samples: Batch) -> Batch:
     """Subtract the soft penalty of responses near the length limit from the reward of their last token.
 
@@ -35,7 +35,7 @@ def overlong(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-@stage(reads=["score", "uid", "finish_reason", "response_mask"], writes=["response_mask"])
+@stage(reads=["score", "uid", "finish_reason", "response_mask"], writes=["response_mask"], role=Role.ADVANTAGE)
 def filter_samples(c: Controller, samples: Batch) -> Batch:
     """Mask out the samples that `algorithm.filter` leaves out: they take no part in baselines, loss and its divisor."""
     from megarl.algorithms.group_filter import accuracy_filter, truncated_filter

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import stage
+from megarl.dag.stage import Kind, Role, stage
 from megarl.runtime.stages.logprob import DRAWN_LOGP
+from megarl.runtime.stages.needs import update_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +21,24 @@ if TYPE_CHECKING:
 DIVISOR = "_update/divisor"
 
 
-@stage(reads=["prompt_ids", "response_ids", "response_mask", "advantages"], writes=[])
+@stage(
+    reads=["prompt_ids", "response_ids", "response_mask", "advantages"],
+    optional=[
+        "old_logp",
+        DRAWN_LOGP,
+        "ref_logp",
+        "teacher_logp",
+        "rollout_logp",
+        "weight_version",
+        "loss_mask",
+        "is_weights",
+        "sample_id",
+    ],
+    needs=update_fields,
+    writes=[],
+    kind=Kind.MODEL_TRAIN,
+    role=Role.ACTOR,
+)
 def actor_train(c: Controller, samples: Batch) -> Batch:
     """`ppo_epochs` passes over the samples, one optimizer step per mini-batch.
 
@@ -48,7 +66,7 @@ def mini_batches(c: Controller, samples: Batch, size: int | None) -> Iterator[Ba
     They are equally many on every rank, and the last ones may be empty.
     """
     if size is None or size >= c.config.data.batch_size:
-        yield samples
+        yield samples.copy()  # an update adds fields of its own to a mini-batch
         return
     per_rank = size // c.layout.dp_size * c.config.rollout.sampling.n
     count = c.config.data.batch_size // size

@@ -1,0 +1,153 @@
+"""Which node waits for which: edges that follow from what the nodes of a pipeline declare, in reading order.
+
+The order in which a recipe lists its nodes gives every field a history, as in a program of assignments. Edges keep of
+that order what matters, and leave the rest free:
+
+1. Data. A node comes after the last node listed before it that writes a field which it reads. Optional reads count
+   when there is such a node; a field of the graph's entry needs none.
+
+       reward (writes score), advantage (reads score)           reward -> advantage
+
+2. Samples. A node that resamples comes after all nodes listed before it, and everything listed after it comes after
+   it: all fields are then those of its samples.
+
+       reward, dynamic_sampling (resamples), old_logp            reward -> dynamic_sampling -> old_logp
+
+3. Rewriting. A node that writes a field again comes after the last node that wrote it, and after all readers of that
+   value that are listed before it. So every reader sees the value that it would see in the listed order.
+
+       reward (writes token_rewards), overlong (rewrites it), advantage (reads it)   reward -> overlong -> advantage
+       kl_in_reward (reads response_mask), filter (rewrites it)                      kl_in_reward -> filter
+
+4. Models. A node that trains a model comes after the nodes listed before it that work on this model, and those listed
+   after it come after it.
+
+       old_logp (actor), actor_train (trains the actor)          old_logp -> actor_train
+
+Dependencies that a recipe names are added to these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from megarl.dag.node import Node
+from megarl.dag.stage import Kind
+from megarl.errors import UserError, close_matches
+
+
+@dataclass
+class _Value:
+    """The value that a field has at one place of the list: who wrote it (None: the entry), and who has read it."""
+
+    writer: str | None
+    readers: list[str] = field(default_factory=list)
+
+    def after(self) -> list[str]:
+        """Nodes that a node which writes another value must wait for."""
+        return [*self.readers, *([] if self.writer is None else [self.writer])]
+
+
+class _History:
+    """What the nodes listed so far have done to fields, samples and models."""
+
+    def __init__(self, entry: Iterable[str]) -> None:
+        self.values = {name: _Value(None) for name in entry}
+        self._resampler: str | None = None
+        self._since: list[str] = []  # nodes listed since the last one that resampled
+        self._trained: dict[str, str] = {}  # the last node that trained a model
+        self._users: dict[str, list[str]] = {}  # nodes that have worked on it since then
+
+    def waits(self, node: Node) -> list[str]:
+        """What `node`, the next one of the list, comes after."""
+        contract, before = node.declared, list(node.deps)
+        if self._resampler is not None:
+            before.append(self._resampler)
+        if contract.resamples:
+            before += self._since
+        for name in contract.uses:
+            writer = self.values[name].writer if name in self.values else None
+            before += [] if writer is None else [writer]
+        for name in contract.changes:
+            before += self.values[name].after() if name in self.values else []
+        if node.model is not None:
+            before += [self._trained[node.model]] if node.model in self._trained else []
+            before += self._users.get(node.model, []) if node.kind is Kind.MODEL_TRAIN else []
+        return before
+
+    def add(self, node: Node) -> None:
+        """`node` is listed: keep what it did."""
+        contract = node.declared
+        for name in contract.uses:
+            if name in self.values:
+                self.values[name].readers.append(node.id)
+        for name in contract.consumes:
+            self.values.pop(name, None)
+        for name in (*contract.writes, *contract.may_write):
+            self.values[name] = _Value(node.id)
+        self._since.append(node.id)
+        if contract.resamples:
+            self.values = {name: _Value(node.id) for name in self.values}
+            self._resampler, self._since = node.id, []
+        if node.model is not None and node.kind is Kind.MODEL_TRAIN:
+            self._trained[node.model], self._users[node.model] = node.id, []
+        elif node.model is not None:
+            self._users.setdefault(node.model, []).append(node.id)
+
+
+def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str, list[str]]:
+    """Ids that every node waits for, by its id, in the order of the list.
+
+    Args:
+        nodes: resolved nodes in reading order.
+        entry: fields of the batch that enters the graph.
+        where: names the pipeline in messages.
+
+    Raises:
+        UserError: a node needs a field that nothing before it writes, or names a dependency that does not exist.
+    """
+    place = {node.id: number for number, node in enumerate(nodes)}
+    history, waits = _History(entry), dict[str, list[str]]()
+    for node in nodes:
+        _check_deps(node, place, where)
+        for name in node.reads:
+            if name not in history.values:
+                raise _missing(node, name, nodes, history, where)
+        waits[node.id] = sorted(set(history.waits(node)), key=place.__getitem__)
+        history.add(node)
+    return waits
+
+
+def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, where: str) -> UserError:
+    """`node` reads `name`, which is not there where it is listed."""
+    number = [other.id for other in nodes].index(node.id)
+    before, later = [other.id for other in nodes[:number]], nodes[number + 1 :]
+    writer = next((other.id for other in later if name in other.declared.changes), None)
+    near = close_matches(name, history.values)
+    taken = next((other.id for other in nodes[:number] if name in other.declared.consumes), None)
+    if writer is not None:
+        hint = f"{writer!r} writes it but is listed after {node.id!r}; list it first"
+    elif taken is not None:
+        hint = f"{taken!r} has consumed it; list {node.id!r} before that"
+    else:
+        hint = f"did you mean {near[0]!r}?" if near else "no node writes it; add a node that does"
+    return UserError(
+        f"node {node.id!r} reads {name!r}, which no node before it writes",
+        where=where,
+        found=f"before it: {', '.join(before) or 'none'}",
+        allowed=f"fields there: {', '.join(sorted(history.values)) or 'none'}",
+        fix=hint,
+    )
+
+
+def _check_deps(node: Node, known: Iterable[str], where: str) -> None:
+    for dep in node.deps:
+        if dep not in known:
+            near = close_matches(dep, known)
+            raise UserError(
+                f"node {node.id!r} depends on {dep!r}, which does not exist",
+                where=where,
+                allowed=known,
+                fix=f"did you mean {near[0]!r}?" if near else "add the node, or drop the dependency",
+            )

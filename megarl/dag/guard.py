@@ -1,0 +1,158 @@
+"""Contracts kept: a node sees the fields that it declares, and only what it declares is taken from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.dag.node import Node
+from megarl.data.batch import Batch, Jagged
+from megarl.errors import MegarlError
+
+
+class ContractError(MegarlError):
+    """A node did what its stage does not declare; the message names the node, the field, and what to declare."""
+
+
+class GuardedBatch(Batch):
+    """The samples as one node sees them, and so all batches that it makes of them.
+
+    A field that the stage does not declare cannot be read, nor can one ask whether it is there. Where a node resamples,
+    the others are carried along by `select`, `repeat`, `concat` and so on, but cannot be read either. What the stage
+    sets itself it may read.
+    """
+
+    _node: Node
+    _carried: frozenset[str]
+
+    @classmethod
+    def of(cls, samples: Batch, node: Node) -> GuardedBatch:
+        """All `samples`, as `node` may see them; `set` on it leaves `samples` alone."""
+        contract = node.declared
+        if contract.resamples:
+            return cls._make(samples.fields, samples.columns, len(samples), node, set(contract.uses))
+        fields: dict[str, Tensor | Jagged] = {}
+        columns: dict[str, list] = {}
+        for name in contract.uses:
+            if name in samples:
+                value = samples[name]
+                if isinstance(value, list):
+                    columns[name] = list(value)
+                else:
+                    fields[name] = value
+        return cls._make(fields, columns, len(samples), node, fields.keys() | columns.keys())
+
+    @classmethod
+    def _make(
+        cls,
+        fields: Mapping[str, Tensor | Jagged],
+        columns: Mapping[str, list],
+        size: int,
+        node: Node,
+        seen: set[str],
+    ) -> GuardedBatch:
+        made = cls.__new__(cls)
+        made._node, made._carried = node, frozenset()
+        Batch.__init__(made, fields, columns, size=size)
+        made._carried = frozenset(fields.keys() | columns.keys()) - seen
+        return made
+
+    def _like(self, fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], size: int) -> GuardedBatch:
+        names = fields.keys() | columns.keys()
+        return self._make(fields, columns, size, self._node, names - self._carried)
+
+    def __contains__(self, name: str) -> bool:
+        self._check(name)
+        return super().__contains__(name)
+
+    def __getitem__(self, name: str) -> Any:
+        self._check(name)
+        return super().__getitem__(name)
+
+    def set(self, name: str, value: Tensor | Jagged | list) -> None:
+        """As `Batch.set`; what the stage has set it may read."""
+        super().set(name, value)
+        self._carried -= {name}
+
+    def names(self) -> list[str]:
+        """Names of the fields that may be read."""
+        return [name for name in super().names() if name not in self._carried]
+
+    def _check(self, name: str) -> None:
+        contract = self._node.declared
+        if name in self._carried or not (
+            super().__contains__(name) or name in contract.uses or name in contract.changes
+        ):
+            raise ContractError(
+                f"node {self._node.id!r} ({self._node.func_name}) reads {name!r}, which it does not declare\n"
+                f"  allowed: {', '.join(contract.uses) or 'no field'}\n"
+                f"  fix:     add {name!r} to `reads` of its @stage, or to `optional` if it can do without"
+            )
+
+
+def settle(node: Node, board: Batch, output: Any) -> Batch:
+    """The samples after `node`: those of `board` with what it wrote, or what it made of them if it resamples.
+
+    Raises:
+        ContractError: it returned no batch, other samples, or not what it declares.
+    """
+    name = f"node {node.id!r} ({node.func_name})"
+    contract = node.declared
+    if not isinstance(output, Batch):
+        what = "None" if output is None else type(output).__name__
+        raise ContractError(f"{name} returned {what}; a stage returns a batch\n  fix:     end it with `return batch`")
+    made = {**output.fields, **output.columns}
+    lost = [field for field in contract.writes if field not in made]
+    if lost:
+        raise ContractError(f"{name} declares writes={lost} but did not write them")
+    allowed = {*contract.writes, *contract.may_write}
+    new = [field for field in made if field not in board and field not in allowed]
+    if new:
+        raise ContractError(
+            f"{name} writes {', '.join(map(repr, new))}, which it does not declare\n"
+            "  fix:     add it to `writes` of its @stage, or to `may_write` if it does so in some steps only"
+        )
+    if contract.resamples:
+        kept = {field: value for field, value in made.items() if field not in contract.consumes}
+        return Batch(
+            {field: value for field, value in kept.items() if not isinstance(value, list)},
+            {field: value for field, value in kept.items() if isinstance(value, list)},
+            size=len(output),
+        )
+    if len(output) != len(board):
+        raise ContractError(
+            f"{name} returned {len(output)} samples for {len(board)}; only a stage that declares `resamples=True` may "
+            "change them"
+        )
+    other = [
+        field for field in made if field in board and field not in allowed and not _same(board[field], made[field])
+    ]
+    if other:
+        raise ContractError(
+            f"{name} changes {', '.join(map(repr, other))}, which it does not declare\n"
+            "  fix:     add it to `writes` of its @stage; one that gives the samples another order declares "
+            "`resamples=True`"
+        )
+    for field in allowed & made.keys():
+        board.set(field, made[field])
+    return board.drop(contract.consumes) if contract.consumes else board
+
+
+def _same(a: Tensor | Jagged | list, b: Tensor | Jagged | list) -> bool:
+    if isinstance(a, Jagged) and isinstance(b, Jagged):
+        return _same_tensor(a.offsets, b.offsets) and _same_tensor(a.values, b.values)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return _same_tensor(a, b)
+    # repr: NaN inside a column is unequal to itself unless it is the same object.
+    return type(a) is type(b) and (a == b or repr(a) == repr(b))
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.device != b.device:
+        return False
+    if a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
+        return True
+    return torch.equal(a, b) or (a.is_floating_point() and bool(((a == b) | (a.isnan() & b.isnan())).all()))

@@ -1,0 +1,72 @@
+"""Which fields of the samples a recipe's settings need: its estimator, its loss, and the further terms of the update.
+
+Stages state with these what they read (`@stage(needs=...)`), and recipes which nodes they add.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.config.algorithm import GRADIENT_ESTIMATORS
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+
+#: Fields that estimators read in addition to rewards.
+ESTIMATOR_FIELDS = {
+    "gae": ["values"],
+    "gdpo": ["reward_parts"],
+    "remax": ["greedy_score"],
+    "reverse_kl": ["old_logp", "teacher_logp"],
+    **{name: ["old_logp", "sum_pi_squared"] for name in GRADIENT_ESTIMATORS},
+}
+
+
+def needed_fields(config: RunConfig) -> set[str]:
+    """What models have to say about the samples, for any part of the recipe."""
+    in_reward = ["old_logp", "ref_logp"] if config.algorithm.kl.use == "reward" else []
+    return {*estimator_fields(config), *update_fields(config), *in_reward}
+
+
+def estimator_fields(config: RunConfig) -> list[str]:
+    """What the advantage estimator reads in addition to rewards."""
+    return ESTIMATOR_FIELDS.get(config.algorithm.advantage.name, [])
+
+
+def part_fields(config: RunConfig) -> list[str]:
+    """What rewards are written as in addition to the score."""
+    return ["reward_parts"] if config.algorithm.advantage.parts else []
+
+
+def update_fields(config: RunConfig) -> list[str]:
+    """What the policy update reads in addition to advantages."""
+    algorithm = config.algorithm
+    wanted = {
+        "old_logp": config.rollout_correction.resolved().bypass or needs_old_logp(config),
+        "ref_logp": algorithm.kl.use == "loss",
+        "teacher_logp": algorithm.distillation.coef > 0,
+    }
+    return [name for name, needed in wanted.items() if needed]
+
+
+def needs_old_logp(config: RunConfig) -> bool:
+    """False when one optimizer step uses every sample once: then the ratio is 1 and old log-probs are the new ones.
+
+    True whatever the steps when the estimator, or the loss before the batch is cut, reads them, and when weights and
+    rejection are made of them. In bypass nobody needs them.
+    """
+    algorithm, knobs = config.algorithm, config.rollout_correction.resolved()
+    if knobs.active:
+        return not knobs.bypass
+    steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
+    several = steps or config.actor.ppo_epochs > 1
+    return several or algorithm.kl.use == "reward" or algorithm.needs_old_logp or _looks_ahead(algorithm.loss.name)
+
+
+def _looks_ahead(loss: str) -> bool:
+    """Whether a user's loss sees the mini-batch before it is cut, and so before the update has scored it."""
+    if ":" not in loss:
+        return False  # `needs_old_logp` knows those of this package
+    from megarl.algorithms.losses import POLICY_LOSSES
+
+    return POLICY_LOSSES.spec(loss).prepare is not None
