@@ -57,7 +57,7 @@ def export_model(config: RunConfig, run_dir: Path) -> None:
     from megarl.runtime.setup import build_controller
 
     c = build_controller(config, run_dir, trainable=False, scored=False)
-    export_weights(c.actor.chunks, run_dir / "hf", c.hf_config, c.tokenizer)
+    export_weights(c.actor.chunks, run_dir / "hf", c.hf_config, c.tokenizer, world=c.layout.world)
 
 
 def digit_share(samples: list[dict[str, Any]]) -> list[float]:

@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megarl.comm import WorkerGroup
     from megarl.training.engine import MegatronEngine
+    from megarl.training.parallel import Layout
 
 RANKS = (1, 2, 4)
 MODEL = {
@@ -80,14 +82,16 @@ def measure() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from megarl.comm import all_gather_json
+    from megarl.comm import team_world
+    from megarl.config.model import ParallelConfig
+    from megarl.training.parallel import init_parallel
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    engine = _engine()
+    engine = _engine(init_parallel(ParallelConfig(), team_world(600.0)))
     rounds = [_round(engine) for _ in range(ROUNDS)]
     least = {name: min(each[name] for each in rounds) for name in rounds[0]}
-    rows = all_gather_json(least)
+    rows = engine.layout.world.all_gather_json(least)
     largest = {name: max(each[name] for each in rows) for name in least}
     parameters = sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters())
     return {"ranks": len(rows), "parameters": parameters, **largest}
@@ -95,53 +99,48 @@ def measure() -> dict[str, Any]:
 
 def _round(engine: MegatronEngine) -> dict[str, Any]:
     """Write, drop from the page cache, and read."""
-    import torch.distributed as dist
-
-    from megarl.comm import all_gather_json
     from megarl.training import checkpoint
 
     row: dict[str, Any] = {}
+    world = engine.layout.world
     with tempfile.TemporaryDirectory(dir=os.environ["FOLDER"]) as made:
-        root = Path(all_gather_json(made)[0])
+        root = Path(world.all_gather_json(made)[0])
         with _peak_memory(row, "memory_save_gb"):
-            with _seconds(row, "blocked"):
+            with _seconds(row, world, "blocked"):
                 saving = checkpoint.begin(root, _STEP, {"actor": engine}, {})
-            with _seconds(row, "writing"):
+            with _seconds(row, world, "writing"):
                 saving.wait()
         folder = root / f"step_{_STEP}"
         files = sorted(folder.iterdir())
-        row["gb_per_rank"] = (folder / f"rank_{dist.get_rank()}.safetensors").stat().st_size / 1e9
+        row["gb_per_rank"] = (folder / f"rank_{world.rank}.safetensors").stat().st_size / 1e9
         row["gb"] = sum(path.stat().st_size for path in files) / 1e9
         for path in files:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         with _peak_memory(row, "memory_load_gb"):
-            with _seconds(row, "verifying"):
-                meta = checkpoint.verify(folder)
-            with _seconds(row, "loading"):
+            with _seconds(row, world, "verifying"):
+                meta = checkpoint.verify(folder, world)
+            with _seconds(row, world, "loading"):
                 checkpoint.load(folder, {"actor": engine}, meta)
-        dist.barrier()  # nobody reads any more
+        world.barrier()  # nobody reads any more
     return row
 
 
-def _engine() -> MegatronEngine:
+def _engine(layout: Layout) -> MegatronEngine:
     import torch
     from transformers import Qwen3Config
 
-    from megarl.config.model import ParallelConfig
     from megarl.config.training import EngineConfig, OptimConfig
     from megarl.training.engine import MegatronEngine
-    from megarl.training.parallel import init_parallel
     from megarl.training.sharded_state import engine_boxes
 
-    parallel = ParallelConfig()
     engine = MegatronEngine(
         Qwen3Config(**MODEL),
-        parallel,
+        layout.parallel,
         EngineConfig(),
         OptimConfig(),
         dtype=torch.bfloat16,
-        layout=init_parallel(parallel),
+        layout=layout,
         total_steps=1,
         weights=lambda chunks: None,
     )
@@ -151,11 +150,9 @@ def _engine() -> MegatronEngine:
 
 
 @contextlib.contextmanager
-def _seconds(row: dict[str, Any], name: str) -> Iterator[None]:
+def _seconds(row: dict[str, Any], world: WorkerGroup, name: str) -> Iterator[None]:
     """Wall and CPU-seconds of the block, which all ranks begin together."""
-    import torch.distributed as dist
-
-    dist.barrier()
+    world.barrier()
     start, cpu = time.perf_counter(), time.process_time()
     yield
     row[f"{name}_s"], row[f"{name}_cpu_s"] = time.perf_counter() - start, time.process_time() - cpu

@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -41,20 +41,18 @@ class WorkerGroup:
         name: what the ranks have in common, for messages.
         process_group: torch's; None: this process alone.
         deadline_s: of every collective, for messages; torch keeps it.
-        alone: rank in the team's world of a process that is alone.
 
     Attributes:
         rank, size: of this process, of the group.
         ranks: the members' ranks in their team's world.
     """
 
-    def __init__(self, name: str, process_group: dist.ProcessGroup | None, deadline_s: float, alone: int = 0) -> None:
+    def __init__(self, name: str, process_group: dist.ProcessGroup | None, deadline_s: float) -> None:
         self.name, self.deadline_s = name, deadline_s
         self._process_group = process_group
         self.rank = 0 if process_group is None else process_group.rank()
         self.size = 1 if process_group is None else process_group.size()
-        self.ranks = (alone,) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
-        self._subgroups: dict[tuple[int, ...], WorkerGroup | None] = {}
+        self.ranks = (0,) if process_group is None else tuple(dist.get_process_group_ranks(process_group))
 
     @classmethod
     def alone(cls) -> WorkerGroup:
@@ -78,26 +76,20 @@ class WorkerGroup:
     # -- groups of some ranks -----------------------------------------------------------------------------------------
 
     def subgroup(self, ranks: Sequence[int], name: str, *, backend: str | None = None) -> WorkerGroup | None:
-        """The group of these ranks of the team's world, made once; None on all others.
+        """A new group of these ranks of the team's world; None on all others. Who asked for it closes it.
 
         Collective over the whole team: torch names a group after how many each rank has made so far, so all of them
         make all groups, in one order.
         """
-        key = tuple(ranks)
-        if key not in self._subgroups:
-            limit = datetime.timedelta(seconds=self.deadline_s)
-            made = dist.new_group(list(ranks), timeout=limit, backend=backend) if len(key) > 1 else None
-            is_member = self.ranks[self.rank] in key
-            self._subgroups[key] = WorkerGroup(name, made, self.deadline_s, key[0]) if is_member else None
-        return self._subgroups[key]
+        limit = datetime.timedelta(seconds=self.deadline_s)
+        made = dist.new_group(list(ranks), timeout=limit, backend=backend)
+        return WorkerGroup(name, made, self.deadline_s) if self.ranks[self.rank] in ranks else None
 
     def close(self) -> None:
-        """End this group and its subgroups, with the sockets and threads they hold. Collective; a second call does
-        nothing."""
-        for group in self._subgroups.values():
-            if group is not None:
-                group.close()
-        self._subgroups.clear()
+        """Leave the group, with the sockets and threads it holds; a second call does nothing.
+
+        Not collective, but a rank that is still inside a collective of the group loses this one.
+        """
         if self._process_group is not None:
             dist.destroy_process_group(self._process_group)
             self._process_group = None
@@ -221,6 +213,13 @@ class WorkerGroup:
             ) from error
 
 
+def own_world(backend: str, deadline_s: float) -> WorkerGroup:
+    """The world of a process that works alone: the one it has joined, or else a new one of its own."""
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return team_world(deadline_s)
+
+
 def team_world(deadline_s: float, name: str = "the world") -> WorkerGroup:
     """All ranks of this process's team: the one place that takes torch's default group.
 
@@ -232,58 +231,7 @@ def team_world(deadline_s: float, name: str = "the world") -> WorkerGroup:
     return WorkerGroup(name, dist.group.WORLD, deadline_s)
 
 
-# -- the same with any group, for callers that are not given a WorkerGroup yet -----------------------------------------
-
-Group: TypeAlias = WorkerGroup | dist.ProcessGroup | None
-
-
-def as_group(group: Group) -> WorkerGroup:
-    """`group` itself, that of a process group of torch, or (None) the world, or this process alone."""
-    if isinstance(group, WorkerGroup):
-        return group
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return WorkerGroup.alone()
-    return WorkerGroup("the group", dist.group.WORLD if group is None else group, 0.0)
-
-
-def group_size(group: Group = None) -> int:
-    """Ranks in `group`."""
-    return as_group(group).size
-
-
-def all_gather_bytes(data: bytes, group: Group = None) -> list[bytes]:
-    """See WorkerGroup."""
-    return as_group(group).all_gather_bytes(data)
-
-
-def all_gather_json(value: Any, group: Group = None) -> list[Any]:
-    """See WorkerGroup."""
-    return as_group(group).all_gather_json(value)
-
-
-def all_to_all_bytes(parts: Sequence[bytes], group: Group = None) -> list[bytes]:
-    """See WorkerGroup."""
-    return as_group(group).all_to_all_bytes(parts)
-
-
-def broadcast_bytes(data: bytes | None, src: int, group: Group = None) -> bytes:
-    """See WorkerGroup; `src` is a rank of the world."""
-    made = as_group(group)
-    return made.broadcast_bytes(data, made.ranks.index(src) if made.size > 1 else 0)
-
-
-def broadcast_json(value: Any, src: int, group: Group = None) -> Any:
-    """See WorkerGroup; `src` is a rank of the world."""
-    made = as_group(group)
-    return made.broadcast_json(value, made.ranks.index(src) if made.size > 1 else 0)
-
-
-def reduce_metrics(metrics: Metrics, group: Group = None) -> Metrics:
-    """See WorkerGroup."""
-    return as_group(group).reduce_metrics(metrics)
-
-
-def address_for_others(machine: str, group: Group = None) -> str:
+def address_for_others(machine: str, group: WorkerGroup) -> str:
     """Address at which the ranks of other machines reach this one, loopback when there are none; collective.
 
     A machine's name will not do: others need not know it, and on the machine itself it may stand for a loopback
@@ -296,7 +244,6 @@ def address_for_others(machine: str, group: Group = None) -> str:
     Raises:
         WorkerError: no interface of a machine leads to the first one, or of the first one to the others.
     """
-    group = as_group(group)
     machines = group.all_gather_json(machine)
     if len(set(machines)) == 1:
         return LOOPBACK[0]

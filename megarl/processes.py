@@ -51,6 +51,11 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+def is_first_process() -> bool:
+    """This is the process that says what all processes of a run would say: rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port on `host` that nothing listens on at the moment of the call."""
     with socket.socket() as listener:

@@ -23,6 +23,7 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,17 @@ LISTENER = "MEGARL_STORE_FD"  # number of the listening socket that a launcher h
 _TOKEN_FILE = "token"
 _BACKLOG = 4096  # all ranks of a large run connect at once; the kernel takes less where its own limit is lower
 _JOINED = "joined"
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks of a job that form one torch.distributed world of their own, in this order.
+
+    Their ranks in it count from 0. Collectives, layouts and failures of one team do not reach another.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
 
 
 def write_token(run_dir: Path) -> None:
@@ -131,14 +143,16 @@ def gloo_interface(master: str) -> str | None:
     return None
 
 
-def join(backend: str, timeout_s: float, run_dir: Path) -> None:
+def join(backend: str, timeout_s: float, run_dir: Path, team: Team | None = None) -> None:
     """`torch.distributed.init_process_group` on a store with one address; collective. No effect when done already.
 
     Rank, number of ranks and where to meet come from the environment, see `megarl.runtime.worker`. Below torchrun the
-    store is its agent's.
+    store is its agent's. All ranks of the job meet at one store and prove that they belong to it, then each joins the
+    world of its `team`; None: one team of all ranks.
 
     Raises:
         ConfigError: the store cannot listen.
+        ValueError: this rank is not in `team`.
         WorkerError: ranks did not join within `timeout_s`, or do not belong to this run.
     """
     import torch.distributed as dist
@@ -147,6 +161,9 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    team = team or Team("all", tuple(range(world)))
+    if rank not in team.ranks:
+        raise ValueError(f"rank {rank} is not in team {team.name!r}, which has {ranks_text(team.ranks)}")
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
     if not one_machine and "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
@@ -162,7 +179,11 @@ def join(backend: str, timeout_s: float, run_dir: Path) -> None:
     if token is not None:
         prove(dist.PrefixStore(f"megarl/{attempt}", store), token, rank, world, timeout_s)
     dist.init_process_group(
-        backend, store=dist.PrefixStore(f"ranks/{attempt}", store), rank=rank, world_size=world, timeout=timeout
+        backend,
+        store=dist.PrefixStore(f"ranks/{attempt}/{team.name}", store),
+        rank=team.ranks.index(rank),
+        world_size=len(team.ranks),
+        timeout=timeout,
     )
 
 

@@ -3,7 +3,8 @@
     results = run_distributed(my_case, 2, 120, {"tp": 2})      # my_case(arg) runs on both ranks
 
 `fn` must be a module-level function; it runs after torch.distributed is initialised. It returns JSON-able data, or a
-(nested dict of) tensors together with it. Many layouts in one process group: call `fresh_parallel(...)` before each.
+(nested dict of) tensors together with it. Many layouts in one process group: call `fresh_parallel(...)` or
+`fresh_layout(...)` before each; a process has one layout at a time.
 """
 
 from __future__ import annotations
@@ -23,12 +24,18 @@ import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from megarl.processes import has_nvidia_device
 
+if TYPE_CHECKING:
+    from megarl.comm import WorkerGroup
+    from megarl.config.model import ParallelConfig
+    from megarl.training.parallel import Layout
+
+_layouts: list[Layout] = []  # of this process; at most one
 _ROOT = Path(__file__).parents[1]
 _OPENMP = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
@@ -107,48 +114,56 @@ def _servers(preload: str) -> list[forkserver.ForkServer]:
     return servers
 
 
-def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None):
-    """Initialise Megatron's groups for another layout in the process group that is already there."""
-    mpu = _parallel_state()
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+def world() -> WorkerGroup:
+    """All ranks of this process's torch world; made for this process alone where there is none."""
+    from megarl.comm import own_world
+
+    return own_world("gloo", 120.0)
+
+
+def fresh_layout(parallel: ParallelConfig) -> Layout:
+    """Another layout for the processes that are already there; the one before, with its engines, ends. Collective."""
+    from megarl.training.parallel import init_parallel
 
     no_parallel()
-    mpu.initialize_model_parallel(
-        tp,
-        pp,
-        vpp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp or (tp if ep == 1 else 1),
-    )
+    _layouts.append(init_parallel(parallel, world()))
+    return _layouts[0]
+
+
+def layout_for(parallel: ParallelConfig) -> Layout:
+    """The layout of this process where it is the one asked for, else a fresh one."""
+    return _layouts[0] if _layouts and _layouts[0].parallel == parallel else fresh_layout(parallel)
+
+
+def fresh_parallel(tp: int = 1, pp: int = 1, vpp: int | None = None, cp: int = 1, ep: int = 1, etp: int | None = None):
+    """`fresh_layout` of these sizes, ready for models that are not built by an engine."""
+    from megarl.config.model import ParallelConfig
+
+    layout = fresh_layout(ParallelConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, etp=etp))
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    return layout
 
 
 def no_parallel() -> None:
-    """Drop Megatron's parallel groups, so that the code under test can make its own."""
-    from megarl.training.parallel import leave_parallel
-
-    leave_parallel()
-
-
-def single_process(**layout: int) -> None:
-    """A process group of one inside this process, for tests of code that only runs under torch.distributed."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if layout or not _parallel_state().model_parallel_is_initialized():
-        fresh_parallel(**layout)
+    """End the layout of this process, if any, so that the code under test can make its own. Collective."""
+    while _layouts:
+        _layouts.pop().close()
 
 
-def _parallel_state() -> Any:
-    """Megatron's module of that name, importable without a GPU."""
-    from megarl.compat import megatron as compat
+def current_layout() -> Layout:
+    """The layout that the test made last."""
+    return _layouts[0]
 
-    compat.install()
-    from megatron.core import parallel_state
 
-    return parallel_state
+def single_process() -> Layout:
+    """The layout of this process alone, for tests of code that only runs under torch.distributed; made once."""
+    from megarl.config.model import ParallelConfig
+
+    if not _layouts:
+        fresh_parallel()
+    return layout_for(ParallelConfig())
 
 
 def _free_port() -> int:

@@ -11,7 +11,6 @@ so that no rank sends everything.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -19,12 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megarl.comm import all_gather_json
+from megarl.comm import WorkerGroup
 from megarl.dag.exchange import DataLayout
 from megarl.dag.exchange_local import LocalExchange
 from megarl.dag.exchange_plan import Assignment, Balance, PartInfo, assign
 from megarl.data.batch import Batch, Jagged
 from megarl.errors import MegarlError
+from megarl.rendezvous import ranks_text
 
 
 class ExchangeError(MegarlError):
@@ -32,26 +32,26 @@ class ExchangeError(MegarlError):
 
 
 class DistExchange(LocalExchange):
-    """See `megarl.dag.exchange.Exchange`. Needs an initialised torch.distributed.
+    """See `megarl.dag.exchange.Exchange`.
 
     Args:
+        world: all ranks that layouts number, with the deadline of every wait on another rank.
         together: column whose equal values stay on one part (advantages need whole prompt groups); None: none.
         balanced: even out tokens over the destination parts instead of keeping the source order.
         equal_counts: when balanced, give every part the same number of groups.
-        timeout_s: deadline of every wait on another rank.
     """
 
     def __init__(
         self,
+        world: WorkerGroup,
         *,
         together: str | None = "uid",
         balanced: bool = False,
         equal_counts: bool = False,
-        timeout_s: float = 600.0,
     ) -> None:
         self.together, self.balanced, self.equal_counts = together, balanced, equal_counts
-        self.timeout = datetime.timedelta(seconds=timeout_s)
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._world = world
+        self._groups: dict[tuple[int, ...], WorkerGroup | None] = {}
 
     def prepare(self, edges: Sequence[tuple[DataLayout, DataLayout]]) -> None:
         """Make the process group of every edge; collective over all processes of the job.
@@ -62,7 +62,9 @@ class DistExchange(LocalExchange):
         for src, dst in edges:
             ranks = tuple(sorted(src.ranks | dst.ranks))
             if src != dst and ranks not in self._groups:
-                self._groups[ranks] = dist.new_group(list(ranks), timeout=self.timeout, backend="gloo")
+                self._groups[ranks] = self._world.subgroup(
+                    ranks, f"the exchange of {ranks_text(ranks)}", backend="gloo"
+                )
 
     def redistribute(
         self,
@@ -78,7 +80,7 @@ class DistExchange(LocalExchange):
         Raises:
             ExchangeError: ranks came with different keys or layouts, or a rank could not pack its samples.
         """
-        rank = dist.get_rank()
+        rank = self._world.rank
         if src == dst:
             return batch
         ranks = tuple(sorted(src.ranks | dst.ranks))
@@ -86,11 +88,11 @@ class DistExchange(LocalExchange):
             raise ValueError(f"{key}: rank {rank} is in neither layout")
         if (rank in src.ranks) != (batch is not None):
             raise ValueError(f"{key}: a rank gives a batch if and only if it is in the source layout")
-        if ranks not in self._groups:
+        group = self._groups.get(ranks)
+        if group is None:
             raise ValueError(f"{key}: no group for ranks {ranks}; call prepare on every process first")
-        group = self._groups[ranks]
         batch = batch if batch is None else batch.to("cpu")
-        heads = dict(zip(ranks, all_gather_json(self._head(batch, src, dst, key, held), group), strict=True))
+        heads = dict(zip(ranks, group.all_gather_json(self._head(batch, src, dst, key, held)), strict=True))
         self._check(heads, key)
         plan = assign(
             [PartInfo(**heads[part[0]]["info"]) for part in src.parts],
@@ -143,11 +145,12 @@ class DistExchange(LocalExchange):
         plan: Assignment,
         sources: list[list[int]],
         key: str,
-        group: dist.ProcessGroup,
+        group: WorkerGroup,
         ranks: tuple[int, ...],
     ) -> dict[int, Batch]:
         """Slices for this rank by source part; sends what this rank owes to others on the way."""
-        rank, mine = dist.get_rank(), src.part_of(dist.get_rank())
+        rank = self._world.rank
+        mine = src.part_of(rank)
         tag = int.from_bytes(hashlib.sha256(key.encode()).digest()[:3], "big")
         owed = _transfers(src, dst, sources)
         packed: dict[int, torch.Tensor] = {}
@@ -161,7 +164,7 @@ class DistExchange(LocalExchange):
                     report["sizes"][str(receiver)] = len(packed[target])
         except Exception as error:  # told to everybody, so that nobody waits for what will not come
             report["error"] = f"{type(error).__name__}: {error}"
-        reports = dict(zip(ranks, all_gather_json(report, group), strict=True))
+        reports = dict(zip(ranks, group.all_gather_json(report), strict=True))
         failed = {r: report["error"] for r, report in reports.items() if "error" in report}
         if failed:
             raise ExchangeError(f"exchange {key!r}: could not pack samples: {failed}")
@@ -169,9 +172,9 @@ class DistExchange(LocalExchange):
         for (sender, receiver), (part, target) in owed.items():
             if rank == receiver != sender:
                 arriving[part] = torch.empty(reports[sender]["sizes"][str(rank)], dtype=torch.uint8)
-                work.append(dist.irecv(arriving[part], sender, group=group, tag=tag))
+                work.append(dist.irecv(arriving[part], sender, group=group.process_group, tag=tag))
             elif rank == sender != receiver:
-                work.append(dist.isend(packed[target], receiver, group=group, tag=tag))
+                work.append(dist.isend(packed[target], receiver, group=group.process_group, tag=tag))
         for item in work:
             assert item is not None, "this rank is in the group"
             item.wait()

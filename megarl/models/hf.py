@@ -14,6 +14,7 @@ from megarl.config.base import raise_problems
 from megarl.config.facts import facts_from_config
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
+from megarl.processes import is_first_process
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,8 +64,6 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
     transformers keeps a `lm_head.weight` that differs from the embeddings although `tie_word_embeddings` is true, and
     warns. A token classifier has a bias unless its config says `token_classification_bias: false`.
     """
-    import torch.distributed as dist
-
     from megarl.models.weights.files import CheckpointReader, resolve_folder
 
     folder = resolve_folder(source)
@@ -75,7 +74,7 @@ def _follow_files(config: PretrainedConfig, source: str) -> None:
         config.token_classification_bias = "score.bias" in reader
     if config.tie_word_embeddings and reader.untied_head():
         config.tie_word_embeddings = False
-        if dist.is_initialized() and dist.get_rank() > 0:
+        if not is_first_process():
             return
         warnings.warn(
             f"{folder}: config.json says tie_word_embeddings, and lm_head.weight in the files differs from the "

@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.comm import broadcast_json
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
 from megarl.runtime.changes import Command, announcements
@@ -32,7 +31,7 @@ class Checkpoints:
     """
 
     def __init__(self, c: Controller) -> None:
-        self._c, self.best = c, -math.inf
+        self._c, self._world, self.best = c, c.layout.world, -math.inf
         self.best_step: int | None = None
         self._root = c.run_dir / FOLDER
         self.source: Path | None = None
@@ -50,8 +49,6 @@ class Checkpoints:
             CheckpointError: there are checkpoints, and none of them can be used.
             ConfigError: no such checkpoint, or it cannot be continued with this configuration.
         """
-        import torch.distributed as dist
-
         from megarl.training.checkpoint import check_model, verify
 
         resume = self._c.config.trainer.resume
@@ -67,14 +64,14 @@ class Checkpoints:
                         found=resume,
                         allowed="auto, never, or RUN_DIR/checkpoints/step_N",
                     )
-                self._meta = verify(self.source)
+                self._meta = verify(self.source, self._world)
             changes: list[str] = []
             if self.source is not None and self._meta is not None:
-                check_model(self.source, self._meta, self._c.trained)
+                check_model(self.source, self._meta, self._c.trained, self._world)
                 now = self._c.config.model_dump(mode="json")
                 command: Command = "sft" if key.startswith("sft.") else "train"
                 changes = announcements(self._meta["config"], now, command)
-            if dist.get_rank() == 0:
+            if self._world.rank == 0:
                 self._leave_others(steps, key, changes)
         return None if self._meta is None else self._meta["step"]
 
@@ -85,23 +82,21 @@ class Checkpoints:
         Raises:
             CheckpointError: there are checkpoints, and none is intact.
         """
-        import torch.distributed as dist
-
         from megarl.training.checkpoint import named_steps, verify
         from megarl.training.intact import few
         from megarl.training.shards import CheckpointError
 
         # One rank looks for all: on a shared file system two ranks may see different folders.
-        steps = broadcast_json(named_steps(self._root), 0)
+        steps = self._world.broadcast_json(named_steps(self._root))
         damaged = []
         for step in reversed(steps):
             folder = self._root / f"step_{step}"
             try:
-                self._meta, self.source = verify(folder), folder
+                self._meta, self.source = verify(folder, self._world), folder
                 return
             except CheckpointError as error:
                 damaged.append(f"step_{step}: {error.found}")
-                if dist.get_rank() == 0:
+                if self._world.rank == 0:
                     print(f"WARNING: {folder} is not used, it is damaged or incomplete: {error.found}", flush=True)
         if damaged:
             raise CheckpointError(
@@ -157,7 +152,7 @@ class Checkpoints:
 
         if best_step is None:  # saved by a version that did not note it
             return True
-        return broadcast_json(keep_best(self._root, best_step) if self._c.layout.rank == 0 else None, 0)
+        return self._world.broadcast_json(keep_best(self._root, best_step) if self._world.rank == 0 else None)
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
         """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every`, or as the best one.

@@ -128,11 +128,7 @@ class Controller:
 
     def all_sum(self, values: Tensor) -> Tensor:
         """Sum of a small CPU tensor over the data-parallel ranks."""
-        import torch.distributed as dist
-
-        total = values.clone()
-        dist.all_reduce(total, group=self.layout.dp_group)
-        return total
+        return self.layout.dp_group.all_reduce(values.clone())
 
     def close(self) -> None:
         """End the processes and threads this rank started."""

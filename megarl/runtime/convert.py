@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,8 +57,7 @@ def describe(folder: Path) -> str:
 
 def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard_gb: float) -> None:
     """Load a checkpoint of any layout into one process and export it."""
-    import torch.distributed as dist
-
+    from megarl.comm import own_world
     from megarl.config.load import load_config
     from megarl.data.tokenizer import load_tokenizer
     from megarl.device import DTYPES, dist_backend
@@ -76,22 +76,22 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
     config = load_config(recipe)
     whole = config.actor.model_copy(update={"parallel": ParallelConfig()})
     config = config.model_copy(update={"actor": whole})
-    if not dist.is_initialized():
-        dist.init_process_group(dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
-    layout = init_parallel(ParallelConfig(), config.cluster.timeout_s)
-    meta = checkpoint.verify(folder)
-    hf_config = _config_of(config.model, checkpoint.stored_names(folder, meta))
-    engine = build_engine(config, hf_config, layout, lambda chunks: None, trainable=False)
-    checkpoint.load(folder, {"actor": engine}, meta)
-    tokenizer = load_tokenizer(config.model)
-    export_weights(
-        engine.chunks,
-        target,
-        hf_config,
-        tokenizer,
-        dtype=DTYPES[dtype] if dtype else None,
-        max_shard_gb=max_shard_gb,
-    )
+    world = own_world(dist_backend(), config.cluster.timeout_s)
+    with closing(init_parallel(ParallelConfig(), world)) as layout:
+        meta = checkpoint.verify(folder, world)
+        hf_config = _config_of(config.model, checkpoint.stored_names(folder, meta))
+        engine = build_engine(config, hf_config, layout, lambda chunks: None, trainable=False)
+        checkpoint.load(folder, {"actor": engine}, meta)
+        tokenizer = load_tokenizer(config.model)
+        export_weights(
+            engine.chunks,
+            target,
+            hf_config,
+            tokenizer,
+            world=world,
+            dtype=DTYPES[dtype] if dtype else None,
+            max_shard_gb=max_shard_gb,
+        )
 
 
 def _config_of(model: ModelConfig, stored: Iterable[str]) -> PretrainedConfig:

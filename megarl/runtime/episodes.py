@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from megarl.comm import broadcast_json
 from megarl.config.rollout import env_section
 from megarl.data.rows import Row
 from megarl.data.templates import chat_renderer
@@ -77,7 +76,7 @@ def play(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Calla
         episodes.host,
         episodes.turns,
         lambda ids: (c.decode(ids), c.tokenizer.batch_decode(ids) if ids else []),
-        lambda value: broadcast_json(value, layout.lead_rank, layout.mp_group),
+        layout.mp_group.broadcast_json,
         Limits(limits.turns, c.config.data.max_prompt_tokens, limits.response_tokens(sampling), limits.seconds),
         env_section(c.config.env)[1],
     )

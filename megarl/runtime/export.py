@@ -27,7 +27,6 @@ def export(c: Controller, checkpoints: Path) -> None:
         c: this rank's controller, after its last step.
         checkpoints: the run's folder of checkpoints.
     """
-    from megarl.comm import broadcast_json
     from megarl.training.checkpoint import best
 
     if not c.config.trainer.export_hf:
@@ -41,7 +40,7 @@ def export(c: Controller, checkpoints: Path) -> None:
         if c.layout.rank == 0:
             write_exported(c.run_dir, written)
         # One rank looks for all: on a shared file system two ranks may see different folders.
-        source = broadcast_json(str(best(checkpoints) or "") if c.layout.rank == 0 else None, 0)
+        source = c.layout.world.broadcast_json(str(best(checkpoints) or "") if c.layout.rank == 0 else None)
         other = source and Path(source).name != f"step_{c.step}"
         step = _load_best(c, Path(source)) if other else None
         if step is not None:
@@ -78,4 +77,4 @@ def show_export(c: Controller) -> None:
 def _write(c: Controller, engine: MegatronEngine, name: str) -> None:
     from megarl.models.weights import export_weights
 
-    export_weights(engine.chunks, c.run_dir / name, c.hf_config, c.tokenizer)
+    export_weights(engine.chunks, c.run_dir / name, c.hf_config, c.tokenizer, world=engine.layout.world)

@@ -27,7 +27,6 @@ def use_servers(c: Controller) -> None:
     """
     if c.config.rollout.engine != "sglang":
         return
-    from megarl.comm import as_group
     from megarl.device import DTYPES, has_cuda
     from megarl.rollout.sglang.engine import Replica, SglangEngine
     from megarl.rollout.sglang.launch import Place, open_fleet
@@ -53,14 +52,15 @@ def use_servers(c: Controller) -> None:
             cuda=has_cuda(),
             random_weights=True,
             longest=config.longest_sequence(),
+            world=layout.world,
         )
     if config.rollout.sglang.colocated:
-        c.server_memory = ServerMemory(c.fleet, config.sync.timeout_s, layout.rank)
+        c.server_memory = ServerMemory(c.fleet, config.sync.timeout_s, layout.world)
         make_room(c)  # until the first `publish`: a checkpoint may come back before
     sizes = config.rollout.sglang.tp_size, config.rollout.sglang.ep_size
     receivers = SglangReceivers(c.fleet, ServerLayout.of(c.hf_config, *sizes, on_gpu=has_cuda()))
-    sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, as_group(None))
-    replica = Replica(layout.dp_rank, layout.dp_size, layout.lead_rank, layout.is_lead, layout.mp_group)
+    sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, layout.world)
+    replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
     c.sync = sync
     c.rollout = SglangEngine(config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()), sync.run)
     if layout.rank == 0:
@@ -105,8 +105,6 @@ def make_room(c: Controller, *parts: str) -> None:
 
 def _write_model_config(c: Controller) -> Path:
     """Folder with the model's configuration and no weights, readable on every machine."""
-    import torch.distributed as dist
-
     from megarl.device import DTYPES
     from megarl.models.weights.export import write_metadata
 
@@ -114,7 +112,7 @@ def _write_model_config(c: Controller) -> Path:
     if c.layout.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         write_metadata(folder, c.hf_config, None, DTYPES[c.config.model.dtype])
-    dist.barrier()
+    c.layout.world.barrier()
     return folder
 
 
@@ -132,7 +130,8 @@ def _account(c: Controller, report: SyncReport) -> None:
     with phase("probe"):
         assert isinstance(c.sync, WeightSync), "servers get their weights from it"
         tag = version_tag(report.version, c.sync.run)
-        probes = probe_servers(c.fleet, report.to_probe, c.hf_config.vocab_size, c.config.sync.timeout_s, tag)
+        vocabulary, limit = c.hf_config.vocab_size, c.config.sync.timeout_s
+        probes = probe_servers(c.fleet, report.to_probe, vocabulary, limit, tag, c.layout.world)
         if not probes:
             return
         batch = Batch(

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.comm import all_gather_json
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.phase import phase, set_step
@@ -59,7 +58,7 @@ def _write_responses(c: Controller) -> None:
         for prompts in rounds(c.val_data, size, c.layout.dp_rank, c.layout.dp_size):
             samples = draw(c, prompts, config.validation_sampling)
             mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
-            parts = all_gather_json(mine, c.layout.dp_group)
+            parts = c.layout.dp_group.all_gather_json(mine)
             lines = [line for part in parts for line in part]
             file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             if c.layout.rank == 0:

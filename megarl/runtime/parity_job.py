@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.comm import WorkerGroup, own_world
 from megarl.compat.sglang import find_python
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.sglang import SGLangConfig
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 LENGTHS = (64, 17, 40, 5)
 _SERVER_TOKENS = 4096
+_DEADLINE_S = 600.0  # of collectives of one process, which do not wait
 
 
 def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
@@ -42,6 +44,7 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
     """
     from megarl.models.config import load_hf_config
     from megarl.models.weights.files import CheckpointReader
+    from megarl.training.parallel import init_parallel
 
     with ExitStack() as stack:
         python = find_python(None, cuda=has_cuda()) if server else None  # before anything that takes long
@@ -58,6 +61,8 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
         sequences = [torch.randint(hf.vocab_size, (n,), generator=g) for n in LENGTHS]
         # First: a server takes most of a GPU's memory, and has given it back when the models come.
         others = {} if python is None else {"server": _server_logprobs(folder, dtype, sequences)}
+        layout = init_parallel(ParallelConfig(), own_world(dist_backend(), _DEADLINE_S))
+        stack.callback(layout.close)
         reference, policy = _load_both(folder, hf, DTYPES[dtype])
         return compare(reference, policy, sequences, others)
 
@@ -71,7 +76,7 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
     name = str(DTYPES[dtype]).removeprefix("torch.")
     with (
         tempfile.TemporaryDirectory() as logs,
-        open_fleet(config, Place(), Path(logs), folder, name, cuda=has_cuda()) as fleet,
+        open_fleet(config, Place(), Path(logs), folder, name, cuda=has_cuda(), world=WorkerGroup.alone()) as fleet,
     ):
         for ids in sequences:
             request = {
@@ -89,17 +94,13 @@ def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> l
 
 
 def _load_both(folder: Path, hf: PretrainedConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, PolicyModel]:
-    import torch.distributed as dist
+    """transformers' model and ours; the layout must be there."""
     from transformers import AutoModelForCausalLM
 
     from megarl.models.build import build_policy
     from megarl.models.config import transformer_config
     from megarl.models.weights import load_weights
-    from megarl.training.parallel import init_parallel
 
-    if not dist.is_initialized():
-        dist.init_process_group(dist_backend(), store=dist.HashStore(), rank=0, world_size=1)
-    init_parallel(ParallelConfig())
     (policy,) = build_policy(hf, transformer_config(hf, ParallelConfig(), dtype=dtype, engine=EngineConfig()))
     load_weights([policy], folder)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.comm import all_gather_json, all_to_all_bytes
 from megarl.data.batch import Batch
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from megarl.comm import WorkerGroup
 
 
 class Pool:
@@ -22,12 +21,11 @@ class Pool:
 
     Args:
         n: samples per group.
-        group: one rank of every replica.
-        rank, size: this replica, and how many there are.
+        group: one rank of every replica, in the order of the replicas.
     """
 
-    def __init__(self, n: int, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        self._n, self._group, self._rank, self._size = n, group, rank, size
+    def __init__(self, n: int, group: WorkerGroup) -> None:
+        self._n, self._group, self._rank, self._size = n, group, group.rank, group.size
         self._mine: list[Batch] = []
         self._owners: list[int] = []
 
@@ -40,7 +38,7 @@ class Pool:
         self._mine.append(
             samples.select([g * self._n + i for g, kept in enumerate(keep) if kept for i in range(self._n)])
         )
-        shares: list[list[bool]] = all_gather_json(keep, self._group)
+        shares: list[list[bool]] = self._group.all_gather_json(keep)
         for place in range(max(map(len, shares))):
             self._owners += [r for r, share in enumerate(shares) if place < len(share) and share[place]]
 
@@ -52,7 +50,7 @@ class Pool:
         if self._size > 1:
             parts = [mine.select(self._places([g for g, to in enumerate(held) if to == r])) for r in range(self._size)]
             mine = Batch.concat(
-                [Batch.from_bytes(x) for x in all_to_all_bytes([p.to_bytes() for p in parts], self._group)]
+                [Batch.from_bytes(x) for x in self._group.all_to_all_bytes([p.to_bytes() for p in parts])]
             )
         # What arrived is sorted by the replica it came from; put it back into the common order.
         ordered = [k for k, to in enumerate(taker) if to == self._rank]

@@ -8,7 +8,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from megarl import phase as phases
-from megarl.comm import reduce_metrics
 from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
 from megarl.runtime.alarms import Alarms
@@ -114,7 +113,7 @@ class Recorder:
         peak = peak_memory_gb()
         local.max("perf/max_memory_gb", peak)
         local.sum("perf/total_memory_gb", peak)
-        numbers = reduce_metrics(local).result()
+        numbers = c.layout.world.reduce_metrics(local).result()
         if "perf/total_tokens" in numbers:
             numbers |= self._perf(numbers)
         if self._tracker is not None:

@@ -45,7 +45,7 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None)
         elif c.config.reference.path is None:
             origin = unchanged_model(c.config)
             if origin is None:
-                export_weights(c.actor.chunks, own, c.hf_config, c.tokenizer)
+                export_weights(c.actor.chunks, own, c.hf_config, c.tokenizer, world=c.layout.world)
         source = c.config.reference.path or origin or str(kept)
         # Not the policy's configuration: RoPE or windows may differ.
         hf_config = load_hf_config(
@@ -64,7 +64,8 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None)
             own.mkdir(exist_ok=True)
             write_atomically(own / _ORIGIN, json.dumps({"path": origin}))
         elif origin is None and kept.resolve() != own.resolve():
-            export_weights(c.reference.chunks, own, hf_config, c.tokenizer)  # for later resumes of this run
+            # For later resumes of this run.
+            export_weights(c.reference.chunks, own, hf_config, c.tokenizer, world=c.layout.world)
         if c.config.actor.engine.offload:
             c.reference.offload()
 

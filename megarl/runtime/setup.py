@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.algorithms.kl import KLController
-from megarl.comm import all_gather_json
+from megarl.comm import team_world
 from megarl.config.run import RunConfig
 from megarl.data.loader import PromptLoader
 from megarl.data.prompts import PromptDataset
@@ -41,9 +41,10 @@ def init_processes(config: RunConfig, run_dir: Path) -> Layout:
         torch.cuda.set_device(device())
     with phase("join"):
         join(dist_backend(), config.cluster.timeout_s, run_dir)
+        world = team_world(config.cluster.timeout_s)
         if has_cuda():
-            refuse_shared_gpu(all_gather_json(gpu_id()))
-        return init_parallel(config.actor.parallel, config.cluster.timeout_s)
+            refuse_shared_gpu(world.all_gather_json(gpu_id()))
+        return init_parallel(config.actor.parallel, world)
 
 
 def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True, scored: bool = True) -> Controller:
@@ -67,7 +68,7 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
         reward = build_reward(config.reward) if scored and layout.is_lead else None
     with phase("load_model"):
         actor = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
-        rollout = EmbeddedEngine(actor.chunks, config.rollout)
+        rollout = EmbeddedEngine(actor.chunks, config.rollout, layout)
     lag = config.rollout.stale_steps
     kl = config.algorithm.kl
     return Controller(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.comm import reduce_metrics
 from megarl.metrics import Metrics
 from megarl.phase import phase
 from megarl.rewards.scoring import ERROR_KEY
@@ -73,7 +72,7 @@ def evaluate(c: Controller, recorder: Recorder, step: int) -> float | None:
     if result is None:
         return None
     recorder.samples(step, result.rows)
-    accuracy = reduce_metrics(result.metrics, c.layout.dp_group).result()["val/acc"]
+    accuracy = c.layout.dp_group.reduce_metrics(result.metrics).result()["val/acc"]
     c.metrics.merge(result.metrics)
     return accuracy
 

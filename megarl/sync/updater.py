@@ -107,7 +107,7 @@ class WeightSync:
         self.run = world.broadcast_json(secrets.token_hex(4))  # part of versions' names
         model_dtype = chunks[0].config.params_dtype
         self.dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
-        ranks = layout_of_all(coordinate(chunks))
+        ranks = layout_of_all(coordinate(chunks), world)
         names, addresses = hosts_of_ranks(world)
         hosts = hosts_of_receivers([receiver.url for receiver in receivers.all], names, addresses, world)
         self.transport_name = choose_transport(config.transport, hosts, set(names.values()), receivers.cannot_map)
@@ -253,7 +253,7 @@ class WeightSync:
         if not chosen:
             return
         layouts = list(dict.fromkeys(self.receivers.all[n].layout for n in chosen))
-        found = verify.expected_checksums(iter_hf_tensors(self.chunks), layouts, self.dtype)
+        found = verify.expected_checksums(iter_hf_tensors(self.chunks, self.world), layouts, self.dtype)
         sums = self.world.broadcast_json([found.get(at) for at in layouts])
         expected: dict[int, Checksums] = {n: sums[layouts.index(self.receivers.all[n].layout)] for n in chosen}
         reported: dict[int, Checksums] = {}

@@ -28,16 +28,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 import megarl
-from megarl.comm import all_gather_json, broadcast_json
+from megarl.comm import WorkerGroup
 from megarl.config.trained import best_step, steps_in
 from megarl.training import old_format
 from megarl.training.intact import Seal, faults, few, seal_text
 from megarl.training.rng import load_rng, rng_bytes
 from megarl.training.saving import Saving
-from megarl.training.sharded_state import load_engines, refuse_foreign, snapshot, weight_boxes
+from megarl.training.sharded_state import load_engines, refuse_foreign, snapshot, weight_boxes, world_of
 from megarl.training.shards import CheckpointError, Index, label_of, read_index
 
 if TYPE_CHECKING:
@@ -84,15 +82,16 @@ def begin(
     Raises:
         CheckpointError: on every rank alike: the disk is too full, or the folder cannot be made.
     """
-    rank, tag = dist.get_rank(), broadcast_json(uuid.uuid4().hex[:8], 0)
+    world = world_of(engines)
+    tag = world.broadcast_json(uuid.uuid4().hex[:8])
     folder = root / f"step_{step}.tmp-{tag}"
     shard = snapshot(engines, {"tag": tag, "step": step})
-    contents = {**(files or {}), f"rng_{rank}.safetensors": rng_bytes()}
-    if rank == 0:
+    contents = {**(files or {}), f"rng_{world.rank}.safetensors": rng_bytes()}
+    if world.rank == 0:
         contents[_STATE] = json.dumps(extra).encode()
-    sizes = all_gather_json(shard.nbytes + sum(map(len, contents.values())))
+    sizes = world.all_gather_json(shard.nbytes + sum(map(len, contents.values())))
     fix = _make_room(root, step)
-    problem = broadcast_json(_make_folder(folder, sum(sizes)) if rank == 0 else None, 0)
+    problem = world.broadcast_json(_make_folder(folder, sum(sizes)) if world.rank == 0 else None)
     if problem:
         raise CheckpointError("the checkpoint cannot be written", where=str(folder), found=problem, fix=fix)
     meta = {"format": FORMAT, "megarl": megarl.__version__, "tag": tag, "step": step, "config": config or {}}
@@ -109,7 +108,7 @@ def begin(
         except OSError as error:  # the new checkpoint is complete all the same
             log.warning("old checkpoints in %s cannot be removed: %s", root, error)
 
-    return Saving(folder, shard, contents, commit, fix)
+    return Saving(folder, shard, contents, commit, fix, world)
 
 
 def _facts_of(engines: dict[str, MegatronEngine]) -> dict[str, Any]:
@@ -160,17 +159,18 @@ def load(
     Raises:
         CheckpointError: not a whole checkpoint of this format, or without one of the engines.
     """
-    meta = verify(folder) if meta is None else meta
-    index = check_model(folder, meta, engines)
+    world = world_of(engines)
+    meta = verify(folder, world) if meta is None else meta
+    index = check_model(folder, meta, engines, world)
     load_engines(engines, folder, index, meta["optimizer_steps"])
     if meta["layout"] == next(iter(engines.values())).layout.describe():
-        load_rng(folder / f"rng_{dist.get_rank()}.safetensors")
-    dist.barrier()
+        load_rng(folder / f"rng_{world.rank}.safetensors")
+    world.barrier()
     return meta["step"], json.loads((folder / _STATE).read_text())
 
 
-def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronEngine]) -> Index:
-    """Refuse a checkpoint of other models than `engines`; optimizer state is not looked at. Collective.
+def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronEngine], world: WorkerGroup) -> Index:
+    """Refuse a checkpoint of other models than `engines`; optimizer state is not looked at. Collective over `world`.
 
     Raises:
         CheckpointError: on every rank alike: an engine is missing, or has parameters of other names or shapes, or
@@ -183,13 +183,14 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
             where=str(folder),
             fix="resume a run of the same kind; trainer.resume=never starts from the beginning",
         )
-    index, wrong = broadcast_json(_index_or_fault(folder, meta) if dist.get_rank() == 0 else None, 0)
+    index, wrong = world.broadcast_json(_index_or_fault(folder, meta) if world.rank == 0 else None)
     if wrong:
         raise CheckpointError(
             "this checkpoint is damaged or incomplete", where=str(folder), found=wrong, fix=_way_out(folder)
         )
     boxes = [box for name, engine in engines.items() for box in weight_boxes(name, engine)]
-    refuse_foreign(boxes, index, folder, more=_surplus(meta, engines, index, {box.key for box in boxes}))
+    more = _surplus(meta, engines, index, {box.key for box in boxes}, world)
+    refuse_foreign(boxes, index, folder, world, more)
     return index
 
 
@@ -198,9 +199,11 @@ def stored_names(folder: Path, meta: dict[str, Any]) -> frozenset[str]:
     return frozenset(_index(folder, meta))
 
 
-def _surplus(meta: dict[str, Any], engines: dict[str, MegatronEngine], index: Index, mine: set[str]) -> list[str]:
+def _surplus(
+    meta: dict[str, Any], engines: dict[str, MegatronEngine], index: Index, mine: set[str], world: WorkerGroup
+) -> list[str]:
     """What the checkpoint has of `engines` and no rank holds, and vocabularies of other sizes. Collective."""
-    held = {key for keys in all_gather_json(sorted(mine)) for key in keys}
+    held = {key for keys in world.all_gather_json(sorted(mine)) for key in keys}
     prefixes = tuple(f"{name}." for name in engines)
     lines = [f"{key} is in the checkpoint only" for key in index if key.startswith(prefixes) and key not in held]
     for name, engine in engines.items():
@@ -224,14 +227,14 @@ def _index(folder: Path, meta: dict[str, Any]) -> Index:
     return read_index(folder, [name for name in meta["files"] if name.startswith("rank_")])
 
 
-def verify(folder: Path) -> dict[str, Any]:
-    """Contents of meta.json, once every file it lists has been read and is what was written. Collective.
+def verify(folder: Path, world: WorkerGroup) -> dict[str, Any]:
+    """Contents of meta.json, once every file it lists has been read and is what was written. Collective over `world`.
 
     Raises:
         CheckpointError: on every rank alike: the files that are not, and which checkpoints beside it could do.
     """
-    meta, wrong = broadcast_json(_meta_or_fault(folder) if dist.get_rank() == 0 else None, 0)
-    found = [wrong] if wrong else faults(folder, meta["files"], lambda path: _stranger(path, meta["tag"]))
+    meta, wrong = world.broadcast_json(_meta_or_fault(folder) if world.rank == 0 else None)
+    found = [wrong] if wrong else faults(folder, meta["files"], lambda path: _stranger(path, meta["tag"]), world)
     if found:
         raise CheckpointError(
             "this checkpoint is damaged or incomplete", where=str(folder), found=few(found), fix=_way_out(folder)

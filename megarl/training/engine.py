@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megarl.comm import broadcast_json, reduce_metrics
+from megarl.comm import WorkerGroup
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
@@ -140,8 +139,7 @@ class MegatronEngine:
         rows = torch.zeros(head.outputs, total, device=self.device)
         if self.layout.is_last_stage and total:
             torch.cat([part for part, micro in zip(outputs, micros, strict=True) if micro.samples], 1, out=rows)
-        if self.layout.pp_size > 1:
-            dist.broadcast(rows, self.layout.last_stage_rank, group=self.layout.pp_group)
+        self.layout.pp_group.broadcast(rows, src=self.layout.pp_size - 1)
         return self._in_batch_order(rows, batch, groups)
 
     def _collect(self, head: Head, micro: MicroBatch, chunk: Any) -> Any:
@@ -246,7 +244,7 @@ class MegatronEngine:
         norm = float(self.optimizer.get_grad_norm())
         ids = batch["sample_id"] if "sample_id" in batch else list(map(str, range(len(batch))))
         names = [[str(ids[sample]) for sample in group] for group in groups][: len(losses)]
-        check_finite(losses, names, norm, self.chunks, self.step)
+        check_finite(losses, names, norm, self.chunks, self.step, self.layout.world)
         optimizer.clip(self.optimizer, norm, self.optim.clip_grad)
         rate = optimizer.learning_rate(self.optim, self.step, self.total_steps)
         for group in self.optimizer.param_groups:
@@ -260,9 +258,9 @@ class MegatronEngine:
         for _, part in results:
             metrics.merge(part)
         if self.layout.is_last_stage:
-            metrics = reduce_metrics(metrics, self.layout.dp_group)
+            metrics = self.layout.dp_group.reduce_metrics(metrics)
         if self.layout.pp_size > 1:
-            plain = broadcast_json(metrics.to_json(), self.layout.last_stage_rank, self.layout.pp_group)
+            plain = self.layout.pp_group.broadcast_json(metrics.to_json(), src=self.layout.pp_size - 1)
             metrics = Metrics.from_json(plain)
         return metrics
 
@@ -351,11 +349,9 @@ class _AllTokens(torch.autograd.Function):
     this rank's part: every rank has computed the same loss, so summing over ranks would count it cp times."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, order: Tensor, tokens: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, order: Tensor, tokens: int, group: WorkerGroup) -> Tensor:
         ctx.save_for_backward(order)
-        full = values.new_zeros(tokens).index_copy_(0, order, values)
-        dist.all_reduce(full, group=group)
-        return full
+        return group.all_reduce(values.new_zeros(tokens).index_copy_(0, order, values))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

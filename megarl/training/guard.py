@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from megarl import phase
-from megarl.comm import all_gather_json
+from megarl.comm import WorkerGroup
 from megarl.device import device
 from megarl.errors import MegarlError
 
@@ -26,8 +25,9 @@ def check_finite(
     grad_norm: float,
     chunks: Sequence[torch.nn.Module],
     step: int,
+    world: WorkerGroup,
 ) -> None:
-    """Raise on every rank when any rank's loss or the gradient norm is not finite. Collective over all ranks.
+    """Raise on every rank when any rank's loss or the gradient norm is not finite. Collective over `world`.
 
     Args:
         losses: scalar loss of each micro-batch that this rank computed.
@@ -35,15 +35,14 @@ def check_finite(
         grad_norm: global gradient norm.
         chunks: model chunks whose parameters carry `main_grad`.
         step: optimizer step, for the message.
+        world: all ranks of the engine.
 
     Raises:
         NonFiniteError: with what each rank found.
     """
     finite = torch.stack(list(losses)).isfinite().tolist() if losses else []
     bad = not all(finite) or not math.isfinite(grad_norm)
-    flag = torch.tensor(float(bad), device=device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    if not flag.item():
+    if not world.all_reduce(torch.tensor(float(bad), device=device()), "max").item():
         return
     finding = {
         "samples": [name for ok, names in zip(finite, samples, strict=True) if not ok for name in names][:_SHOWN],
@@ -53,7 +52,7 @@ def check_finite(
         f"loss or gradient is not finite at optimizer step {step} in phase {phase.current()} "
         f"(gradient norm {grad_norm}); no parameter was changed"
     ]
-    for rank, found in enumerate(all_gather_json(finding)):
+    for rank, found in enumerate(world.all_gather_json(finding)):
         if found["samples"]:
             lines.append(f"  rank {rank}: loss of the micro-batch with samples {', '.join(found['samples'])}, ...")
         if found["parameters"]:

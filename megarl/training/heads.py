@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
-import torch.distributed as dist
 from torch import Tensor
 
+from megarl.comm import WorkerGroup
 from megarl.compat import megatron as compat
 from megarl.models.policy import PolicyModel
 from megarl.training.logprob import linear_logprob
@@ -50,7 +50,7 @@ class LogProbs:
 
     temperature: float
     chunk_tokens: int
-    group: dist.ProcessGroup
+    group: WorkerGroup
     entropy: bool = True
 
     @property

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-import torch.distributed as dist
 import xxhash
 
-from megarl.comm import all_gather_json
+from megarl.comm import WorkerGroup
 from megarl.phase import beat
 
 #: bytes and checksum
@@ -37,15 +36,17 @@ def seal_text(text: str) -> str:
     return xxhash.xxh3_64_hexdigest(text.encode())
 
 
-def faults(folder: Path, seals: Mapping[str, Seal], stranger: Callable[[Path], str | None]) -> list[str]:
+def faults(
+    folder: Path, seals: Mapping[str, Seal], stranger: Callable[[Path], str | None], world: WorkerGroup
+) -> list[str]:
     """What is wrong with the files of `folder`, one line per file that differs from its seal; equal on all ranks.
 
-    Collective: each rank reads its share, so all of them together read every byte once. `stranger(path)` may say more
-    of a file that differs.
+    Collective over `world`: each rank reads its share, so all of them together read every byte once. `stranger(path)`
+    may say more of a file that differs.
     """
-    names = sorted(seals)[dist.get_rank() :: dist.get_world_size()]
+    names = sorted(seals)[world.rank :: world.size]
     mine = [line for name in names if (line := _fault(folder / name, seals[name], stranger))]
-    return [line for part in all_gather_json(mine) for line in part]
+    return [line for part in world.all_gather_json(mine) for line in part]
 
 
 def few(lines: list[str], n: int = 4) -> str:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megarl.comm import WorkerGroup
 from megarl.models.head import head_logits, wide_product
 
 
@@ -34,7 +34,7 @@ class _Shard(NamedTuple):
     inverse_temperature: float
     chunk: int
     entropy: bool
-    group: dist.ProcessGroup | None
+    group: WorkerGroup | None
 
 
 def linear_logprob(
@@ -46,7 +46,7 @@ def linear_logprob(
     vocab_start: int = 0,
     chunk_tokens: int = 1024,
     entropy: bool = True,
-    group: dist.ProcessGroup | None = None,
+    group: WorkerGroup | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of `targets` and entropies under softmax(hidden @ weight.T / temperature).
 
@@ -72,7 +72,7 @@ def linear_logprob(
         raise ValueError(f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}")
     if temperature <= 0 or chunk_tokens <= 0:
         raise ValueError(f"temperature {temperature} and chunk_tokens {chunk_tokens} must be positive")
-    group = None if group is None or group.size() == 1 else group
+    group = None if group is None or group.size == 1 else group
     shard = _Shard(vocab_start, 1.0 / temperature, chunk_tokens, entropy, group)
     return _LinearLogprob.apply(hidden, weight, targets, shard)
 
@@ -206,9 +206,7 @@ def _combine(stats: Tensor, shard: _Shard) -> tuple[Tensor, Tensor, Tensor]:
     """logp, logZ and entropy [N] from the statistics [4, N] of all ranks."""
     parts = stats[None]
     if shard.group is not None and stats.shape[1]:
-        gathered = [torch.empty_like(stats) for _ in range(shard.group.size())]
-        dist.all_gather(gathered, stats, group=shard.group)
-        parts = torch.stack(gathered)
+        parts = torch.stack(shard.group.all_gather(stats))
     peak, total, weighted, target = parts.unbind(1)
     highest = peak.amax(0)
     shift = peak - highest

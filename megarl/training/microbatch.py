@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
@@ -64,8 +63,7 @@ def plan(batch: Batch, budget: int, layout: Layout, device: torch.device) -> lis
     """
     lengths = input_lengths(batch).tolist()
     wanted = torch.tensor([len(pack(lengths, budget))], device=device)
-    dist.all_reduce(wanted, op=dist.ReduceOp.MAX, group=layout.dp_group)
-    count = max(int(wanted), 1)
+    count = max(int(layout.dp_group.all_reduce(wanted, "max")), 1)
     if layout.parallel.vpp:
         count = -(-count // layout.pp_size) * layout.pp_size
     # Sequences of equal length go through attention together when they are neighbours.

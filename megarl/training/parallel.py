@@ -1,14 +1,18 @@
-"""Where this process stands: Megatron's process groups behind one small value, `Layout`."""
+"""Where this process stands in its team: a `Layout` of Megatron's groups. The one place that sets Megatron's own state.
+
+Megatron keeps its groups in a module, one set per process, and talks over torch's default group in places. Both are
+right here because a process belongs to one team, and a team is one torch world: several teams, each with a layout of
+its own, are several worlds side by side (`megarl.rendezvous.join`).
+"""
 
 from __future__ import annotations
 
-import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
+from megarl.comm import WorkerGroup
 from megarl.compat import megatron as compat
 from megarl.config.model import ParallelConfig
 from megarl.device import device
@@ -18,36 +22,55 @@ compat.install()
 
 from megatron.core import parallel_state as mpu  # noqa: E402  (after install)
 
-_current: tuple[ParallelConfig, Layout] | None = None
-
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks and groups of this process. One replica of the model is held by `mp_group`: tp * pp * cp processes.
+    """How a team holds a model: one replica is held by the ranks of `mp_group`, tp * pp * cp processes.
 
     Attributes:
-        rank, world_size: in the whole job.
-        lead_rank: global rank of the first rank of this replica.
-        mp_group: all ranks that hold one replica.
+        world: all ranks of the team.
+        mp_group: all ranks that hold one replica; its first one speaks for it.
         dp_group: ranks that hold the same shard and work on other samples.
         tp_group, pp_group, cp_group: the splits inside a replica.
+        ep_group, etp_group, expert_group: ranks that share out the experts, the width of each, and both.
     """
 
     parallel: ParallelConfig
-    rank: int
-    world_size: int
-    dp_rank: int
-    dp_size: int
-    tp_rank: int
-    pp_rank: int
-    cp_rank: int
-    ep_rank: int
-    lead_rank: int
-    mp_group: dist.ProcessGroup
-    dp_group: dist.ProcessGroup
-    tp_group: dist.ProcessGroup
-    pp_group: dist.ProcessGroup
-    cp_group: dist.ProcessGroup
+    world: WorkerGroup
+    mp_group: WorkerGroup
+    dp_group: WorkerGroup
+    tp_group: WorkerGroup
+    pp_group: WorkerGroup
+    cp_group: WorkerGroup
+    ep_group: WorkerGroup
+    etp_group: WorkerGroup
+    expert_group: WorkerGroup
+    _made: list[dist.ProcessGroup] = field(default_factory=list)
+
+    @property
+    def rank(self) -> int:
+        """Rank in the team."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the team."""
+        return self.world.size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which replica this process is part of."""
+        return self.dp_group.rank
+
+    @property
+    def dp_size(self) -> int:
+        """Number of replicas."""
+        return self.dp_group.size
+
+    @property
+    def tp_rank(self) -> int:
+        """Place in the tensor-parallel split."""
+        return self.tp_group.rank
 
     @property
     def tp_size(self) -> int:
@@ -55,9 +78,19 @@ class Layout:
         return self.parallel.tp
 
     @property
+    def pp_rank(self) -> int:
+        """Pipeline stage."""
+        return self.pp_group.rank
+
+    @property
     def pp_size(self) -> int:
         """Pipeline-parallel size."""
         return self.parallel.pp
+
+    @property
+    def cp_rank(self) -> int:
+        """Place in the context-parallel split."""
+        return self.cp_group.rank
 
     @property
     def cp_size(self) -> int:
@@ -67,7 +100,7 @@ class Layout:
     @property
     def is_lead(self) -> bool:
         """True on the first rank of a replica, which speaks for it."""
-        return self.rank == self.lead_rank
+        return self.mp_group.rank == 0
 
     @property
     def is_first_stage(self) -> bool:
@@ -79,35 +112,35 @@ class Layout:
         """True where the pipeline ends, and with it where hidden states become log-probs."""
         return self.pp_rank == self.parallel.pp - 1
 
-    @property
-    def last_stage_rank(self) -> int:
-        """Global rank of the last stage of this process's pipeline."""
-        return dist.get_process_group_ranks(self.pp_group)[-1]
-
     def describe(self) -> dict[str, int]:
         """Sizes, as they are written into checkpoints."""
         p = self.parallel
         sizes = {"tp": p.tp, "pp": p.pp, "vpp": p.vpp or 1, "cp": p.cp, "ep": p.ep, "sp": int(p.sp)}
         return {"world_size": self.world_size, "dp": self.dp_size, "etp": p.expert_tp, **sizes}
 
+    def close(self) -> None:
+        """Give the layout back, so that `init_parallel` can make another one in the same processes. Collective.
 
-def init_parallel(parallel: ParallelConfig, timeout_s: float = 600.0) -> Layout:
-    """Make Megatron's process groups; torch.distributed must be initialised. The same layout again is a no-op.
+        Its groups end, with the threads they hold; engines of the layout cannot be used any more. The world stays.
+        """
+        self.world.barrier()  # nobody is still inside a collective of these groups
+        for group in self._made:
+            dist.destroy_process_group(group)
+        self._made.clear()
+        self.mp_group.close()
+        mpu.destroy_model_parallel()
+
+
+def init_parallel(parallel: ParallelConfig, world: WorkerGroup) -> Layout:
+    """Make Megatron's process groups for the team `world`, with its deadline. Collective.
 
     Raises:
-        ConfigError: the number of processes is not a multiple of what the layout needs, or another layout is in use.
+        ConfigError: the number of processes is not a multiple of what the layout needs.
+        RuntimeError: this process has a layout already; `Layout.close` ends it.
     """
-    global _current
-    if _current is not None and mpu.model_parallel_is_initialized():
-        if _current[0] != parallel:
-            raise ConfigError(
-                "all models of one process share one layout",
-                where="actor.parallel, critic.parallel",
-                found=parallel.model_dump(),
-                allowed=str(_current[0].model_dump()),
-            )
-        return _current[1]
-    _check_world(parallel, dist.get_world_size())
+    if mpu.model_parallel_is_initialized():
+        raise RuntimeError("this process is part of a layout already: close that one first")
+    _check_world(parallel, world.size)
     mpu.initialize_model_parallel(
         parallel.tp,
         parallel.pp,
@@ -115,31 +148,27 @@ def init_parallel(parallel: ParallelConfig, timeout_s: float = 600.0) -> Layout:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
-        distributed_timeout_minutes=timeout_s / 60,
+        distributed_timeout_minutes=world.deadline_s / 60,
     )
-    _current = (parallel, _layout(parallel, timeout_s))
-    return _current[1]
+    # Its first entry stands for the default group.
+    made = list(dict.fromkeys(group for group in mpu._global_process_group_list or () if group is not None))
 
+    def named(name: str, group: dist.ProcessGroup) -> WorkerGroup:
+        return WorkerGroup(name, group, world.deadline_s)
 
-def current_layout() -> Layout | None:
-    """The layout that `init_parallel` made; None before it was called."""
-    return None if _current is None else _current[1]
-
-
-def leave_parallel() -> None:
-    """Give the layout back, so that `init_parallel` can make another one in the same processes. Collective.
-
-    Its groups end, with the threads they hold; engines of the layout cannot be used any more.
-    """
-    global _current
-    if mpu.model_parallel_is_initialized():
-        mpu.destroy_model_parallel()
-    _current = None
-    if dist.is_initialized():
-        dist.barrier()  # nobody is still inside a collective of these groups
-        for group in list(_world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+    return Layout(
+        parallel,
+        world,
+        mp_group=_replica(world),
+        dp_group=named("the data-parallel ranks", mpu.get_data_parallel_group()),
+        tp_group=named("the tensor-parallel ranks", mpu.get_tensor_model_parallel_group()),
+        pp_group=named("the pipeline", mpu.get_pipeline_model_parallel_group()),
+        cp_group=named("the context-parallel ranks", mpu.get_context_parallel_group()),
+        ep_group=named("the expert-parallel ranks", mpu.get_expert_model_parallel_group()),
+        etp_group=named("the expert-tensor-parallel ranks", mpu.get_expert_tensor_parallel_group()),
+        expert_group=named("the ranks that share experts", mpu.get_expert_tensor_and_model_parallel_group()),
+        _made=made,
+    )
 
 
 def _check_world(parallel: ParallelConfig, world: int) -> None:
@@ -156,35 +185,12 @@ def _check_world(parallel: ParallelConfig, world: int) -> None:
             )
 
 
-def _layout(parallel: ParallelConfig, timeout_s: float) -> Layout:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    dp_rank = mpu.get_data_parallel_rank()
-    members = _replica_members(dp_rank, world)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    groups = [dist.new_group(ranks, timeout=timeout) for ranks in members]  # every rank must make every group
-    return Layout(
-        parallel=parallel,
-        rank=rank,
-        world_size=world,
-        dp_rank=dp_rank,
-        dp_size=mpu.get_data_parallel_world_size(),
-        tp_rank=mpu.get_tensor_model_parallel_rank(),
-        pp_rank=mpu.get_pipeline_model_parallel_rank(),
-        cp_rank=mpu.get_context_parallel_rank(),
-        ep_rank=mpu.get_expert_model_parallel_rank(),
-        lead_rank=members[dp_rank][0],
-        mp_group=groups[dp_rank],
-        dp_group=mpu.get_data_parallel_group(),
-        tp_group=mpu.get_tensor_model_parallel_group(),
-        pp_group=mpu.get_pipeline_model_parallel_group(),
-        cp_group=mpu.get_context_parallel_group(),
-    )
-
-
-def _replica_members(dp_rank: int, world: int) -> list[list[int]]:
-    """Global ranks of every replica, by data-parallel rank."""
-    mine = torch.tensor([dp_rank], device=device())
-    everyone = [torch.empty_like(mine) for _ in range(world)]
-    dist.all_gather(everyone, mine)
-    owners = [int(value) for value in everyone]
-    return [[rank for rank in range(world) if owners[rank] == replica] for replica in range(max(owners) + 1)]
+def _replica(world: WorkerGroup) -> WorkerGroup:
+    """The ranks that hold the same replica as this one."""
+    mine = mpu.get_data_parallel_rank()
+    owners = [int(value) for value in world.all_gather(torch.tensor([mine], device=device()))]
+    members = [[rank for rank in range(world.size) if owners[rank] == replica] for replica in range(max(owners) + 1)]
+    groups = [world.subgroup(ranks, "the replica") for ranks in members]  # every rank makes every group
+    group = groups[mine]
+    assert group is not None, "every rank is in its own replica"
+    return group

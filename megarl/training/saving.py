@@ -18,9 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch.distributed as dist
-
-from megarl.comm import all_gather_json
+from megarl.comm import WorkerGroup
 from megarl.phase import beat
 from megarl.processes import write_atomically
 from megarl.training.intact import Seal, few
@@ -42,6 +40,7 @@ class Saving:
         files: contents by name of this rank's other files.
         commit: called in rank 0's thread with the seals of all files, once they are all on disk.
         fix: what to do when it cannot be written.
+        world: all ranks.
     """
 
     def __init__(
@@ -51,9 +50,10 @@ class Saving:
         files: Mapping[str, bytes],
         commit: Callable[[dict[str, Seal]], None],
         fix: str,
+        world: WorkerGroup,
     ) -> None:
         self._folder, self._shard, self._files, self._commit, self._fix = folder, shard, files, commit, fix
-        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._world = world
         self._written = self._seen = 0
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -68,7 +68,7 @@ class Saving:
         """
         busy = self._thread.is_alive()  # asked first: a thread that has ended changes nothing below
         error = None if self._error is None else _describe(self._error)
-        everyone = all_gather_json([busy, self._written, error])
+        everyone = self._world.all_gather_json([busy, self._written, error])
         errors = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(everyone) if error]
         if errors:
             self._give_up(errors)
@@ -87,9 +87,9 @@ class Saving:
     def _give_up(self, errors: list[str]) -> None:
         self._stop.set()
         self._thread.join()
-        all_gather_json(None)  # nobody writes any more
+        self._world.barrier()  # nobody writes any more
         free = shutil.disk_usage(self._folder.parent).free / 1e9
-        if self._rank == 0:
+        if self._world.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
         raise CheckpointError(
             "the checkpoint could not be written",
@@ -100,12 +100,12 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            shard = shard_name(self._rank)
+            shard = shard_name(self._world.rank)
             seals = {shard: self._shard.write(self._folder / shard, self._progress)}
             for name, content in self._files.items():
                 seals[name] = write_file(self._folder / name, [content], self._progress)
-            write_atomically(_seal_path(self._folder, self._rank), json.dumps(seals))
-            if self._rank == 0:
+            write_atomically(_seal_path(self._folder, self._world.rank), json.dumps(seals))
+            if self._world.rank == 0:
                 self._commit(self._all_seals())
         except _Stopped:
             pass
@@ -122,7 +122,7 @@ class Saving:
     def _all_seals(self) -> dict[str, Seal]:
         """Seals of the files of all ranks, as they come."""
         seals: dict[str, Seal] = {}
-        for rank in range(self._ranks):
+        for rank in range(self._world.size):
             path = _seal_path(self._folder, rank)
             while not path.exists():
                 self._progress(0)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from megarl.comm import all_gather_json
+from megarl.comm import WorkerGroup
 from megarl.training.boxes import Box, Place, boxes_of, places_of
 from megarl.training.intact import few
 from megarl.training.optimizer import parts
@@ -54,7 +54,7 @@ def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Ind
     """
     with _onloaded(engines.values()):
         boxes = [box for name, engine in engines.items() for box in engine_boxes(name, engine, writing=False)]
-        refuse_foreign(boxes, index, folder)
+        refuse_foreign(boxes, index, folder, world_of(engines))
         with torch.no_grad():
             fill(boxes, index, folder)
         for name, engine in engines.items():
@@ -63,15 +63,22 @@ def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Ind
                 _set_step(part, engine.step)
 
 
-def refuse_foreign(boxes: Iterable[Box], index: Index, folder: Path, more: Sequence[str] = ()) -> None:
+def world_of(engines: Mapping[str, MegatronEngine]) -> WorkerGroup:
+    """All ranks that hold these engines; there is at least one engine."""
+    return next(iter(engines.values())).layout.world
+
+
+def refuse_foreign(
+    boxes: Iterable[Box], index: Index, folder: Path, world: WorkerGroup, more: Sequence[str] = ()
+) -> None:
     """Check that an index has the boxes of all ranks, of tensors of the same shapes; `more` tells further differences.
 
-    Collective.
+    Collective over `world`.
 
     Raises:
         CheckpointError: on every rank alike: says which not.
     """
-    everyone = all_gather_json([*foreign(boxes, index), *more])
+    everyone = world.all_gather_json([*foreign(boxes, index), *more])
     lines = list(dict.fromkeys(line for part in everyone for line in part))
     if lines:
         raise CheckpointError(

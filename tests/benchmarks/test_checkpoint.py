@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megarl.benchmarks import checkpoint
-from megarl.training.parallel import leave_parallel
 from tests.dist import single_process
 from tests.training import cases
 
 
 def test_a_round_counts_bytes_seconds_and_memory(tmp_path, monkeypatch):
     single_process()
-    leave_parallel()  # the engine makes its own groups
     monkeypatch.setenv("FOLDER", str(tmp_path))
     engine = cases.make_engine("dense")
     row = checkpoint._round(engine)

@@ -15,7 +15,7 @@ from megarl.checks.descriptors import LAZY_FROM, check_descriptors, descriptors,
 from megarl.config.load import load_config
 from megarl.config.model import ParallelConfig
 from megarl.launchers.common import process_environment
-from tests.dist import no_parallel, run_distributed
+from tests.dist import fresh_layout, no_parallel, run_distributed, world
 
 LAYOUTS: list[dict[str, Any]] = [
     {},
@@ -29,13 +29,12 @@ def groups_of_this_rank() -> list[Any]:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    from megarl.training.parallel import init_parallel
-
     found = []
     for layout in LAYOUTS:
         no_parallel()
+        world()
         before = len(os.listdir("/proc/self/fd"))
-        init_parallel(ParallelConfig(**layout))
+        fresh_layout(ParallelConfig(**layout))
         opened = len(os.listdir("/proc/self/fd")) - before
         found.append([opened, sorted(dist.get_world_size(g) for g in _world.pg_map if g is not dist.group.WORLD)])
     return found

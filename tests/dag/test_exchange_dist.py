@@ -13,6 +13,7 @@ from megarl.dag.exchange import DataLayout
 from megarl.dag.exchange_dist import DistExchange, ExchangeError
 from megarl.data.batch import Batch, Jagged
 from tests.dist import run_distributed
+from tests.dist import world as all_ranks
 from tests.same import same
 
 pytestmark = pytest.mark.procs
@@ -73,9 +74,9 @@ def one_case(rng: random.Random, world: int, exchange: DistExchange, name: str) 
 def random_cases(seed: int, count: int) -> list:
     world, results = dist.get_world_size(), []
     exchanges = [
-        DistExchange(timeout_s=60),
-        DistExchange(balanced=True, timeout_s=60),
-        DistExchange(balanced=True, equal_counts=True, together=None, timeout_s=60),
+        DistExchange(all_ranks()),
+        DistExchange(all_ranks(), balanced=True),
+        DistExchange(all_ranks(), balanced=True, equal_counts=True, together=None),
     ]
     for exchange in exchanges:
         exchange.prepare(
@@ -96,7 +97,7 @@ def subsets(world: int) -> list[tuple[int, ...]]:
 
 def complaint(batch: Batch | None, src: DataLayout, dst: DataLayout, key: str) -> str:
     """What the exchange says; nothing for ranks that are not concerned."""
-    exchange = DistExchange(timeout_s=60)
+    exchange = DistExchange(all_ranks())
     exchange.prepare([(src, dst)])
     if dist.get_rank() not in src.ranks | dst.ranks:
         return "not concerned"

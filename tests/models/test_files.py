@@ -17,7 +17,7 @@ from megarl.models.hf import load_hf_config
 from megarl.models.weights import export_weights
 from megarl.models.weights.files import CheckpointReader
 from megarl.runtime.convert import convert
-from tests.dist import single_process
+from tests.dist import single_process, world
 from tests.models.test_logits import logits, sequences
 from tests.models.tiny import build_tiny, save_tiny
 
@@ -187,7 +187,7 @@ def test_what_comes_of_a_quantised_model_says_nothing_of_it(tmp_path):
     save_fp8(tmp_path, "llama", (32, 32))
     convert(tmp_path / "fp8", tmp_path / "converted")
     chunks = build_tiny(tmp_path / "fp8")
-    export_weights(chunks, tmp_path / "exported", chunks[0].hf_config)
+    export_weights(chunks, tmp_path / "exported", chunks[0].hf_config, world=world())
     plain = load_file(tmp_path / "plain" / "model.safetensors")
     for folder in ("converted", "exported"):
         assert "quantization_config" not in json.loads((tmp_path / folder / "config.json").read_text())
@@ -247,7 +247,7 @@ def test_a_head_that_differs_from_tied_embeddings_is_kept_as_transformers_keeps_
     seq = sequences()[0]
     with torch.no_grad():
         torch.testing.assert_close(logits(model, [seq])[0], reference(input_ids=seq[None]).logits[0], atol=5e-6, rtol=0)
-    export_weights([model], tmp_path / "out", model.hf_config)
+    export_weights([model], tmp_path / "out", model.hf_config, world=world())
     assert not json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"]
 
 
@@ -276,7 +276,7 @@ def test_a_token_classifier_keeps_the_bias_of_its_score(tmp_path, tied):
     classifier.save_pretrained(tmp_path / "critic")
     (critic,) = build_tiny(tmp_path / "critic", value_head=True)
     assert critic.output_layer.bias.item() == 0.75
-    export_weights([critic], tmp_path / "exported", critic.hf_config)
+    export_weights([critic], tmp_path / "exported", critic.hf_config, world=world())
     convert(tmp_path / "critic", tmp_path / "converted")
     for folder in ("exported", "converted"):
         again = AutoModelForTokenClassification.from_pretrained(tmp_path / folder)
@@ -287,6 +287,6 @@ def test_a_token_classifier_keeps_the_bias_of_its_score(tmp_path, tied):
 def test_a_critic_from_a_policy_has_no_bias_and_transformers_adds_none(tmp_path):
     save_tiny(tmp_path / "policy", "qwen3")
     (critic,) = build_tiny(tmp_path / "policy", value_head=True)
-    export_weights([critic], tmp_path / "out", critic.hf_config)
+    export_weights([critic], tmp_path / "out", critic.hf_config, world=world())
     assert AutoModelForTokenClassification.from_pretrained(tmp_path / "out").score.bias is None
     assert not critic.value_weight.any()

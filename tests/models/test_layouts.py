@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from tests.dist import fresh_parallel, run_distributed
+from tests.dist import fresh_parallel, run_distributed, world
 from tests.models.tiny import build_tiny, save_tiny
 
 LENGTHS = [21, 7, 30, 1, 12]
@@ -91,7 +91,9 @@ def export_cases(folders: list[str], out: str, layouts: dict) -> None:
         for folder in folders:
             fresh(layout)
             chunks = build_tiny(folder, **layout)
-            export_weights(chunks, Path(out) / name / Path(folder).name, chunks[0].hf_config, max_shard_gb=1e-4)
+            export_weights(
+                chunks, Path(out) / name / Path(folder).name, chunks[0].hf_config, max_shard_gb=1e-4, world=world()
+            )
 
 
 def random_cases(out: str, layouts: dict) -> None:
@@ -108,7 +110,7 @@ def random_cases(out: str, layouts: dict) -> None:
         config = transformer_config(hf, ParallelConfig(**layout), dtype=torch.float32, engine=EngineConfig())
         chunks = build_policy(hf, config)
         init_random(chunks, hf, 11)
-        export_weights(chunks, Path(out) / name, hf)
+        export_weights(chunks, Path(out) / name, hf, world=world())
 
 
 def load_folder(folder: Path) -> dict[str, torch.Tensor]:

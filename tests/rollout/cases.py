@@ -11,6 +11,7 @@ from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.training import EngineConfig
 from megarl.rollout.engine import Completion, Request
+from tests.dist import current_layout
 from tests.models.tiny import tiny_dict
 
 STOP = [2, 5, 9]
@@ -37,7 +38,7 @@ def build(model_type: str = "qwen3", seed: int = 3, dtype: torch.dtype = torch.f
 def engine(chunks: Sequence[Any], **config: Any):
     from megarl.rollout.embedded.engine import EmbeddedEngine
 
-    return EmbeddedEngine(chunks, RolloutConfig(**config))
+    return EmbeddedEngine(chunks, RolloutConfig(**config), current_layout())
 
 
 def make_requests(count: int = 5, n: int = 3, seed: int = 0, longest: int = 14) -> list[Request]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megarl.comm import WorkerGroup
 from megarl.compat.sglang import find_python
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
@@ -30,7 +31,7 @@ def start(folder: Path, model: Path, **config: Any) -> Fleet:
     """Servers of `model` that answer; close them in the end."""
     need_interpreter()
     settings = SGLangConfig(**{"max_total_tokens": 8192, **config})
-    return open_fleet(settings, Place(), folder, model, "float32", cuda=False)
+    return open_fleet(settings, Place(), folder, model, "float32", cuda=False, world=WorkerGroup.alone())
 
 
 RUN = "test"

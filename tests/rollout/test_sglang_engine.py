@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from megarl.comm import Group
+from megarl.comm import WorkerGroup, team_world
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
@@ -16,6 +16,7 @@ from megarl.rollout.sglang.launch import Place, open_fleet
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import PROMPTS, RUN, FakeServer, ok, servers, token
 
+ALONE = WorkerGroup.alone()
 SAMPLING = SamplingConfig(max_new_tokens=8)
 
 
@@ -33,28 +34,29 @@ def acknowledge(fleet: Fleet, version: int) -> None:
             fleet.acknowledge(server, version)
 
 
-def run_rank(urls: list[str], rank_replica: list[int], restarts: int, world: Group = None) -> dict[str, Any]:
+def run_rank(
+    urls: list[str], rank_replica: list[int], restarts: int, world: WorkerGroup | None = None
+) -> dict[str, Any]:
     """One rank: two replicas at most; rank r belongs to replica rank_replica[r]."""
     import os
     from pathlib import Path
 
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
+    world = world or team_world(120)
+    rank = world.rank
     os.environ["FAKE_KEY"] = "key"
     config = SGLangConfig(urls=urls, api_key_env="FAKE_KEY", max_restarts=restarts)
-    fleet = open_fleet(config, Place(is_first=rank == 0), Path(), Path(), "float32", cuda=False)
+    fleet = open_fleet(config, Place(is_first=rank == 0), Path(), Path(), "float32", cuda=False, world=world)
     acknowledge(fleet, 1)
     index = rank_replica[rank]
-    groups = {i: dist.new_group([r for r, at in enumerate(rank_replica) if at == i]) for i in sorted(set(rank_replica))}
-    first = rank_replica.index(index)
+    members = {i: [r for r, at in enumerate(rank_replica) if at == i] for i in sorted(set(rank_replica))}
+    groups = {i: world.subgroup(ranks, "the replica") for i, ranks in members.items()}
     calls: list[int] = []
 
     def catch_up() -> None:
         calls.append(1)
         acknowledge(fleet, 1)
 
-    replica = Replica(index, len(groups), first, rank == first, groups[index], world)
+    replica = Replica(index, len(groups), groups[index], world)
     engine = SglangEngine(config, fleet, replica, catch_up, RUN)
     engine.weight_version = 1
     done = engine.generate(requests(index), SAMPLING, [])
@@ -98,14 +100,10 @@ def test_generation_may_take_longer_than_any_wait_for_another_rank() -> None:
 
 def run_impatient(urls: list[str]) -> dict[str, Any]:
     """Two ranks of one replica that wait for each other for 2 s at most."""
-    import datetime
-
-    import torch.distributed as dist
-
     from megarl.rollout.sglang import engine
 
     engine._MEET_EVERY_S = 0.5
-    return run_rank(urls, [0, 0], 3, world=dist.new_group(timeout=datetime.timedelta(seconds=2)))
+    return run_rank(urls, [0, 0], 3, world=team_world(2.0).subgroup([0, 1], "two impatient ranks"))
 
 
 def test_an_error_of_one_rank_is_an_error_of_all() -> None:
@@ -173,7 +171,9 @@ def run_defect(urls: list[str]) -> str:
 def test_a_server_is_asked_only_for_the_version_it_has_acknowledged() -> None:
     with servers(ok, ok) as made:
         urls = [server.api.url for server in made]
-        fleet = open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False)  # type: ignore[arg-type]
+        fleet = open_fleet(
+            SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, world=WorkerGroup.alone()
+        )  # type: ignore[arg-type]
         engine = SglangEngine(SGLangConfig(urls=urls), fleet, Replica(), lambda: None, RUN)
         assert engine.servers() == []  # they answer, and nobody knows what they hold
         fleet.acknowledge(fleet.servers[0], 0)

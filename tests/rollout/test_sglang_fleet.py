@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megarl.comm import WorkerGroup
 from megarl.compat import sglang
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError, ServerError
@@ -18,9 +19,10 @@ from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.launch import Place, open_fleet
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
-from tests.dist import run_distributed
+from tests.dist import run_distributed, world
 from tests.rollout.fake_servers import ok, servers
 
+ALONE = WorkerGroup.alone()
 # A server that leaves shared memory behind; its name is all that the process knows of it.
 LEAVES = """#!/bin/sh
 [ "$1" = -I ] && echo {version} && exit
@@ -100,20 +102,31 @@ def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, An
         made[1].info |= info
         urls = [server.api.url for server in made]
         with pytest.raises(ConfigError) as caught:
-            open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, longest=100)  # type: ignore[arg-type]
+            open_fleet(
+                SGLangConfig(urls=urls),
+                Place(),
+                None,
+                None,
+                "float32",
+                cuda=False,
+                longest=100,
+                world=WorkerGroup.alone(),
+            )  # type: ignore[arg-type]
         assert caught.value.where == where
         assert text in str(caught.value)
         assert f"server 1 at {urls[1]}" in str(caught.value)
         made[1].info |= {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": 100}
-        open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, longest=100)  # type: ignore[arg-type]
+        open_fleet(
+            SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, longest=100, world=WorkerGroup.alone()
+        )  # type: ignore[arg-type]
 
 
 def opened(urls: list[str]) -> str:
     """What this rank learns; the first alone asks."""
-    import torch.distributed as dist
-
     try:
-        open_fleet(SGLangConfig(urls=urls), Place(is_first=dist.get_rank() == 0), None, None, "float32", cuda=False)  # type: ignore[arg-type]
+        open_fleet(
+            SGLangConfig(urls=urls), Place(is_first=world().rank == 0), None, None, "float32", cuda=False, world=world()
+        )  # type: ignore[arg-type]
     except ConfigError as error:
         return str(error.where)
     return "taken"
@@ -176,12 +189,10 @@ NONSENSE = [
 
 def opened_each(urls: list[str]) -> list[list[str]]:
     """For each of these servers what this rank learns; the first alone asks."""
-    import torch.distributed as dist
-
-    found, place = [], Place(is_first=dist.get_rank() == 0)
+    found, place = [], Place(is_first=world().rank == 0)
     for url in urls:
         try:
-            open_fleet(SGLangConfig(urls=[url]), place, None, None, "float32", cuda=False)  # type: ignore[arg-type]
+            open_fleet(SGLangConfig(urls=[url]), place, None, None, "float32", cuda=False, world=world())  # type: ignore[arg-type]
         except (ConfigError, ServerError) as error:
             found.append([type(error).__name__, str(error)])
     return found
@@ -204,7 +215,9 @@ def test_a_server_that_comes_back_otherwise_is_not_used() -> None:
     with servers(ok, ok) as made:
         fits, made[1].info = made[1].info, None
         urls = [server.api.url for server in made]
-        fleet = open_fleet(SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False)  # type: ignore[arg-type]
+        fleet = open_fleet(
+            SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, world=WorkerGroup.alone()
+        )  # type: ignore[arg-type]
         for info, state in ((fits | {"tp_size": 4}, "failed"), (fits, "catching_up")):
             made[1].info = info
             fleet.refresh()
@@ -214,11 +227,9 @@ def test_a_server_that_comes_back_otherwise_is_not_used() -> None:
 
 def opened_states(urls: list[str]) -> list[str]:
     """What this rank takes the servers for; the first alone asks."""
-    import torch.distributed as dist
-
-    place = Place(is_first=dist.get_rank() == 0)
+    place = Place(is_first=world().rank == 0)
     try:
-        fleet = open_fleet(SGLangConfig(urls=urls), place, None, None, "float32", cuda=False)  # type: ignore[arg-type]
+        fleet = open_fleet(SGLangConfig(urls=urls), place, None, None, "float32", cuda=False, world=world())  # type: ignore[arg-type]
     except ServerError as error:
         return [str(error)]
     return [server.state for server in fleet.servers]

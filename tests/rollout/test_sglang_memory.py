@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from megarl.comm import WorkerGroup
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
@@ -42,7 +43,7 @@ class Machine(ServerApi):
 
 def memory_of(machine: Machine) -> tuple[ServerMemory, Server]:
     server = Server(0, machine, "current", 1)
-    return ServerMemory(Fleet([server], SGLangConfig()), 10.0, 0), server
+    return ServerMemory(Fleet([server], SGLangConfig()), 10.0, WorkerGroup.alone()), server
 
 
 def test_nothing_runs_when_memory_is_taken() -> None:

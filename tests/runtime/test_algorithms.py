@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -156,16 +157,13 @@ def test_a_teacher_may_pad_its_embedding_further(folder: Path, teacher: Path, tm
 
 
 @pytest.fixture(scope="module")
-def alone_for_module() -> None:
+def alone_for_module() -> Iterator[None]:
     """One process group of this process, which all runs of this module share."""
-    import torch.distributed as dist
+    from tests.dist import single_process
 
-    from megarl.training import parallel
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if parallel._current is None:
-        parallel.leave_parallel()  # groups that an earlier test made without init_parallel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.runtime.setup.init_processes", lambda config, run_dir: single_process())
+        yield
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megarl import cli
+from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.config.trained import Exported, exported, write_exported
 from megarl.config.trained import best_step as noted_best
@@ -76,10 +77,9 @@ def run_dir(tmp_path):
     """A run folder with three checkpoints that hold no model."""
     from megarl.training import checkpoint
     from megarl.training.shards import Snapshot
-    from tests.dist import single_process
+    from tests.dist import world
 
-    single_process()
-    layout = SimpleNamespace(describe=lambda: {"world_size": 1})
+    layout = SimpleNamespace(describe=lambda: {"world_size": 1}, world=world())
     engines = {"actor": SimpleNamespace(layout=layout, step=0, hf_config=SimpleNamespace(vocab_size=9))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "snapshot", lambda engines, label: Snapshot([], label))
@@ -90,7 +90,8 @@ def run_dir(tmp_path):
 
 def find(run_dir, resume="auto", steps=9):
     config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
-    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}))
+    layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
+    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}, layout=layout))
     return checkpoints.find("trainer.steps", steps), checkpoints.source
 
 
@@ -123,7 +124,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     part = SimpleNamespace(load_state_dict=lambda state: None)
     config = SimpleNamespace(trainer=SimpleNamespace(best_metric="val/acc"))
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=part, kl_controller=part)
-    c.layout = SimpleNamespace(rank=0)
+    c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     checkpoints = Checkpoints(c)
     checkpoints.source = run_dir / "checkpoints" / "step_3"
     checkpoints.load()
@@ -148,7 +149,8 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
 
     monkeypatch.setattr(export, "_write", write)
     c = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True)), run_dir=run_dir, step=3)
-    c.actor, c.critic, c.layout = None, None, SimpleNamespace(rank=0)
+    c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
+    c.actor, c.critic = SimpleNamespace(layout=c.layout), None
     export.export(c, root)
     assert [model.folder for model in exported(run_dir)] == (["hf"] if damaged else ["hf", "hf_best"])
     assert ("WARNING: the best checkpoint cannot be read" in capsys.readouterr().out) == damaged
@@ -216,6 +218,7 @@ def saving(monkeypatch, tmp_path):
     trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
     c = SimpleNamespace(config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path)
     c.loader, c.kl_controller, c.surplus, c.trained = part, part, None, {}
+    c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer
 
 

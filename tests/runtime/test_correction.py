@@ -8,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megarl.config.correction import PRESETS, RolloutCorrectionConfig
 from megarl.config.load import load_config
@@ -18,7 +17,7 @@ from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
-from tests.dist import run_distributed
+from tests.dist import layout_for, run_distributed, single_process, world
 from tests.runtime import harness
 from tests.training import cases
 
@@ -36,15 +35,9 @@ COUNT = 8
 
 
 def join_alone():
-    """torch.distributed and Megatron's groups with this process only."""
-    from megarl.training import parallel
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    if parallel.current_layout() is None:
-        parallel.leave_parallel()
+    """The layout of this process alone."""
     torch.set_num_threads(1)
-    return parallel.init_parallel(ParallelConfig(), 60)
+    return single_process()
 
 
 @pytest.fixture
@@ -60,13 +53,15 @@ def controller(tmp_path_factory):
     """A real controller of one process, which the presets share."""
     from megarl.runtime.setup import build_controller
 
-    join_alone()
+    layout = join_alone()
     folder = tmp_path_factory.mktemp("run")
     recipe = harness.write_recipe(folder)
     config = load_config(
         recipe, ["cluster.nproc=1", "rollout.dtype=bf16", "rollout.stale_steps=2", "algorithm.kl.use=none"]
     )
-    c = build_controller(config, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("megarl.runtime.setup.init_processes", lambda config, run_dir: layout)
+        c = build_controller(config, folder)
     yield c
     c.close()
 
@@ -133,9 +128,7 @@ def worker(engine, layout, mode: str, correction: dict) -> SimpleNamespace:
     algorithm = config.algorithm.model_copy(update={"loss": loss})
 
     def all_sum(values):
-        total = values.clone()
-        dist.all_reduce(total, group=layout.dp_group)
-        return total
+        return layout.dp_group.all_reduce(values.clone())
 
     return SimpleNamespace(
         config=config.model_copy(update={"algorithm": algorithm}),
@@ -152,9 +145,8 @@ def one_update(mode: str, correction: dict, budget: int, uneven: bool) -> dict:
     """Gradients (summed over ranks, before clipping) and metrics of one step."""
     from megarl.runtime.stages.correction import rollout_correction
     from megarl.runtime.stages.update import train_on
-    from megarl.training.parallel import init_parallel
 
-    layout = init_parallel(ParallelConfig(), 120)
+    layout = layout_for(ParallelConfig())
     settings = EngineConfig(micro_batch_tokens=budget, logits_chunk_tokens=16, distributed_optimizer=False)
     engine = cases.make_engine("dense", layout=layout, engine=settings, optim=OptimConfig(lr=1e-2, clip_grad=0.0))
     batch = samples(engine)
@@ -174,7 +166,7 @@ def all_updates(budgets: list[int]) -> list[dict]:
     for name, correction in TIGHT.items():
         for mode in MODES if name in ("decoupled", "pg") else MODES[:2]:
             for budget in budgets:
-                for uneven in (False, True) if dist.get_world_size() > 1 else (False,):
+                for uneven in (False, True) if world().size > 1 else (False,):
                     out.append({"case": [name, mode], **one_update(mode, correction, budget, uneven)})
     return out
 

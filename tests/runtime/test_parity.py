@@ -11,7 +11,7 @@ import torch
 
 from megarl.runtime import parity_job
 from megarl.runtime.parity import compare
-from tests.dist import single_process
+from tests.dist import no_parallel, single_process
 from tests.models.tiny import build_tiny, save_tiny
 from tests.rollout.servers import need_interpreter
 
@@ -75,6 +75,7 @@ def test_the_server_has_ended_before_the_models_are_loaded(tmp_path, monkeypatch
     monkeypatch.setattr(parity_job, "find_python", lambda *args, **kind: tmp_path)
     monkeypatch.setattr("megarl.rollout.sglang.launch.open_fleet", fleet)
     monkeypatch.setattr(parity_job, "_load_both", load)
+    no_parallel()  # the command makes its own layout
     with pytest.raises(KeyboardInterrupt):
         parity_job.parity(tmp_path)
     assert order == ["server", "server has ended", "models"]

@@ -6,11 +6,11 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch, Jagged
 from megarl.runtime.pool import Pool
-from tests.dist import run_distributed
+from tests.dist import run_distributed, world
 from tests.same import same
 
 N = 2
@@ -31,9 +31,9 @@ def kept() -> list[list[tuple[str, bool]]]:
     return [[(f"{round_}.{k}", draw.random() < 0.6) for k in range(count)] for round_, count in enumerate(ROUNDS)]
 
 
-def deal(group, rank: int, size: int) -> list[list]:
+def deal(group: WorkerGroup) -> list[list]:
     """What this replica is dealt, as [ids, do the tokens belong to them]."""
-    pool = Pool(N, group, rank, size)
+    pool, rank, size = Pool(N, group), group.rank, group.size
     for row in kept():
         mine = row[rank::size]
         pool.add(groups([name for name, _ in mine]), [keep for _, keep in mine])
@@ -42,9 +42,9 @@ def deal(group, rank: int, size: int) -> list[list]:
 
 
 def on_all_ranks() -> dict:
-    rank = dist.get_rank()
-    pair = dist.new_group([0, 1])
-    return {"3": deal(None, rank, 3), "2": deal(pair, rank, 2) if rank < 2 else None}
+    everyone = world()
+    pair = everyone.subgroup([0, 1], "a pair")
+    return {"3": deal(everyone), "2": None if pair is None else deal(pair)}
 
 
 def expected(rank: int, size: int) -> list[list]:
@@ -54,7 +54,7 @@ def expected(rank: int, size: int) -> list[list]:
 
 
 def test_one_replica_keeps_the_first_in_order():
-    assert deal(None, 0, 1) == expected(0, 1)
+    assert deal(WorkerGroup.alone()) == expected(0, 1)
 
 
 @pytest.mark.procs

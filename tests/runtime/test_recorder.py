@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megarl.comm import WorkerGroup
 from megarl.metrics import Metrics
 from megarl.runtime import health, recorder
 from megarl.runtime.controller import no_progress
@@ -24,7 +25,12 @@ def make(tmp_path, monkeypatch):
     def build(finish):
         monkeypatch.setattr("megarl.tracking.tracker.Tracker", lambda *args, **more: FakeTracker(finish))
         config = SimpleNamespace(tracking=None, name="x", model_dump=lambda mode: {})
-        c = SimpleNamespace(run_dir=tmp_path, layout=SimpleNamespace(rank=0), config=config, progress=no_progress)
+        c = SimpleNamespace(
+            run_dir=tmp_path,
+            layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
+            config=config,
+            progress=no_progress,
+        )
         return c, Recorder(c, "train", total_steps=1)
 
     return build

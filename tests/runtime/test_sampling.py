@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.comm import WorkerGroup
 from megarl.config.algorithm import AdvantageConfig, AlgorithmConfig, DynamicSamplingConfig
 from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig
@@ -63,7 +64,7 @@ def worker(**sections: Any) -> SimpleNamespace:
     return SimpleNamespace(
         config=config,
         actor=Policy(),
-        layout=SimpleNamespace(dp_group=None, dp_rank=0, dp_size=1),
+        layout=SimpleNamespace(dp_group=WorkerGroup.alone(), dp_rank=0, dp_size=1),
         loader=([next(names) for _ in range(3)] for _ in itertools.count()),
         surplus=None,
         metrics=Metrics(),

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 
+from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import load_hf_config
@@ -42,7 +43,9 @@ def external(recipe: Path) -> Iterator[tuple[str, ...]]:
     write_metadata(model, load_hf_config(load_config(str(recipe), []).model), None, torch.float32)
     settings = SGLangConfig(max_total_tokens=4096)
     fleet: Fleet
-    with open_fleet(settings, Place(), recipe.parent, model, "float32", cuda=False, random_weights=True) as fleet:
+    with open_fleet(
+        settings, Place(), recipe.parent, model, "float32", cuda=False, random_weights=True, world=WorkerGroup.alone()
+    ) as fleet:
         api = fleet.servers[0].api
         os.environ[KEY_NAME] = api.api_key or ""
         yield (f"rollout.sglang.urls=[{api.url}]", f"rollout.sglang.api_key_env={KEY_NAME}")

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.comm import as_group
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
+from tests.dist import world
 
 
 class ToldFleet(Fleet):
@@ -46,7 +46,7 @@ def weight_sync(chunks: Sequence[Any], fleet: Fleet, config: Any, run_dir: str |
     from megarl.sync.updater import WeightSync
 
     servers = SglangReceivers(fleet, ServerLayout.of(chunks[0].hf_config, tp))
-    return WeightSync(chunks, servers, config, Path(run_dir), as_group(None))
+    return WeightSync(chunks, servers, config, Path(run_dir), world())
 
 
 def server_receiver(api: Any, number: int = 0, **layout: int):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.rollout.sglang.api import ServerApi
-from tests.dist import fresh_parallel, run_distributed
+from tests.dist import fresh_parallel, run_distributed, world
 from tests.models.tiny import build_tiny, save_tiny
 from tests.sync.receivers import fleet_of, receivers, weight_sync
 from tests.sync.test_updater import SETTINGS, held_by, state_of
@@ -132,7 +132,7 @@ def lose_servers(folder: str, run_dir: str, urls: list[str], back: list[str], st
 
     def write(version: int) -> None:
         # Exporting shares nothing with the plan of a synchronisation.
-        tensors = {name: tensor.bfloat16().contiguous() for name, tensor in iter_hf_tensors(chunks)}
+        tensors = {name: tensor.bfloat16().contiguous() for name, tensor in iter_hf_tensors(chunks, world())}
         save_file(tensors, Path(run_dir) / f"expected{version}")
 
     def check(version: int) -> list[int]:

@@ -11,7 +11,7 @@ from megarl.errors import ConfigError, WorkerError
 from megarl.rollout.sglang.receiver import OWN_GPUS
 from megarl.sync import hosts as of_sync
 from megarl.sync.hosts import choose_transport, host_of
-from tests.dist import fresh_parallel, run_distributed
+from tests.dist import fresh_parallel, run_distributed, world
 from tests.models.tiny import build_tiny, save_tiny
 from tests.sync.receivers import fleet_of, receivers, weight_sync
 from tests.sync.test_updater import SETTINGS, assert_holds
@@ -93,7 +93,7 @@ def test_a_machine_is_reached_at_the_interface_that_leads_to_the_others(monkeypa
 
 
 def test_one_machine_needs_no_other_address_than_loopback():
-    assert comm.address_for_others("machine0") == "127.0.0.1"
+    assert comm.address_for_others("machine0", comm.WorkerGroup.alone()) == "127.0.0.1"
 
 
 def test_a_server_is_found_on_the_first_machine_even_where_its_name_is_a_loopback_address(monkeypatch):
@@ -122,7 +122,7 @@ def without_a_way(lost: int) -> str:
     if dist.get_rank() == lost:
         comm.address_towards = no_way
     try:
-        return comm.address_for_others(f"machine{dist.get_rank()}")
+        return comm.address_for_others(f"machine{dist.get_rank()}", world())
     except WorkerError as error:
         return str(error)
 
@@ -143,7 +143,6 @@ def relays_of_two_machines(run_dir: str) -> list[str]:
     """Each rank is a machine with servers, whose name nobody can look up; the hosts whose relays this one reaches."""
     import torch.distributed as dist
 
-    from megarl.comm import as_group
     from megarl.config.sync import SyncConfig
     from megarl.sync.hosts import hosts_of_ranks
     from megarl.sync.relay import RelayClient
@@ -151,10 +150,10 @@ def relays_of_two_machines(run_dir: str) -> list[str]:
 
     rank, look_up = dist.get_rank(), socket.gethostname
     socket.gethostname = lambda: f"machine{rank}.invalid"
-    world = as_group(None)
-    names, addresses = hosts_of_ranks(world)
+    everyone = world()
+    names, addresses = hosts_of_ranks(everyone)
     socket.gethostname = look_up
-    relays, key, process = relays_of_all(set(names.values()), names, addresses, SyncConfig(), Path(run_dir), world)
+    relays, key, process = relays_of_all(set(names.values()), names, addresses, SyncConfig(), Path(run_dir), everyone)
     for address in relays.values():
         RelayClient(address, key, 60.0).close()
     dist.barrier()

@@ -12,19 +12,18 @@ MODELS = ("qwen3", "qwen3_moe")
 
 def buckets(device: str) -> dict:
     """Sums of the tensors that one trainer sends from `device`, by model and device of the buckets."""
-    from megarl.comm import as_group
     from megarl.models.weights.export import layout_of_all
     from megarl.models.weights.fill import coordinate
     from megarl.sync.plan import SLAB_BYTES, TrainerRank, holdings, make_plan
     from megarl.sync.source import Source, held_pieces
-    from tests.dist import fresh_parallel
+    from tests.dist import fresh_parallel, world
     from tests.rollout.cases import build
 
     fresh_parallel()
     found: dict = {}
     for kind in MODELS:
         chunks = build(kind)
-        ranks = layout_of_all(coordinate(chunks))
+        ranks = layout_of_all(coordinate(chunks), world())
         for fp8 in (False, True):
             plan = make_plan(
                 holdings(chunks[0].hf_config, ranks),
@@ -34,7 +33,7 @@ def buckets(device: str) -> dict:
                 fp8=fp8,
             )
             for where in {"cpu", device}:
-                source = Source(held_pieces(chunks), plan, as_group(None), torch.bfloat16, torch.device(where))
+                source = Source(held_pieces(chunks), plan, world(), torch.bfloat16, torch.device(where))
                 sums = {}
                 for number, bucket in enumerate(source.buckets()):
                     out = torch.zeros(bucket.nbytes, dtype=torch.uint8, device=where)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.dist import fresh_parallel, run_distributed
+from tests.dist import fresh_parallel, run_distributed, world
 from tests.models.test_layouts import load_folder
 from tests.models.tiny import build_tiny, save_tiny
 
@@ -18,7 +18,6 @@ DENSE = {"llama": {}, "qwen2": {}, "qwen3": {"tie_word_embeddings": True}}
 
 def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tensor]]:
     """For each server: the tensors that this rank would send to it."""
-    from megarl.comm import as_group
     from megarl.models.weights.export import layout_of_all
     from megarl.models.weights.fill import coordinate
     from megarl.sync.plan import SLAB_BYTES, TrainerRank, holdings, make_plan
@@ -26,11 +25,11 @@ def collect(folder: str, layout: dict, **settings) -> list[dict[str, torch.Tenso
 
     fresh_parallel(**layout)
     chunks = build_tiny(folder, **layout)
-    ranks = layout_of_all(coordinate(chunks))
+    ranks = layout_of_all(coordinate(chunks), world())
     settings = {"dtype": "bfloat16", "bucket_bytes": SLAB_BYTES + 20_000, **settings}
     places = [TrainerRank(at.pp_rank) for at in ranks]
     plan = make_plan(holdings(chunks[0].hf_config, ranks), places, ["127.0.0.1"] * 2, **settings)
-    source = Source(held_pieces(chunks), plan, as_group(None), getattr(torch, settings["dtype"]))
+    source = Source(held_pieces(chunks), plan, world(), getattr(torch, settings["dtype"]))
     routes = list(range(len(plan.routes)))
     found: dict[str, torch.Tensor] = {}
     buckets = source.buckets()

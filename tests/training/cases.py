@@ -10,6 +10,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
+from tests.dist import layout_for
 
 VOCAB = 131  # divided by no tensor-parallel size
 _DENSE = {
@@ -53,10 +54,9 @@ def hf_config(name: str, **changes):
 def make_engine(model: str = "dense", parallel: ParallelConfig | None = None, **kwargs):
     """Engine with seeded weights; `engine`, `optim`, `dtype`, `frozen`, `layout`, `layers` and `seed` can be given."""
     from megarl.training.engine import MegatronEngine
-    from megarl.training.parallel import init_parallel
 
     parallel = parallel or ParallelConfig()
-    layout = kwargs.pop("layout", None) or init_parallel(parallel, 120)
+    layout = kwargs.pop("layout", None) or layout_for(parallel)
     hf = hf_config(model, num_hidden_layers=kwargs.pop("layers", 4))
     optim = None if kwargs.pop("frozen", False) else kwargs.pop("optim", OptimConfig(lr=1e-2, eps=1e-3))
     seed = kwargs.pop("seed", 3)

@@ -19,7 +19,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.training import checkpoint, shards
 from megarl.training.shards import CheckpointError
-from tests.dist import run_distributed
+from tests.dist import fresh_layout, run_distributed, world
 from tests.training import cases
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
@@ -37,11 +37,8 @@ TWO = [
 
 
 def _engine(name: str, sizes: dict, seed: int = 3, distributed: bool = True, **kwargs):
-    from megarl.training.parallel import init_parallel, leave_parallel
-
-    leave_parallel()
     parallel = ParallelConfig(**sizes)
-    layout = init_parallel(parallel, 120)
+    layout = fresh_layout(parallel)
     settings = EngineConfig(micro_batch_tokens=60, distributed_optimizer=distributed)
     return cases.make_engine(name, parallel, layout=layout, engine=settings, optim=OPTIM, seed=seed, **kwargs)
 
@@ -199,7 +196,7 @@ def test_a_write_that_fails_leaves_the_last_checkpoint_and_says_how_to_go_on(alo
     assert "rank 0: File too large (rank_0.safetensors)" in error.found
     assert f"--run-dir {tmp_path}: it goes on from the checkpoint of step 1" in error.fix
     assert [path.name for path in whole.parent.iterdir()] == ["step_1"]
-    checkpoint.verify(whole)
+    checkpoint.verify(whole, world())
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_begun(alone, tmp_path, monkeypatch):
@@ -349,7 +346,7 @@ def _one_rank_sees_it(root: str) -> str:
         _overwrite(folder / "rng_1.safetensors")
     dist.barrier()
     try:
-        checkpoint.verify(folder)
+        checkpoint.verify(folder, world())
     except CheckpointError as error:
         return str(error)
     return "nothing"
@@ -444,7 +441,7 @@ def test_damage_in_a_header_is_damage(alone, tmp_path):
     for place in places:
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(CheckpointError, match=r"rank_0\.safetensors holds other bytes"):
-            checkpoint.verify(path.parent)
+            checkpoint.verify(path.parent, world())
 
 
 def test_an_index_of_the_format_before_that_is_damaged_is_damage(alone, tmp_path):
@@ -454,7 +451,7 @@ def test_an_index_of_the_format_before_that_is_damaged_is_damage(alone, tmp_path
     for damaged in (b"", content[: len(content) // 2], content.replace(b"offset", b"offsex")):
         (folder / ".metadata").write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"damaged or incomplete(?s:.*)index of this checkpoint"):
-            checkpoint.verify(folder)
+            checkpoint.verify(folder, world())
 
 
 def test_a_checkpoint_whose_neighbours_cannot_be_changed_is_complete(alone, tmp_path, monkeypatch, caplog):
@@ -464,7 +461,7 @@ def test_a_checkpoint_whose_neighbours_cannot_be_changed_is_complete(alone, tmp_
     monkeypatch.setattr(checkpoint, "_prune", refuse)
     monkeypatch.setattr(checkpoint, "_replace", refuse)
     folder = checkpoint.save(tmp_path, 1, {"actor": _engine("dense", {})}, {}, best=True)
-    assert checkpoint.verify(folder)["step"] == 1
+    assert checkpoint.verify(folder, world())["step"] == 1
     assert "best.json cannot be written" in caplog.text
     assert "cannot be removed" in caplog.text
 

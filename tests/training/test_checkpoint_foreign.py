@@ -6,7 +6,7 @@ import pytest
 
 from megarl.training import checkpoint
 from megarl.training.shards import CheckpointError
-from tests.dist import run_distributed
+from tests.dist import run_distributed, world
 from tests.training import cases
 from tests.training.test_checkpoint import _engine, _hashes
 
@@ -43,7 +43,7 @@ def _a_stage_is_foreign(root: str) -> str:
     folder = checkpoint.save(Path(root), 1, {"actor": _engine("tied", {"pp": 2})}, {})
     other = _engine("dense", {"pp": 2})
     try:
-        checkpoint.check_model(folder, checkpoint.verify(folder), {"actor": other})
+        checkpoint.check_model(folder, checkpoint.verify(folder, world()), {"actor": other}, world())
     except CheckpointError as error:
         return str(error)
     return "nothing"

@@ -8,7 +8,7 @@ from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
 from megarl.training.guard import NonFiniteError
-from tests.dist import run_distributed
+from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
 
@@ -165,13 +165,11 @@ def test_infinite_gradient_of_a_finite_loss_is_found(alone):
 
 def _one_bad_rank() -> dict:
     from megarl.config.model import ParallelConfig
-    from megarl.training.parallel import init_parallel, leave_parallel
 
     out = {}
     for sizes in ({}, {"pp": 2}, {"ep": 2}):
-        leave_parallel()
         parallel = ParallelConfig(**sizes)
-        layout = init_parallel(parallel, 60)
+        layout = fresh_layout(parallel)
         engine = cases.make_engine("moe", parallel, layout=layout)
         batch = cases.split_over(cases.make_batch(), layout.dp_rank, layout.dp_size)
         before = _hashes(engine)

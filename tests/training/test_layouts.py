@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
-from tests.dist import run_distributed
+from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1, clip_grad=0.5, schedule="cosine", warmup_steps=1)
@@ -61,10 +61,7 @@ FOUR = [
 
 def _run(name: str, parallel: ParallelConfig, engine: EngineConfig) -> dict:
     """Log-probs before, metrics of each step, this rank's parameters after, under one layout."""
-    from megarl.training.parallel import init_parallel, leave_parallel
-
-    leave_parallel()
-    layout = init_parallel(parallel, 120)
+    layout = fresh_layout(parallel)
     made = cases.make_engine(name, parallel, layout=layout, engine=engine, optim=OPTIM)
     batch = cases.split_over(cases.make_batch(COUNT), layout.dp_rank, layout.dp_size)
     before = cases.outputs(made, batch, 0.8)
@@ -81,7 +78,7 @@ def _reference() -> dict:
         out[name] = {
             "before": {key: rows.values for key, rows in got["before"].items()},
             "steps": got["steps"],
-            "weights": dict(iter_hf_tensors(got["engine"].chunks)),
+            "weights": dict(iter_hf_tensors(got["engine"].chunks, got["layout"].world)),
         }
     return out
 

@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.training import logprob
 from megarl.training.logprob import linear_logprob
-from tests.dist import run_distributed
+from tests.dist import run_distributed, world
 
 N, H, V = 37, 16, 53
 
@@ -179,8 +178,8 @@ def test_senseless_arguments_are_refused(bad):
 
 
 def _shard_case() -> dict:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    group = dist.group.WORLD
+    group = world()
+    rank, size = group.rank, group.size
     out = {}
     # Uneven shards; with 3 the last ranks hold no row at all. Each as on a CPU and as on a GPU.
     for vocab, gpu in ((V, False), (3, False), (V, True), (3, True)):
@@ -196,7 +195,7 @@ def _shard_case() -> dict:
         )
         _loss(*found).backward()
         grad = hidden.grad.clone()
-        dist.all_reduce(grad)
+        group.all_reduce(grad)
         hidden.grad = None
         expected = _oracle(hidden, whole, targets, 0.9, vocab)
         _loss(*expected).backward()

@@ -11,13 +11,12 @@ from typing import get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.config.algorithm import Aggregation
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
-from tests.dist import run_distributed
+from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
 LOSSES = POLICY_LOSSES.names()
@@ -60,9 +59,7 @@ def controller(engine, loss: dict):
     algorithm["kl"] = {"use": "loss", "estimator": "low_var_kl+", "coef": 0.1}
 
     def all_sum(values):
-        total = values.clone()
-        dist.all_reduce(total, group=engine.layout.dp_group)
-        return total
+        return engine.layout.dp_group.all_reduce(values.clone())
 
     correction = {"preset": "pg_is"} if loss.get("name") == "pg_is" else {}
     config = RunConfig(name="invariance", algorithm=algorithm, rollout_correction=correction)
@@ -93,10 +90,8 @@ def step(engine, batch: Batch, loss: dict, budget: int, train_on=None) -> tuple[
 
 def _engine(model: str = "dense"):
     from megarl.config.model import ParallelConfig
-    from megarl.training.parallel import init_parallel, leave_parallel
 
-    leave_parallel()
-    layout = init_parallel(ParallelConfig(), 120)
+    layout = fresh_layout(ParallelConfig())
     return cases.make_engine(model, layout=layout, engine=EngineConfig(distributed_optimizer=False))
 
 

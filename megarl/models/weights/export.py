@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from megarl.comm import WorkerGroup
 from megarl.models.hf import value_bias
 from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import FolderWriter
@@ -29,14 +29,10 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*span) for span in box)
 
 
-def layout_of_all(mine: Coordinate) -> list[Coordinate]:
-    """Coordinates of all processes, by global rank. Collective."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return [mine]
+def layout_of_all(mine: Coordinate, world: WorkerGroup) -> list[Coordinate]:
+    """Coordinates of all ranks of `world`, by rank. Collective."""
     values = torch.tensor(dataclasses.astuple(mine), dtype=torch.int64)
-    everyone = [torch.empty_like(values) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, values)
-    return [Coordinate(*row.tolist()) for row in everyone]
+    return [Coordinate(*row.tolist()) for row in world.all_gather(values)]
 
 
 def _owners(
@@ -59,38 +55,38 @@ def _owners(
 
 
 @torch.no_grad()
-def iter_hf_tensors(chunks: Sequence[PolicyModel]) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Every Hugging Face tensor in export order: the whole CPU tensor on global rank 0, None elsewhere.
+def iter_hf_tensors(chunks: Sequence[PolicyModel], world: WorkerGroup) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Every Hugging Face tensor in export order: the whole CPU tensor on rank 0 of `world`, None elsewhere.
 
-    Collective over all processes; one tensor is in flight at a time. Values are exactly the parameters'.
+    Collective over `world`, all ranks that hold the model; one tensor is in flight at a time. Values are exactly the
+    parameters'.
     """
     hf, value_head = chunks[0].hf_config, chunks[0].has_value_head
     params = {(shard.chunk, shard.param): param for shard, param in local_shards(chunks)}
-    layout = layout_of_all(coordinate(chunks))
-    owners = _owners(hf, layout, value_head)
-    me = dist.get_rank() if len(layout) > 1 else 0
+    owners = _owners(hf, layout_of_all(coordinate(chunks), world), value_head)
     dtype = chunks[0].config.params_dtype
     for name, shape in hf_tensors(hf, value_head=value_head).items():
         beat()
-        whole = torch.empty(shape, dtype=dtype) if me == _WRITER else None
+        whole = torch.empty(shape, dtype=dtype) if world.rank == _WRITER else None
         for rank, pieces in owners[name].items():
-            if rank == me:
+            if rank == world.rank:
                 parts = [params[key][_slices(piece.target_box)].cpu() for key, piece in pieces]
                 if whole is None:
-                    dist.send(torch.cat([part.flatten() for part in parts]), dst=_WRITER)
+                    world.send(torch.cat([part.flatten() for part in parts]), dst=_WRITER)
             elif whole is not None:
-                parts = _receive(rank, pieces, dtype)
+                parts = _receive(rank, pieces, dtype, world)
             if whole is not None:
                 for (_, piece), part in zip(pieces, parts, strict=True):
                     whole[_slices(piece.source_box)] = part
         yield name, whole
 
 
-def _receive(rank: int, pieces: list[tuple[tuple[int, str], Piece]], dtype: torch.dtype) -> list[torch.Tensor]:
+def _receive(
+    rank: int, pieces: list[tuple[tuple[int, str], Piece]], dtype: torch.dtype, world: WorkerGroup
+) -> list[torch.Tensor]:
     shapes = [tuple(stop - start for start, stop in piece.source_box) for _, piece in pieces]
     buffer = torch.empty(sum(math.prod(shape) for shape in shapes), dtype=dtype)
-    dist.recv(buffer, src=rank)
-    parts = buffer.split([math.prod(shape) for shape in shapes])
+    parts = world.receive(buffer, src=rank).split([math.prod(shape) for shape in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
@@ -100,32 +96,32 @@ def export_weights(
     hf_config: PretrainedConfig,
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
+    world: WorkerGroup,
     dtype: torch.dtype | None = None,
     max_shard_gb: float = 4.0,
 ) -> None:
-    """Write the model as a Hugging Face folder that `from_pretrained` loads. Collective over all processes.
+    """Write the model as a Hugging Face folder that `from_pretrained` loads. Collective over `world`.
 
     The folder appears under its name when it is complete; one that was there is replaced.
 
     Args:
+        world: all ranks that hold the model; its first one writes.
         dtype: of the written tensors; None: as the parameters are.
         max_shard_gb: start another file beyond this size (10**9 bytes).
     """
     out_dir = Path(out_dir)
-    writes = not dist.is_initialized() or dist.get_rank() == _WRITER
     dtype = dtype or chunks[0].config.params_dtype
     value_head = chunks[0].has_value_head
-    if not writes:
-        for _ in iter_hf_tensors(chunks):
+    if world.rank != _WRITER:
+        for _ in iter_hf_tensors(chunks, world):
             pass
     else:
         shapes = hf_tensors(hf_config, value_head=value_head)
         with FolderWriter(out_dir, shapes, dtype, int(max_shard_gb * 1e9)) as writer:
-            for name, tensor in iter_hf_tensors(chunks):
+            for name, tensor in iter_hf_tensors(chunks, world):
                 writer.add(name, tensor)
             write_metadata(writer.temporary, hf_config, tokenizer, dtype, value_head=value_head)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        dist.barrier()
+    world.barrier()
 
 
 def write_metadata(

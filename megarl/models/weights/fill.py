@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
 from megarl.errors import ConfigError
@@ -17,6 +16,7 @@ from megarl.models.policy import PolicyModel
 from megarl.models.weights.files import CheckpointReader
 from megarl.models.weights.plan import Box, Coordinate, Shard, hf_tensors, slices_for
 from megarl.phase import beat
+from megarl.processes import is_first_process
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,7 +77,7 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
         ConfigError: a tensor is missing or does not have the shape that config.json implies.
     """
     reader = CheckpointReader(source_dir)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if is_first_process():
         print(f"weights: {reader.describe()}", flush=True)
     wanted = hf_tensors(chunks[0].hf_config, value_head=chunks[0].has_value_head)
     if chunks[0].has_value_head and "score.bias" in reader and "score.bias" not in wanted:

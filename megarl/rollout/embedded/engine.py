@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megarl.comm import all_gather_json
 from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.device import DTYPES
 from megarl.rollout.embedded.model import DecoderStage
@@ -24,6 +23,7 @@ from megarl.rollout.engine import Completion, Request
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
+    from megarl.training.parallel import Layout
 
 _LANE_ROWS = 32  # fewer rows than this do not keep a core's matmuls busy
 
@@ -37,14 +37,15 @@ class EmbeddedEngine:
     Args:
         chunks: this process's PolicyModels, unwrapped, in pipeline order.
         config: batch limits and decoding dtype.
+        layout: of the chunks.
 
     Attributes:
         weight_version: stamped on completions; whoever updates the parameters counts it up.
     """
 
-    def __init__(self, chunks: Sequence[PolicyModel], config: RolloutConfig) -> None:
+    def __init__(self, chunks: Sequence[PolicyModel], config: RolloutConfig, layout: Layout) -> None:
         self._chunks, self._config = list(chunks), config
-        self._mesh = Mesh.current()
+        self._mesh = Mesh.of(layout)
         model_dtype = chunks[0].config.params_dtype
         self._dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         self.weight_version = 0
@@ -62,7 +63,7 @@ class EmbeddedEngine:
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         parts = [self._run(mine, sampling, stop_ids, advance or _ignore)]
         if self._mesh.cp.group is not None:
-            parts = all_gather_json(parts[0], self._mesh.cp.group)
+            parts = self._mesh.cp.group.all_gather_json(parts[0])
         samples = iter(in_order(parts, requests, shares))
         return [
             [

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from megarl.comm import WorkerGroup
+
+if TYPE_CHECKING:
+    from megarl.training.parallel import Layout
 
 
 @dataclass(frozen=True)
@@ -15,36 +20,30 @@ class Axis:
 
     size: int = 1
     rank: int = 0
-    group: dist.ProcessGroup | None = None
+    group: WorkerGroup | None = None
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Axis:
-        """The axis of a process group; None or a group of one gives the trivial axis."""
-        if group is None or group.size() == 1:
-            return cls()
-        return cls(group.size(), group.rank(), group)
+    def of(cls, group: WorkerGroup) -> Axis:
+        """The axis along which these ranks lie; a group of one gives the trivial axis."""
+        return cls() if group.size == 1 else cls(group.size, group.rank, group)
 
     def all_sum(self, x: Tensor) -> Tensor:
         """Sum over the axis, in place."""
         if self.group is not None:
-            dist.all_reduce(x, group=self.group)
+            self.group.all_reduce(x)
         return x
 
     def all_max(self, value: int, device: torch.device) -> int:
         """Largest of one integer per rank."""
         if self.group is None:
             return value
-        box = torch.tensor([value], device=device)
-        dist.all_reduce(box, op=dist.ReduceOp.MAX, group=self.group)
-        return int(box)
+        return int(self.group.all_reduce(torch.tensor([value], device=device), "max"))
 
     def gather(self, x: Tensor) -> Tensor:
         """[size, *x.shape], in rank order."""
         if self.group is None:
             return x[None]
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous(), group=self.group)
-        return torch.stack(parts)
+        return torch.stack(self.group.all_gather(x.contiguous()))
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,15 @@ class Mesh:
     expert: Axis = Axis()
 
     @classmethod
-    def current(cls) -> Mesh:
-        """The axes of Megatron's initialised parallel state."""
-        from megatron.core import parallel_state as mpu
-
+    def of(cls, layout: Layout) -> Mesh:
+        """The axes of the layout that holds the model."""
         return cls(
-            tp=Axis.of(mpu.get_tensor_model_parallel_group()),
-            pp=Axis.of(mpu.get_pipeline_model_parallel_group()),
-            cp=Axis.of(mpu.get_context_parallel_group()),
-            ep=Axis.of(mpu.get_expert_model_parallel_group()),
-            etp=Axis.of(mpu.get_expert_tensor_parallel_group()),
-            expert=Axis.of(mpu.get_expert_tensor_and_model_parallel_group()),
+            tp=Axis.of(layout.tp_group),
+            pp=Axis.of(layout.pp_group),
+            cp=Axis.of(layout.cp_group),
+            ep=Axis.of(layout.ep_group),
+            etp=Axis.of(layout.etp_group),
+            expert=Axis.of(layout.expert_group),
         )
 
     @property
@@ -90,16 +87,15 @@ class Mesh:
     def from_last_stage(self, x: Tensor) -> Tensor:
         """Overwrite `x` on every stage with the last stage's."""
         if self.pp.group is not None:
-            dist.broadcast(x, src=dist.get_global_rank(self.pp.group, self.pp.size - 1), group=self.pp.group)
+            self.pp.group.broadcast(x, src=self.pp.size - 1)
         return x
 
     def send_next(self, hidden: Tensor) -> None:
         """Hand hidden states to the next stage (the last one's next is the first, for interleaved chunks)."""
-        peer = dist.get_global_rank(self.pp.group, (self.pp.rank + 1) % self.pp.size)
-        dist.send(hidden.contiguous(), dst=peer, group=self.pp.group)
+        assert self.pp.group is not None, "there are other stages"
+        self.pp.group.send(hidden.contiguous(), dst=(self.pp.rank + 1) % self.pp.size)
 
     def recv_prev(self, like: Tensor) -> Tensor:
         """Hidden states of the previous stage, received into `like`."""
-        peer = dist.get_global_rank(self.pp.group, (self.pp.rank - 1) % self.pp.size)
-        dist.recv(like, src=peer, group=self.pp.group)
-        return like
+        assert self.pp.group is not None, "there are other stages"
+        return self.pp.group.receive(like, src=(self.pp.rank - 1) % self.pp.size)

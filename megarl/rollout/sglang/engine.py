@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from megarl.comm import Group, all_gather_json, broadcast_json
+from megarl.comm import WorkerGroup
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
@@ -39,18 +39,19 @@ class Replica:
 
     Attributes:
         index: of this replica, among `count`.
-        first: global rank of the one that talks to the servers.
-        is_first: this rank is it.
-        group: the replica's ranks.
+        group: the replica's ranks; the first one talks to the servers.
         world: all ranks of the run.
     """
 
     index: int = 0
     count: int = 1
-    first: int = 0
-    is_first: bool = True
-    group: Group = None
-    world: Group = None
+    group: WorkerGroup = field(default_factory=WorkerGroup.alone)
+    world: WorkerGroup = field(default_factory=WorkerGroup.alone)
+
+    @property
+    def is_first(self) -> bool:
+        """This rank talks to the servers."""
+        return self.group.rank == 0
 
 
 class SglangEngine:
@@ -95,15 +96,15 @@ class SglangEngine:
             with ThreadPoolExecutor(1, "generate") as pool:
                 self._meet(pool.submit(self._run, samples, sampling, stop_ids, advance or _ignore))
             stuck = any(sample.finish_reason is None for sample in samples)
-            if not any(all_gather_json(stuck, self._replica.world)):
+            if not any(self._replica.world.all_gather_json(stuck)):
                 return self._share(requests, samples)
-            self._fleet.wait_started(self._replica.world)
+            self._fleet.wait_started()
             self._catch_up()
         raise ServerError("servers", "", "generation", "requests do not get done although servers were restarted")
 
     def any_busy(self, busy: bool) -> bool:
         """See `RolloutEngine`: all ranks of the run generate together."""
-        return any(all_gather_json(busy, self._replica.world))
+        return any(self._replica.world.all_gather_json(busy))
 
     def servers(self) -> list[Server]:
         """Servers this replica may ask now, all of which hold the current weights: its own share, or the others'."""
@@ -124,7 +125,7 @@ class SglangEngine:
             beat()
             error = work.exception() if work.done() else None
             fields = None if error is None else _for_others(error)
-            reports = all_gather_json([work.done(), fields], self._replica.world)
+            reports = self._replica.world.all_gather_json([work.done(), fields])
             if error is not None:
                 raise error
             for _, failure in reports:
@@ -146,7 +147,7 @@ class SglangEngine:
     def _share(self, requests: Sequence[Request], samples: list[Sample]) -> list[list[Completion]]:
         """The first rank's completions on all ranks of the replica, grouped by request."""
         done: list[dict[str, Any]] = [asdict(sample.completion()) for sample in samples]
-        done = broadcast_json(done, self._replica.first, self._replica.group)
+        done = self._replica.group.broadcast_json(done)
         parts = iter(Completion(**fields) for fields in done)
         return [[next(parts) for _ in request.seeds] for request in requests]
 

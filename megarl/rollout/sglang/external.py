@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from megarl.comm import Group, broadcast_json
+from megarl.comm import WorkerGroup
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.fleet import Fleet, Server
@@ -20,7 +20,7 @@ _SAID = {"tp_size": int, "ep_size": int, "dp_size": int, "dtype": str, "context_
 Problem = dict[str, Any]  # arguments of ConfigError
 
 
-def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | None, group: Group = None) -> None:
+def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | None, world: WorkerGroup) -> None:
     """Compare what every server was started with with the recipe. Collective over `group`.
 
     A server that was away, or is restarted by somebody later, is examined before it is used.
@@ -28,7 +28,7 @@ def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | No
     Args:
         fleet: of servers that answer, or have failed.
         examine: `differences` on rank 0, which asks for all; None on the others.
-        group: ranks of the run.
+        world: all ranks of the run.
 
     Raises:
         ConfigError: on every rank, when one server differs, or does not say how it was started.
@@ -47,7 +47,7 @@ def check_external(fleet: Fleet, examine: Callable[[Server], list[Problem]] | No
             except ServerError as error:
                 gone.append([server.number, error.reason])
     # The other ranks wait here, so nothing that a server answers may raise above.
-    found, gone = broadcast_json([found, gone], 0, group)
+    found, gone = world.broadcast_json([found, gone])
     for problem in found:
         raise ConfigError(**problem)
     for number, why in gone:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.comm import Group, all_gather_json
+from megarl.comm import WorkerGroup
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.phase import beat
@@ -65,9 +65,11 @@ class Fleet:
         config: SGLangConfig,
         owned: dict[int, ServerProcess] | None = None,
         watched: Sequence[int] = (),
+        world: WorkerGroup | None = None,
     ) -> None:
         self.servers = list(servers)
         self._config, self._owned, self._watched = config, owned or {}, tuple(watched)
+        self._world = world or WorkerGroup.alone()
         self.examine: Callable[[Server], str | None] | None = None
 
     @property
@@ -105,29 +107,29 @@ class Fleet:
             reason = f"no server is left; what was wrong with this one: {first.why}"
             raise ServerError(first.api.name, first.api.url, "start", reason)
 
-    def refresh(self, group: Group = None) -> None:
-        """Agree on every server's state. Collective over `group`: failed servers are restarted, started ones looked at.
+    def refresh(self) -> None:
+        """Agree on every server's state. Collective: failed servers are restarted, started ones looked at.
 
         Raises:
             ServerError: on every rank, when no server is left and none may be restarted.
         """
-        self._share_failures(group)
+        self._share_failures()
         self._restart()
         self._check()
         outside = [self.servers[number] for number in self._watched if self.servers[number].state == "failed"]
         self._ask([*self._starting(), *outside], time.monotonic() + HEALTH_S)
-        self._agree(group)
+        self._agree()
 
-    def wait_started(self, group: Group = None) -> None:
+    def wait_started(self) -> None:
         """Restart what failed and wait until every server answers or is given up, for `start_timeout_s` at most.
 
-        Collective over `group`. Servers that run already are waited for, too.
+        Collective. Servers that run already are waited for, too.
 
         Raises:
             ServerError: on every rank, when no server is left.
         """
         end = time.monotonic() + self._config.start_timeout_s  # they start side by side
-        self._share_failures(group)
+        self._share_failures()
         self._restart()
         for number in self._watched:  # somebody else restarts them; they are waited for as often as own ones
             server = self.servers[number]
@@ -144,7 +146,7 @@ class Fleet:
         for server in waited:
             if server.state != "catching_up":
                 self._give_up(server)
-        self._agree(group)
+        self._agree()
 
     def close(self) -> None:
         """End the servers that this rank started, side by side."""
@@ -165,8 +167,9 @@ class Fleet:
     def _starting(self) -> list[Server]:
         return [server for server in self._mine() if server.state == "starting"]
 
-    def _share_failures(self, group: Group) -> None:
-        for reports in all_gather_json([[s.number, s.why] for s in self.servers if s.state == "failed"], group):
+    def _share_failures(self) -> None:
+        failed = [[s.number, s.why] for s in self.servers if s.state == "failed"]
+        for reports in self._world.all_gather_json(failed):
             for number, why in reports:
                 self.mark_failed(self.servers[number], why)
 
@@ -221,13 +224,13 @@ class Fleet:
             server.restarts = self._config.max_restarts
         self.mark_failed(server, why)
 
-    def _agree(self, group: Group) -> None:
+    def _agree(self) -> None:
         """Every rank learns what those that look after servers know of them."""
         mine = [
             {"number": s.number, "url": s.api.url, "state": s.state, "why": s.why, "restarts": s.restarts}
             for s in self._mine()
         ]
-        for reports in all_gather_json(mine, group):
+        for reports in self._world.all_gather_json(mine):
             for report in reports:
                 self._adopt(report)
         self.need_one()

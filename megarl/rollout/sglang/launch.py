@@ -8,7 +8,7 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.comm import Group, address_for_others, broadcast_json
+from megarl.comm import WorkerGroup, address_for_others
 from megarl.config.run import ClusterConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
@@ -47,7 +47,7 @@ def open_fleet(
     cuda: bool,
     random_weights: bool = False,
     longest: int = 0,
-    group: Group = None,
+    world: WorkerGroup,
 ) -> Fleet:
     """The servers of the run, started if they are ours, all of them answering. Collective over `group`.
 
@@ -60,7 +60,7 @@ def open_fleet(
         cuda: servers run on GPUs.
         random_weights: see ServerSpec; for a first synchronisation that brings every weight.
         longest: tokens of the longest sequence, which servers that run already must take; 0: any.
-        group: ranks of the run.
+        world: all ranks of the run.
 
     Raises:
         ConfigError: no interpreter, the variable of `api_key_env` is not set, experts spread over ranks of a CPU, or a
@@ -68,27 +68,27 @@ def open_fleet(
         ServerError: on every rank, when no server came up.
     """
     if config.urls:
-        fleet = _external(config, place)
+        fleet = _external(config, place, world)
     else:
         # In memory only: no file and no command line has it.
-        key = broadcast_json(secrets.token_urlsafe(32), 0, group)
-        host = config.host or address_for_others(f"machine {place.machine}", group)
-        fleet = _started(config, place, run_dir, model, dtype, host, key, cuda, random_weights)
+        key = world.broadcast_json(secrets.token_urlsafe(32))
+        host = config.host or address_for_others(f"machine {place.machine}", world)
+        fleet = _started(config, place, run_dir, model, dtype, host, key, cuda, random_weights, world)
     try:
-        fleet.wait_started(group)
+        fleet.wait_started()
         if config.urls:
             examine = functools.partial(differences, config=config, dtype=dtype, longest=longest)
-            check_external(fleet, examine if _watches(place) else None, group)
+            check_external(fleet, examine if _watches(place) else None, world)
     except BaseException:
         fleet.close()
         raise
     return fleet
 
 
-def _external(config: SGLangConfig, place: Place) -> Fleet:
+def _external(config: SGLangConfig, place: Place, world: WorkerGroup) -> Fleet:
     key = config.external_key()
     servers = [Server(i, ServerApi(url.rstrip("/"), key, f"server {i}")) for i, url in enumerate(config.urls)]
-    return Fleet(servers, config, watched=range(len(servers)) if _watches(place) else ())
+    return Fleet(servers, config, watched=range(len(servers)) if _watches(place) else (), world=world)
 
 
 def _watches(place: Place) -> bool:
@@ -106,6 +106,7 @@ def _started(
     key: str,
     cuda: bool,
     random_weights: bool,
+    world: WorkerGroup,
 ) -> Fleet:
     if config.ep_size > 1 and not cuda:
         raise ConfigError(
@@ -134,4 +135,4 @@ def _started(
         owned[number] = ServerProcess(spec)
         owned[number].start()
     servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(config.servers)]  # addresses: wait_started
-    return Fleet(servers, config, owned)
+    return Fleet(servers, config, owned, world=world)

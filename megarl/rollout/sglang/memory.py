@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from megarl.comm import Group, all_gather_json, group_size
+from megarl.comm import WorkerGroup
 from megarl.errors import ServerError
 from megarl.rollout.sglang.fleet import Fleet, Server
 
@@ -26,13 +26,12 @@ class ServerMemory:
     Args:
         fleet: the servers.
         deadline_s: of each call.
-        rank: of this process; it speaks to the servers whose number is `rank` modulo the number of ranks.
-        group: all ranks.
+        world: all ranks; each speaks to the servers whose number is its own modulo the number of ranks.
     """
 
-    def __init__(self, fleet: Fleet, deadline_s: float, rank: int, group: Group = None) -> None:
-        self._fleet, self._deadline_s, self._group = fleet, deadline_s, group
-        self._mine = range(rank, len(fleet.servers), group_size(group))
+    def __init__(self, fleet: Fleet, deadline_s: float, world: WorkerGroup) -> None:
+        self._fleet, self._deadline_s, self._world = fleet, deadline_s, world
+        self._mine = range(world.rank, len(fleet.servers), world.size)
         self._held: dict[tuple[int, int], set[str]] = {}  # by number and restarts: a fresh server has everything
 
     def hold(self, *parts: str) -> None:
@@ -45,7 +44,7 @@ class ServerMemory:
                     self._move(server, wanted)
                 except ServerError as error:
                     failed.append([number, str(error)])
-        for part in all_gather_json(failed, self._group):
+        for part in self._world.all_gather_json(failed):
             for number, why in part:
                 self._fleet.mark_failed(self._fleet.servers[number], why)
 

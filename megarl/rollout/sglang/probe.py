@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-import torch.distributed as dist
-
-from megarl.comm import all_gather_json, group_size
+from megarl.comm import WorkerGroup
 from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet
@@ -37,17 +35,18 @@ def greedy_probe(api: ServerApi, prompt_ids: list[int], tokens: int, deadline_s:
     return Probe(prompt_ids, [int(p[1]) for p in pairs], [float(p[0]) for p in pairs], str(meta["weight_version"]))
 
 
-def probe_servers(fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadline_s: float, tag: str) -> list[Probe]:
+def probe_servers(
+    fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadline_s: float, tag: str, world: WorkerGroup
+) -> list[Probe]:
     """A greedy probe of each of these servers, the same on every rank.
 
     One that does not answer, or not with the weights that are called `tag`, is marked failed.
 
-    Collective: the servers are shared out over the ranks. The prompt is the same for all.
+    Collective: the servers are shared out over the ranks of `world`. The prompt is the same for all.
     """
-    ranks, rank = group_size(), dist.get_rank() if group_size() > 1 else 0
     prompt = [(7919 * i + 11) % vocabulary for i in range(_PROBE_TOKENS)]
     probes, failed = [], []
-    for number in numbers[rank::ranks]:
+    for number in numbers[world.rank :: world.size]:
         try:
             probe = greedy_probe(fleet.servers[number].api, prompt, _PROBE_TOKENS, deadline_s)
             if probe.version == tag:
@@ -56,7 +55,7 @@ def probe_servers(fleet: Fleet, numbers: Sequence[int], vocabulary: int, deadlin
                 failed.append([number, f"probe: drawn with the weights {probe.version!r}; this run has sent {tag!r}"])
         except ServerError as error:
             failed.append([number, error.reason])
-    everyone = all_gather_json([probes, failed])
+    everyone = world.all_gather_json([probes, failed])
     for number, why in (pair for _, part in everyone for pair in part):
         fleet.mark_failed(fleet.servers[number], why)
     return [Probe(**fields) for part, _ in everyone for fields in part]

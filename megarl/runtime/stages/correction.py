@@ -57,7 +57,6 @@ def rollout_as_old(c: Controller, samples: Batch) -> Batch:
 
 def _measure(c: Controller, samples: Batch, knobs: Knobs) -> Correction:
     from megarl.algorithms.correction import correct, finish
-    from megarl.comm import reduce_metrics
 
     mask = samples["response_mask"]
     result = correct(
@@ -73,7 +72,7 @@ def _measure(c: Controller, samples: Batch, knobs: Knobs) -> Correction:
         all_sum=c.all_sum,
     )
     moments = result.moments.merge(ages(c, samples))
-    merged = finish(reduce_metrics(moments, c.layout.dp_group))
+    merged = finish(c.layout.dp_group.reduce_metrics(moments))
     if c.layout.rank == 0:  # merged over all ranks
         c.metrics.merge(merged)
     return result

@@ -76,13 +76,12 @@ def collect(c: Controller, pending: list[Pending | None], samples: Batch) -> lis
     Where the environment gives the rewards a result is their sum. An episode whose environment failed has a result that
     says so, whatever a function makes of it.
     """
-    from megarl.comm import broadcast_json
     from megarl.rewards.scoring import ERROR_KEY
 
     if _scored_by_environment(c):
         results = [{"overall": float(row.double().sum())} for row in samples["turn_rewards"].unbind()]
     else:
-        results = broadcast_json(_own_results(c, pending), c.layout.lead_rank, c.layout.mp_group)
+        results = c.layout.mp_group.broadcast_json(_own_results(c, pending))
     if "env_error" not in samples:
         return results
     failed = {"overall": 0.0, ERROR_KEY: 1.0}

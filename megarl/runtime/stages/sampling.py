@@ -44,7 +44,7 @@ def dynamic_sampling(c: Controller, samples: Batch, more: Callable[[], Batch]) -
     if not settings.enabled:
         return samples
     n, layout = c.config.rollout.sampling.n, c.layout
-    pool = Pool(n, layout.dp_group, layout.dp_rank, layout.dp_size)
+    pool = Pool(n, layout.dp_group)
     if c.surplus is not None:
         pool.add(c.surplus, [True] * (len(c.surplus) // n))
     seen: list[list[float]] = []
@@ -78,10 +78,9 @@ def _signal(c: Controller, samples: Batch, seen: list[list[float]]) -> list[bool
 
 def _no_signal(c: Controller, seen: list[list[float]], have: int) -> str:
     from megarl.algorithms.group_filter import score_histogram
-    from megarl.comm import all_gather_json
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
-    counts = score_histogram([scores for share in all_gather_json(seen, c.layout.dp_group) for scores in share])
+    counts = score_histogram([scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share])
     return (
         f"step {c.step}: after {settings.max_rounds} rounds of generation {have} of {wanted} groups have scores that "
         f"differ\n  groups drawn in this step by the scores of their samples: {counts}\n"

@@ -110,9 +110,7 @@ def train_on(c: Controller, mini: Batch) -> Metrics:
 
 
 def _add_ages(c: Controller, metrics: Metrics, mine: Metrics) -> None:
-    from megarl.comm import reduce_metrics
-
-    metrics.merge(reduce_metrics(mine, c.layout.dp_group))
+    metrics.merge(c.layout.dp_group.reduce_metrics(mine))
 
 
 def trained_mask(samples: Batch) -> Jagged:

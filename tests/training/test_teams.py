@@ -1,0 +1,84 @@
+"""Two teams of one job: engines of different layouts train at the same time, to the bit what each trains apart."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.config.model import ParallelConfig
+from megarl.processes import free_port
+from megarl.rendezvous import Team, join
+from tests.dist import fresh_layout, run_distributed
+from tests.training import cases
+
+TEAMS = {"left": Team("left", (0, 1)), "right": Team("right", (2, 3))}
+ENGINES: dict[str, tuple[str, dict]] = {"left": ("dense", {"tp": 2, "sp": True}), "right": ("moe", {})}
+STEPS = 3
+
+
+def _train(name: str, meet: Callable[[str], None]) -> dict:
+    """Metrics and parameters of this rank after a few steps; `meet` is called in the middle of each."""
+    model, sizes = ENGINES[name]
+    parallel = ParallelConfig(**sizes)
+    layout = fresh_layout(parallel)
+    engine = cases.make_engine(model, parallel, layout=layout)
+    steps = []
+    for step in range(STEPS):
+
+        def loss(*args, step=step):
+            meet(f"loss of step {step}")
+            return cases.loss_fn(*args)
+
+        batch = cases.split_over(cases.make_batch(seed=step), layout.dp_rank, layout.dp_size)
+        steps.append(engine.train_step(batch, loss).result())
+    weights = [p.detach().clone() for chunk in engine.chunks for p in chunk.parameters()]
+    place = [layout.world_size, layout.rank, layout.tp_rank, layout.dp_rank, *layout.world.ranks]
+    return {"steps": steps, "weights": dict(enumerate(weights)), "place": place}
+
+
+def _together(port: int, run_dir: str) -> dict:
+    """Every rank joins its team and trains; in the middle of a step it waits until all four are in the same step."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()  # that of the harness: a team is a world of its own
+    team = next(team for team in TEAMS.values() if rank in team.ranks)
+    os.environ["MASTER_PORT"] = str(port)
+    join("gloo", 60, Path(run_dir), team)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+
+    def meet(what: str) -> None:
+        store.set(f"{what} of rank {rank}", "here")
+        store.wait([f"{what} of rank {other}" for other in range(4)])
+
+    found = _train(team.name, meet)
+    meet("end")  # the first rank holds the store
+    return found
+
+
+def _apart(name: str) -> dict:
+    return _train(name, lambda what: None)
+
+
+@pytest.mark.procs
+def test_two_teams_train_at_the_same_time_what_each_trains_apart(tmp_path):
+    together = run_distributed(_together, 4, 240, free_port(), str(tmp_path))
+    for name, team in TEAMS.items():
+        apart = run_distributed(_apart, 2, 240, name)
+        for rank, want in zip(team.ranks, apart, strict=True):
+            found = together[rank]
+            assert found["place"] == want["place"]
+            assert found["steps"] == want["steps"]
+            assert found["weights"].keys() == want["weights"].keys()
+            for number, weight in found["weights"].items():
+                assert torch.equal(weight, want["weights"][number])
+    assert [found["place"][2:4] for found in together] == [[0, 0], [1, 0], [0, 0], [0, 1]]
+
+
+def test_a_rank_joins_no_foreign_team(monkeypatch, tmp_path):
+    for name, value in {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(ValueError, match="rank 2 is not in team 'left', which has ranks 0, 1"):
+        join("gloo", 1, tmp_path, TEAMS["left"])
