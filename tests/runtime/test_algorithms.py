@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
+import pkgutil
 import shutil
+import types
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,10 @@ from megarl.checks.recipe import check_config
 from megarl.checks.settings import ESTIMATORS
 from megarl.config.algorithm import SCORED_ESTIMATORS
 from megarl.config.load import load_config
+from megarl.dag.guard import GuardedBatch
+from megarl.dag.stage import contract_of
 from megarl.errors import ConfigError
+from megarl.runtime import stages
 from tests.runtime import harness
 
 REWARD = """
@@ -64,8 +71,32 @@ RECIPES = {
         f"dapo, {name}": [*DAPO, f"algorithm.advantage.name={name}", *NEEDS.get(name, [])]
         for name in ("optimal_token_baseline", "reverse_kl", "remax")
     },
+    "ppo, corrected": [
+        *(
+            "algorithm.pipeline=ppo",
+            "algorithm.advantage={name: gae, lam: 0.9}",
+            "algorithm.kl={use: reward, coef: 0.05}",
+        ),
+        *("algorithm.overlong.buffer_tokens=2", "rollout_correction.preset=decoupled_token_is"),
+    ],
     "dapo, distillation": [*DAPO, "algorithm.advantage.name=gdpo", *NEEDS["gdpo"], *DISTILLATION],
 }
+
+
+#: What each stage has read in the runs of this module, and which of the recipes have run.
+READ: dict[str, set[str]] = defaultdict(set)
+RAN: set[str] = set()
+
+
+@pytest.fixture(autouse=True)
+def reads_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = GuardedBatch._check
+
+    def note(batch: GuardedBatch, name: str) -> None:
+        check(batch, name)
+        READ[batch._node.func_name].add(name)
+
+    monkeypatch.setattr(GuardedBatch, "_check", note)
 
 
 def likely(old_logp, advantages, mask, cfg, *, keys, all_sum):
@@ -169,6 +200,7 @@ def alone_for_module() -> Iterator[None]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> None:
     lines = train(folder, tmp_path / "run", *RECIPES[name])
+    RAN.add(name)
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         for key in ("pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "entropy", "grad_norm"):
@@ -185,3 +217,22 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         assert 0 <= lines[0]["critic/greedy_score/mean"] <= 2
     if name == "filters":
         assert 0 <= lines[0]["filter/kept"] < 1
+
+
+def test_every_stage_ran_and_needs_what_it_says_it_reads() -> None:
+    """That a stage reads nothing else is an error of every run."""
+    if set(RECIPES) - RAN:
+        pytest.skip("follows from all recipes of this module")
+    modules = [
+        importlib.import_module(f"{stages.__name__}.{info.name}") for info in pkgutil.iter_modules(stages.__path__)
+    ]
+    shipped = {
+        f"{m.__name__}:{f.__name__}": contract_of(f) for m in modules for f in vars(m).values() if is_stage(f, m)
+    }
+    assert {name for name in shipped if name not in READ} == set()
+    idle = {name: {*contract.reads, *contract.consumes} - READ[name] for name, contract in shipped.items()}
+    assert {name: fields for name, fields in idle.items() if fields} == {}
+
+
+def is_stage(value: Any, module: types.ModuleType) -> bool:
+    return hasattr(value, "__stage__") and value.__module__ == module.__name__

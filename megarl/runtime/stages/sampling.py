@@ -20,7 +20,8 @@ class NoSignalError(MegarlError):
 
 
 @stage(
-    reads=["prompt_ids", "response_ids", "score", "uid"],
+    reads=["score", "uid"],
+    optional=["prompt_ids", "response_ids"],  # of groups that wait for the next step
     writes=[],
     may_write=[DRAWN_LOGP, DRAWN_SUM],
     role=Role.DYNAMIC_SAMPLING,
