@@ -19,7 +19,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return harness.run(recipe, tmp_path_factory.mktemp("undisturbed"))
+    return harness.train(recipe, tmp_path_factory.mktemp("undisturbed"))
 
 
 def at_step(run_dir: Path, step: int) -> bool:
@@ -28,12 +28,12 @@ def at_step(run_dir: Path, step: int) -> bool:
 
 
 def test_a_killed_rank_leaves_critic_and_kl_controller_in_its_checkpoint(recipe, tmp_path):
-    whole = harness.run(recipe, tmp_path / "whole", *harness.PPO)
+    whole = harness.train(recipe, tmp_path / "whole", *harness.PPO)
     process = harness.start(recipe, tmp_path / "killed", *harness.PPO)
     harness.wait_for(lambda: at_step(tmp_path / "killed", 2), process)
     harness.kill(harness.workers(tmp_path / "killed")[0])
     harness.finish(process, timeout=30)
-    assert harness.run(recipe, tmp_path / "killed", *harness.PPO) == whole
+    assert harness.train(recipe, tmp_path / "killed", *harness.PPO) == whole
 
 
 def test_a_killed_rank_is_named_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
@@ -59,7 +59,7 @@ def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(r
     while harness.workers(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not harness.workers(tmp_path)
-    assert harness.run(recipe, tmp_path) == undisturbed
+    assert harness.train(recipe, tmp_path) == undisturbed
 
 
 def test_a_finished_run_has_nothing_left_to_do(recipe, tmp_path):

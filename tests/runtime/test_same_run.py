@@ -40,7 +40,7 @@ def test_launchers_give_the_same_metrics(recipe, local, tmp_path, launcher):
     ids=["single", "tp2-sp", "pp2-vpp2", "cp2", "micro-batches-offload"],
 )
 def test_layouts_give_the_same_metrics(recipe, local, tmp_path, layout):
-    assert_same(harness.run(recipe, tmp_path, *layout), local)
+    assert_same(harness.train(recipe, tmp_path, *layout), local)
 
 
 # Two mini-batches, two passes over each: old log-probs matter. The adaptive KL coefficient moves with every step.
@@ -53,12 +53,12 @@ UPDATES = [
 
 @pytest.fixture(scope="module")
 def several_updates(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return harness.run(recipe, tmp_path_factory.mktemp("updates"), *UPDATES)
+    return harness.train(recipe, tmp_path_factory.mktemp("updates"), *UPDATES)
 
 
 @pytest.mark.parametrize("layout", [["cluster.nproc=1"], ["actor.parallel.tp=2"]], ids=["single", "tp2"])
 def test_several_updates_per_step_are_the_same_under_every_layout(recipe, several_updates, tmp_path, layout):
-    assert_same(harness.run(recipe, tmp_path, *UPDATES, *layout), several_updates)
+    assert_same(harness.train(recipe, tmp_path, *UPDATES, *layout), several_updates)
     steps = [numbers for step, numbers in several_updates.items() if step > 0]
     assert len({numbers["actor/reward_kl_coef"] for numbers in steps}) == len(steps)
     assert any(numbers["actor/ppo_kl"] != 0 for numbers in steps)
@@ -67,15 +67,15 @@ def test_several_updates_per_step_are_the_same_under_every_layout(recipe, severa
 def test_a_mixture_of_experts_is_the_same_under_expert_and_combined_parallelism(recipe, tmp_path):
     sizes = "num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32, norm_topk_prob: true"
     experts = [f"model.hf_config={{model_type: qwen3_moe, {sizes}, decoder_sparse_step: 1, mlp_only_layers: []}}"]
-    single = harness.run(recipe, tmp_path / "single", *experts, "cluster.nproc=1")
-    assert_same(harness.run(recipe, tmp_path / "ep2", *experts, "actor.parallel.ep=2"), single)
+    single = harness.train(recipe, tmp_path / "single", *experts, "cluster.nproc=1")
+    assert_same(harness.train(recipe, tmp_path / "ep2", *experts, "actor.parallel.ep=2"), single)
     both = ["cluster.nproc=4", "actor.parallel={tp: 2, pp: 2}"]
-    assert_same(harness.run(recipe, tmp_path / "tp2-pp2", *experts, *both), single)
+    assert_same(harness.train(recipe, tmp_path / "tp2-pp2", *experts, *both), single)
 
 
 def test_bf16_starts_where_fp32_does(recipe, tmp_path):
-    first = harness.run(recipe, tmp_path, "model.dtype=bf16", "sft.steps=0", "trainer.steps=1")[1]
-    exact = harness.run(recipe, tmp_path / "fp32", "sft.steps=0", "trainer.steps=1")[1]
+    first = harness.train(recipe, tmp_path, "model.dtype=bf16", "sft.steps=0", "trainer.steps=1")[1]
+    exact = harness.train(recipe, tmp_path / "fp32", "sft.steps=0", "trainer.steps=1")[1]
     assert first.keys() == exact.keys()
     # A bf16 number has 8 bits: log-probs move by about 1%, and with them the odd sampled token.
     assert math.isclose(first["actor/entropy"], exact["actor/entropy"], rel_tol=0.02)
@@ -92,7 +92,7 @@ def assert_same(other: dict[int, dict[str, float]], local: dict[int, dict[str, f
 
 @pytest.fixture(scope="module")
 def ppo(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return harness.run(recipe, tmp_path_factory.mktemp("ppo"), *harness.PPO)
+    return harness.train(recipe, tmp_path_factory.mktemp("ppo"), *harness.PPO)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def ppo(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dic
     ids=["single", "tp2-sp", "pp2", "micro-batches-offload"],
 )
 def test_layouts_give_the_same_critic(recipe, ppo, tmp_path, layout):
-    assert_same(harness.run(recipe, tmp_path, *harness.PPO, *layout), ppo)
+    assert_same(harness.train(recipe, tmp_path, *harness.PPO, *layout), ppo)
 
 
 def test_the_critic_learns_before_the_actor_moves(ppo):
@@ -128,6 +128,6 @@ def test_dynamic_sampling_goes_on_from_a_checkpoint_of_another_layout(recipe, tm
     refills = sum(int(numbers["sampling/rounds"]) - 1 for step, numbers in whole.items() if step > 0)
     events = json.loads((tmp_path / "whole" / "trace.json").read_text())["traceEvents"]
     assert sum(event["name"] == "refill" for event in events) == 2 * refills, "each of 2 ranks names every round"
-    harness.run(recipe, tmp_path / "parts", *harness.DAPO, "trainer.steps=3", "cluster.nproc=1")
+    harness.train(recipe, tmp_path / "parts", *harness.DAPO, "trainer.steps=3", "cluster.nproc=1")
     assert list(tmp_path.glob("parts/checkpoints/step_3/surplus_0*"))
-    assert_same(harness.run(recipe, tmp_path / "parts", *harness.DAPO), whole)
+    assert_same(harness.train(recipe, tmp_path / "parts", *harness.DAPO), whole)
