@@ -11,8 +11,10 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
 
+# A file of tests stays in one process. JOBS=0 runs them one after the other.
+JOBS ?= 2
 test: $(STAMP)
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

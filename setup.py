@@ -79,6 +79,7 @@ setup(
             "pre-commit>=4",
             "pytest>=8",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.8",
             "ruff>=0.9",
             "scipy>=1.11",
             "setuptools>=77",

@@ -23,7 +23,7 @@ from megarl.rollout.sglang.fleet import Fleet
 from tests.models.tiny import save_tiny
 from tests.rollout.servers import VOCAB, engine, label, need_interpreter, start
 
-pytestmark = [pytest.mark.procs, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
 EOS = [5, 9]
 
 

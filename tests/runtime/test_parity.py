@@ -90,6 +90,7 @@ class Api:
 
 
 @pytest.mark.procs
+@pytest.mark.alone
 @pytest.mark.timeout(600)
 def test_command_compares_a_server_too(tmp_path):
     need_interpreter()

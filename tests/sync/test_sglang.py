@@ -26,7 +26,10 @@ try:
     MISSING = ""
 except ConfigError as error:
     MISSING = str(error)
-pytestmark = [pytest.mark.procs, pytest.mark.skipif(bool(MISSING), reason=f"no SGLang to test with: {MISSING}")]
+pytestmark = [
+    *(pytest.mark.procs, pytest.mark.alone),
+    pytest.mark.skipif(bool(MISSING), reason=f"no SGLang to test with: {MISSING}"),
+]
 
 
 @contextlib.contextmanager
