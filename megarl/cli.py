@@ -152,11 +152,8 @@ def _job(arguments: argparse.Namespace) -> int:
         return 0
     from megarl.checks.recipe import validate
     from megarl.launchers.common import make_run_dir, run_workers
-    from megarl.recipes.build import build_task_graph
 
     validate(config, launcher=arguments.launcher, job=arguments.command)
-    if arguments.command == "train":
-        build_task_graph(config)
     check_hub(config, arguments.command, ask=True)
     _check_inputs(config, arguments.command)
     if arguments.command in ("eval", "generate") and arguments.run_dir is not None:

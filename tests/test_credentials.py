@@ -68,7 +68,7 @@ def test_a_user_name_without_a_password_goes_back_into_the_address() -> None:
 )
 def test_an_address_whose_secrets_cannot_be_taken_out_is_refused(uri: str) -> None:
     config = load_config("grpo_quickstart", [f"tracking.mlflow_uri={uri}", "tracking.mlflow=false"])
-    (check,) = [check for check in check_config(config) if check.key == "tracking.mlflow_uri"]
+    (check,) = [check for check in check_config(config).items if check.key == "tracking.mlflow_uri"]
     assert check.status == "fail"
     assert "has a secret that would be written" in str(check.problem())
     assert not any(secret in str(check.problem()) for secret in ("=secret", "=x"))
@@ -98,9 +98,9 @@ def test_a_run_writes_no_credentials_and_takes_them_from_the_environment_when_it
 
     resumed = hide_credentials(load_config(recipe))
     assert (os.environ[USER], os.environ[PASSWORD]) == ("me", "secret")
-    assert [check for check in check_config(resumed) if check.key == "tracking.mlflow_uri"] == []
+    assert [check for check in check_config(resumed).items if check.key == "tracking.mlflow_uri"] == []
     monkeypatch.delenv(PASSWORD)
-    (check,) = [check for check in check_config(resumed) if check.key == "tracking.mlflow_uri"]
+    (check,) = [check for check in check_config(resumed).items if check.key == "tracking.mlflow_uri"]
     assert check.status == "fail"
     assert f"{USER} and {PASSWORD}" in str(check.problem())
 
@@ -120,5 +120,5 @@ def test_mlflow_is_called_with_what_was_masked(monkeypatch: pytest.MonkeyPatch) 
 
 def test_arguments_that_look_like_secrets_warn() -> None:
     config = load_config("grpo_quickstart", ["data.loader_kwargs={hf_token: x, pad_token: y, api_key: '', seed: 1}"])
-    warned = [check.key for check in check_config(config) if check.name == "secrets"]
+    warned = [check.key for check in check_config(config).items if check.name == "secrets"]
     assert warned == ["data.loader_kwargs.hf_token"]

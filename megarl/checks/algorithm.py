@@ -3,31 +3,18 @@
 from __future__ import annotations
 
 from megarl.algorithms.losses import POLICY_LOSSES
-from megarl.checks.checklist import Checklist
+from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component
 from megarl.config.run import RunConfig
+from megarl.dag.stage import Role
 
 
-def check_algorithm(config: RunConfig, checks: Checklist) -> None:
+def check_algorithm(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """What the chosen estimator, loss, filter and teacher cannot work without, or with."""
-    _check_pipeline(config, checks)
     _check_parts(config, checks)
-    _check_teacher(config, checks)
+    _check_teacher(config, roles, checks)
     _check_filter(config, checks)
     _check_loss(config, checks)
-
-
-def _check_pipeline(config: RunConfig, checks: Checklist) -> None:
-    name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
-    if name == "remax" and pipeline == "ppo":
-        checks.fail(
-            "estimator",
-            "algorithm.pipeline",
-            "remax needs a greedy rollout of every prompt, and the ppo pipeline makes none",
-            found=pipeline,
-            allowed=["grpo", "dapo", "pkg.mod:fn"],
-            fix="set algorithm.pipeline=grpo, or another estimator",
-        )
 
 
 def _check_parts(config: RunConfig, checks: Checklist) -> None:
@@ -55,8 +42,10 @@ def _check_parts(config: RunConfig, checks: Checklist) -> None:
         )
 
 
-def _check_teacher(config: RunConfig, checks: Checklist) -> None:
-    needed, path = config.algorithm.needs_teacher, config.teacher.path
+def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
+    if roles is None:
+        return
+    needed, path = Role.TEACHER in roles, config.teacher.path
     if needed and path is None:
         checks.fail(
             "teacher",
@@ -77,7 +66,7 @@ def _check_teacher(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_filter(config: RunConfig, checks: Checklist) -> None:
-    chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline
+    chosen = config.algorithm.filter
     if chosen.low is not None and chosen.high is not None and chosen.low > chosen.high:
         checks.fail(
             "filter",
@@ -86,15 +75,6 @@ def _check_filter(config: RunConfig, checks: Checklist) -> None:
             found=chosen.low,
             allowed=f"number up to {chosen.high}",
             fix="exchange low and high",
-        )
-    if chosen.active and pipeline == "ppo":
-        checks.fail(
-            "filter",
-            "algorithm.filter",
-            "the ppo pipeline has no filter",
-            found=chosen.model_dump(),
-            allowed="null bounds and truncated: false, or the grpo or dapo pipeline",
-            fix="remove algorithm.filter",
         )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError, UserError
 
+#: Whose work the nodes of the task graph are; None when there is no graph, or it cannot be built.
+Roles = Set[Role] | None
 Status = Literal["ok", "warn", "fail", "skip"]
 
 
@@ -49,6 +52,10 @@ class Checklist:
     def warn(self, name: str, key: str, what: str, *, found: object = None, fix: str | None = None) -> None:
         """Note a setting that is legal and most likely not what is wanted."""
         self.items.append(Check("warn", name, what, key, found, None, fix))
+
+    def failed(self, key: str | None) -> bool:
+        """Whether a problem at `key` is noted already."""
+        return any(check.status == "fail" and check.key == key for check in self.items)
 
     def from_error(self, name: str, error: UserError) -> None:
         """Note a problem that was raised as an error."""

@@ -8,13 +8,14 @@ from typing import Any
 
 from megarl.architectures.known_keys import ignored_keys, unknown_keys
 from megarl.architectures.values import training_problems
-from megarl.checks.checklist import Checklist
+from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
 from megarl.checks.weights import check_weights
 from megarl.config.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
+from megarl.dag.stage import Role
 from megarl.data.hub import HUB_DATA
 from megarl.data.sources import SUFFIXES, TEXT
 from megarl.errors import ConfigError, close_files, close_matches
@@ -263,17 +264,16 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
         )
 
 
-def check_other_models(config: RunConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+def check_other_models(config: RunConfig, roles: Roles, facts: ModelFacts | None, checks: Checklist) -> None:
     """Reference, critic and teacher, as far as they are on this machine. `facts` are the policy's."""
-    algorithm = config.algorithm
-    critic = config.critic.path if algorithm.pipeline not in ("grpo", "dapo") else None
-    for role, path, used in (
-        ("reference", config.reference.path, algorithm.kl.use != "none"),
-        ("critic", critic, True),
-        ("teacher", config.teacher.path, algorithm.needs_teacher),
+    for work, path in (
+        (Role.REFERENCE, config.reference.path),
+        (Role.CRITIC, config.critic.path),
+        (Role.TEACHER, config.teacher.path),
     ):
-        if path is None or not used:
+        if path is None or (roles is not None and work not in roles):
             continue
+        role = work.value
         try:
             found = model_facts(ModelConfig(path=path))
         except ConfigError as error:

@@ -7,7 +7,7 @@ the machine's own limits warn only, and those that the recipe names (`cluster.de
 
 from __future__ import annotations
 
-from megarl.checks.checklist import Checklist
+from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.layout import data_parallel_size
 from megarl.checks.memory import Memory, Moment, device_memory, host_memory
 from megarl.config.facts import ModelFacts
@@ -29,8 +29,9 @@ def check_machine(
     launcher: str | None,
     job: str,
     starts: bool,
+    roles: Roles = None,
 ) -> None:
-    """Processes and memory of `job`. `starts`: on this machine; False: a dry run."""
+    """Processes and memory of `job`. `starts`: on this machine; False: a dry run. `roles`: of the task graph."""
     cluster = config.cluster
     wanted = cluster.device_memory_gb
     if launcher == "ray":
@@ -58,12 +59,24 @@ def check_machine(
         checks.skip("memory", "not known: " + ("the model's sizes" if facts is None else "the layout does not divide"))
         return
     if gpu:
-        device = device_memory(config, facts, dp, gpu=True, job=job)
+        device = device_memory(config, facts, dp, gpu=True, job=job, roles=roles)
         _check_device(config, device, machine, checks, starts)
         if machine.has_gpu and starts:
-            _judge(host_memory(config, facts, dp, gpu=True, job=job), machine.memory, _HOST, checks, refuse=False)
+            _judge(
+                host_memory(config, facts, dp, gpu=True, job=job, roles=roles),
+                machine.memory,
+                _HOST,
+                checks,
+                refuse=False,
+            )
     else:
-        _judge(host_memory(config, facts, dp, gpu=False, job=job), machine.memory, _HOST, checks, refuse=starts)
+        _judge(
+            host_memory(config, facts, dp, gpu=False, job=job, roles=roles),
+            machine.memory,
+            _HOST,
+            checks,
+            refuse=starts,
+        )
 
 
 _HOST = "this machine's memory"

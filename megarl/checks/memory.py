@@ -12,11 +12,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.checks.checklist import Roles
 from megarl.config.facts import ModelFacts
 from megarl.config.model import ParallelConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
+from megarl.dag.stage import Role
 
 _BYTES = {"fp32": 4, "bf16": 2}
 ROUGH = 1.5
@@ -243,18 +245,25 @@ def _server_moments(config: RunConfig, facts: ModelFacts, trainer: list[Term]) -
     return [Moment("a server", (weights, *(trainer if servers.colocated else ())))]
 
 
-def device_memory(config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train") -> Memory:
-    """Estimate of what the fullest rank holds on its device. `dp`: data parallel size of the actor."""
+def device_memory(
+    config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train", roles: Roles = None
+) -> Memory:
+    """Estimate of what the fullest rank holds on its device.
+
+    Args:
+        dp: data parallel size of the actor.
+        roles: whose work the nodes of the task graph are.
+    """
     actor, split, dtype = config.actor, "actor.parallel", config.model.dtype
     state = _state_terms("actor", facts, actor.parallel, actor.engine, dtype, dp)
     weights, rest = state[0], state[1:]
     frozen: list[Term] = []
-    if config.algorithm.kl.use != "none":
+    if Role.REFERENCE in (roles or ()):
         frozen.append(term("reference parameters", weights.bytes, split))
-    if config.algorithm.needs_teacher:
+    if Role.TEACHER in (roles or ()):
         frozen.append(term("teacher parameters (if as large as the policy)", weights.bytes, split))
     critic: list[Term] = []
-    if config.algorithm.pipeline == "ppo":
+    if Role.CRITIC in (roles or ()):
         critic = _state_terms("critic", facts, actor.parallel, config.critic.engine, dtype, dp)
     learning = _learning_terms("actor", config, facts, actor.engine, dp, gpu=gpu, job=job)
     cache: list[Term] = []
@@ -309,7 +318,9 @@ def _learning_terms(
     return [replace(part, least=0.0) for part in terms] if job == "sft" else terms
 
 
-def host_memory(config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train") -> Memory:
+def host_memory(
+    config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train", roles: Roles = None
+) -> Memory:
     """Estimate of what all processes of one machine hold in its host memory."""
     ranks = -(-config.cluster.nproc // config.cluster.nnodes)
     worker = term(f"{ranks} worker processes", ranks * (_GPU_WORKER if gpu else _WORKER), "cluster.nproc", rough=True)
@@ -324,7 +335,7 @@ def host_memory(config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job
         return Memory((Moment("a step", (*around, *offloaded, staging, *responses)),))
     moments = [
         Moment(moment.name, (*around, *(_times(ranks, part) for part in moment.terms)))
-        for moment in device_memory(config, facts, dp, gpu=False, job=job).moments
+        for moment in device_memory(config, facts, dp, gpu=False, job=job, roles=roles).moments
     ]
     if job in ("train", "sft"):
         held = _state_terms("actor", facts, config.actor.parallel, config.actor.engine, config.model.dtype, dp)

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megarl.checks.checklist import Check, Checklist
-from megarl.checks.files import check_model
+from megarl.checks.checklist import Check
 from megarl.checks.layout import data_parallel_size
 from megarl.checks.memory import device_memory, host_memory, server_bytes
-from megarl.checks.recipe import check_config
+from megarl.checks.recipe import Checked, check_config
 from megarl.config.correction import describe_correction
-from megarl.config.facts import ModelFacts
 from megarl.config.load import dump_config
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_text
-from megarl.errors import ConfigError, UserError
+from megarl.errors import ConfigError
 from megarl.machine import Machine, this_machine
-from megarl.recipes.build import build_task_graph
 
 ROWS_SHOWN = 64
 
@@ -38,33 +35,22 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
         more: checks that were made elsewhere.
     """
     machine = this_machine()
-    checks = [*check_config(config, launcher=launcher, job=job, machine=machine), *more]
+    checked = check_config(config, launcher=launcher, job=job, machine=machine)
+    checks = [*checked.items, *more]
     sections = {"Configuration": dump_config(config)}
     if job == "train":
-        sections["Task graph"] = _graph_text(config, checks)
+        sections["Task graph"] = as_text(checked.graph) if checked.graph else "cannot be built, see the checks"
         sections["Rollout correction"] = "\n".join(describe_correction(config))
     else:
         sections[f"What megarl {job} does"] = "\n".join(_job_lines(config, job))
     sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config)
     if job == "train":
-        sections["Memory per rank (estimate)"] = _memory_text(config, machine)
+        sections["Memory per rank (estimate)"] = _memory_text(config, checked, machine)
     sections["Checks"] = "\n".join(_check_lines(check) for check in checks)
     failed = [check for check in checks if check.status == "fail"]
     counts = ", ".join(f"{sum(c.status == s for c in checks)} {s}" for s in ("ok", "warn", "fail", "skip"))
     text = "\n\n".join(f"== {title} ==\n{body.rstrip()}" for title, body in sections.items())
     return Plan(f"{text}\n\n{counts}. Nothing was started.", [check.problem() for check in failed])
-
-
-def _graph_text(config: RunConfig, checks: list[Check]) -> str:
-    """The task graph; what stands in its way joins `checks`."""
-    if not any(check.status == "fail" and check.key == "algorithm.pipeline" for check in checks):
-        try:
-            return as_text(build_task_graph(config))
-        except UserError as error:
-            listed = Checklist()
-            listed.from_error("task graph", error)
-            checks += listed.items
-    return "cannot be built, see the checks"
 
 
 def _job_lines(config: RunConfig, job: str) -> list[str]:
@@ -122,19 +108,19 @@ def _ranks_text(config: RunConfig) -> str:
     return "\n".join([header, *lines])
 
 
-def _memory_text(config: RunConfig, machine: Machine) -> str:
-    facts: ModelFacts | None = check_model(config.model, None, Checklist())
+def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
+    facts, roles = checked.facts, checked.graph.roles if checked.graph else None
     dp = data_parallel_size(config, config.actor.parallel)
     if facts is None or dp is None:
         return "not known: " + (
             "the model's sizes are not known here" if facts is None else "the layout does not divide"
         )
     gpu = machine.has_gpu or config.cluster.device_memory_gb is not None
-    memory = device_memory(config, facts, dp, gpu=gpu)
+    memory = device_memory(config, facts, dp, gpu=gpu, roles=roles)
     lines = [_memory_line(part.what, part.bytes) for part in memory.terms()]
     lines.append(_memory_line(f"peak ({memory.peak.name})", memory.peak.bytes))
     ranks = -(-config.cluster.nproc // config.cluster.nnodes)
-    host = host_memory(config, facts, dp, gpu=gpu).peak
+    host = host_memory(config, facts, dp, gpu=gpu, roles=roles).peak
     lines.append(_memory_line(f"host memory of a machine ({ranks} ranks)", host.bytes))
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
         if not gpu:  # there it is one of the terms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 
 from megarl.checks.checklist import Check, Checklist
 from megarl.checks.correction import check_correction
@@ -15,6 +16,7 @@ from megarl.checks.files import (
     check_places,
     check_reward,
 )
+from megarl.checks.graph import build, check_graph
 from megarl.checks.layout import check_cluster, check_deadlines, check_parallel, check_same_layout
 from megarl.checks.machine import check_machine
 from megarl.checks.packages import check_packages
@@ -24,11 +26,27 @@ from megarl.checks.sglang import check_servers
 from megarl.config.base import raise_problems
 from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
 from megarl.machine import Machine, this_machine
 
 
 class ConfigWarning(UserWarning):
     """A setting is legal and most likely not what is wanted."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What the checks found.
+
+    Attributes:
+        items: all checks in order, failed ones included.
+        facts: sizes of the policy, None when they are not known here.
+        graph: the task graph of a training run, None when it cannot be built.
+    """
+
+    items: list[Check]
+    facts: ModelFacts | None
+    graph: TaskGraph | None
 
 
 def check_config(
@@ -39,9 +57,9 @@ def check_config(
     job: str = "train",
     machine: Machine | None = None,
     starts: bool = False,
-) -> list[Check]:
-    """Run all checks and return them in order, failed ones included. Nothing is downloaded or imported, and nothing
-    started but the servers' interpreter, which is asked for its version.
+) -> Checked:
+    """Run all checks. Nothing is downloaded and nothing started but the servers' interpreter, which is asked for its
+    version. The module of a user's pipeline is imported, to build the task graph.
 
     Args:
         hf: sizes of the model; None: read from the local files that the recipe names.
@@ -57,12 +75,16 @@ def check_config(
     check_parallel(config, "actor.parallel", config.actor.parallel, facts, checks)
     check_same_layout(config, checks)
     check_descriptors(config, checks)
+    built = build(config, checks) if job == "train" else None
+    graph = built if isinstance(built, TaskGraph) else None
+    roles = graph.roles if graph is not None else None
     if job in ("train", "sft"):
         check_only_in_training(facts, checks)
         check_batches(config, checks)
-        check_schedules(config, checks)
+        check_schedules(config, roles, checks)
     if job == "train":
-        check_objective(config, checks)
+        check_objective(config, roles, checks)
+        check_graph(config, built, checks)
         check_correction(config, checks)
     check_sampling(config, facts, checks)
     if job != "sft":
@@ -72,22 +94,22 @@ def check_config(
     if job != "generate":
         check_reward(config, checks)
     if job == "train":
-        check_other_models(config, facts, checks)
+        check_other_models(config, roles, facts, checks)
     check_places(config, checks)
     check_secrets(config, checks)
     check_packages(config, checks, launcher, job)
     if machine is not None:
-        check_machine(config, facts, machine, checks, launcher=launcher, job=job, starts=starts)
-    return checks.items
+        check_machine(config, facts, machine, checks, launcher=launcher, job=job, starts=starts, roles=roles)
+    return Checked(checks.items, facts, graph)
 
 
 def validate(
     config: RunConfig, *, hf: ModelFacts | None = None, launcher: str | None = None, job: str = "train"
-) -> list[Check]:
+) -> Checked:
     """Raise one ConfigError that lists every failed check; warn (ConfigWarning) of the doubtful ones; return all."""
-    checks = check_config(config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True)
-    raise_problems([check.problem() for check in checks if check.status == "fail"])
-    for check in checks:
+    checked = check_config(config, hf=hf, launcher=launcher, job=job, machine=this_machine(), starts=True)
+    raise_problems([check.problem() for check in checked.items if check.status == "fail"])
+    for check in checked.items:
         if check.status == "warn":
             warnings.warn(str(check.problem()), ConfigWarning, stacklevel=2)
-    return checks
+    return checked

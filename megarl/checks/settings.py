@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.checks.algorithm import check_algorithm
-from megarl.checks.checklist import Checklist, divisors
+from megarl.checks.checklist import Checklist, Roles, divisors
 from megarl.checks.components import check_function_name
 from megarl.checks.layout import data_parallel_size
 from megarl.config.algorithm import AdvantageConfig
@@ -11,7 +11,7 @@ from megarl.config.facts import ModelFacts
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import OptimConfig
-from megarl.recipes.build import PIPELINES
+from megarl.dag.stage import Role
 
 #: Learning rates beyond which AdamW breaks fresh and trained transformers; tiny ones still learn just below.
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
@@ -64,10 +64,9 @@ def check_batches(config: RunConfig, checks: Checklist) -> None:
             checks.divides("batch", key, size, dp, key, "the data parallel size")
 
 
-def check_objective(config: RunConfig, checks: Checklist) -> None:
-    """Pipeline, estimator, loss and KL by name, and what each needs of the others."""
+def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
+    """Estimator, loss and KL by name, and what each needs of the others."""
     algorithm = config.algorithm
-    check_function_name("pipeline", algorithm.pipeline, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks)
     estimator = algorithm.advantage.name
     check_function_name("estimator", estimator, "algorithm.advantage.name", ESTIMATORS, "advantage estimator", checks)
     n = config.rollout.sampling.n
@@ -80,30 +79,13 @@ def check_objective(config: RunConfig, checks: Checklist) -> None:
             allowed="whole number >= 2, or 1 with algorithm.advantage.allow_singleton",
             fix="set rollout.sampling.n=8",
         )
-    if estimator == "gae" and algorithm.pipeline in ("grpo", "dapo"):
-        checks.fail(
-            "estimator",
-            "algorithm.advantage.name",
-            f"gae needs the values of a critic, and the {algorithm.pipeline} pipeline has none",
-            found=estimator,
-            allowed=[name for name in ESTIMATORS if name != "gae"],
-            fix="set algorithm.pipeline=ppo, or another estimator",
-        )
-    if algorithm.pipeline == "ppo" and estimator in ESTIMATORS and estimator != "gae":
-        checks.warn(
-            "estimator",
-            "algorithm.advantage.name",
-            f"the ppo pipeline trains a critic that {estimator} does not use",
-            found=estimator,
-            fix="set algorithm.advantage.name=gae, or algorithm.pipeline=grpo",
-        )
-    check_algorithm(config, checks)
+    check_algorithm(config, roles, checks)
     _check_options(config, checks)
     _check_aggregation(config, checks)
     _check_dapo(config, checks)
     _check_kl_estimators(config, checks)
     _check_kl_controller(config, checks)
-    _check_kl_use(config, checks)
+    _check_kl_use(config, roles, checks)
 
 
 def _check_options(config: RunConfig, checks: Checklist) -> None:
@@ -146,23 +128,6 @@ def _check_aggregation(config: RunConfig, checks: Checklist) -> None:
 
 def _check_dapo(config: RunConfig, checks: Checklist) -> None:
     algorithm, sampling = config.algorithm, config.rollout.sampling
-    if algorithm.pipeline == "dapo" and not algorithm.dynamic_sampling.enabled:
-        checks.warn(
-            "dynamic sampling",
-            "algorithm.dynamic_sampling.enabled",
-            "the dapo pipeline runs with its group filter off",
-            found=False,
-            fix="set algorithm.dynamic_sampling.enabled=true",
-        )
-    if algorithm.dynamic_sampling.enabled and algorithm.pipeline in ("grpo", "ppo"):
-        checks.fail(
-            "dynamic sampling",
-            "algorithm.dynamic_sampling.enabled",
-            f"the {algorithm.pipeline} pipeline has no such node, so the setting would do nothing",
-            found=True,
-            allowed="false, or true with algorithm.pipeline=dapo",
-            fix="set algorithm.pipeline=dapo",
-        )
     if algorithm.dynamic_sampling.enabled and sampling.n < 2:
         checks.fail(
             "dynamic sampling",
@@ -230,10 +195,10 @@ def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:
         )
 
 
-def _check_kl_use(config: RunConfig, checks: Checklist) -> None:
+def _check_kl_use(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """What is computed for the KL and changes nothing."""
     kl = config.algorithm.kl
-    if kl.use == "none" and config.reference.path is not None:
+    if roles is not None and Role.REFERENCE not in roles and config.reference.path is not None:
         checks.warn(
             "KL",
             "reference.path",
@@ -334,9 +299,9 @@ def _check_lengths(
         )
 
 
-def check_schedules(config: RunConfig, checks: Checklist) -> None:
+def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """Learning rates, supervised phase and evaluation."""
-    has_critic = config.algorithm.pipeline == "ppo"
+    has_critic = Role.CRITIC in (roles or ())
     rests = config.critic.warmup_steps if has_critic else 0
     _check_optim("actor.optim", config.actor.optim, config.updates(config.actor, rests), checks)
     _check_rate("actor.optim", config.actor.optim, config, checks)

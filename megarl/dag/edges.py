@@ -33,8 +33,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megarl.dag.node import Node
-from megarl.dag.stage import Kind
+from megarl.dag.stage import Kind, Role
 from megarl.errors import UserError, close_matches
+
+
+class MissingFieldError(UserError):
+    """A node reads a field that no node before it writes. `role` is the node's, `field` what it reads."""
+
+    role: Role
+    field: str
 
 
 @dataclass
@@ -119,7 +126,7 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
     return waits
 
 
-def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, where: str) -> UserError:
+def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, where: str) -> MissingFieldError:
     """`node` reads `name`, which is not there where it is listed."""
     number = [other.id for other in nodes].index(node.id)
     before, later = [other.id for other in nodes[:number]], nodes[number + 1 :]
@@ -132,13 +139,15 @@ def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, wh
         hint = f"{taken!r} has consumed it; list {node.id!r} before that"
     else:
         hint = f"did you mean {near[0]!r}?" if near else "no node writes it; add a node that does"
-    return UserError(
+    error = MissingFieldError(
         f"node {node.id!r} reads {name!r}, which no node before it writes",
         where=where,
         found=f"before it: {', '.join(before) or 'none'}",
         allowed=f"fields there: {', '.join(sorted(history.values)) or 'none'}",
         fix=hint,
     )
+    error.role, error.field = node.role, name
+    return error
 
 
 def _check_deps(node: Node, known: Iterable[str], where: str) -> None:

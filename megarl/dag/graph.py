@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megarl.dag.edges import derive
 from megarl.dag.node import Node
-from megarl.dag.stage import LOADER_FIELDS
+from megarl.dag.stage import LOADER_FIELDS, Role
 from megarl.errors import UserError
 
 
@@ -45,6 +45,11 @@ class TaskGraph:
         return f"pipeline {self.id!r}"
 
     # -- queries -------------------------------------------------------------------------------------------------
+
+    @property
+    def roles(self) -> set[Role]:
+        """Whose work its nodes are."""
+        return {node.role for node in self}
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes.values())

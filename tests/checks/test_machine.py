@@ -26,7 +26,7 @@ def judged(config_of):
         machine: Machine, *overrides: str, recipe=None, launcher: str = "local", starts: bool = True, job="train"
     ):
         config = load_config(recipe, overrides) if recipe else config_of(*overrides)
-        checks = check_config(config, launcher=launcher, job=job, machine=machine, starts=starts)
+        checks = check_config(config, launcher=launcher, job=job, machine=machine, starts=starts).items
         return [check for check in checks if check.name in ("machine", "memory")]
 
     return judge

@@ -24,7 +24,7 @@ ROLES = {
 @pytest.fixture
 def failures(config_of):
     def find(*overrides, job="train"):
-        return [c for c in check_config(config_of(*overrides), job=job) if c.status == "fail"]
+        return [c for c in check_config(config_of(*overrides), job=job).items if c.status == "fail"]
 
     return find
 

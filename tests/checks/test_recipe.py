@@ -21,7 +21,7 @@ def only(failures):
 
 
 def test_a_good_recipe_passes_every_check(config_of):
-    assert {check.status for check in check_config(config_of())} == {"ok"}
+    assert {check.status for check in check_config(config_of()).items} == {"ok"}
 
 
 # -- one case per way to be wrong: overrides, key to change, words of the message ------------------------------------
@@ -206,15 +206,15 @@ def test_singleton_groups_are_legal_when_asked_for(failures):
 
 def test_local_launcher_has_one_machine(config_of):
     config = config_of("cluster.nproc=2", "cluster.nnodes=2")
-    assert [c.key for c in check_config(config, launcher="local") if c.status == "fail"] == ["cluster.nnodes"]
-    assert [c.key for c in check_config(config, launcher="torchrun") if c.status == "fail"] == []
+    assert [c.key for c in check_config(config, launcher="local").items if c.status == "fail"] == ["cluster.nnodes"]
+    assert [c.key for c in check_config(config, launcher="torchrun").items if c.status == "fail"] == []
 
 
 def test_evaluation_needs_held_out_prompts_only(config_of):
     settings = ["data.train_files=[]", "data.val_files=megarl.recipes.arithmetic:make_rows", "sft.steps=1"]
     config = config_of(*settings, "model.hf_config=null", "model.path=org/trained")
-    assert [c for c in check_config(config, job="eval") if c.status == "fail"] == []
-    assert [c.key for c in check_config(config, job="sft") if c.status == "fail"] == ["data.train_files"]
+    assert [c for c in check_config(config, job="eval").items if c.status == "fail"] == []
+    assert [c.key for c in check_config(config, job="sft").items if c.status == "fail"] == ["data.train_files"]
 
 
 # -- mixture of experts ----------------------------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_evaluation_needs_held_out_prompts_only(config_of):
     ],
 )
 def test_expert_layouts(config_of, overrides, keys):
-    failed = [check.key for check in check_config(config_of(*overrides), hf=MOE) if check.status == "fail"]
+    failed = [check.key for check in check_config(config_of(*overrides), hf=MOE).items if check.status == "fail"]
     assert failed == keys
 
 
@@ -252,7 +252,7 @@ def test_every_layout_that_passes_divides_the_model(config_of):
                     f"actor.parallel={{tp: {tp}, pp: {pp}, cp: {cp}}}",
                 )
                 sound = 24 % (tp * pp * cp) == 0 and 12 % tp == 0 and 4 % tp == 0 and 96 % tp == 0 and 12 % pp == 0
-                failed = [check for check in check_config(config, hf=DENSE) if check.status == "fail"]
+                failed = [check for check in check_config(config, hf=DENSE).items if check.status == "fail"]
                 assert (failed == []) == sound, (tp, pp, cp, failed)
 
 
@@ -262,8 +262,8 @@ def test_every_layout_that_passes_divides_the_model(config_of):
 def test_reward_file_is_read_and_not_run(write, config_of):
     write("raise SystemExit('must not run')\ndef score(samples): ...", "rewards.py")
     good = config_of("reward.name=rewards.py:score")
-    assert [c for c in check_config(good) if c.status == "fail"] == []
-    bad = check_config(config_of("reward.name=rewards.py:scores"))
+    assert [c for c in check_config(good).items if c.status == "fail"] == []
+    bad = check_config(config_of("reward.name=rewards.py:scores")).items
     assert [c.fix for c in bad if c.status == "fail"] == ["did you mean rewards.py:score?"]
 
 
@@ -306,7 +306,7 @@ def test_reward_file_with_a_syntax_error_names_the_line(write, failures):
 
 
 def test_user_module_in_the_current_folder_is_found(write, failures):
-    write("def build(config): ...", "my_pipelines.py")
+    write("from megarl.recipes.grpo import build_graph as build", "my_pipelines.py")
     assert failures("algorithm.pipeline=my_pipelines:build") == []
     assert "did you mean my_pipelines:build?" in only(failures("algorithm.pipeline=my_pipelines:biuld")).fix
 
@@ -336,7 +336,7 @@ def test_model_folder(write, failures, tmp_path):
 
 
 def test_unknown_hub_name_skips_what_it_cannot_know(config_of):
-    checks = check_config(config_of("model.hf_config=null", "model.path=nobody/nothing"))
+    checks = check_config(config_of("model.hf_config=null", "model.path=nobody/nothing")).items
     assert [check.name for check in checks if check.status == "skip"] == ["model", "actor model split"]
     assert [check for check in checks if check.status == "fail"] == []
 
@@ -346,7 +346,7 @@ def test_unknown_hub_name_skips_what_it_cannot_know(config_of):
 
 def test_sft_needs_steps_and_either_kind_of_examples(config_of):
     def keys(*overrides):
-        return [check.key for check in check_config(config_of(*overrides), job="sft") if check.status == "fail"]
+        return [check.key for check in check_config(config_of(*overrides), job="sft").items if check.status == "fail"]
 
     assert keys() == ["sft.steps"]
     alone = ["sft.steps=1", "data.train_files=[]"]
@@ -369,9 +369,9 @@ def test_the_cold_start_reads_its_own_examples(write, config_of):
 @pytest.mark.parametrize("job", ["eval", "generate"])
 def test_random_weights_are_not_scored(config_of, tmp_path, job):
     files = "data.val_files=megarl.recipes.arithmetic:make_rows"
-    failed = only([c for c in check_config(config_of(files), job=job) if c.status == "fail"])
+    failed = only([c for c in check_config(config_of(files), job=job).items if c.status == "fail"])
     assert "model.path=RUN_DIR/hf model.hf_config=null, or trainer.resume=" in failed.fix
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / "meta.json").write_text("{}")
     config = config_of(files, f"trainer.resume={tmp_path / 'step_1'}")
-    assert [c for c in check_config(config, job=job) if c.status == "fail"] == []
+    assert [c for c in check_config(config, job=job).items if c.status == "fail"] == []

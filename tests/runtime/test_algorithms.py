@@ -128,7 +128,7 @@ def train(folder: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     from megarl.recipes import entry
 
     config = config_of(folder, *overrides)
-    assert not [check for check in check_config(config) if check.status == "fail"]
+    assert not [check for check in check_config(config).items if check.status == "fail"]
     run_dir.mkdir()
     entry.train(config, run_dir)
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -177,7 +177,7 @@ def test_a_teacher_may_pad_its_embedding_further(folder: Path, teacher: Path, tm
     if fits:
         assert [line["step"] for line in train(folder, tmp_path / "run", *settings)] == [1, 2]
         return
-    failed = [check for check in check_config(config_of(folder, *settings)) if check.status == "fail"]
+    failed = [check for check in check_config(config_of(folder, *settings)).items if check.status == "fail"]
     assert [check.key for check in failed] == ["teacher.path"]
     assert "20 tokens, and up to 1024 more" in str(failed[0].problem())
     from megarl.recipes import entry

@@ -1,0 +1,117 @@
+"""The task graph of a recipe: built once per command, and asked for what its nodes work with.
+
+Whether there is a critic, whether a reference or a teacher is used, what is filtered and what is sampled again follows
+from the nodes, for an included pipeline and for a user's own alike.
+"""
+
+from __future__ import annotations
+
+from megarl.checks.checklist import Checklist
+from megarl.checks.components import check_function_name
+from megarl.checks.settings import ESTIMATORS
+from megarl.config.run import RunConfig
+from megarl.dag.edges import MissingFieldError
+from megarl.dag.graph import TaskGraph
+from megarl.dag.stage import Role
+from megarl.errors import UserError
+from megarl.recipes.build import PIPELINES, build_task_graph
+from megarl.runtime.stages.needs import ESTIMATOR_FIELDS
+
+
+def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
+    """The graph of `algorithm.pipeline`, or why there is none; None when the name leads nowhere, which is noted."""
+    name = config.algorithm.pipeline
+    if not check_function_name("pipeline", name, "algorithm.pipeline", tuple(PIPELINES), "pipeline", checks):
+        return None
+    try:
+        return build_task_graph(config)
+    except UserError as error:
+        return error
+
+
+def check_graph(config: RunConfig, built: TaskGraph | UserError | None, checks: Checklist) -> None:
+    """What stands in the way of the graph, and nodes that the recipe's settings do not fit."""
+    if isinstance(built, MissingFieldError) and built.role is Role.ADVANTAGE:
+        _check_estimator(config, built, checks)
+    elif isinstance(built, UserError):
+        if not checks.failed(built.where):
+            checks.from_error("task graph", built)
+    elif built is not None:
+        _check_critic(config, built, checks)
+        _check_sampling(config, built, checks)
+        _check_filter(config, built, checks)
+
+
+def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Checklist) -> None:
+    """The estimator reads what no node of the pipeline writes."""
+    name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
+    if missing.field == "values":
+        checks.fail(
+            "estimator",
+            "algorithm.advantage.name",
+            f"{name} needs the values of a critic, and the {pipeline} pipeline has none",
+            found=name,
+            allowed=[other for other in ESTIMATORS if "values" not in ESTIMATOR_FIELDS.get(other, ())],
+            fix="set algorithm.pipeline=ppo, or another estimator",
+        )
+    elif missing.field == "greedy_score":
+        checks.fail(
+            "estimator",
+            "algorithm.pipeline",
+            f"{name} needs a greedy rollout of every prompt, and the {pipeline} pipeline makes none",
+            found=pipeline,
+            allowed=["grpo", "dapo", "pkg.mod:fn"],
+            fix="set algorithm.pipeline=grpo, or another estimator",
+        )
+    elif missing.field != "reward_parts" or not checks.failed("algorithm.advantage.parts"):
+        checks.from_error("task graph", missing)
+
+
+def _check_critic(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
+    name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
+    readers = [node for node in graph if "values" in node.reads and node.role is not Role.CRITIC]
+    if name in ESTIMATORS and Role.CRITIC in graph.roles and not readers:
+        checks.warn(
+            "estimator",
+            "algorithm.advantage.name",
+            f"the {pipeline} pipeline trains a critic that {name} does not use",
+            found=name,
+            fix="set algorithm.advantage.name=gae, or algorithm.pipeline=grpo",
+        )
+
+
+def _check_sampling(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
+    """Dynamic sampling is a node, and a setting: one without the other does nothing."""
+    algorithm, pipeline = config.algorithm, config.algorithm.pipeline
+    samples_again = Role.DYNAMIC_SAMPLING in graph.roles
+    if samples_again and not algorithm.dynamic_sampling.enabled:
+        checks.warn(
+            "dynamic sampling",
+            "algorithm.dynamic_sampling.enabled",
+            f"the {pipeline} pipeline runs with its group filter off",
+            found=False,
+            fix="set algorithm.dynamic_sampling.enabled=true",
+        )
+    if algorithm.dynamic_sampling.enabled and not samples_again and pipeline in PIPELINES:
+        checks.fail(
+            "dynamic sampling",
+            "algorithm.dynamic_sampling.enabled",
+            f"the {pipeline} pipeline has no such node, so the setting would do nothing",
+            found=True,
+            allowed="false, or true with algorithm.pipeline=dapo",
+            fix="set algorithm.pipeline=dapo",
+        )
+
+
+def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
+    """Included pipelines call the node `filter`; a user's may filter in another way."""
+    chosen, pipeline = config.algorithm.filter, config.algorithm.pipeline
+    if chosen.active and pipeline in PIPELINES and "filter" not in graph:
+        checks.fail(
+            "filter",
+            "algorithm.filter",
+            f"the {pipeline} pipeline has no filter",
+            found=chosen.model_dump(),
+            allowed="null bounds and truncated: false, or the grpo or dapo pipeline",
+            fix="remove algorithm.filter",
+        )
