@@ -165,7 +165,7 @@ def train(folder: Path, *arguments: str, **environment: str) -> Ended:
         (["algorithm.pipeline=graphs:cycle"], ["pipeline 'mine'", "cycle: a -> b -> a", "remove one"]),
         (["algorithm.pipeline=graphs:missing_field"], ["'b' reads 'advantages'", "no node writes it"]),
         (["algorithm.pipeline=graphs:unbuilt"], ["returned no task graph", "found:   'graphs:unbuilt", ".build()"]),
-        (["algorithm.pipeline=graphs:raises"], ["raised KeyError: 'oops'", "graphs.py:20"]),
+        (["algorithm.pipeline=graphs:raises"], ["raised KeyError: 'oops'", "graphs.py:19"]),
         (["algorithm.loss.name=losses:nan"], ["algorithm.loss.name", "defines no nan"]),
         (["--run-dir", "good.jsonl"], ["--run-dir: the run folder cannot be written", "good.jsonl"]),
     ],
