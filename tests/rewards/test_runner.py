@@ -202,14 +202,14 @@ def test_process_killed_while_idle_is_replaced(file):
 def test_deadline_names_the_function_and_the_sample(file, workers):
     started = time.monotonic()
     with pytest.raises(RewardError) as caught:
-        run(config(f"{file}:hang", workers=workers, timeout_s=0.5), samples("ok", "ok", "bad", "ok"))
-    assert time.monotonic() - started < 10
-    for part in ("hang", "sample 2 of 4", "timeout_s = 0.5"):
+        run(config(f"{file}:hang", workers=workers, timeout_s=3), samples("ok", "ok", "bad", "ok"))
+    assert time.monotonic() - started < 40  # the function itself takes 60 s
+    for part in ("hang", "sample 2 of 4", "timeout_s = 3"):
         assert part in str(caught.value)
 
 
 def test_deadline_with_on_error_keeps_what_was_scored(file):
-    results = run(config(f"{file}:hang", workers=1, timeout_s=0.5, on_error=-1), samples("ok", "ok", "bad", "ok"))
+    results = run(config(f"{file}:hang", workers=1, timeout_s=3, on_error=-1), samples("ok", "ok", "bad", "ok"))
     assert [r["overall"] for r in results] == [1, 1, -1, -1]
 
 
@@ -229,7 +229,7 @@ def test_a_sample_over_its_limit_is_named_long_before_the_batch_is_late(file):
         started = time.monotonic()
         with pytest.raises(RewardError) as caught:
             run(config(f"{file}:hang", workers=workers, sample_timeout_s=3), samples("ok", "ok", "bad", "ok"))
-        assert time.monotonic() - started < 40
+        assert time.monotonic() - started < 40  # as above
         for part in ("hang", "sample 2 of 4", "did not finish within reward.sample_timeout_s = 3"):
             assert part in str(caught.value)
         assert ("reward.workers: 1" in str(caught.value)) == (workers == 0)

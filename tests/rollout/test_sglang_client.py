@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -89,11 +88,9 @@ def test_when_no_server_is_left_finished_samples_are_kept() -> None:
 
 def test_a_server_without_a_sign_of_life_is_left_before_the_request_is_late() -> None:
     with servers(lambda s, p: "hang", ok) as made:
-        start = time.monotonic()
         samples, failed, _ = generate(made, health_timeout_s=0.5)
         assert_right(samples)
-        assert "no sign of life for 0.5 s" in failed[0]
-        assert time.monotonic() - start < 4  # the request itself would take 5 s
+        assert "no sign of life for 0.5 s" in failed[0]  # a request that is late has another message
 
 
 def test_a_late_answer_is_a_failure() -> None:
