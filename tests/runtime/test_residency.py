@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.data.batch import Batch, Jagged
 from megarl.rollout.engine import Completion
@@ -31,7 +32,8 @@ def controller(tmp_path) -> Any:
     return SimpleNamespace(
         calls=calls,
         config=load_config(tmp_path / "recipe.yaml", settings),
-        layout=SimpleNamespace(rank=1),
+        layout=SimpleNamespace(rank=1, world=WorkerGroup.alone()),
+        episodes=None,
         run_dir=tmp_path,
         actor=SimpleNamespace(offload=told("offload")),
         fleet=fleet,

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from megarl.config.model import ParallelConfig
 from megarl.processes import free_port
 from megarl.rendezvous import Team, join
-from tests.dist import fresh_layout, run_distributed
+from tests.dist import fresh_layout, no_parallel, run_distributed, world
 from tests.training import cases
 
 TEAMS = {"left": Team("left", (0, 1)), "right": Team("right", (2, 3))}
@@ -74,6 +75,23 @@ def test_two_teams_train_at_the_same_time_what_each_trains_apart(tmp_path):
             for number, weight in found["weights"].items():
                 assert torch.equal(weight, want["weights"][number])
     assert [found["place"][2:4] for found in together] == [[0, 0], [1, 0], [0, 0], [0, 1]]
+
+
+def test_a_closed_layout_leaves_no_group_and_lets_another_follow():
+    from megarl.training.parallel import init_parallel
+
+    everyone = world()
+    no_parallel()
+    before = set(_world.pg_map)
+    layout = fresh_layout(ParallelConfig())
+    made = set(_world.pg_map) - before
+    assert layout.world.process_group in before
+    assert layout.mp_group.process_group in made
+    with pytest.raises(RuntimeError, match="part of a layout already"):
+        init_parallel(ParallelConfig(), everyone)
+    no_parallel()
+    assert set(_world.pg_map) == before
+    assert fresh_layout(ParallelConfig()).world_size == 1
 
 
 def test_a_rank_joins_no_foreign_team(monkeypatch, tmp_path):
