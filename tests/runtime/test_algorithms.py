@@ -71,6 +71,7 @@ RECIPES = {
         f"dapo, {name}": [*DAPO, f"algorithm.advantage.name={name}", *NEEDS.get(name, [])]
         for name in ("optimal_token_baseline", "reverse_kl", "remax")
     },
+    "stage of a user": ["algorithm.pipeline=tests.runtime.test_algorithms:priced"],
     "ppo, corrected": [
         *(
             "algorithm.pipeline=ppo",
@@ -81,6 +82,13 @@ RECIPES = {
     ],
     "dapo, distillation": [*DAPO, "algorithm.advantage.name=gdpo", *NEEDS["gdpo"], *DISTILLATION],
 }
+
+
+def priced(config):
+    """The pipeline that docs/architecture.md shows."""
+    from tests.house.test_docs import example
+
+    return example().build_graph(config)
 
 
 #: What each stage has read in the runs of this module, and which of the recipes have run.
@@ -213,6 +221,8 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         assert lines[0]["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
     if "distillation" in name:
         assert lines[0]["actor/distillation_loss"] > 0
+    if name == "stage of a user":
+        assert 0.01 <= lines[0]["price/per_sample"] <= 0.04
     if name.endswith("remax"):
         assert 0 <= lines[0]["critic/greedy_score/mean"] <= 2
     if name == "filters":
