@@ -11,7 +11,7 @@ depend on nothing but their own seeds, so the same episodes come out in any orde
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from megarl.data.turns import Turns
 from megarl.envs.host import Host, Reply
 from megarl.envs.protocol import Action
 from megarl.errors import MegarlError, UserError
-from megarl.rollout.engine import Completion, Request, RolloutEngine
+from megarl.rollout.engine import Generation, RolloutEngine
 
 
 class EpisodeError(MegarlError):
@@ -93,27 +93,31 @@ class Driver:
         Raises:
             EpisodeError: an environment failed, and `on_error` is `fail`.
         """
-        round_ = _Round(self, starts, sampling, list(eos_ids), advance or (lambda count: None))
-        round_.reset()
-        while self.engine.any_busy(bool(round_.live)):
-            round_.play_turn()
-        return round_.trajectories
+        longest = self.limits.prompt_tokens + self.limits.tokens
+        generation = self.engine.open(sampling, eos_ids, len(starts), longest)
+        game = _Game(self, generation, starts, sampling, eos_ids[0], advance or (lambda count: None))
+        game.reset()
+        while generation.any_busy(game.live > 0):
+            game.play_turns()
+        return game.trajectories
 
 
-class _Round:
-    """The state of one call of `play`."""
+class _Game:
+    """The state of one call of `play`. `live`: episodes that are not over."""
 
     def __init__(
         self,
         driver: Driver,
+        generation: Generation,
         starts: Sequence[Start],
         sampling: SamplingConfig,
-        eos_ids: list[int],
+        end_token: int,
         advance: Callable[[int], None],
     ) -> None:
-        self._d, self._starts, self._sampling, self._eos_ids, self._advance = driver, starts, sampling, eos_ids, advance
+        self._d, self._generation, self._starts, self._advance = driver, generation, starts, advance
+        self._sampling, self._end_token = sampling, end_token
         self.trajectories = [Trajectory(start.prompt_ids) for start in starts]
-        self.live = list(range(len(starts)))
+        self.live = len(starts)
         self._began = time.monotonic()
 
     def reset(self) -> None:
@@ -125,40 +129,38 @@ class _Round:
                 self._fail(number, "reset", reply.error)
             elif ids is not None:
                 self.trajectories[number].prompt_ids = ids
-        self._drop_ended()
+        self._go_on(range(len(self._starts)))
 
-    def play_turn(self) -> None:
-        """One turn of the policy and the answer to it, for every live episode."""
-        for number, completion in zip(self.live, self._generate(), strict=True):
+    def play_turns(self) -> None:
+        """Wait until turns are over, let the environments answer them, and let those episodes go on."""
+        finished = self._generation.wait()
+        for number, completion in finished.items():
             self.trajectories[number].add_turn(
                 completion.token_ids, completion.logprobs, completion.weight_version, completion.finish_reason
             )
-        replies = self._ask(lambda host: host.step(self._actions()))
+        replies = self._ask(lambda host: host.step(self._actions(list(finished))))
         told = self._tell({i: (reply, self._following(i, reply)) for i, reply in replies.items()})
         late = self._d.share(self._is_late())
         for number, (reply, ids) in told.items():
             self._take(number, reply, ids, late)
-        self._drop_ended()
+        self._go_on(finished)
 
-    def _generate(self) -> list[Completion]:
-        """The next turn of every live episode; those with the same tokens so far share one prefill."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for number in self.live:
+    def _go_on(self, numbers: Iterable[int]) -> None:
+        """Ask for the next turns of these episodes, or drop them where they are over."""
+        over = []
+        for number in numbers:
             trajectory = self.trajectories[number]
-            groups.setdefault((*trajectory.prompt_ids, -1, *trajectory.token_ids), []).append(number)
-        requests = []
-        for members in groups.values():
-            trajectory = self.trajectories[members[0]]
-            seeds = [self._starts[number].turn_seed(trajectory.turns) for number in members]
+            if trajectory.ended_by:
+                over.append(number)
+                self._generation.forget(number)
+                continue
+            tokens = [*trajectory.prompt_ids, *trajectory.token_ids]
             room = min(self._sampling.max_new_tokens, self._d.limits.tokens - len(trajectory.token_ids))
-            requests.append(Request([*trajectory.prompt_ids, *trajectory.token_ids], seeds, room))
-        done = self._d.engine.generate(requests, self._sampling, self._eos_ids)
-        by_number = {
-            number: completion
-            for members, completions in zip(groups.values(), done, strict=True)
-            for number, completion in zip(members, completions, strict=True)
-        }
-        return [by_number[number] for number in self.live]
+            self._generation.submit(number, tokens, self._starts[number].turn_seed(trajectory.turns), room)
+        self.live -= len(over)
+        if self._d.host is not None:
+            self._d.host.forget(over)
+        self._advance(len(over))
 
     def _ask(self, call: Callable[[Host], Mapping[int, Reply]]) -> dict[int, Reply]:
         """What the environments answer, on the rank that has them."""
@@ -169,12 +171,12 @@ class _Round:
         plain = [[number, {**asdict(reply), "observation": None}, ids] for number, (reply, ids) in told.items()]
         return {number: (Reply(**reply), ids) for number, reply, ids in self._d.share(plain)}
 
-    def _actions(self) -> dict[int, Action]:
-        said = [self.trajectories[number].last_turn for number in self.live]
+    def _actions(self, numbers: list[int]) -> dict[int, Action]:
+        said = [self.trajectories[number].last_turn for number in numbers]
         texts, raws = self._d.texts(said)
         return {
             number: Action(text, raw, ids, self.trajectories[number].finish_reason, self.trajectories[number].turns - 1)
-            for number, text, raw, ids in zip(self.live, texts, raws, said, strict=True)
+            for number, text, raw, ids in zip(numbers, texts, raws, said, strict=True)
         }
 
     def _first(self, reply: Reply) -> list[int] | None:
@@ -227,14 +229,7 @@ class _Round:
                 f"the environment of sample {start.sample_id} failed at {when}: {why}\n"
                 "  fix:     correct the environment, or set env.on_error=mark to leave such episodes out"
             )
-        self.trajectories[number].mark_failed(why, self._eos_ids[0], self._d.engine.weight_version)
-
-    def _drop_ended(self) -> None:
-        over = [number for number in self.live if self.trajectories[number].ended_by]
-        self.live = [number for number in self.live if not self.trajectories[number].ended_by]
-        if self._d.host is not None:
-            self._d.host.forget(over)
-        self._advance(len(over))
+        self.trajectories[number].mark_failed(why, self._end_token, self._d.engine.weight_version)
 
     def _is_last_turn(self, trajectory: Trajectory) -> bool:
         return trajectory.turns >= self._d.limits.turns

@@ -66,6 +66,35 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
+        """Begin to generate turns of up to `sequences` sequences of up to `longest` tokens. Arguments as `generate`."""
+        ...
+
+
+class Generation(Protocol):
+    """Turns of sequences that come and go. Every rank of a model replica makes the same calls in the same order.
+
+    Which turns are over first depends on nothing but the turns, so all ranks learn it alike, and so does a second run.
+    """
+
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+        """Ask for the next turn of `sequence` (a number below `sequences`), which is `tokens` so far.
+
+        Args:
+            tokens: everything since the start; what was submitted and drawn before stays its beginning.
+            seed: of this turn.
+            room: tokens of the turn, at most.
+        """
+        ...
+
+    def wait(self) -> dict[int, Completion]:
+        """Turns that are over, at least one when one is under way; the others go on with the next call."""
+        ...
+
+    def forget(self, sequence: int) -> None:
+        """Nothing more is asked of `sequence`."""
+        ...
+
     def any_busy(self, busy: bool) -> bool:
-        """Whether a rank that must call `generate` together with this one is busy. Collective over those ranks."""
+        """Whether a rank that must `wait` together with this one is busy. Collective over those ranks."""
         ...

@@ -19,6 +19,7 @@ from megarl.envs.registry import load_environment
 from megarl.envs.single_turn import SingleTurn
 from megarl.rollout.driver import Driver, EpisodeError, Limits, Start
 from megarl.rollout.engine import Completion, Request
+from megarl.rollout.rounds import Rounds
 
 EOS = 2
 TOKENIZER = character_tokenizer("0123456789+-=")
@@ -46,8 +47,8 @@ class Scripted:
     def _turn(self) -> int:
         return len(self.asked)
 
-    def any_busy(self, busy: bool) -> bool:
-        return busy
+    def open(self, sampling, eos_ids, sequences, longest):
+        return Rounds(self.generate, lambda busy: busy, sampling, eos_ids)
 
 
 def ids(text: str) -> list[int]:

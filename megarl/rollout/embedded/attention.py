@@ -150,6 +150,60 @@ class PromptAttention:
         return out.permute(0, 3, 1, 2, 4).reshape(m * longest, -1)[self._packed]
 
 
+class ExtendAttention:
+    """Packed new tokens of sequences whose first positions are cached already.
+
+    Args:
+        lengths: new tokens of each sequence in the stream.
+        starts: cached positions of each sequence, where its new tokens begin.
+        rows: cache row of each sequence.
+    """
+
+    def __init__(
+        self, cache: KVCache, lengths: Sequence[int], starts: Sequence[int], rows: Sequence[int], scale: float
+    ) -> None:
+        self._cache, self._scale = cache, scale
+        device = cache.device
+        self._shape = (len(lengths), max(lengths))
+        sizes, first = torch.tensor(lengths), torch.tensor(starts)
+        place = torch.arange(self._shape[1])
+        real = place < sizes[:, None]
+        begin = sizes.cumsum(0) - sizes
+        self._padded = torch.where(real, begin[:, None] + place, begin[:, None]).flatten().to(device)
+        self._packed = real.flatten().nonzero()[:, 0].to(device)
+        positions = torch.where(real, first[:, None] + place, first[:, None])
+        self._positions = positions.to(device)
+        self._rows = torch.tensor(list(rows), device=device)
+        self._token_rows = torch.repeat_interleave(self._rows, sizes.to(device))
+        self._token_positions = positions[real].to(device)
+        self._reach = int((first + sizes).max())
+        self._bias: dict[int | None, Tensor] = {}
+
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
+        """See `Attend`."""
+        m, longest = self._shape
+        q, k, v = norm.split(qkv, rope)
+        keys, values = self._cache.keys(layer), self._cache.values(layer)
+        keys[self._token_rows, :, self._token_positions] = k
+        values[self._token_rows, :, self._token_positions] = v
+        keys, values = (x[self._rows, :, : self._reach] for x in (keys, values))
+        if window not in self._bias:
+            bias = length_bias(self._positions.flatten(), self._reach, window, q.dtype)
+            self._bias[window] = bias.view(m, 1, longest, self._reach)
+        groups, per, size = q.shape[1:]
+        q = q[self._padded].view(m, longest, groups, per, size).permute(0, 2, 3, 1, 4)
+        wide = lambda x: x[:, :, None].expand(-1, -1, per, -1, -1).reshape(m, groups * per, -1, size)  # noqa: E731
+        out = F.scaled_dot_product_attention(
+            q.reshape(m, groups * per, longest, size),
+            wide(keys),
+            wide(values),
+            attn_mask=self._bias[window],
+            scale=self._scale,
+        )
+        out = out.view(m, groups, per, longest, size).permute(0, 3, 1, 2, 4)
+        return out.reshape(m * longest, -1)[self._packed]
+
+
 def length_bias(positions: Tensor, length: int, window: int | None, dtype: torch.dtype) -> Tensor:
     """[n, L]: 0 at the positions a row may read (itself included, `window` of them at most), -inf elsewhere."""
     at = torch.arange(length, device=positions.device)

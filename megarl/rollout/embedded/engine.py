@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,9 @@ from megarl.device import DTYPES
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.parallel import Mesh
 from megarl.rollout.embedded.session import Limits, Session
-from megarl.rollout.engine import Completion, Request
+from megarl.rollout.embedded.turns import TurnSession
+from megarl.rollout.engine import Completion, Generation, Request
+from megarl.rollout.rounds import Rounds
 
 if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
@@ -73,8 +76,18 @@ class EmbeddedEngine:
             for request in requests
         ]
 
-    def any_busy(self, busy: bool) -> bool:
-        """See `RolloutEngine`: replicas that share experts generate together."""
+    def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
+        """See `RolloutEngine`. Ranks that share out requests, or experts, generate in rounds."""
+        if self._mesh.cp.size > 1 or self._chunks[0].config.num_moe_experts is not None:
+            return Rounds(self.generate, self._any_replica, sampling, eos_ids)
+        running = max(1, min(self._config.max_running, sequences))
+        stage = DecoderStage(self._chunks, self._mesh, self._dtype, rows=running, steps=sampling.max_new_tokens)
+        limits = Limits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, sessions=1)
+        stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
+        return _Turns(TurnSession(stage, sampling, stop_ids, limits, sequences, longest), self.weight_version)
+
+    def _any_replica(self, busy: bool) -> bool:
+        """Whether a replica that shares experts with this one is busy."""
         if self._chunks[0].config.num_moe_experts is None:
             return busy
         return bool(self._mesh.expert.all_max(int(busy), next(self._chunks[0].parameters()).device))
@@ -108,6 +121,33 @@ class EmbeddedEngine:
             return 1
         rows = min(running, sum(len(r.seeds) for r in requests))
         return max(1, min(torch.get_num_threads(), len(requests), rows // _LANE_ROWS))
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """A `Generation` over an open session."""
+
+    session: TurnSession
+    version: int
+
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+        """See `Generation`."""
+        self.session.submit(sequence, tokens, seed, room)
+
+    def wait(self) -> dict[int, Completion]:
+        """See `Generation`."""
+        return {
+            sequence: Completion(tokens, logprobs, reason, self.version)
+            for sequence, (tokens, logprobs, reason) in self.session.wait().items()
+        }
+
+    def forget(self, sequence: int) -> None:
+        """See `Generation`."""
+        self.session.forget(sequence)
+
+    def any_busy(self, busy: bool) -> bool:
+        """See `Generation`: replicas generate each by itself."""
+        return busy
 
 
 def _ignore(samples: int) -> None:

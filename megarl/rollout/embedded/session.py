@@ -63,19 +63,38 @@ class Session:
         limits: Limits,
         advance: Callable[[int], None],
     ) -> None:
-        self._advance = advance
-        self._stage, self._mesh, self._requests, self._sampling = stage, stage.mesh, requests, sampling
+        self._advance, self._requests = advance, requests
+        seeds = [seed for request in requests for seed in request.seeds]
+        prompt = max((len(r.prompt_ids) for r in requests), default=1)
+        slots = self._allocate(stage, sampling, stop_ids, limits, seeds, prompt - 1 + sampling.max_new_tokens)
+        self._scheduler = Scheduler(requests, slots, limits.max_prefill_tokens)
+        self._pending: deque[Prefill] = deque()
+        self._room = _room(requests, sampling.max_new_tokens, stage.device)
+
+    def _allocate(
+        self,
+        stage: DecoderStage,
+        sampling: SamplingConfig,
+        stop_ids: Sequence[int],
+        limits: Limits,
+        seeds: list[int],
+        longest: int,
+    ) -> int:
+        """Make cache, state and results for samples with `seeds` and up to `longest` cached positions.
+
+        Returns:
+            Rows of the cache.
+        """
+        self._stage, self._mesh, self._sampling = stage, stage.mesh, sampling
         device = stage.device
         fixed = device.type == "cuda"
         self._check_every = _CHECK_EVERY_GPU if fixed else 1
-        seeds = [seed for request in requests for seed in request.seeds]
         self._width = sampling.max_new_tokens + self._check_every
-        longest = max((len(r.prompt_ids) for r in requests), default=1) - 1 + self._width
+        longest += self._check_every
         wanted = min(limits.max_running, len(seeds))
         if fixed:
             longest, wanted = cache_length(longest), row_bucket(wanted, limits.max_running) if wanted else 0
         slots = self._slots(wanted, longest, limits.sessions)
-        self._scheduler = Scheduler(requests, slots, limits.max_prefill_tokens)
         self._cache = KVCache(
             layers=stage.layers,
             slots=slots,
@@ -92,7 +111,6 @@ class Session:
         self._seeds = torch.tensor([*seeds, 0], dtype=torch.int64, device=device)
         self._tokens = torch.zeros(len(seeds) + 1, self._width, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(len(seeds) + 1, self._width, dtype=torch.float32, device=device)
-        self._room = _room(requests, sampling.max_new_tokens, device)
         self._stops = torch.tensor(sorted(set(stop_ids)), dtype=torch.int64, device=device)
         self._sampler = Sampler(
             sampling,
@@ -104,10 +122,10 @@ class Session:
             device=device,
         )
         self._scale = stage.head_dim**-0.5
-        self._pending: deque[Prefill] = deque()
         self._reach = 0  # the largest position that the next decode step writes
         graphs = fixed and limits.graphs and self._mesh.pp.size == 1 and not stage.is_moe
         self._graphs = DecodeGraphs(self._state.numbers, self._state.done) if graphs else None
+        return slots
 
     def _slots(self, wanted: int, length: int, sessions: int) -> int:
         """Rows that fit into memory, the same number on all ranks of the replica."""
@@ -180,9 +198,12 @@ class Session:
 
     def _prefill(self, batch: Prefill, lockstep: int) -> None:
         """Fill the cache rows of a pass with their prompts, all but the last token."""
-        prompts = [self._requests[r].prompt_ids[:-1] for r in batch.requests]
+        self._read([self._requests[r].prompt_ids[:-1] for r in batch.requests], batch.rows, lockstep)
+
+    def _read(self, prompts: Sequence[list[int]], rows: Sequence[Sequence[int]], lockstep: int) -> None:
+        """One pass over tokens from position 0 on; the keys and values of each prompt go to all of its rows."""
         lengths = [len(p) for p in prompts]
-        attend = PromptAttention(self._cache, lengths, batch.rows, self._scale)
+        attend = PromptAttention(self._cache, lengths, rows, self._scale)
         device = self._stage.device
         tokens = torch.tensor([t for prompt in prompts for t in prompt], device=device)
         positions = torch.cat([torch.arange(n) for n in lengths]).to(device)
@@ -199,7 +220,7 @@ class Session:
         return row_bucket(rows, self._cache.slots) if rows and self._cache.fixed else rows
 
     def _decode(self, rows: int, lockstep: int) -> None:
-        self._cache.reserve(rows, self._reach + 1)
+        self._cache.reserve(*self._extent(rows))
         length, padded = self._cache.length, self._padded(rows)
         if self._cache.fixed:
             length = length_bucket(self._reach + 1, length)
@@ -209,6 +230,10 @@ class Session:
         else:
             self._step(padded, length, lockstep)
         self._reach += 1
+
+    def _extent(self, rows: int) -> tuple[int, int]:
+        """Rows and positions that a decode step of `rows` samples needs the cache to hold."""
+        return rows, self._reach + 1
 
     def _step(self, rows: int, length: int, lockstep: int) -> None:
         """Draw one token for each of the first `rows` rows: device operations only, so that it can be captured."""

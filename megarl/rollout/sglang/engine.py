@@ -24,7 +24,8 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.phase import beat
-from megarl.rollout.engine import Completion, Request
+from megarl.rollout.engine import Completion, Generation, Request
+from megarl.rollout.rounds import Rounds
 from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.samples import Sample, samples_of
@@ -102,9 +103,10 @@ class SglangEngine:
             self._catch_up()
         raise ServerError("servers", "", "generation", "requests do not get done although servers were restarted")
 
-    def any_busy(self, busy: bool) -> bool:
-        """See `RolloutEngine`: all ranks of the run generate together."""
-        return any(self._replica.world.all_gather_json(busy))
+    def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> Generation:
+        """See `RolloutEngine`: all ranks of the run generate in rounds; servers cache what came before."""
+        world = self._replica.world
+        return Rounds(self.generate, lambda busy: any(world.all_gather_json(busy)), sampling, eos_ids)
 
     def servers(self) -> list[Server]:
         """Servers this replica may ask now, all of which hold the current weights: its own share, or the others'."""

@@ -1,0 +1,180 @@
+"""An open session: sequences come back for further turns while others decode, and keep what is cached of them.
+
+    submit(sequence, tokens so far) --> [ row kept? read what is new : read all ] --> decode --> turn over, row kept
+
+Every process of a replica submits the same sequences in the same order and waits as often, so all of them decode in
+step. What a sequence says depends on its tokens and its seed, as in a session that is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from megarl.config.rollout import SamplingConfig
+from megarl.phase import beat
+from megarl.rollout.embedded.attention import ExtendAttention
+from megarl.rollout.embedded.model import DecoderStage
+from megarl.rollout.embedded.rows import Admission, Rows
+from megarl.rollout.embedded.session import Limits, Session
+from megarl.rollout.engine import FinishReason
+
+Drawn = tuple[list[int], list[float], FinishReason]
+_TOGETHER = 8  # answers come in groups of at least an eighth of what runs: reading several costs little more than one
+
+
+class TurnSession(Session):
+    """Turns of `sequences` sequences, numbered from 0, of up to `longest` tokens each."""
+
+    def __init__(
+        self,
+        stage: DecoderStage,
+        sampling: SamplingConfig,
+        stop_ids: Sequence[int],
+        limits: Limits,
+        sequences: int,
+        longest: int,
+    ) -> None:
+        slots = self._allocate(stage, sampling, stop_ids, limits, [0] * sequences, longest + 1)
+        device = stage.device
+        self._budget = limits.max_prefill_tokens
+        self._rows = Rows(slots)
+        self._rooms = torch.full((sequences + 1,), sampling.max_new_tokens, dtype=torch.int64, device=device)
+        self._room = self._rooms
+        self._contexts: dict[int, list[int]] = {}
+        self._cached: dict[int, int] = {}  # positions of a kept sequence whose keys and values are there
+        self._queue: list[int] = []
+        # The rows after the running ones are kept: padded rows of a GPU's buckets write where no sequence reaches.
+        self._idle = torch.tensor([[sequences], [0], [self._cache.max_length - 1], [0]], device=device)
+
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+        """Ask for the next turn of `sequence`, which is `tokens` so far, of up to `room` tokens."""
+        self._contexts[sequence] = tokens
+        self._seeds[sequence] = seed
+        self._rooms[sequence] = min(room, self._sampling.max_new_tokens)
+        self._queue.append(sequence)
+
+    def forget(self, sequence: int) -> None:
+        """Nothing more is asked of `sequence`."""
+        if self._cached.pop(sequence, None) is not None and sequence in self._rows.holders:
+            self._rows.forget(sequence)
+
+    @torch.inference_mode()
+    def wait(self) -> dict[int, Drawn]:
+        """Decode until turns are over, and give these; nothing when none is under way."""
+        drawn: dict[int, Drawn] = {}
+        steps, wanted = 0, 0
+        while True:
+            beat()
+            self._admit_turns()
+            rows = self._rows.running
+            wanted = max(wanted, rows // _TOGETHER, 1)
+            if rows == 0 or (len(drawn) >= wanted):
+                return drawn
+            self._decode(rows, rows)
+            steps += 1
+            if steps % self._check_every == 0:
+                drawn |= self._retire_turns(rows)
+
+    def _extent(self, rows: int) -> tuple[int, int]:
+        kept = max((self._cached.get(s, 0) for s in self._rows.holders[self._rows.running :]), default=0)
+        return len(self._rows.holders), max(self._reach + 1, kept)
+
+    def _admit_turns(self) -> None:
+        """Let waiting turns run in free rows, and read what is not cached of them."""
+        if not self._queue or self._rows.running == self._rows.slots:
+            return
+        first = self._rows.running
+        admission = self._rows.admit(self._queue)
+        self._move(admission.moves)
+        new = {row: sequence for sequence, row in (*admission.kept, *admission.fresh)}
+        del self._queue[: len(new)]
+        contexts = [self._contexts[new[row]] for row in range(first, self._rows.running)]
+        state = [
+            [new[row] for row in range(first, self._rows.running)],
+            [context[-1] for context in contexts],
+            [len(context) - 1 for context in contexts],
+            [0] * len(contexts),
+        ]
+        rows = slice(first, self._rows.running)
+        self._state.numbers[:, rows] = torch.tensor(state, device=self._stage.device)
+        self._state.done[rows] = False
+        self._reach = max(self._reach, *state[2])
+        for sequence in [s for s in self._cached if s not in self._rows.holders]:
+            del self._cached[sequence]  # its row was given up
+        self._cache.reserve(*self._extent(0))
+        self._read_fresh(admission)
+        self._read_new(admission)
+
+    def _read_fresh(self, admission: Admission) -> None:
+        """Read sequences from the start, equal ones once."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for sequence, row in admission.fresh:
+            groups.setdefault(tuple(self._contexts[sequence][:-1]), []).append(row)
+        if blank := groups.pop((), None):
+            self._cache.clear(torch.tensor(blank, device=self._stage.device))
+        ordered = sorted(groups, key=len)
+        for part in _passes([len(tokens) for tokens in ordered], self._budget):
+            batch = ordered[part]
+            self._read([list(tokens) for tokens in batch], [groups[tokens] for tokens in batch], lockstep=0)
+
+    def _read_new(self, admission: Admission) -> None:
+        """Read what came after the cached positions of kept sequences, all but the last token."""
+        new = {row: self._contexts[s][self._cached[s] : -1] for s, row in admission.kept}
+        starts = {row: self._cached[s] for s, row in admission.kept}
+        device = self._stage.device
+        ordered = sorted((row for row in new if new[row]), key=lambda row: len(new[row]))
+        for part in _passes([len(new[row]) for row in ordered], self._budget):
+            rows = ordered[part]
+            lengths = [len(new[row]) for row in rows]
+            attend = ExtendAttention(self._cache, lengths, [starts[row] for row in rows], rows, self._scale)
+            tokens = torch.tensor([token for row in rows for token in new[row]], device=device)
+            positions = torch.cat([torch.arange(starts[row], starts[row] + len(new[row])) for row in rows]).to(device)
+            self._stage.forward(tokens, positions, attend, want_logits=False)
+
+    def _retire_turns(self, rows: int) -> dict[int, Drawn]:
+        """Take the turns that are over out of the running rows; their rows are kept."""
+        finished = [row for row, done in enumerate(self._state.done[:rows].tolist()) if done]
+        if not finished:
+            return {}
+        sequences = [self._rows.holders[row] for row in finished]
+        drawn = dict(zip(sequences, self._turns(sequences), strict=True))
+        for sequence, (tokens, _, _) in drawn.items():
+            self._cached[sequence] = len(self._contexts[sequence]) + len(tokens) - 1  # the last token was not fed
+        self._move(self._rows.retire(finished))
+        left = self._rows.running
+        self._reach = int(self._state.position[:left].max()) if left else 0
+        return drawn
+
+    def _turns(self, sequences: list[int]) -> list[Drawn]:
+        """What was drawn, cut at the first end token or where there is no more room."""
+        place = torch.tensor(sequences, device=self._stage.device)
+        most = self._sampling.max_new_tokens
+        tokens, room = self._tokens[place, :most].cpu(), self._rooms[place].cpu()
+        logprobs = self._mesh.from_last_stage(self._logprobs[place, :most]).cpu()
+        stop = torch.isin(tokens, self._stops.cpu()) & (torch.arange(most) < room[:, None])
+        ended = stop.any(1)
+        lengths = torch.where(ended, stop.int().argmax(1) + 1, room).tolist()
+        return [
+            (tokens[i, :n].tolist(), logprobs[i, :n].tolist(), "stop" if ended[i] else "length")
+            for i, n in enumerate(lengths)
+        ]
+
+    def _move(self, moves: list[tuple[int, int]]) -> None:
+        if not moves:
+            return
+        sources, targets = torch.tensor(moves, device=self._stage.device).unbind(1)
+        self._cache.copy_rows(sources, targets)
+        state = self._state
+        state.numbers[:, targets] = state.numbers[:, sources]
+        state.done[targets] = state.done[sources]
+
+
+def _passes(lengths: Sequence[int], budget: int) -> list[slice]:
+    """Places of rising `lengths` that are read side by side: within the budget when all are padded to the longest."""
+    cuts = [0]
+    for place, length in enumerate(lengths):
+        if place > cuts[-1] and (place + 1 - cuts[-1]) * length > budget:
+            cuts.append(place)
+    return [slice(start, end) for start, end in zip(cuts, [*cuts[1:], len(lengths)], strict=True) if end > start]

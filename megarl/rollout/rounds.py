@@ -1,0 +1,55 @@
+"""Turns in rounds, for engines that generate for many ranks together: each `wait` is one call of `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megarl.config.rollout import SamplingConfig
+from megarl.rollout.engine import Completion, Request
+
+Generate = Callable[[list[Request], SamplingConfig, Sequence[int]], list[list[Completion]]]
+
+
+@dataclass
+class Rounds:
+    """A `Generation` over `generate`. All turns of a round are over when it is; equal sequences share one prefill.
+
+    Attributes:
+        generate: of the engine.
+        together: whether any rank that generates together with this one is busy, collective over those ranks.
+    """
+
+    generate: Generate
+    together: Callable[[bool], bool]
+    sampling: SamplingConfig
+    eos_ids: Sequence[int]
+    _turns: dict[int, tuple[list[int], int, int]] = field(default_factory=dict)
+
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+        """See `Generation`."""
+        self._turns[sequence] = (tokens, seed, room)
+
+    def wait(self) -> dict[int, Completion]:
+        """See `Generation`."""
+        groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+        for sequence, (tokens, _, room) in self._turns.items():
+            groups.setdefault((room, tuple(tokens)), []).append(sequence)
+        requests = [
+            Request(list(tokens), [self._turns[sequence][1] for sequence in members], room)
+            for (room, tokens), members in groups.items()
+        ]
+        self._turns = {}
+        done = self.generate(requests, self.sampling, self.eos_ids)
+        return {
+            sequence: completion
+            for members, completions in zip(groups.values(), done, strict=True)
+            for sequence, completion in zip(members, completions, strict=True)
+        }
+
+    def forget(self, sequence: int) -> None:
+        """See `Generation`: nothing is kept between rounds."""
+
+    def any_busy(self, busy: bool) -> bool:
+        """See `Generation`."""
+        return self.together(busy)

@@ -1,0 +1,103 @@
+"""Sequences that come back for further turns: the same tokens as from the start, whatever rows are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.rollout.embedded.rows import Rows
+from megarl.rollout.engine import Request
+from tests.rollout.cases import STOP, build, engine, full_forward, sampled
+
+ANSWERS = [[7, 8, 9], [3], list(range(40, 60))]
+
+
+@given(st.integers(1, 6), st.data())
+def test_rows_follow_their_sequences_through_any_order_of_turns(slots, data):
+    rows, content = Rows(slots), [None] * slots  # content[row]: the sequence whose keys the row really holds
+    running: set[int] = set()
+    ended: set[int] = set()
+
+    def move(moves):
+        content[:] = [next((content[a] for a, b in moves if b == row), content[row]) for row in range(slots)]
+
+    for _ in range(data.draw(st.integers(1, 12))):
+        idle = [s for s in range(8) if s not in running | ended]
+        queue = data.draw(st.lists(st.sampled_from(idle), unique=True)) if idle else []
+        first, admission = rows.running, rows.admit(queue)
+        move(admission.moves)
+        for sequence, row in admission.fresh:
+            content[row] = sequence
+        assert [s for s, _ in sorted((*admission.kept, *admission.fresh), key=lambda x: x[1])] == queue[: slots - first]
+        running |= set(queue[: slots - first])
+        assert content[: len(rows.holders)] == [
+            held if held != -1 else content[row] for row, held in enumerate(rows.holders)
+        ]
+        assert set(content[: rows.running]) == running
+        if rows.running:
+            over = data.draw(st.lists(st.integers(0, rows.running - 1), unique=True))
+            gone = [rows.holders[row] for row in over]
+            move(rows.retire(over))
+            running -= set(gone)
+            for sequence in gone:
+                if data.draw(st.booleans()):
+                    rows.forget(sequence)
+                    ended.add(sequence)
+
+
+@pytest.fixture(scope="module")
+def dense(single_process):
+    return build("qwen3")
+
+
+def play(made, prompts, **settings):
+    """Turns of three answers for every prompt: (tokens before, drawn, log-probs) of each."""
+    generation = made.open(sampled(max_new_tokens=6, **settings), STOP, len(prompts), 80)
+    talk = {number: list(prompt) for number, prompt in enumerate(prompts)}
+    turns: dict[int, list] = {number: [] for number in talk}
+    for number, tokens in talk.items():
+        generation.submit(number, tokens, 1000 * number, 6)
+    while any(len(done) <= len(ANSWERS) for done in turns.values()):
+        for number, completion in generation.wait().items():
+            turns[number].append((talk[number], completion.token_ids, completion.logprobs, completion.finish_reason))
+            if len(turns[number]) > len(ANSWERS):
+                generation.forget(number)
+                continue
+            talk[number] = [*talk[number], *completion.token_ids, *ANSWERS[len(turns[number]) - 1]]
+            generation.submit(number, talk[number], 1000 * number + len(turns[number]), 6)
+    assert not generation.wait()
+    return turns
+
+
+PROMPTS = [[4], [5, 6, 7], [5, 6, 7], list(range(20, 33)), [9] * 30]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
+@pytest.mark.parametrize("running", [256, 3, 1])
+def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, model_type, running):
+    made = engine(build(model_type), max_running=running, max_prefill_tokens=40)
+    chunk = made._chunks[0]
+    for number, turns in play(made, PROMPTS).items():
+        for turn, (before, drawn, logprobs, reason) in enumerate(turns):
+            [[whole]] = made.generate([Request(before, [1000 * number + turn], 6)], sampled(max_new_tokens=6), STOP)
+            assert (whole.token_ids, whole.finish_reason) == (drawn, reason)
+            expected = full_forward(chunk, before, drawn)
+            torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)
+
+
+def test_a_cache_of_fixed_layout_keeps_rows_apart_from_padding(dense, monkeypatch):
+    free = play(engine(dense), PROMPTS)
+    from megarl.rollout.embedded import session
+
+    class Fixed(session.KVCache):
+        def __init__(self, **settings):
+            super().__init__(**{**settings, "fixed": True})
+
+    monkeypatch.setattr(session, "KVCache", Fixed)
+    monkeypatch.setattr("megarl.rollout.embedded.model.load_kernels", lambda: None)
+    fixed = play(engine(dense), PROMPTS)
+    assert {n: [t[:2] for t in done] for n, done in fixed.items()} == {
+        n: [t[:2] for t in done] for n, done in free.items()
+    }
