@@ -74,3 +74,31 @@ def full_forward(chunk: Any, prompt: list[int], response: list[int], temperature
 
 def sampled(**kwargs: Any) -> SamplingConfig:
     return SamplingConfig(**{"max_new_tokens": 20, **kwargs})
+
+
+PROMPTS = dict(enumerate([[4], [5, 6, 7], [5, 6, 7], list(range(20, 33)), [9] * 30]))
+ANSWERS = [[7, 8, 9], [3], list(range(40, 60))]
+
+
+def play_turns(made: Any, prompts: dict[int, list[int]]) -> dict[int, list[tuple]]:
+    """Four turns of every prompt, with ANSWERS in between: (tokens before, drawn, log-probs, finish reason) of each.
+
+    Turn t of prompt i has the seed 1000 i + t.
+    """
+    generation = made.open(sampled(max_new_tokens=6), STOP, len(prompts), 80)
+    numbers, talk = list(prompts), list(prompts.values())
+    turns: dict[int, list[tuple]] = {number: [] for number in numbers}
+    for place, number in enumerate(numbers):
+        generation.submit(place, talk[place], 1000 * number, 6)
+    live = len(numbers)
+    while generation.any_busy(live > 0):
+        for place, done in generation.wait().items():
+            mine = turns[numbers[place]]
+            mine.append((talk[place], done.token_ids, done.logprobs, done.finish_reason))
+            if len(mine) > len(ANSWERS):
+                generation.forget(place)
+                live -= 1
+                continue
+            talk[place] = [*talk[place], *done.token_ids, *ANSWERS[len(mine) - 1]]
+            generation.submit(place, talk[place], 1000 * numbers[place] + len(mine), 6)
+    return turns

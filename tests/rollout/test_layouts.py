@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.dist import fresh_parallel, run_distributed, single_process
-from tests.rollout.cases import STOP, build, engine, logprobs, make_requests, sampled, tokens
+from tests.rollout.cases import PROMPTS, STOP, build, engine, logprobs, make_requests, play_turns, sampled, tokens
 
 DENSE, MOE = "qwen3", "qwen3_moe"
 SAMPLINGS = {
@@ -56,6 +56,19 @@ def generate(model: str, layout: dict, sampling: str, hf: dict | None = None) ->
     return [[i, tokens([group]), logprobs([group])] for (i, _), group in zip(mine, results, strict=True)]
 
 
+def turns(model: str, layout: dict) -> list:
+    """This replica's share of PROMPTS, played in turns: (number, tokens of the turns, their log-probs)."""
+    fresh_parallel(**{key: value for key, value in layout.items() if key != "sp"})
+    from megatron.core import parallel_state as mpu
+
+    rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+    mine = {number: prompt for number, prompt in PROMPTS.items() if number % size == rank}
+    played = play_turns(engine(build(model, **layout), max_running=3), mine)
+    return [
+        [number, [t[1] for t in done], torch.tensor([x for t in done for x in t[2]])] for number, done in played.items()
+    ]
+
+
 def every_layout(layouts: dict) -> dict:
     """Results of all layouts, one after the other, in the processes that call this together."""
     results = {}
@@ -63,6 +76,8 @@ def every_layout(layouts: dict) -> dict:
         results[name] = {s: generate(model, layout, s) for s in SAMPLINGS if s == "sampled" or name in THOROUGH}
         if name in ("tp2", "pp2", "pp2-vpp2"):
             results[name]["tied"] = generate(model, layout, "sampled", TIED)
+        if name in ("tp2", "pp2", "cp2", "moe-ep2"):
+            results[name]["turns"] = turns(model, layout)
     return results
 
 
@@ -71,6 +86,7 @@ def expected() -> dict:
     """What one process generates."""
     single_process()
     made = {(model, s): generate(model, {}, s) for model in (DENSE, MOE) for s in SAMPLINGS}
+    made |= {(model, "turns"): turns(model, {}) for model in (DENSE, MOE)}
     return made | {(DENSE, "tied"): generate(DENSE, {}, "sampled", TIED)}
 
 

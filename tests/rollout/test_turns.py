@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from megarl.rollout.embedded.rows import Rows
 from megarl.rollout.engine import Request
-from tests.rollout.cases import STOP, build, engine, full_forward, sampled
-
-ANSWERS = [[7, 8, 9], [3], list(range(40, 60))]
+from tests.rollout.cases import PROMPTS, STOP, build, engine, full_forward, play_turns, sampled
 
 
 @given(st.integers(1, 6), st.data())
@@ -52,34 +50,12 @@ def dense(single_process):
     return build("qwen3")
 
 
-def play(made, prompts, **settings):
-    """Turns of three answers for every prompt: (tokens before, drawn, log-probs) of each."""
-    generation = made.open(sampled(max_new_tokens=6, **settings), STOP, len(prompts), 80)
-    talk = {number: list(prompt) for number, prompt in enumerate(prompts)}
-    turns: dict[int, list] = {number: [] for number in talk}
-    for number, tokens in talk.items():
-        generation.submit(number, tokens, 1000 * number, 6)
-    while any(len(done) <= len(ANSWERS) for done in turns.values()):
-        for number, completion in generation.wait().items():
-            turns[number].append((talk[number], completion.token_ids, completion.logprobs, completion.finish_reason))
-            if len(turns[number]) > len(ANSWERS):
-                generation.forget(number)
-                continue
-            talk[number] = [*talk[number], *completion.token_ids, *ANSWERS[len(turns[number]) - 1]]
-            generation.submit(number, talk[number], 1000 * number + len(turns[number]), 6)
-    assert not generation.wait()
-    return turns
-
-
-PROMPTS = [[4], [5, 6, 7], [5, 6, 7], list(range(20, 33)), [9] * 30]
-
-
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
 @pytest.mark.parametrize("running", [256, 3, 1])
 def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, model_type, running):
     made = engine(build(model_type), max_running=running, max_prefill_tokens=40)
     chunk = made._chunks[0]
-    for number, turns in play(made, PROMPTS).items():
+    for number, turns in play_turns(made, PROMPTS).items():
         for turn, (before, drawn, logprobs, reason) in enumerate(turns):
             [[whole]] = made.generate([Request(before, [1000 * number + turn], 6)], sampled(max_new_tokens=6), STOP)
             assert (whole.token_ids, whole.finish_reason) == (drawn, reason)
@@ -88,7 +64,7 @@ def test_every_turn_is_what_a_generation_from_the_start_gives(single_process, mo
 
 
 def test_a_cache_of_fixed_layout_keeps_rows_apart_from_padding(dense, monkeypatch):
-    free = play(engine(dense), PROMPTS)
+    free = play_turns(engine(dense), PROMPTS)
     from megarl.rollout.embedded import session
 
     class Fixed(session.KVCache):
@@ -97,7 +73,7 @@ def test_a_cache_of_fixed_layout_keeps_rows_apart_from_padding(dense, monkeypatc
 
     monkeypatch.setattr(session, "KVCache", Fixed)
     monkeypatch.setattr("megarl.rollout.embedded.model.load_kernels", lambda: None)
-    fixed = play(engine(dense), PROMPTS)
+    fixed = play_turns(engine(dense), PROMPTS)
     assert {n: [t[:2] for t in done] for n, done in fixed.items()} == {
         n: [t[:2] for t in done] for n, done in free.items()
     }
