@@ -222,6 +222,33 @@ def test_sft_step_is_minus_weighted_logp(alone):
     assert losses[3] < losses[0]
 
 
+def test_a_sample_of_two_turns_trains_like_its_turns_apart(alone):
+    from megarl.algorithms.aggregation import aggregation_weights, local_counts
+
+    def step(samples: list[tuple[list[int], list[int], list[bool]]]):
+        batch = Batch(
+            {
+                name: Jagged.from_list([row[i] for row in samples])
+                for i, name in enumerate(("prompt_ids", "response_ids"))
+            },
+            {"sample_id": [f"s{i}" for i in range(len(samples))]},
+        )
+        mask = Jagged.from_list([row[2] for row in samples], dtype=torch.bool)
+        counts = local_counts(mask.values, mask.offsets)
+        weights = aggregation_weights("token-mean", mask.values, counts, offsets=mask.offsets, sum_norm=None)
+        batch.set("loss_weights", batch["response_ids"].like(weights))
+        engine = cases.make_engine()
+        engine.sft_step(batch)
+        return [parameter.clone() for chunk in engine.chunks for parameter in chunk.parameters()]
+
+    prompt, first, answer, second = [3, 4, 5], [10, 11, 12, 2], [20, 21], [30, 31, 2]
+    holes = [True] * 4 + [False] * 2 + [True] * 3
+    together = step([(prompt, first + answer + second, holes)])
+    apart = step([(prompt, first, [True] * 4), (prompt + first + answer, second, [True] * 3)])
+    for one, other in zip(together, apart, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_recomputation_changes_nothing(alone, recompute):
     ends = []
