@@ -15,8 +15,9 @@ from megarl.compat.sglang import PATCH_LOADER
 from megarl.errors import ServerError
 from megarl.kernels import delta as kernels
 from megarl.sync.delta import Delta, apply_delta, make_delta
+from megarl.sync.messages import MessageClient, Refused, proof, read_message, send_message
 from megarl.sync.plan import make_plan
-from megarl.sync.relay import Relay, RelayClient, RelayRefused, _proof, read_message, send_message, serve
+from megarl.sync.relay import Relay, serve
 from megarl.sync.transports.base import Target
 from megarl.sync.transports.delta import DeltaTransport
 from megarl.sync.versions import version_tag
@@ -111,15 +112,15 @@ def relay(tmp_path):
 
 def test_a_relay_talks_to_nobody_without_the_key(relay):
     with pytest.raises(OSError):
-        RelayClient(relay[1], "another key", 5.0)
-    RelayClient(relay[1], KEY, 5.0).close()
+        MessageClient(relay[1], "another key", 5.0)
+    MessageClient(relay[1], KEY, 5.0).close()
 
 
 def test_a_trainer_talks_to_no_relay_that_does_not_know_the_key():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=pretend, args=(listener,), daemon=True).start()
         with pytest.raises(ConnectionError, match="not this run's relay"):
-            RelayClient(listener.getsockname(), KEY, 5.0)
+            MessageClient(listener.getsockname(), KEY, 5.0)
 
 
 def pretend(listener: socket.socket) -> None:
@@ -132,7 +133,7 @@ def pretend(listener: socket.socket) -> None:
 def test_the_deadline_is_that_of_the_whole_answer():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=drip, args=(listener,), daemon=True).start()
-        client = RelayClient(listener.getsockname(), KEY, 0.5)
+        client = MessageClient(listener.getsockname(), KEY, 0.5)
         with pytest.raises(TimeoutError):
             client.call({"op": "handles"})
 
@@ -141,7 +142,7 @@ def greeted(listener: socket.socket) -> socket.socket:
     """A trainer's connection to a relay that has proved its key."""
     sock, _ = listener.accept()
     sock.sendall(bytes(32))
-    sock.sendall(_proof(KEY, b"relay", sock.recv(64, socket.MSG_WAITALL)[32:]))
+    sock.sendall(proof(KEY, b"relay", sock.recv(64, socket.MSG_WAITALL)[32:]))
     return sock
 
 
@@ -156,16 +157,16 @@ def drip(listener: socket.socket) -> None:
 
 
 def test_another_base_is_not_brought_forward(relay):
-    client = RelayClient(relay[1], KEY, 5.0)
+    client = MessageClient(relay[1], KEY, 5.0)
     at = {"sender": "0", "bucket": 0}
     full = {"op": "full", "version": 3, "entries": [["a", [4], "float32", 0, 16, "a"]]}
     client.call(at | full, memoryview(bytearray(16)))
     delta = make_delta([torch.zeros(16, dtype=torch.uint8)], [torch.ones(16, dtype=torch.uint8)], [4], 100)
     for base, taken in ((2, False), (3, True)):
         assert client.call(at | {"op": "delta", "base": base, "version": 4}, *delta.to_bytes()) == {"taken": taken}
-    with pytest.raises(RelayRefused, match="version 4 instead of 3"):
+    with pytest.raises(Refused, match="version 4 instead of 3"):
         client.call(at | {"op": "handles", "version": 3, "ranks": 1})
-    with pytest.raises(RelayRefused, match="not of"):
+    with pytest.raises(Refused, match="not of"):
         client.call(at | {"op": "patch", "version": 3, "ranks": 1})
     client.close()
 
@@ -173,7 +174,7 @@ def test_another_base_is_not_brought_forward(relay):
 def test_a_late_answer_is_not_taken_for_the_next_one():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=late, args=(listener,), daemon=True).start()
-        client = RelayClient(listener.getsockname(), KEY, 0.5)
+        client = MessageClient(listener.getsockname(), KEY, 0.5)
         with pytest.raises(TimeoutError):
             client.call({"op": "handles"})
         time.sleep(1.0)  # the answer is there now

@@ -63,8 +63,8 @@ def lose_the_relay(folder: str, run_dir: str, urls: list[str], op: str, how: int
     sync.push(1)
     change(chunks, 50)
     strike_at(sync.transport, op, how)
-    connected, connect = [], delta.RelayClient
-    delta.RelayClient = lambda *args: connected.append(args) or connect(*args)
+    connected, connect = [], delta.MessageClient
+    delta.MessageClient = lambda *args: connected.append(args) or connect(*args)
     report = sync.push(2)
     sync.close()
     return [report.updated, report.failed, [server.state for server in fleet.servers], fleet.told, len(connected)]

@@ -145,7 +145,7 @@ def relays_of_two_machines(run_dir: str) -> list[str]:
 
     from megarl.config.sync import SyncConfig
     from megarl.sync.hosts import hosts_of_ranks
-    from megarl.sync.relay import RelayClient
+    from megarl.sync.messages import MessageClient
     from megarl.sync.transports.delta import relays_of_all
 
     rank, look_up = dist.get_rank(), socket.gethostname
@@ -155,7 +155,7 @@ def relays_of_two_machines(run_dir: str) -> list[str]:
     socket.gethostname = look_up
     relays, key, process = relays_of_all(set(names.values()), names, addresses, SyncConfig(), Path(run_dir), everyone)
     for address in relays.values():
-        RelayClient(address, key, 60.0).close()
+        MessageClient(address, key, 60.0).close()
     dist.barrier()
     process.kill()
     process.wait()

@@ -29,9 +29,10 @@ from megarl.config.sync import SyncConfig
 from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.phase import beat
 from megarl.sync.delta import Delta, make_delta, patch_header
+from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
 from megarl.sync.receiver import Step
-from megarl.sync.relay import KEY_VARIABLE, RelayClient, RelayRefused
+from megarl.sync.relay import KEY_VARIABLE
 from megarl.sync.shared import Handle
 from megarl.sync.transports.base import Target, Transport
 
@@ -79,7 +80,7 @@ class DeltaTransport(Transport):
         self._relayed: dict[str, tuple[int, bool]] = {}  # host -> bucket it was given last, and whether by a delta
         self._current: set[int] = set()  # receivers that hold what the last deltas led to
         self._lost: dict[str, str] = {}  # host -> why its relay is asked nothing more in this update
-        self._clients: dict[str, RelayClient] = {}
+        self._clients: dict[str, MessageClient] = {}
         self._connecting = threading.Lock()
         self._locks = {host: threading.Lock() for host in relays}
 
@@ -179,12 +180,12 @@ class DeltaTransport(Transport):
         client = None
         try:
             if host in self._lost:
-                raise RelayRefused(self._lost[host])  # the next receiver need not wait for the deadline, too
+                raise Refused(self._lost[host])  # the next receiver need not wait for the deadline, too
             with self._connecting:
-                client = self._clients.get(host) or RelayClient(self.relays[host], self.key, self.deadline_s)
+                client = self._clients.get(host) or MessageClient(self.relays[host], self.key, self.deadline_s)
                 self._clients[host] = client
             return client.call({"sender": self.name, "bucket": number} | header, *bodies)
-        except (OSError, RelayRefused) as error:
+        except (OSError, Refused) as error:
             reason = str(error)
             with self._connecting:
                 if isinstance(error, OSError):

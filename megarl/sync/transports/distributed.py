@@ -46,6 +46,7 @@ _POLL_S = 0.001
 _GRACE_S = 1.0  # the receiver has answered: our part has come as far, and ends at once
 _WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _environment = threading.Lock()
+_leaving = threading.Lock()
 
 
 @dataclass
@@ -69,7 +70,6 @@ class DistributedTransport(Transport):
         self.device, self.deadline_s, self.address = device, deadline_s, address
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         self._links: dict[int, _Link] = {}
-        self._lock = threading.Lock()
 
     def buffer(self, nbytes: int) -> Tensor:
         """Memory of the device that broadcasts."""
@@ -100,8 +100,11 @@ class DistributedTransport(Transport):
     def _leave(self, number: int, *, abort: bool = False) -> None:
         link = self._links.pop(number, None)
         if link is not None:
-            with self._lock:
-                (_abort_process_group if abort else dist.destroy_process_group)(link.group)
+            if abort:
+                leave(link.group)
+                return
+            with _leaving:
+                dist.destroy_process_group(link.group)
 
     def close(self) -> None:
         """Leave all groups."""
@@ -187,6 +190,12 @@ def join(
         )
     _world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """The end of a group whose other ranks may be gone."""
+    with _leaving:
+        _abort_process_group(group)
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:

@@ -1,0 +1,128 @@
+"""Write Hugging Face tensors that come from elsewhere into the parameters of this process: whole, or some elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megarl.models.policy import PolicyModel
+from megarl.models.weights.files import CheckpointReader
+from megarl.models.weights.fill import local_shards
+from megarl.models.weights.plan import Box, Coordinate, Piece, Shard, hf_tensors, slices_for
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PretrainedConfig
+
+
+def held_boxes(hf: PretrainedConfig, at: Coordinate) -> dict[str, list[Box]]:
+    """The boxes of each tensor that the process at `at` holds, as often as it holds them."""
+    found: dict[str, list[Box]] = {}
+    for shard in slices_for(hf, at):
+        for piece in shard.pieces:
+            found.setdefault(piece.source, []).append(piece.source_box)
+    return found
+
+
+def part_name(tensor: str, box: Box, number: int) -> str:
+    """What messages call box `box` of a tensor, the `number`-th that a process holds of it.
+
+    >>> part_name("norm.weight", ((0, 4),), 0)
+    'norm.weight[0:4], part 0'
+    """
+    spans = ",".join(f"{start}:{stop}" for start, stop in box)
+    return f"{tensor}[{spans}], part {number}"
+
+
+class WeightWriter:
+    """This process's parameters by the tensors they are made of.
+
+    Rows that no tensor fills (padding of the vocabulary) become zero.
+
+    Attributes:
+        shapes: of all tensors of the model.
+        held: names of those that this process holds a part of.
+    """
+
+    def __init__(self, chunks: Sequence[PolicyModel]) -> None:
+        self.shapes = hf_tensors(chunks[0].hf_config)
+        self._places: dict[str, list[tuple[Piece, Tensor]]] = {}
+        for shard, param in local_shards(chunks):
+            _clear_padding(shard, param)
+            for piece in shard.pieces:
+                self._places.setdefault(piece.source, []).append((piece, param))
+        self.held = frozenset(self._places)
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Copy this process's parts of a whole tensor, cast to the parameters' dtype.
+
+        Raises:
+            ValueError: the model has no such tensor, or one of another shape.
+        """
+        self._check(name, tuple(tensor.shape))
+        for piece, param in self._places.get(name, ()):
+            param[_slices(piece.target_box)].copy_(tensor[_slices(piece.source_box)])
+
+    @torch.no_grad()
+    def write_elements(self, name: str, shape: tuple[int, ...], positions: Tensor, values: Tensor) -> None:
+        """Copy some elements of a tensor.
+
+        Args:
+            shape: of the tensor.
+            positions: int64 [n], in the flattened tensor.
+            values: [n].
+
+        Raises:
+            ValueError: as `write`.
+        """
+        self._check(name, shape)
+        at = torch.unravel_index(positions, shape)
+        for piece, param in self._places.get(name, ()):
+            inside = torch.ones_like(positions, dtype=torch.bool)
+            for index, (start, stop) in zip(at, piece.source_box, strict=True):
+                inside &= (index >= start) & (index < stop)
+            offsets = [to - source for (source, _), (to, _) in zip(piece.source_box, piece.target_box, strict=True)]
+            where = tuple(index[inside] + offset for index, offset in zip(at, offsets, strict=True))
+            param[where] = values[inside].to(param.dtype)
+
+    @torch.no_grad()
+    def read_folder(self, folder: Path) -> None:
+        """Copy this process's parts from safetensors files.
+
+        Raises:
+            ConfigError: a tensor is missing, or the files are not whole.
+        """
+        reader = CheckpointReader(folder)
+        for name, places in self._places.items():
+            for piece, param in places:
+                param[_slices(piece.target_box)].copy_(reader.read(name, piece.source_box))
+
+    def parts(self) -> Iterator[tuple[str, Tensor]]:
+        """Every part that this process holds, under its `part_name`."""
+        for name, places in self._places.items():
+            for number, (piece, param) in enumerate(places):
+                yield part_name(name, piece.source_box, number), param.detach()[_slices(piece.target_box)]
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if self.shapes.get(name) != shape:
+            raise ValueError(f"tensor {name!r} of shape {shape}: this model has it as {self.shapes.get(name)}")
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*span) for span in box)
+
+
+@torch.no_grad()
+def _clear_padding(shard: Shard, param: Tensor) -> None:
+    if sum(math.prod(stop - start for start, stop in piece.target_box) for piece in shard.pieces) == param.numel():
+        return
+    padding = torch.ones_like(param, dtype=torch.bool)
+    for piece in shard.pieces:
+        padding[_slices(piece.target_box)] = False
+    param.masked_fill_(padding, 0)

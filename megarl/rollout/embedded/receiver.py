@@ -1,0 +1,273 @@
+"""The trainer's end of embedded engines in processes of their own: receivers of weights like SGLang's servers.
+
+The engines' end is inbox.py. All ranks of an engine are called side by side, except that its first rank pauses before
+the others, which follow it from one generation to the next.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megarl.errors import ServerError
+from megarl.models.weights.plan import Box, Coordinate
+from megarl.models.weights.receive import held_boxes, part_name
+from megarl.rollout.embedded.inbox import PEER
+from megarl.sync.checksum import Checksum, HostChecksum
+from megarl.sync.messages import MessageClient, Refused
+from megarl.sync.plan import Entry
+from megarl.sync.receiver import Checksums, PauseMode, SharedUse, Step, UpdateGroup
+from megarl.sync.shared import Handle
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Address = tuple[str, int]
+_MIXED = "mixed weights"  # the version of an engine whose ranks disagree
+_SHARE = 0.9  # of a deadline that the engine waits for itself, so that its own words come in time
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """A `ReceiverLayout`: what each rank of an engine holds, by its place in the engine's parallel layout.
+
+    Attributes:
+        coordinates: of the ranks.
+        dtype: of the engine's parameters.
+        hf: configuration of the model, the same for all engines of a run.
+    """
+
+    coordinates: tuple[Coordinate, ...]
+    dtype: torch.dtype
+    hf: PretrainedConfig = field(compare=False, repr=False)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the engine."""
+        return len(self.coordinates)
+
+    @functools.cached_property
+    def _boxes(self) -> list[dict[str, list[Box]]]:
+        return [held_boxes(self.hf, at) for at in self.coordinates]
+
+    def needs(self, rank: int, tensor: str) -> bool:
+        """True when `rank` holds any part of this tensor."""
+        return tensor in self._boxes[rank]
+
+    def parts(self, rank: int, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor, int]]:
+        """Each box that `rank` holds is a parameter of its own."""
+        for number, box in enumerate(self._boxes[rank].get(name, ())):
+            part = tensor[tuple(slice(*span) for span in box)].to(self.dtype)
+            yield part_name(name, box, number), part, part.numel()
+
+    def make_checksum(self, nbytes: int) -> Checksum:
+        """SHA-256, on every device."""
+        return HostChecksum()
+
+
+class EngineReceiver:
+    """One engine, see `megarl.sync.receiver.Receiver`.
+
+    Args:
+        number: in the list of receivers.
+        addresses: of the inboxes of its ranks, all of them on one host.
+        key: that the inboxes were made with.
+        layout: how it splits the model.
+    """
+
+    def __init__(self, number: int, addresses: Sequence[Address], key: str, layout: EngineLayout) -> None:
+        self.number, self.name, self.layout = number, f"engine {number}", layout
+        self.url = f"tcp://{addresses[0][0]}:{addresses[0][1]}"
+        self.version: int | None = None
+        self.answers = True
+        self._ranks = _Ranks(self.name, self.url, addresses, key)
+
+    def pause(self, mode: PauseMode, step: Step) -> None:
+        """Generation that runs ends first, whatever the mode: it reads the parameters that are written."""
+        waiting = {"op": "pause", "deadline_s": _SHARE * step.deadline_s}
+        self._ranks.ask(waiting, step, range(1))
+        self._ranks.ask(waiting, step, range(1, self.layout.ranks))
+
+    def loading(self, version: str, step: Step) -> None:
+        """An engine whose trainer is gone stays paused."""
+
+    def begin(self, step: Step) -> None:
+        """Open it for tensors."""
+        self._ranks.ask({"op": "begin"}, step)
+
+    def end(self, step: Step) -> None:
+        """Nothing is derived from the parameters before the next generation."""
+        self._ranks.ask({"op": "end"}, step)
+
+    def set_version(self, version: str, step: Step) -> None:
+        """Refused while a tensor has never come."""
+        self._ranks.ask({"op": "set_version", "version": version}, step)
+
+    def held_version(self, step: Step) -> str:
+        """That of all ranks."""
+        found = {answer["version"] for answer in self._ranks.ask({"op": "held_version"}, step)}
+        return str(found.pop()) if len(found) == 1 else _MIXED
+
+    def flush(self, mode: PauseMode, step: Step) -> None:
+        """No cache outlives a generation."""
+
+    def resume(self, step: Step) -> None:
+        """Generate again."""
+        self._ranks.ask({"op": "resume"}, step)
+
+    def done(self, version: str, folder: Path | None) -> None:
+        """Nobody keeps account."""
+
+    def take_shared(
+        self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: Step
+    ) -> None:
+        """Each rank maps the buffer and copies what it holds of it."""
+        pairs = zip(handles, entries, strict=True)
+        messages = [{"op": "shared", "handle": handle, "tensors": _placed(wanted)} for handle, wanted in pairs]
+        self._ranks.ask_each(messages, step)
+
+    def takes_changes(self, step: Step) -> bool:
+        """It can."""
+        return True
+
+    def take_changes(self, handles: Sequence[Handle], header: list[Any], step: Step) -> bool:
+        """Each rank writes the elements that it holds."""
+        self._ranks.ask_each([{"op": "changes", "handle": handle, "header": header} for handle in handles], step)
+        return True
+
+    def join_group(self, group: UpdateGroup, step: Step) -> None:
+        """All ranks join."""
+        meeting = {"name": group.name, "address": group.address, "port": group.port, "size": group.size}
+        limit = {"backend": group.backend, "deadline_s": step.deadline_s}
+        self._ranks.ask({"op": "join"} | meeting | limit, step)
+
+    def take_broadcast(self, group: str, entries: Sequence[Entry], step: Step) -> None:
+        """Every rank gets the whole bucket, and copies what it holds."""
+        size = sum(entry.nbytes for entry in entries)
+        self._ranks.ask({"op": "broadcast", "name": group, "tensors": _placed(entries), "nbytes": size}, step)
+
+    def read_folder(self, folder: Path, step: Step) -> None:
+        """Each rank reads its own parts."""
+        self._ranks.ask({"op": "folder", "folder": str(folder)}, step)
+
+    def checksums(self, step: Step) -> Checksums:
+        """One of every part that a rank holds."""
+        return [answer["checksums"] for answer in self._ranks.ask({"op": "checksums"}, step)]
+
+    def forget(self) -> None:
+        """Connections to it are made again."""
+        self._ranks.close()
+
+
+class EngineReceivers:
+    """The engines of a run, see `megarl.sync.receiver.Receivers`.
+
+    Args:
+        receivers: the same ones on every rank of the trainer.
+        cannot_map: why they cannot map the trainer's device memory; empty: they can.
+    """
+
+    def __init__(self, receivers: Sequence[EngineReceiver], cannot_map: str = "") -> None:
+        self.all, self.cannot_map = list(receivers), cannot_map
+
+    @classmethod
+    def connect(
+        cls, engines: Sequence[Sequence[Address]], key: str, hf: PretrainedConfig, deadline_s: float
+    ) -> EngineReceivers:
+        """Ask every rank of every engine which part of the model it holds.
+
+        Args:
+            engines: addresses of the ranks' inboxes, by engine.
+            key: that the inboxes were made with.
+            hf: configuration of the model.
+            deadline_s: for each engine.
+
+        Raises:
+            ServerError: an engine does not answer.
+        """
+        made = []
+        for number, addresses in enumerate(engines):
+            ranks = _Ranks(f"engine {number}", f"tcp://{addresses[0][0]}:{addresses[0][1]}", addresses, key)
+            said = ranks.ask({"op": "layout"}, Step("which part of the model it holds", deadline_s))
+            ranks.close()
+            places = tuple(Coordinate(*answer["at"]) for answer in said)
+            layout = EngineLayout(places, getattr(torch, said[0]["dtype"]), hf)
+            made.append(EngineReceiver(number, addresses, key, layout))
+        return cls(made)
+
+    def lead(self, folder: Path, deadline_s: float) -> None:
+        """An engine needs nobody beside the trainer."""
+
+    def acknowledge(self, number: int, version: int) -> None:
+        """It holds this version."""
+        self.all[number].version = version
+
+    def mark_failed(self, number: int, why: str) -> None:
+        """It is left out until `retry`."""
+        self.all[number].version, self.all[number].answers = None, False
+
+    def retry(self, number: int) -> None:
+        """The engine can be reached again: the next update brings everything. Call on every rank."""
+        self.all[number].answers = True
+
+    def close(self) -> None:
+        """Hang up."""
+        for receiver in self.all:
+            receiver.forget()
+
+
+class _Ranks:
+    """Connections to the inboxes of one engine."""
+
+    def __init__(self, name: str, url: str, addresses: Sequence[Address], key: str) -> None:
+        self._name, self._url, self._addresses, self._key = name, url, list(addresses), key
+        self._clients: dict[int, MessageClient] = {}
+
+    def ask(self, message: dict[str, Any], step: Step, ranks: range | None = None) -> list[dict[str, Any]]:
+        """The same of these ranks, or of all."""
+        wanted = range(len(self._addresses)) if ranks is None else ranks
+        return self._ask(dict.fromkeys(wanted, message), step)
+
+    def ask_each(self, messages: Sequence[dict[str, Any]], step: Step) -> list[dict[str, Any]]:
+        """One message for each rank."""
+        return self._ask(dict(enumerate(messages)), step)
+
+    def close(self) -> None:
+        """Hang up; the next question makes another connection."""
+        for rank in list(self._clients):
+            self._clients.pop(rank).close()
+
+    def _ask(self, messages: dict[int, dict[str, Any]], step: Step) -> list[dict[str, Any]]:
+        if not messages:
+            return []
+        with ThreadPoolExecutor(len(messages)) as pool:
+            return list(pool.map(lambda rank: self._call(rank, messages[rank], step), messages))
+
+    def _call(self, rank: int, message: dict[str, Any], step: Step) -> dict[str, Any]:
+        try:
+            if rank not in self._clients:
+                self._clients[rank] = MessageClient(self._addresses[rank], self._key, step.deadline_s, PEER)
+            return self._clients[rank].call(message, deadline_s=step.deadline_s)
+        except TimeoutError as error:
+            self._clients.pop(rank, None)
+            raise self._error(rank, step, f"no answer within {step.deadline_s:g} s") from error
+        except OSError as error:
+            self._clients.pop(rank, None)
+            raise self._error(rank, step, f"{type(error).__name__}: {error}") from error
+        except Refused as error:
+            raise self._error(rank, step, str(error)) from error
+
+    def _error(self, rank: int, step: Step, reason: str) -> ServerError:
+        return ServerError(self._name, self._url, step.phase, f"rank {rank}: {reason}")
+
+
+def _placed(entries: Sequence[Entry]) -> list[list[Any]]:
+    """(name, shape, dtype, first byte, bytes) of tensors in a flat buffer."""
+    return [[entry.name, list(entry.shape), entry.dtype, entry.offset, entry.nbytes] for entry in entries]

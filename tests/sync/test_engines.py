@@ -1,0 +1,214 @@
+"""Weights to embedded engines in processes of their own: bit for bit by every transport, and what goes wrong."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megarl.comm import as_group
+from megarl.config.sync import SyncConfig
+from megarl.errors import ServerError, WorkerError
+from megarl.sync.messages import MessageClient
+from megarl.sync.receiver import Step
+from tests.dist import fresh_parallel, run_distributed, single_process
+from tests.models.tiny import build_tiny, save_tiny
+
+KEY = "a key of the test"
+TRANSPORTS = ("tensor", "distributed", "disk", "delta")
+
+
+def wait_for(*paths: Path) -> None:
+    end = time.monotonic() + 240
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, f"none of {paths}"
+        time.sleep(0.05)
+
+
+def generate(chunks, version: int) -> list[list]:
+    import dataclasses
+
+    from tests.rollout.cases import engine, make_requests, sampled
+
+    made = engine(chunks)
+    made.weight_version = version
+    found = made.generate(make_requests(3, 2), sampled(max_new_tokens=6), [2])
+    return [[dataclasses.asdict(completion) for completion in group] for group in found]
+
+
+def be_an_engine(folder: str, spool: str, layout: dict) -> dict:
+    """One rank: takes weights until the trainer is done, then generates with them, and with those of the export."""
+    from megarl.rollout.embedded.inbox import WeightInbox
+
+    fresh_parallel(**layout)
+    chunks, place, group = build_tiny(folder, **layout), Path(spool), as_group(None)
+    with torch.no_grad():
+        for parameter in chunks[0].parameters():
+            parameter.fill_(7.0)
+    inbox = WeightInbox(chunks, KEY, group)
+    (place / f"{group.rank}.tmp").write_text(str(inbox.address[1]))
+    (place / f"{group.rank}.tmp").rename(place / f"port{group.rank}")
+    wait_for(place / "done")
+    with inbox.generating(10.0) as version:
+        there = generate(chunks, version)
+    expected = build_tiny(place / "expected", **layout)
+    pairs = zip(chunks[0].named_parameters(), expected[0].parameters(), strict=True)
+    differ = [name for (name, mine), theirs in pairs if not torch.equal(mine, theirs)]
+    here = generate(expected, version)
+    inbox.close()
+    return {"version": version, "differ": differ, "same": there == here, "samples": there}
+
+
+def be_the_trainer(folder: str, spool: str, layout: dict, ranks: int) -> list:
+    """Two versions by every transport, each with other values in one of 50 elements; then an export."""
+    from megarl.models.weights.export import export_weights
+    from megarl.rollout.embedded.receiver import EngineReceivers
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel(**layout)
+    chunks, place, found = build_tiny(folder, **layout), Path(spool), []
+    hf = chunks[0].hf_config
+    addresses = [("127.0.0.1", int((place / f"port{rank}").read_text())) for rank in range(ranks)]
+    for number, transport in enumerate(TRANSPORTS):
+        config = SyncConfig(transport=transport, verify="every", timeout_s=60.0, bucket_mb=5)
+        receivers = EngineReceivers.connect([addresses], KEY, hf, 60.0)
+        sync = WeightSync(chunks, receivers, config, place, as_group(None))
+        for step in range(2):
+            with torch.no_grad():
+                for chunk in chunks:
+                    for parameter in chunk.parameters():
+                        parameter.view(-1)[2 * number + step :: 50] += 0.125
+            report = sync.push(10 * number + step)
+            assert report.failed == {}, report
+            found.append([transport, report.updated, report.verified, report.nbytes])
+        sync.close()
+    export_weights(chunks, place / "expected", hf)
+    if as_group(None).rank == 0:
+        (place / "done").touch()
+    return found
+
+
+@pytest.mark.procs
+@pytest.mark.parametrize(
+    ("model", "trainer", "engine"),
+    [
+        ("qwen3", (2, {"tp": 2}), (1, {})),
+        ("qwen3", (1, {}), (2, {"tp": 2})),
+        ("qwen3_moe", (2, {"pp": 2}), (2, {"ep": 2})),
+    ],
+    ids=["tp2 to tp1", "tp1 to tp2", "pp2 to ep2"],
+)
+def test_an_engine_holds_and_samples_what_the_trainer_has(tmp_path, model, trainer, engine):
+    save_tiny(tmp_path / "model", model)
+    (tmp_path / "spool").mkdir()
+    run = str(tmp_path / "model"), str(tmp_path / "spool")
+    done: list = []
+
+    def engines() -> None:
+        done.extend(run_distributed(be_an_engine, engine[0], 280, *run, engine[1]))
+
+    beside = threading.Thread(target=engines, daemon=True)
+    beside.start()
+    wait_for(
+        *(tmp_path / "spool" / f"port{rank}" for rank in range(engine[0]))
+    )  # ranks are started one group at a time
+    for reports in run_distributed(be_the_trainer, trainer[0], 280, *run, trainer[1], engine[0]):
+        assert [(name, updated) for name, updated, *_ in reports] == [(t, [0]) for t in TRANSPORTS for _ in range(2)]
+        verified = {parts for _, _, parts, _ in reports}
+        assert len(verified) == 1
+        assert verified.pop() > 0
+        whole, changes = (nbytes for transport, _, _, nbytes in reports if transport == "delta")
+        assert changes < whole / 20
+    beside.join(280)
+    assert len(done) == engine[0]
+    for rank in done:
+        assert (rank["version"], rank["differ"], rank["same"]) == (31, [], True)
+        assert rank["samples"] == done[0]["samples"]
+
+
+@contextlib.contextmanager
+def engines_here(folder: Path, count: int) -> Iterator[tuple]:
+    """Trainer and engines in this process: chunks, the engines' inboxes, and the receivers."""
+    from megarl.rollout.embedded.inbox import WeightInbox
+    from megarl.rollout.embedded.receiver import EngineReceivers
+
+    single_process()
+    save_tiny(folder / "model", "qwen3")
+    chunks = build_tiny(folder / "model")
+    inboxes = [WeightInbox(build_tiny(folder / "model"), KEY, as_group(None)) for _ in range(count)]
+    receivers = EngineReceivers.connect([[inbox.address] for inbox in inboxes], KEY, chunks[0].hf_config, 30.0)
+    try:
+        yield chunks, inboxes, receivers
+    finally:
+        receivers.close()
+        for inbox in inboxes:
+            inbox.close()
+
+
+def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkeypatch):
+    from megarl.sync.updater import WeightSync
+
+    with engines_here(tmp_path, 2) as (chunks, inboxes, receivers):
+        config = SyncConfig(transport="tensor", timeout_s=30.0, bucket_mb=5)
+        sync = WeightSync(chunks, receivers, config, tmp_path, as_group(None))
+        with monkeypatch.context() as patch:
+
+            def broken(name: str, tensor: torch.Tensor) -> None:
+                raise RuntimeError("no memory left")
+
+            patch.setattr(inboxes[1]._writer, "write", broken)
+            report = sync.push(1)
+        where = f"engine 1 at tcp://127.0.0.1:{inboxes[1].address[1]}"
+        assert report.updated == [0]
+        assert report.failed == {1: f"{where}: bucket: rank 0: RuntimeError: no memory left"}
+        with inboxes[0].generating(1.0) as version:
+            assert version == 1
+        with pytest.raises(WorkerError, match=r"rank 0 of .*: paused for 0\.1 s, holding no weights"):
+            inboxes[1].generating(0.1).__enter__()
+        assert sync.catch_up().updated == []  # it is left alone until somebody says that it is back
+        receivers.retry(1)
+        assert sync.catch_up().updated == [1]
+        with inboxes[1].generating(1.0) as version:
+            assert version == 1
+        sync.close()
+
+
+def test_weights_wait_for_the_end_of_a_generation(tmp_path):
+    with engines_here(tmp_path, 1) as (_, (inbox,), receivers):
+        (receiver,) = receivers.all
+        step = Step("update to version 1", 0.5)
+        inbox.version = "0@run"
+        receiver.resume(step)
+        refused = pytest.raises(ServerError, match=r"engine 0 .*update to version 1: rank 0: it still generates")
+        with inbox.generating(1.0), refused:
+            receiver.pause("retract", step)
+        receiver.pause("retract", step)
+        with pytest.raises(WorkerError, match="holding 0@run"):
+            inbox.generating(0.1).__enter__()
+
+
+def test_an_engine_says_what_it_cannot_take(tmp_path):
+    from megarl.sync.plan import Entry
+    from megarl.sync.shared import handle_of, shared_buffer
+
+    with engines_here(tmp_path, 1) as (_, (inbox,), receivers):
+        (receiver,) = receivers.all
+        step, flat = Step("bucket", 30.0), shared_buffer(64, torch.device("cpu"))
+
+        def take(name: str, dtype: str, shape: tuple[int, ...]) -> str:
+            with pytest.raises(ServerError) as error:
+                receiver.take_shared([handle_of(flat)], [[Entry(name, shape, dtype, 0, 64, name)]], None, step)
+            return error.value.reason
+
+        assert take("model.norm.weight", "bfloat16", (32,)) == "rank 0: tensors outside of an update"
+        receiver.begin(step)
+        assert "this model has it as (64,)" in take("model.norm.weight", "bfloat16", (32,))
+        assert "this model has it as None" in take("other.weight", "bfloat16", (32,))
+        assert "sync.fp8 is for servers" in take("model.norm.weight", "float8_e4m3fn", (64,))
+        with pytest.raises(ServerError, match=r"rank 0: \d+ tensors never came, for example lm_head\.weight"):
+            receiver.set_version("1@run", step)
+        with pytest.raises(OSError):
+            MessageClient(inbox.address, "another key", 5.0, "engine")
