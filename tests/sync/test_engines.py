@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.comm import as_group
 from megarl.config.sync import SyncConfig
 from megarl.errors import ServerError, WorkerError
 from megarl.sync.messages import MessageClient
 from megarl.sync.receiver import Step
-from tests.dist import fresh_parallel, run_distributed, single_process
+from tests.dist import fresh_parallel, run_distributed, single_process, world
 from tests.models.tiny import build_tiny, save_tiny
 
 KEY = "a key of the test"
@@ -44,7 +43,7 @@ def be_an_engine(folder: str, spool: str, layout: dict) -> dict:
     from megarl.rollout.embedded.inbox import WeightInbox
 
     fresh_parallel(**layout)
-    chunks, place, group = build_tiny(folder, **layout), Path(spool), as_group(None)
+    chunks, place, group = build_tiny(folder, **layout), Path(spool), world()
     with torch.no_grad():
         for parameter in chunks[0].parameters():
             parameter.fill_(7.0)
@@ -75,7 +74,7 @@ def be_the_trainer(folder: str, spool: str, layout: dict, ranks: int) -> list:
     for number, transport in enumerate(TRANSPORTS):
         config = SyncConfig(transport=transport, verify="every", timeout_s=60.0, bucket_mb=5)
         receivers = EngineReceivers.connect([addresses], KEY, hf, 60.0)
-        sync = WeightSync(chunks, receivers, config, place, as_group(None))
+        sync = WeightSync(chunks, receivers, config, place, world())
         for step in range(2):
             with torch.no_grad():
                 for chunk in chunks:
@@ -85,8 +84,8 @@ def be_the_trainer(folder: str, spool: str, layout: dict, ranks: int) -> list:
             assert report.failed == {}, report
             found.append([transport, report.updated, report.verified, report.nbytes])
         sync.close()
-    export_weights(chunks, place / "expected", hf)
-    if as_group(None).rank == 0:
+    export_weights(chunks, place / "expected", hf, world=world())
+    if world().rank == 0:
         (place / "done").touch()
     return found
 
@@ -138,7 +137,7 @@ def engines_here(folder: Path, count: int) -> Iterator[tuple]:
     single_process()
     save_tiny(folder / "model", "qwen3")
     chunks = build_tiny(folder / "model")
-    inboxes = [WeightInbox(build_tiny(folder / "model"), KEY, as_group(None)) for _ in range(count)]
+    inboxes = [WeightInbox(build_tiny(folder / "model"), KEY, world()) for _ in range(count)]
     receivers = EngineReceivers.connect([[inbox.address] for inbox in inboxes], KEY, chunks[0].hf_config, 30.0)
     try:
         yield chunks, inboxes, receivers
@@ -153,7 +152,7 @@ def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkey
 
     with engines_here(tmp_path, 2) as (chunks, inboxes, receivers):
         config = SyncConfig(transport="tensor", timeout_s=30.0, bucket_mb=5)
-        sync = WeightSync(chunks, receivers, config, tmp_path, as_group(None))
+        sync = WeightSync(chunks, receivers, config, tmp_path, world())
         with monkeypatch.context() as patch:
 
             def broken(name: str, tensor: torch.Tensor) -> None:
