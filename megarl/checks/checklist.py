@@ -92,11 +92,6 @@ def nearest_multiples(number: int, divisor: int) -> list[int]:
     return [value for value in (lower, lower + divisor) if value > 0]
 
 
-def divisors(number: int) -> list[int]:
-    """All divisors of a positive number, ascending."""
-    return [value for value in range(1, number + 1) if number % value == 0]
-
-
 def _words(values: object, joint: str = ", ") -> str | None:
     if values is None or isinstance(values, str):
         return values

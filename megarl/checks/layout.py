@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from megarl.checks.checklist import Checklist, divisors
+from megarl.checks.checklist import Checklist
 from megarl.config.facts import ModelFacts
+from megarl.config.layout import (
+    divisors,
+    expert_problems,
+    interleaving_problem,
+    pipeline_problem,
+    tensor_problem,
+    tensor_widths,
+)
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 
@@ -90,15 +98,9 @@ def check_same_layout(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_rules(key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:
-    if parallel.vpp is not None and parallel.pp == 1:
-        checks.fail(
-            f"{role} interleaving",
-            f"{key}.vpp",
-            "virtual pipeline chunks need more than one pipeline stage",
-            found=parallel.vpp,
-            allowed="null with pp 1",
-            fix=f"set {key}.pp to 2 or more, or {key}.vpp=null",
-        )
+    interleaving = interleaving_problem(key, parallel)
+    if interleaving is not None:
+        checks.from_error(f"{role} interleaving", interleaving)
     if parallel.sp and parallel.tp == 1:
         checks.fail(
             f"{role} sequence parallel",
@@ -131,88 +133,29 @@ def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelCon
 
 
 def _check_tensor(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
-    tp = parallel.tp
-    widths = {"attention heads": facts.heads, "key/value heads": facts.kv_heads}
-    dense = facts.dense_ffn if facts.is_moe else facts.ffn
-    if dense:
-        widths["feed-forward width"] = dense
-    fit = [size for size in divisors(facts.heads) if all(width % size == 0 for width in widths.values())]
-    bad = {name: width for name, width in widths.items() if width % tp}
-    if not bad:
-        checks.ok(f"{role} tensor split", f"tp {tp} divides " + ", ".join(f"{n} {w}" for n, w in widths.items()))
-        return
-    note = " (a key/value head is never copied to several ranks)" if facts.kv_heads < tp else ""
-    checks.fail(
-        f"{role} tensor split",
-        f"{key}.tp",
-        f"tp {tp} does not divide the model's " + ", ".join(f"{w} {n}" for n, w in bad.items()) + note,
-        found=tp,
-        allowed=fit,
-        fix=f"set {key}.tp to {max((size for size in fit if size <= tp), default=1)}",
-    )
+    problem, widths = tensor_problem(key, parallel, facts), tensor_widths(facts)
+    if problem is not None:
+        checks.from_error(f"{role} tensor split", problem)
+    else:
+        text = ", ".join(f"{name} {width}" for name, width in widths.items())
+        checks.ok(f"{role} tensor split", f"tp {parallel.tp} divides {text}")
 
 
 def _check_pipeline(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
-    chunks = parallel.pp * (parallel.vpp or 1)
-    if facts.layers % chunks == 0:
-        checks.ok(f"{role} pipeline split", f"{facts.layers} layers = {chunks} chunks of {facts.layers // chunks}")
-    elif facts.layers % parallel.pp:
-        fit = divisors(facts.layers)
-        checks.fail(
-            f"{role} pipeline split",
-            f"{key}.pp",
-            f"{facts.layers} layers cannot be split evenly over pp {parallel.pp}",
-            found=parallel.pp,
-            allowed=fit,
-            fix=f"set {key}.pp to {min(fit, key=lambda size: abs(size - parallel.pp))}",
-        )
+    problem, chunks = pipeline_problem(key, parallel, facts), parallel.pp * (parallel.vpp or 1)
+    if problem is not None:
+        checks.from_error(f"{role} pipeline split", problem)
     else:
-        per_stage = facts.layers // parallel.pp
-        checks.fail(
-            f"{role} pipeline split",
-            f"{key}.vpp",
-            f"a stage's {per_stage} layers cannot be split into {parallel.vpp} chunks",
-            found=parallel.vpp,
-            allowed=divisors(per_stage),
-            fix=None,
-        )
+        checks.ok(f"{role} pipeline split", f"{facts.layers} layers = {chunks} chunks of {facts.layers // chunks}")
 
 
 def _check_moe(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
-    if not facts.is_moe:
-        for name, value in (("ep", parallel.ep if parallel.ep > 1 else None), ("etp", parallel.etp)):
-            if value is not None:
-                checks.fail(
-                    f"{role} experts",
-                    f"{key}.{name}",
-                    f"{name} splits experts, and {facts.model_type} has none",
-                    found=value,
-                    allowed="1" if name == "ep" else "null",
-                    fix=f"set {key}.{name}={'1' if name == 'ep' else 'null'}",
-                )
-        return
-    etp = parallel.expert_tp
-    if facts.experts % parallel.ep:
-        checks.fail(
-            f"{role} experts",
-            f"{key}.ep",
-            f"{facts.experts} experts cannot be split evenly over ep {parallel.ep}",
-            found=parallel.ep,
-            allowed=divisors(facts.experts),
-            fix=None,
-        )
-    elif facts.ffn % etp:
-        checks.fail(
-            f"{role} experts",
-            f"{key}.etp",
-            f"the expert width {facts.ffn} cannot be split evenly over etp {etp}",
-            found=etp,
-            allowed=[size for size in divisors(facts.ffn) if size <= 64],
-            fix=None,
-        )
-    else:
+    problems = expert_problems(key, parallel, facts)
+    for problem in problems:
+        checks.from_error(f"{role} experts", problem)
+    if facts.is_moe and not problems:
         checks.ok(
             f"{role} experts",
             f"{facts.experts} experts = ep {parallel.ep} * {facts.experts // parallel.ep}, "
-            f"width {facts.ffn} over etp {etp}",
+            f"width {facts.ffn} over etp {parallel.expert_tp}",
         )

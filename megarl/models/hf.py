@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.architectures import ARCHITECTURES, values
 from megarl.config.base import raise_problems
-from megarl.config.facts import facts_from_config
+from megarl.config.facts import ModelFacts, facts_from_config
+from megarl.config.layout import layout_problems
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
 from megarl.processes import is_first_process
@@ -124,13 +125,17 @@ def check_supported(hf: PretrainedConfig, where: str) -> None:
     Raises:
         ConfigError: as `config.facts.facts_from_config`, for what transformers made of the config.
     """
+    _facts(hf, where)
+
+
+def _facts(hf: PretrainedConfig, where: str) -> ModelFacts:
     raw = {"model_type": hf.model_type, **_attributes(hf)}
     for key in ("layer_types", "quantization_config"):
         if getattr(hf, key, None) is not None:
             raw[key] = getattr(hf, key)
     if getattr(hf, "is_heterogeneous", False):
         raw["per_layer_config"] = "sizes per layer"
-    facts_from_config(raw, where)
+    return facts_from_config(raw, where)
 
 
 def check_trainable(hf: PretrainedConfig, key: str) -> None:
@@ -206,29 +211,4 @@ def value_bias(hf: PretrainedConfig) -> bool:
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Refuse a layout that does not divide the model, naming the sizes that do."""
-    stages = parallel.pp * (parallel.vpp or 1)
-    experts = num_experts(hf)
-    if experts is None and parallel.ep > 1:
-        raise ConfigError("this model has no experts", where="parallel.ep", found=parallel.ep, allowed=[1])
-    wanted = [
-        ("parallel.tp", parallel.tp, hf.num_key_value_heads, "key/value heads"),
-        ("parallel.tp", parallel.tp, hf.num_attention_heads, "attention heads"),
-        ("parallel.tp", parallel.tp, hf.intermediate_size, "MLP width"),
-        ("parallel.pp x vpp", stages, hf.num_hidden_layers, "layers"),
-        ("parallel.ep", parallel.ep, experts or 1, "experts"),
-    ]
-    if experts is not None:
-        wanted.append(("parallel.etp", parallel.expert_tp, expert_ffn(hf), "expert MLP width"))
-    for where, size, total, what in wanted:
-        if total % size:
-            divisors = [d for d in range(1, total + 1) if total % d == 0 and d <= 4 * size]
-            raise ConfigError(
-                f"{size} does not divide the model's {total} {what}", where=where, found=size, allowed=divisors
-            )
-    if parallel.vpp is not None and parallel.pp == 1:
-        raise ConfigError(
-            "virtual pipeline chunks need a pipeline",
-            where="parallel.vpp",
-            found=parallel.vpp,
-            fix="set pp >= 2 or vpp to null",
-        )
+    raise_problems(layout_problems("parallel", parallel, _facts(hf, "the model's config")))

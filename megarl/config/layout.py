@@ -1,0 +1,115 @@
+"""Which layouts divide a model: asked by the checks of a recipe, and once more where a model is built."""
+
+from __future__ import annotations
+
+from megarl.config.facts import ModelFacts
+from megarl.config.model import ParallelConfig
+from megarl.errors import ConfigError
+
+
+def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:
+    """Everything that keeps a layout from dividing a model. `key` is the layout's dotted key, as `actor.parallel`."""
+    interleaving = interleaving_problem(key, parallel)
+    found = [tensor_problem(key, parallel, facts), pipeline_problem(key, parallel, facts)]
+    return [problem for problem in (interleaving, *found, *expert_problems(key, parallel, facts)) if problem]
+
+
+def interleaving_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
+    """Virtual pipeline chunks without pipeline stages."""
+    if parallel.vpp is None or parallel.pp > 1:
+        return None
+    return ConfigError(
+        "virtual pipeline chunks need more than one pipeline stage",
+        where=f"{key}.vpp",
+        found=parallel.vpp,
+        allowed="null with pp 1",
+        fix=f"set {key}.pp to 2 or more, or {key}.vpp=null",
+    )
+
+
+def tensor_widths(facts: ModelFacts) -> dict[str, int]:
+    """What tensor parallelism divides, by its name."""
+    widths = {"attention heads": facts.heads, "key/value heads": facts.kv_heads}
+    dense = facts.dense_ffn if facts.is_moe else facts.ffn
+    return {**widths, "feed-forward width": dense} if dense else widths
+
+
+def tensor_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
+    """Heads or widths that tensor parallelism does not divide."""
+    tp, widths = parallel.tp, tensor_widths(facts)
+    bad = {name: width for name, width in widths.items() if width % tp}
+    if not bad:
+        return None
+    fit = [size for size in divisors(facts.heads) if all(width % size == 0 for width in widths.values())]
+    note = " (a key/value head is never copied to several ranks)" if facts.kv_heads < tp else ""
+    return ConfigError(
+        f"tp {tp} does not divide the model's " + ", ".join(f"{w} {n}" for n, w in bad.items()) + note,
+        where=f"{key}.tp",
+        found=tp,
+        allowed=fit,
+        fix=f"set {key}.tp to {max((size for size in fit if size <= tp), default=1)}",
+    )
+
+
+def pipeline_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
+    """Layers that do not make equal stages and chunks."""
+    if facts.layers % (parallel.pp * (parallel.vpp or 1)) == 0:
+        return None
+    if facts.layers % parallel.pp:
+        fit = divisors(facts.layers)
+        return ConfigError(
+            f"{facts.layers} layers cannot be split evenly over pp {parallel.pp}",
+            where=f"{key}.pp",
+            found=parallel.pp,
+            allowed=fit,
+            fix=f"set {key}.pp to {min(fit, key=lambda size: abs(size - parallel.pp))}",
+        )
+    per_stage = facts.layers // parallel.pp
+    return ConfigError(
+        f"a stage's {per_stage} layers cannot be split into {parallel.vpp} chunks",
+        where=f"{key}.vpp",
+        found=parallel.vpp,
+        allowed=divisors(per_stage),
+    )
+
+
+def expert_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:
+    """Experts that are not divided, or that there are none of."""
+    if not facts.is_moe:
+        asked = {"ep": parallel.ep if parallel.ep > 1 else None, "etp": parallel.etp}
+        return [
+            ConfigError(
+                f"{name} splits experts, and {facts.model_type} has none",
+                where=f"{key}.{name}",
+                found=value,
+                allowed="1" if name == "ep" else "null",
+                fix=f"set {key}.{name}={'1' if name == 'ep' else 'null'}",
+            )
+            for name, value in asked.items()
+            if value is not None
+        ]
+    etp = parallel.expert_tp
+    if facts.experts % parallel.ep:
+        return [
+            ConfigError(
+                f"{facts.experts} experts cannot be split evenly over ep {parallel.ep}",
+                where=f"{key}.ep",
+                found=parallel.ep,
+                allowed=divisors(facts.experts),
+            )
+        ]
+    if facts.ffn % etp:
+        return [
+            ConfigError(
+                f"the expert width {facts.ffn} cannot be split evenly over etp {etp}",
+                where=f"{key}.etp",
+                found=etp,
+                allowed=[size for size in divisors(facts.ffn) if size <= 64],
+            )
+        ]
+    return []
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a positive number, ascending."""
+    return [value for value in range(1, number + 1) if number % value == 0]
