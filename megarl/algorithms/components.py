@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.registry import Registry, Settings
 from megarl.errors import UserError
 
-REGISTRIES: Mapping[str, Registry[Any]] = {"algorithm.loss": POLICY_LOSSES}
+REGISTRIES: Mapping[str, Registry[Any]] = {"algorithm.advantage": ADVANTAGES, "algorithm.loss": POLICY_LOSSES}
 
 
 class _Registered:

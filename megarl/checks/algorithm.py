@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.advantages.base import GroupSettings
 from megarl.algorithms.losses import POLICY_LOSSES
+from megarl.algorithms.needs import estimator_fields
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component
 from megarl.config.run import RunConfig
@@ -11,33 +14,44 @@ from megarl.dag.stage import Role
 
 def check_algorithm(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """What the chosen estimator, loss, filter and teacher cannot work without, or with."""
-    _check_parts(config, checks)
+    _check_estimator(config, checks)
     _check_teacher(config, roles, checks)
     _check_filter(config, checks)
     _check_loss(config, checks)
 
 
-def _check_parts(config: RunConfig, checks: Checklist) -> None:
-    algorithm = config.algorithm
-    if algorithm.advantage.name != "gdpo":
+def _check_estimator(config: RunConfig, checks: Checklist) -> None:
+    algorithm, n = config.algorithm, config.rollout.sampling.n
+    name, fields = algorithm.advantage.name, estimator_fields(algorithm)
+    chosen = check_component("estimator", algorithm.advantage, ADVANTAGES, checks)
+    if chosen is None:
         return
-    if not algorithm.advantage.parts:
+    settings = chosen.settings
+    if isinstance(settings, GroupSettings) and n < 2 and not settings.allow_singleton:
         checks.fail(
-            "reward parts",
-            "algorithm.advantage.parts",
-            "gdpo normalises parts of the reward, and none is named",
-            found="{}",
-            allowed="a mapping from names that the reward function returns to weights",
-            fix="set algorithm.advantage.parts={accuracy: 1.0, format: 0.5}, with your reward function's names",
+            "group size",
+            "rollout.sampling.n",
+            f"{name} compares the samples of a prompt with each other, and there is one",
+            found=n,
+            allowed="whole number >= 2, or 1 with algorithm.advantage.allow_singleton",
+            fix="set rollout.sampling.n=8",
         )
-    shaped = algorithm.kl.use == "reward" or algorithm.overlong.buffer_tokens is not None
-    if shaped:
+    if "reward_parts" in fields:
+        _check_parts(config, checks)
+
+
+def _check_parts(config: RunConfig, checks: Checklist) -> None:
+    """Penalties on the whole reward, for an estimator that reads its parts."""
+    algorithm = config.algorithm
+    in_reward = algorithm.kl.use == "reward"
+    if in_reward or algorithm.overlong.buffer_tokens is not None:
         checks.fail(
             "reward parts",
-            "algorithm.kl.use" if algorithm.kl.use == "reward" else "algorithm.overlong.buffer_tokens",
-            "gdpo reads the parts of the reward, which a penalty on the whole reward does not reach",
-            found=algorithm.kl.use if algorithm.kl.use == "reward" else algorithm.overlong.buffer_tokens,
-            allowed="none or loss" if algorithm.kl.use == "reward" else "null",
+            "algorithm.kl.use" if in_reward else "algorithm.overlong.buffer_tokens",
+            f"{algorithm.advantage.name} reads the parts of the reward, which a penalty on the whole reward does not "
+            "reach",
+            found=algorithm.kl.use if in_reward else algorithm.overlong.buffer_tokens,
+            allowed="none or loss" if in_reward else "null",
             fix="remove the penalty, or return it as a part from the reward function",
         )
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.algorithms.needs import estimator_fields
 from megarl.checks.checklist import Checklist
-from megarl.config.algorithm import GRADIENT_ESTIMATORS
 from megarl.config.correction import Knobs
 from megarl.config.run import RunConfig
 
@@ -52,7 +52,7 @@ def _check_mode(config: RunConfig, knobs: Knobs, checks: Checklist) -> None:
             fix=f"remove algorithm.loss.name, or set {_KEY}.loss=ppo",
         )
     estimator = config.algorithm.advantage.name
-    if knobs.bypass and estimator in GRADIENT_ESTIMATORS:
+    if knobs.bypass and "sum_pi_squared" in estimator_fields(config.algorithm):
         checks.fail(
             _NAME,
             f"{_KEY}.mode",

@@ -6,6 +6,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
+from megarl.algorithms.needs import estimator_fields
 from megarl.architectures.known_keys import ignored_keys, unknown_keys
 from megarl.architectures.values import training_problems
 from megarl.checks.checklist import Checklist, Roles
@@ -225,7 +226,7 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
             checks.from_error("reward", error)
         else:
             checks.ok("reward", name if name in REWARDS else f"reward.name: {name}")
-            if config.algorithm.advantage.name == "gdpo":
+            if "reward_parts" in estimator_fields(config.algorithm):
                 _check_parts(config, strings(tree) if tree is not None else None, checks)
     else:
         close = close_matches(name, REWARDS)
@@ -241,7 +242,7 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -> None:
-    """Parts that gdpo weighs; `names` are those that the source of the reward could give, None when it is not known."""
+    """Parts that the estimator weighs; `names` are those that the source of the reward could give, None: not known."""
     reward, key = config.reward.name, "algorithm.advantage.parts"
     parts = [name for name in config.algorithm.advantage.parts if name != "overall"]
     if reward in REWARDS and parts:

@@ -6,16 +6,15 @@ from the nodes, for an included pipeline and for a user's own alike.
 
 from __future__ import annotations
 
+from megarl.algorithms.advantages import ADVANTAGES
 from megarl.checks.checklist import Checklist
 from megarl.checks.components import check_function_name
-from megarl.checks.settings import ESTIMATORS
 from megarl.config.run import RunConfig
 from megarl.dag.edges import MissingFieldError
 from megarl.dag.graph import TaskGraph
 from megarl.dag.stage import Role
 from megarl.errors import UserError
 from megarl.recipes.build import PIPELINES, build_task_graph
-from megarl.runtime.stages.needs import ESTIMATOR_FIELDS
 
 
 def build(config: RunConfig, checks: Checklist) -> TaskGraph | UserError | None:
@@ -51,7 +50,7 @@ def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Chec
             "algorithm.advantage.name",
             f"{name} needs the values of a critic, and the {pipeline} pipeline has none",
             found=name,
-            allowed=[other for other in ESTIMATORS if "values" not in ESTIMATOR_FIELDS.get(other, ())],
+            allowed=[other for other in ADVANTAGES.names() if "values" not in ADVANTAGES.required(other)],
             fix="set algorithm.pipeline=ppo, or another estimator",
         )
     elif missing.field == "greedy_score":
@@ -70,7 +69,7 @@ def _check_estimator(config: RunConfig, missing: MissingFieldError, checks: Chec
 def _check_critic(config: RunConfig, graph: TaskGraph, checks: Checklist) -> None:
     name, pipeline = config.algorithm.advantage.name, config.algorithm.pipeline
     readers = [node for node in graph if "values" in node.reads and node.role is not Role.CRITIC]
-    if name in ESTIMATORS and Role.CRITIC in graph.roles and not readers:
+    if name in ADVANTAGES.names() and Role.CRITIC in graph.roles and not readers:
         checks.warn(
             "estimator",
             "algorithm.advantage.name",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from megarl.algorithms.kl import KL
 from megarl.checks.algorithm import check_algorithm
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function_name
 from megarl.checks.layout import data_parallel_size
-from megarl.config.algorithm import AdvantageConfig
 from megarl.config.facts import ModelFacts
 from megarl.config.layout import divisors
 from megarl.config.rollout import SamplingConfig
@@ -16,28 +16,6 @@ from megarl.dag.stage import Role
 
 #: Learning rates beyond which AdamW breaks fresh and trained transformers; tiny ones still learn just below.
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
-GROUP_ESTIMATORS = (
-    "gdpo",
-    "gpg",
-    "grpo",
-    "grpo_passk",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_pp_baseline",
-    "rloo",
-    "tir_optimal_token_baseline",
-)
-ESTIMATORS = (*GROUP_ESTIMATORS, "gae", "reinforce_pp", "remax", "reverse_kl")
-_KL = ("kl", "abs", "mse", "low_var_kl", "k1", "k2", "k3")
-KL_ESTIMATORS = (*_KL, *(f"{name}+" for name in _KL))
-#: Which of the estimators read a setting of algorithm.advantage.
-OPTION_READERS = {
-    "norm_by_std": ("grpo", "grpo_passk"),
-    "allow_singleton": GROUP_ESTIMATORS,
-    "gamma": ("gae", "reinforce_pp"),
-    "lam": ("gae",),
-    "parts": ("gdpo",),
-}
 
 
 def check_batches(config: RunConfig, checks: Checklist) -> None:
@@ -68,42 +46,12 @@ def check_batches(config: RunConfig, checks: Checklist) -> None:
 def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """Estimator, loss and KL by name, and what each needs of the others."""
     algorithm = config.algorithm
-    estimator = algorithm.advantage.name
-    check_function_name("estimator", estimator, "algorithm.advantage.name", ESTIMATORS, "advantage estimator", checks)
-    n = config.rollout.sampling.n
-    if estimator in GROUP_ESTIMATORS and n < 2 and not algorithm.advantage.allow_singleton:
-        checks.fail(
-            "group size",
-            "rollout.sampling.n",
-            f"{estimator} compares the samples of a prompt with each other, and there is one",
-            found=n,
-            allowed="whole number >= 2, or 1 with algorithm.advantage.allow_singleton",
-            fix="set rollout.sampling.n=8",
-        )
     check_algorithm(config, roles, checks)
-    _check_options(config, checks)
     _check_aggregation(config, checks)
     _check_dapo(config, checks)
     _check_kl_estimators(config, checks)
     _check_kl_controller(config, checks)
     _check_kl_use(config, roles, checks)
-
-
-def _check_options(config: RunConfig, checks: Checklist) -> None:
-    """Settings that the estimator does not read; of a user's own nothing is known."""
-    advantage = config.algorithm.advantage
-    if advantage.name not in ESTIMATORS:
-        return
-    for option, readers in OPTION_READERS.items():
-        value = getattr(advantage, option)
-        if value != getattr(AdvantageConfig(), option) and advantage.name not in readers:
-            checks.warn(
-                "estimator",
-                f"algorithm.advantage.{option}",
-                f"{advantage.name} does not read {option}, so it changes nothing",
-                found=value,
-                fix=f"remove it, or set algorithm.advantage.name to one that reads it: {', '.join(readers)}",
-            )
 
 
 def _check_aggregation(config: RunConfig, checks: Checklist) -> None:
@@ -156,7 +104,7 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
         ("KL", "algorithm.kl.estimator", kl.estimator, kl.use == "none"),
         ("distillation", "algorithm.distillation.estimator", distillation.estimator, distillation.coef == 0),
     ):
-        if off and estimator in KL_ESTIMATORS:
+        if off and estimator in KL.names():
             checks.ok(name, "off")
         elif estimator == "full":
             checks.fail(
@@ -165,11 +113,11 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
                 "the full KL needs both distributions of every token, and a pipeline has the log-probs of the sampled "
                 "tokens alone",
                 found=estimator,
-                allowed=[*KL_ESTIMATORS, "pkg.mod:fn"],
+                allowed=[*KL.names(), "file.py:fn", "pkg.mod:fn"],
                 fix=f"set {key}=low_var_kl; the full KL is the function megarl.algorithms.kl.full_kl",
             )
         else:
-            check_function_name(name, estimator, key, KL_ESTIMATORS, "KL estimator", checks)
+            check_function_name(name, estimator, key, KL.names(), KL.kind, checks, files=True)
 
 
 def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:

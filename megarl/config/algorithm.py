@@ -10,23 +10,16 @@ from megarl.config.base import ComponentSection, Section
 
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm", "token-sum"]
 
-#: Estimators that compare the squared gradient norms of tokens.
-GRADIENT_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
-#: Estimators that read log-probs of the policy.
-SCORED_ESTIMATORS = (*GRADIENT_ESTIMATORS, "reverse_kl")
 
+class AdvantageConfig(ComponentSection):
+    """Advantage estimator; each has keys of its own."""
 
-class AdvantageConfig(Section):
-    """Advantage estimator."""
+    name: str = Field("grpo", description="registered estimator, file.py:fn or pkg.mod:fn")
 
-    name: str = Field("grpo", description="registered estimator or pkg.mod:fn")
-    norm_by_std: bool = Field(True, description="divide by the group's standard deviation; false gives Dr. GRPO")
-    allow_singleton: bool = Field(False, description="accept groups of one sample (advantage 0)")
-    gamma: float = Field(1.0, ge=0, le=1, description="discount")
-    lam: float = Field(1.0, ge=0, le=1, description="GAE lambda")
-    parts: dict[str, float] = Field(
-        default_factory=dict, description="gdpo: weight of each part that the reward function returns"
-    )
+    @property
+    def parts(self) -> dict[str, float]:
+        """Parts of the reward that the estimator reads, each with its weight; empty for most."""
+        return self.own.get("parts", {})
 
 
 class PolicyLossConfig(ComponentSection):
@@ -105,13 +98,3 @@ class AlgorithmConfig(Section):
         default_factory=DynamicSamplingConfig, description="DAPO group filter"
     )
     overlong: OverlongConfig = Field(default_factory=OverlongConfig, description="DAPO length penalty")
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether the teacher's log-probs are used."""
-        return self.advantage.name == "reverse_kl" or self.distillation.coef > 0
-
-    @property
-    def needs_old_logp(self) -> bool:
-        """Whether the estimator, or the loss before the mini-batch is cut, reads log-probs of the policy."""
-        return self.advantage.name in SCORED_ESTIMATORS or self.loss.name in ("clip_cov", "kl_cov")

@@ -2,12 +2,19 @@
 
 import pytest
 
-from megarl.checks.settings import ESTIMATORS
+from megarl.algorithms.advantages import ADVANTAGES
+from megarl.errors import ConfigError
 
 GDPO = "algorithm.advantage.name=gdpo"
 PARTS = "algorithm.advantage.parts={right: 1.0}"
 DISTIL = "algorithm.advantage.name=reverse_kl"
 DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
+WITHOUT_CRITIC = sorted(set(ADVANTAGES.names()) - {"gae"})
+
+
+def estimator(name: str) -> list[str]:
+    """The overrides that choose it, with what it cannot do without."""
+    return [f"algorithm.advantage.name={name}", *([PARTS] if name == "gdpo" else [])]
 
 
 @pytest.mark.parametrize(
@@ -64,16 +71,26 @@ def test_the_ppo_pipeline_has_no_filter(failures):
         (["algorithm.loss.name=gpg", "actor.ppo_epochs=2"], "algorithm.loss.name"),
         (["algorithm.loss.name=gpg", "rollout_correction.preset=ppo_is_bypass"], "algorithm.loss.name"),
         (["algorithm.loss.name=gpg", *DAPO], "algorithm.dynamic_sampling.surplus"),
-        ([PARTS], "algorithm.advantage.parts"),
-        (["algorithm.advantage.gamma=0.9"], "algorithm.advantage.gamma"),
-        (["algorithm.advantage={name: reinforce_pp, lam: 0.9}"], "algorithm.advantage.lam"),
-        (["algorithm.advantage={name: rloo, norm_by_std: false}"], "algorithm.advantage.norm_by_std"),
-        (["algorithm.advantage={name: remax, allow_singleton: true}"], "algorithm.advantage.allow_singleton"),
         (["teacher.path=."], "teacher.path"),
     ],
 )
 def test_what_is_doubtful_is_said(warned, overrides, key):
     assert key in [check.key for check in warned(*overrides)]
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "reader"),
+    [
+        (PARTS, "parts", "gdpo"),
+        ("algorithm.advantage.gamma=0.9", "gamma", "gae, reinforce_pp"),
+        ("algorithm.advantage={name: reinforce_pp, lam: 0.9}", "lam", "gae"),
+        ("algorithm.advantage={name: rloo, norm_by_std: false}", "norm_by_std", "grpo, grpo_passk"),
+        ("algorithm.advantage={name: remax, allow_singleton: true}", "allow_singleton", "gdpo, gpg, grpo"),
+    ],
+)
+def test_what_the_estimator_does_not_read_is_refused(config_of, override, key, reader):
+    with pytest.raises(ConfigError, match=rf"unknown key algorithm\.advantage\.{key}: (?s:.*) reads it: {reader}"):
+        config_of(override)
 
 
 @pytest.mark.parametrize(
@@ -97,16 +114,16 @@ def test_what_works_passes(write, failures, warned, overrides):
 def test_the_graph_of_every_estimator_holds_what_it_reads(config_of):
     from megarl.recipes.build import build_task_graph
 
-    for name in set(ESTIMATORS) - {"gae"}:
+    for name in WITHOUT_CRITIC:
         for pipeline in ([], DAPO):
-            settings = [f"algorithm.advantage.name={name}", PARTS, "algorithm.filter.high=0.9", *pipeline]
+            settings = [*estimator(name), "algorithm.filter.high=0.9", *pipeline]
             graph = build_task_graph(config_of(*settings))
             assert graph.order()[-2:] == ["advantage", "actor_train"], (name, pipeline)
 
 
-@pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"gae"}))
+@pytest.mark.parametrize("name", WITHOUT_CRITIC)
 def test_no_estimator_is_refused_in_the_dapo_pipeline(failures, name):
-    found = failures(f"algorithm.advantage={{name: {name}, parts: {{right: 1.0}}}}", *DAPO)
+    found = failures(*estimator(name), *DAPO)
     assert "algorithm.pipeline" not in [check.key for check in found]
 
 

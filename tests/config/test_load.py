@@ -3,6 +3,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.algorithms.components import COMPONENTS
 from megarl.config.base import ConfigErrors
 from megarl.config.load import dump_config, find_recipe, load_config, recipe_names
 from megarl.config.run import RunConfig
@@ -11,7 +12,7 @@ from megarl.errors import ConfigError
 
 def message(file, *overrides) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(file, overrides)
+        load_config(file, overrides, components=COMPONENTS)
     assert caught.value.exit_code == 2
     return str(caught.value)
 
@@ -207,7 +208,7 @@ def test_misspelt_key_of_a_parent_names_the_parent(write):
         ("\nactor:\n", ["recipe.yaml:2: the section actor is empty"]),
         ("actor: [1]", ["actor has a wrong type"]),
         ("algorithm: {kl: {use: lose}}", ["algorithm.kl.use has an unknown value", "did you mean loss?"]),
-        ("algorithm: {advantage: {gamma: 1.5}}", ["out of range", ">= 0 and <= 1"]),
+        ("algorithm: {advantage: {name: gae, gamma: 1.5}}", ["out of range", ">= 0 and <= 1"]),
         ("data: {train_files: a.jsonl}", ["data.train_files has a wrong type", "list of text values"]),
         ("data: {train_files: [a, 3]}", ["data.train_files has a wrong type"]),
         ("reward: {on_error: stop}", ["number, or raise"]),

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.losses.base import Prologue
 from megarl.checks.recipe import check_config
-from megarl.checks.settings import ESTIMATORS
-from megarl.config.algorithm import SCORED_ESTIMATORS
 from megarl.config.load import load_config
 from megarl.dag.guard import GuardedBatch
 from megarl.dag.stage import contract_of
@@ -56,7 +55,7 @@ DAPO = ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true"]
 RECIPES = {
     **{
         f"advantage {name}": [f"algorithm.advantage.name={name}", *NEEDS.get(name, [])]
-        for name in ESTIMATORS
+        for name in ADVANTAGES.names()
         if name != "gae"
     },
     **{
@@ -217,7 +216,7 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
             assert line[f"actor/ratio_{key}"] > 0
     if "filter" not in name:
         assert max(line["actor/grad_norm"] for line in lines) > 0
-    if name.split()[-1] in SCORED_ESTIMATORS:
+    if name.split()[-1] in ADVANTAGES.names() and "old_logp" in ADVANTAGES.required(name.split()[-1]):
         assert lines[0]["actor/ratio_mean"] == pytest.approx(1, abs=1e-5)
     if "distillation" in name:
         assert lines[0]["actor/distillation_loss"] > 0

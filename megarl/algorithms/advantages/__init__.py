@@ -61,8 +61,8 @@ def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -
             where=ADVANTAGES.key,
             found=name,
             allowed=f"fields there: {', '.join(sorted(fields))}; options there: {', '.join(sorted(options))}",
-            fix="add the node that writes it (gae: values, remax: greedy_score, reverse_kl: teacher_logp), or choose "
-            "another estimator",
+            fix="add the node that writes it (values, greedy_score and teacher_logp have one), or choose another "
+            "estimator",
         )
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     result = function(**{key: value for key, value in offered.items() if takes_all or key in parameters})

@@ -5,15 +5,30 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from pydantic import Field
+
 from megarl.algorithms.lazy import torch
-from megarl.algorithms.registry import Registry, Spec
+from megarl.algorithms.registry import Registry, Settings, Spec
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import Groups
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: fn(fields and settings by name) -> (advantages, returns) in the shape of mask
 ADVANTAGES = Registry("advantage estimator", "algorithm.advantage.name", Spec)
+
+
+class GroupSettings(Settings):
+    """Of an estimator that compares the samples of a prompt with each other."""
+
+    allow_singleton: bool = Field(False, description="accept groups of one sample (advantage 0)")
+
+
+class NormSettings(GroupSettings):
+    """Whether differences of scores are divided by their spread."""
+
+    norm_by_std: bool = Field(True, description="divide by the group's standard deviation; false gives Dr. GRPO")
 
 
 class Estimate(NamedTuple):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from megarl.algorithms.advantages.base import ADVANTAGES, Estimate
 from megarl.algorithms.lazy import no_grad
+from megarl.algorithms.registry import Settings
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import AllSum, one_rank, whiten_
@@ -14,7 +17,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ADVANTAGES.register("gae")
+class GaeSettings(Settings):
+    """Discounts."""
+
+    gamma: float = Field(1.0, ge=0, le=1, description="discount")
+    lam: float = Field(1.0, ge=0, le=1, description="GAE lambda")
+
+
+@ADVANTAGES.register("gae", settings=GaeSettings)
 @no_grad
 def gae(
     token_rewards: Tensor,

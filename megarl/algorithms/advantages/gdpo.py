@@ -5,16 +5,40 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens
+from pydantic import Field
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, for_all_tokens
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import AllSum, Groups, one_rank, whiten_
+from megarl.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ADVANTAGES.register("gdpo")
+class PartSettings(GroupSettings):
+    """What the parts of the reward count."""
+
+    parts: dict[str, float] = Field(
+        default_factory=dict, description="weight of each part that the reward function returns"
+    )
+
+    def problems(self, path: str) -> list[ConfigError]:
+        """No part at all."""
+        if self.parts:
+            return []
+        problem = ConfigError(
+            "gdpo normalises parts of the reward, and none is named",
+            where=f"{path}.parts",
+            found="{}",
+            allowed="a mapping from names that the reward function returns to weights",
+            fix=f"set {path}.parts={{accuracy: 1.0, format: 0.5}}, with your reward function's names",
+        )
+        return [problem]
+
+
+@ADVANTAGES.register("gdpo", settings=PartSettings)
 @no_grad
 def gdpo(
     reward_parts: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, for_all_tokens, score_groups
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.stats import AllSum, one_rank
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ADVANTAGES.register("gpg")
+@ADVANTAGES.register("gpg", settings=GroupSettings)
 @no_grad
 def gpg(
     token_rewards: Tensor,

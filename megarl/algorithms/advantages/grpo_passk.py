@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, NormSettings, for_all_tokens, score_groups
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.stats import EPS
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ADVANTAGES.register("grpo_passk")
+@ADVANTAGES.register("grpo_passk", settings=NormSettings)
 @no_grad
 def grpo_passk(
     token_rewards: Tensor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, score_groups
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, score_groups
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.scan import over_valid, suffix_sum
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ADVANTAGES.register("optimal_token_baseline")
+@ADVANTAGES.register("optimal_token_baseline", settings=GroupSettings)
 @no_grad
 def optimal_token_baseline(
     token_rewards: Tensor,
@@ -55,7 +55,7 @@ def optimal_token_baseline(
     return _subtract_baseline(rows, groups, mask, returns, weight, place)
 
 
-@ADVANTAGES.register("tir_optimal_token_baseline")
+@ADVANTAGES.register("tir_optimal_token_baseline", settings=GroupSettings)
 @no_grad
 def tir_optimal_token_baseline(
     token_rewards: Tensor,

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, for_all_tokens, score_groups
+from pydantic import Field
+
+from megarl.algorithms.advantages.base import ADVANTAGES, Estimate, GroupSettings, for_all_tokens, score_groups
 from megarl.algorithms.lazy import no_grad, torch
+from megarl.algorithms.registry import Settings
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.scan import over_valid, suffix_sum
 from megarl.algorithms.stats import AllSum, one_rank, whiten_
@@ -15,7 +18,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-@ADVANTAGES.register("reinforce_pp")
+class DiscountSettings(Settings):
+    """Discount of the rewards to come."""
+
+    gamma: float = Field(1.0, ge=0, le=1, description="discount")
+
+
+@ADVANTAGES.register("reinforce_pp", settings=DiscountSettings)
 @no_grad
 def reinforce_pp(
     token_rewards: Tensor,
@@ -41,7 +50,7 @@ def reinforce_pp(
     return Estimate(whiten_(returns, mask, rows, all_sum, out=torch.empty_like(returns)), returns)
 
 
-@ADVANTAGES.register("reinforce_pp_baseline")
+@ADVANTAGES.register("reinforce_pp_baseline", settings=GroupSettings)
 @no_grad
 def reinforce_pp_baseline(
     token_rewards: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.algorithms.kl import kl_tokens
 from megarl.algorithms.lazy import torch
@@ -40,7 +40,7 @@ def actor_loss(
     kl: KLSettings | None = None,
     teacher_logp: Tensor | None = None,
     distillation: KLSettings | None = None,
-    prepared: Mapping[str, Tensor] | None = None,
+    fields: Mapping[str, Any] | None = None,
     is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
     """sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w KL to the teacher).
@@ -58,7 +58,7 @@ def actor_loss(
         kl: estimator and coefficient of the KL term; None: no KL in the loss.
         teacher_logp: same shape; needed when `distillation` is given.
         distillation: estimator and coefficient of the KL to the teacher; None: none.
-        prepared: this part of what the loss's `prepare` made of the mini-batch, for losses that have one.
+        fields: this part of what the loss reads in addition, and of what its `prepare` made of the mini-batch.
         is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
 
     Returns:
@@ -67,7 +67,7 @@ def actor_loss(
     """
     chosen = POLICY_LOSSES.choose(cfg)
     inputs = (logp, old_logp, advantages, mask, chosen.settings)
-    token_loss, metrics = chosen.function(*inputs, offsets=offsets, **(prepared or {}))
+    token_loss, metrics = chosen.function(*inputs, offsets=offsets, **(fields or {}))
     if is_weights is not None:
         token_loss = is_weights.detach() * token_loss
     loss = (weights * token_loss).sum()

@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 )
 def advantage(c: Controller, samples: Batch) -> Batch:
     """Estimate advantages with `algorithm.advantage`; groups lie whole on one rank, other statistics span all ranks."""
-    from megarl.algorithms.advantages import estimate
+    from megarl.algorithms.advantages import ADVANTAGES, estimate
+    from megarl.data.batch import Jagged
 
-    settings = c.config.algorithm.advantage
-    mask = _mask(samples, settings.name)
-    fields = {name: samples[name].values for name in _TOKEN_FIELDS if name in samples}
-    fields |= {name: samples[name] for name in ("uid", "greedy_score", "reward_parts") if name in samples}
+    algorithm = c.config.algorithm
+    needed = estimator_fields(c.config)
+    mask = _mask(samples, grouped="values" not in needed)
+    offered = {name: samples[name] for name in (*_FIELDS, *needed) if name in samples}
+    fields = {name: value.values if isinstance(value, Jagged) else value for name, value in offered.items()}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
-    options = settings.model_dump(exclude={"name"})
-    result = estimate(settings.name, fields, {**options, "all_sum": c.all_sum})
+    options = dict(ADVANTAGES.choose(algorithm.advantage).settings)
+    result = estimate(algorithm.advantage.name, fields, {**options, "all_sum": c.all_sum})
     samples.set("advantages", mask.like(result.advantages))
     samples.set("returns", mask.like(result.returns))
     valid = result.advantages[mask.values]
@@ -39,20 +41,22 @@ def advantage(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-_TOKEN_FIELDS = ("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared")
+#: Offered to every estimator, which may take them or not.
+_FIELDS = (
+    *("token_rewards", "values", "old_logp", "teacher_logp", "sum_pi_squared"),
+    *("uid", "greedy_score", "reward_parts"),
+)
 
 
-def _mask(samples: Batch, estimator: str) -> Jagged:
+def _mask(samples: Batch, *, grouped: bool) -> Jagged:
     """`response_mask`, empty for samples that rollout correction takes out of their group: they are in no statistic.
 
     An estimator that reads values has no groups, and its returns are those of all samples, for the critic.
     """
     import torch
 
-    from megarl.algorithms.advantages import ADVANTAGES
-
     mask = samples["response_mask"]
-    if "keep" not in samples or "values" in ADVANTAGES.required(estimator):
+    if "keep" not in samples or not grouped:
         return mask
     return mask.like(mask.values & torch.repeat_interleave(samples["keep"], mask.lengths))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from megarl.config.algorithm import GRADIENT_ESTIMATORS
 from megarl.dag.stage import Kind, Role, stage
 
 if TYPE_CHECKING:
@@ -56,10 +55,12 @@ def score_waiting(c: Controller, samples: Batch) -> Batch:
     The ratio of PPO and its clip are against the policy that drew a sample, and that one is gone by then. In bypass
     the log-probs of the rollout take this place.
     """
+    from megarl.algorithms.needs import component_fields
+
     if c.config.rollout_correction.resolved().bypass:
         return samples.drop([DRAWN_LOGP, DRAWN_SUM])
     samples.set(DRAWN_LOGP, _scored_once(c, samples, DRAWN_LOGP, _logp))
-    if c.config.algorithm.advantage.name in GRADIENT_ESTIMATORS:
+    if "sum_pi_squared" in component_fields(c.config.algorithm):
         samples.set("old_logp", samples[DRAWN_LOGP])
         samples.set(DRAWN_SUM, _scored_once(c, samples, DRAWN_SUM, _sum_pi_squared))
         return samples.drop(["old_logp"])

@@ -7,19 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.config.algorithm import GRADIENT_ESTIMATORS
+from megarl.algorithms import needs
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
-
-#: Fields that estimators read in addition to rewards.
-ESTIMATOR_FIELDS = {
-    "gae": ["values"],
-    "gdpo": ["reward_parts"],
-    "remax": ["greedy_score"],
-    "reverse_kl": ["old_logp", "teacher_logp"],
-    **{name: ["old_logp", "sum_pi_squared"] for name in GRADIENT_ESTIMATORS},
-}
 
 
 def needed_fields(config: RunConfig) -> set[str]:
@@ -30,7 +21,7 @@ def needed_fields(config: RunConfig) -> set[str]:
 
 def estimator_fields(config: RunConfig) -> list[str]:
     """What the advantage estimator reads in addition to rewards."""
-    return ESTIMATOR_FIELDS.get(config.algorithm.advantage.name, [])
+    return needs.estimator_fields(config.algorithm)
 
 
 def part_fields(config: RunConfig) -> list[str]:
@@ -46,7 +37,8 @@ def update_fields(config: RunConfig) -> list[str]:
         "ref_logp": algorithm.kl.use == "loss",
         "teacher_logp": algorithm.distillation.coef > 0,
     }
-    return [name for name, needed in wanted.items() if needed]
+    read = needs.loss_fields(algorithm)
+    return [*read, *(name for name, needed in wanted.items() if needed and name not in read)]
 
 
 def needs_old_logp(config: RunConfig) -> bool:
@@ -60,13 +52,4 @@ def needs_old_logp(config: RunConfig) -> bool:
         return not knobs.bypass
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
     several = steps or config.actor.ppo_epochs > 1
-    return several or algorithm.kl.use == "reward" or algorithm.needs_old_logp or _looks_ahead(algorithm.loss.name)
-
-
-def _looks_ahead(loss: str) -> bool:
-    """Whether a user's loss sees the mini-batch before it is cut, and so before the update has scored it."""
-    if ":" not in loss:
-        return False  # `needs_old_logp` knows those of this package
-    from megarl.algorithms.losses import POLICY_LOSSES
-
-    return POLICY_LOSSES.spec(loss).prepare is not None
+    return several or algorithm.kl.use == "reward" or "old_logp" in needs.component_fields(algorithm)

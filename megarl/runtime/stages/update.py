@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Kind, Role, stage
 from megarl.runtime.stages.logprob import DRAWN_LOGP
 from megarl.runtime.stages.needs import update_fields
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from megarl.config.correction import Knobs
@@ -130,6 +131,8 @@ class _Objective:
     def __init__(
         self, c: Controller, knobs: Knobs, tokens: float, prepared: list[str], *, measured: bool, late: bool
     ) -> None:
+        from megarl.algorithms.losses import POLICY_LOSSES
+
         self._c, self._knobs, self._tokens, self._measured, self._late = c, knobs, tokens, measured, late
         self._prepared = prepared
         algorithm = c.config.algorithm
@@ -138,6 +141,7 @@ class _Objective:
         self._settings = algorithm.loss
         if knobs.loss == "pg":  # pg_is is gpg with weights, and those come from the correction of the micro-batch
             self._settings = algorithm.loss.of("gpg")
+        self._reads = POLICY_LOSSES.choose(self._settings).spec.reads
 
     def __call__(self, logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
         from megarl.algorithms.losses import actor_loss
@@ -164,7 +168,7 @@ class _Objective:
             kl=self._kl,
             teacher_logp=tokens.get("teacher_logp"),
             distillation=self._distillation,
-            prepared={name: micro[f"prepared_{name}"].values.to(logp.device) for name in self._prepared},
+            fields=self._fields_of(micro, logp.device),
             is_weights=is_weights,
         )
         if correction is not None:
@@ -172,6 +176,15 @@ class _Objective:
         if self._late:
             self._count(metrics, mask, offsets)
         return loss, metrics
+
+    def _fields_of(self, micro: Batch, device: torch.device) -> dict[str, Any]:
+        """What the loss takes in addition to its inputs: fields that it reads, and what it made of the mini-batch."""
+        from megarl.data.batch import Jagged
+
+        names = {**{name: name for name in self._reads}, **{name: f"prepared_{name}" for name in self._prepared}}
+        fields = {name: micro[field] for name, field in names.items()}
+        flat = {name: value.values if isinstance(value, Jagged) else value for name, value in fields.items()}
+        return {name: value.to(device) if hasattr(value, "to") else value for name, value in flat.items()}
 
     def _late_weights(self, mask: Tensor, offsets: Tensor) -> Tensor:
         """Weights with a global count of 1."""
