@@ -45,7 +45,6 @@ def check_batches(config: RunConfig, checks: Checklist) -> None:
 
 def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
     """Estimator, loss and KL by name, and what each needs of the others."""
-    algorithm = config.algorithm
     check_algorithm(config, roles, checks)
     _check_aggregation(config, checks)
     _check_dapo(config, checks)

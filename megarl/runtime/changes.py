@@ -72,6 +72,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "data.shuffle": f"not used: {ORDER}",
     "data.loader_kwargs": None,
     "reward": None,
+    "env": None,
     "rollout": None,
     "sync": None,
     "rollout_correction": None,

@@ -7,7 +7,9 @@ from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.config.algorithm import PolicyLossConfig
 from megarl.config.load import dump_config, load_config
 from megarl.errors import ConfigError, UserError
+from megarl.recipes.build import build_task_graph
 from tests.config.conftest import RECIPE
+from tests.house.test_docs import code_with
 
 
 def load(file, *overrides):
@@ -104,3 +106,21 @@ def test_a_file_that_does_not_import_is_a_user_error(write, failures):
     assert "file 'broken_loss.py' does not import: ModuleNotFoundError" in str(broken.problem())
     with pytest.raises(UserError, match="does not import"):
         POLICY_LOSSES.choose(PolicyLossConfig(name="broken_loss.py:loss"))
+
+
+@pytest.mark.parametrize(
+    ("section", "file", "function", "key", "field"),
+    [
+        ("algorithm.loss", "my_losses.py", "leash", "pull", "ref_logp"),
+        ("algorithm.advantage", "my_estimators.py", "above_the_batch", "share", None),
+    ],
+)
+def test_the_files_of_the_documentation(write, config_of, failures, section, file, function, key, field):
+    """One file and one line of recipe; a misspelt setting is refused, and the graph writes what the loss reads."""
+    write(code_with(f"def {function}(", "algorithms.md"), file)
+    one_line = f"{section}={{name: '{file}:{function}', {key}: 0.5}}"
+    assert not failures(one_line)
+    with pytest.raises(ConfigError, match=rf"unknown key {section}\.{key}s(?s:.*)mean {section}\.{key}\?"):
+        config_of(f"{section}={{name: '{file}:{function}', {key}s: 0.5}}")
+    graph = build_task_graph(config_of(one_line))
+    assert (field is None) or field in graph.order()

@@ -20,6 +20,12 @@ def blocks(page: Path, language: str) -> list[str]:
     return [text for kind, text in FENCE.findall(page.read_text(encoding="utf-8")) if kind == language]
 
 
+def code_with(text: str, page: str) -> str:
+    """The one block of Python on a page that holds `text`."""
+    (source,) = (block for block in blocks(ROOT / "docs" / page, "python") if text in block)
+    return source
+
+
 def commands(page: Path) -> list[str]:
     """Lines that call `megarl` with literal arguments; placeholders in brackets and comments do not count."""
     lines = [line.partition(" #")[0].strip() for text in blocks(page, "") for line in text.splitlines()]

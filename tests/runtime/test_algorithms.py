@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.components import COMPONENTS
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.losses.base import Prologue
 from megarl.checks.recipe import check_config
@@ -25,6 +26,7 @@ from megarl.dag.guard import GuardedBatch
 from megarl.dag.stage import contract_of
 from megarl.errors import ConfigError
 from megarl.runtime import stages
+from tests.house.test_docs import code_with
 from tests.runtime import harness
 
 REWARD = """
@@ -63,6 +65,10 @@ RECIPES = {
         for name in POLICY_LOSSES.names()
     },
     "loss of a user, prepared": ["algorithm.loss.name=tests.runtime.test_algorithms:on_the_likely"],
+    "loss and estimator of the documentation": [
+        "algorithm.loss={name: 'FOLDER/my_losses.py:leash', pull: 0.05, aggregation: seq-mean-token-mean}",
+        "algorithm.advantage={name: 'FOLDER/my_estimators.py:above_the_batch', share: 0.5}",
+    ],
     "distillation": DISTILLATION,
     "filters": ["rollout.sampling.max_new_tokens=12", "algorithm.filter.low=0.01", "algorithm.filter.truncated=true"],
     "filters in dapo": ["algorithm.filter.high=0.9", "algorithm.pipeline=dapo", "algorithm.loss.clip_high=0.28"],
@@ -122,12 +128,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("algorithms")
     harness.write_recipe(here)
     (here / "parts.py").write_text(REWARD)
+    for name, file in (("leash", "my_losses.py"), ("above_the_batch", "my_estimators.py")):
+        (here / file).write_text(code_with(f"def {name}(", "algorithms.md"))
     return here
 
 
 def config_of(folder: Path, *overrides: str):
     settings = [*ONE_PROCESS, f"reward.name={folder / 'parts.py'}:parts", *overrides]
-    return load_config(folder / "tiny.yaml", [text.replace("TEACHER", str(folder / "teacher")) for text in settings])
+    places = [text.replace("TEACHER", str(folder / "teacher")).replace("FOLDER", str(folder)) for text in settings]
+    return load_config(folder / "tiny.yaml", places, components=COMPONENTS)
 
 
 def train(folder: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
