@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.advantages import grpo
 from megarl.algorithms.correction import Ratios, Rule, correct, finish, importance_weights, staleness
-from megarl.algorithms.losses import actor_loss, pg_is, ppo
+from megarl.algorithms.losses import pg_is, ppo
 from megarl.algorithms.losses.base import DualClipSettings
+from megarl.algorithms.objective import actor_loss
 from megarl.config.algorithm import KLConfig, PolicyLossConfig
 from megarl.metrics import Metrics
 from tests.algorithms import correction_oracle as oracle

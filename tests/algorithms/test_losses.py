@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.algorithms.aggregation import aggregation_weights, local_counts
-from megarl.algorithms.losses import POLICY_LOSSES, actor_loss, ppo, value_loss
+from megarl.algorithms.losses import POLICY_LOSSES, ppo, value_loss
 from megarl.algorithms.losses.base import DualClipSettings
+from megarl.algorithms.objective import actor_loss
 from megarl.config.algorithm import KLConfig, PolicyLossConfig
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics

@@ -215,7 +215,7 @@ def test_counts_that_come_late_divide_like_counts_known_before(alone, mode):
     """Bypass finds its counts in the update; with the masks known beforehand the gradient and loss are the same."""
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
     from megarl.algorithms.correction import Rule, correct
-    from megarl.algorithms.losses import actor_loss
+    from megarl.algorithms.objective import actor_loss
     from megarl.runtime.stages.update import train_on
 
     settings = EngineConfig(micro_batch_tokens=60, distributed_optimizer=False)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megarl.algorithms.objective import Objective
 from megarl.comm import WorkerGroup
 from megarl.config.algorithm import AdvantageConfig, AlgorithmConfig, DynamicSamplingConfig
 from megarl.config.correction import RolloutCorrectionConfig
@@ -19,7 +20,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
 from megarl.runtime.stages import logprob
 from megarl.runtime.stages.sampling import dynamic_sampling
-from megarl.runtime.stages.update import _Objective
+from megarl.runtime.stages.update import token_inputs
 
 N, WANTED = 2, 2
 LENGTHS = [2, 3]
@@ -145,8 +146,8 @@ def test_one_update_of_all_samples_clips_those_that_waited():
     second.set("loss_weights", responses.like(ones))
     for name in ("response_mask", "loss_mask"):
         second.set(name, responses.like(ones.bool()))
-    objective = _Objective(c, c.config.rollout_correction.resolved(), float(len(logp)), [], measured=False, late=False)
-    loss, metrics = objective(logp, ones, second)
+    objective = Objective.of(c.config.algorithm, c.config.rollout_correction.resolved())
+    loss, metrics = objective.loss(logp, ones, token_inputs(second), float(len(logp)))
     loss.backward()
     waited = sum(LENGTHS)
     numbers = metrics.result()

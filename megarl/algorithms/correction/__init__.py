@@ -9,7 +9,7 @@ and rho = pi_theta / pi_rollout is known in the update only.
     finish(moments)                          # after merging over micro-batches and ranks
 """
 
-from megarl.algorithms.correction.correct import Correction, correct
+from megarl.algorithms.correction.correct import Correction, correct, rules_of
 from megarl.algorithms.correction.metrics import finish, staleness
 from megarl.algorithms.correction.ratios import Ratios
 from megarl.algorithms.correction.rejection import Rule, reject, rejected_by, rule_value, vetoed
@@ -25,6 +25,7 @@ __all__ = [
     "reject",
     "rejected_by",
     "rule_value",
+    "rules_of",
     "staleness",
     "vetoed",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from megarl.algorithms.correction.weights import Threshold, importance_weights, 
 from megarl.algorithms.rows import Rows
 from megarl.algorithms.stats import AllSum, one_rank
 from megarl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from megarl.config.correction import Knobs
 
 
 class Correction(NamedTuple):
@@ -118,3 +121,8 @@ def _factor(bag: Metrics, normaliser: Tensor, all_sum: AllSum) -> float:
     factor = total / count if total > 0 else 1.0
     bag.mean("rollout_corr/is_batch_norm", factor, 1)
     return factor
+
+
+def rules_of(knobs: Knobs) -> list[Rule]:
+    """The rejection rules of a recipe."""
+    return [Rule(**rule) for rule in knobs.rules]

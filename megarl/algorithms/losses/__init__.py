@@ -1,6 +1,5 @@
-"""Policy losses by name, the critic's loss, and the objective that joins the terms."""
+"""Policy losses by name, and the critic's loss. `megarl.algorithms.objective` joins the terms of an update."""
 
-from megarl.algorithms.losses.actor import actor_loss
 from megarl.algorithms.losses.base import POLICY_LOSSES
 from megarl.algorithms.losses.cispo import cispo
 from megarl.algorithms.losses.covariance import clip_cov, kl_cov
@@ -17,7 +16,6 @@ from megarl.algorithms.losses.value import value_loss
 
 __all__ = [
     "POLICY_LOSSES",
-    "actor_loss",
     "cispo",
     "clip_cov",
     "cpgd",

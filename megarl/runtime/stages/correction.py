@@ -1,7 +1,7 @@
 """Rollout correction: measure and correct the gap between the policy that drew the samples and the one that is trained.
 
 Decoupled, a node does it between the old log-probs and the advantage. In bypass, and when a single update needs no old
-log-probs, the ratio is known in the update only, and `in_update` does it there, micro-batch by micro-batch.
+log-probs, the ratio is known in the update only: `megarl.algorithms.objective` does it there, by micro-batches.
 """
 
 from __future__ import annotations
@@ -11,11 +11,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Role, stage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
-
-    from megarl.algorithms.correction import Correction, Rule
+    from megarl.algorithms.correction import Correction
     from megarl.config.correction import Knobs
     from megarl.data.batch import Batch
     from megarl.metrics import Metrics
@@ -56,7 +52,7 @@ def rollout_as_old(c: Controller, samples: Batch) -> Batch:
 
 
 def _measure(c: Controller, samples: Batch, knobs: Knobs) -> Correction:
-    from megarl.algorithms.correction import correct, finish
+    from megarl.algorithms.correction import correct, finish, rules_of
 
     mask = samples["response_mask"]
     result = correct(
@@ -76,32 +72,6 @@ def _measure(c: Controller, samples: Batch, knobs: Knobs) -> Correction:
     if c.layout.rank == 0:  # merged over all ranks
         c.metrics.merge(merged)
     return result
-
-
-def in_update(c: Controller, knobs: Knobs, logp: Tensor, tokens: Mapping[str, Tensor], offsets: Tensor) -> Correction:
-    """The same from pi_theta / pi_rollout of one micro-batch; without bypass it only measures.
-
-    Weights are not normalised over the batch here (the configuration refuses it): the rest of it is not known yet.
-    """
-    from megarl.algorithms.correction import correct
-
-    return correct(
-        logp.detach(),
-        tokens["rollout_logp"],
-        tokens["response_mask"],
-        offsets=offsets,
-        is_level=knobs.is_level if knobs.bypass else "none",
-        is_threshold=knobs.is_threshold,
-        rules=rules_of(knobs) if knobs.bypass else [],
-        veto=knobs.veto_threshold if knobs.bypass else 0.0,
-    )
-
-
-def rules_of(knobs: Knobs) -> list[Rule]:
-    """The rejection rules of the recipe."""
-    from megarl.algorithms.correction import Rule
-
-    return [Rule(**rule) for rule in knobs.rules]
 
 
 def ages(c: Controller, samples: Batch) -> Metrics:

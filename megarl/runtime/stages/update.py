@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Kind, Role, stage
@@ -13,13 +13,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megarl.config.correction import Knobs
+    from megarl.algorithms.objective import TokenInputs
     from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
     from megarl.runtime.controller import Controller
-
-#: Raw metric that holds this part's tokens or sequences, by which the gradient is divided when all are counted.
-DIVISOR = "_update/divisor"
 
 
 @stage(
@@ -77,41 +74,34 @@ def mini_batches(c: Controller, samples: Batch, size: int | None) -> Iterator[Ba
 
 
 def train_on(c: Controller, mini: Batch) -> Metrics:
-    """One optimizer step. The loss weights hold the global counts, so no split of the samples changes the result.
-
-    In bypass with rejection these counts are known only when the last micro-batch has been scored. Weights are then
-    made without them, and the summed gradient is divided by them: the loss is linear in this one number.
-    """
-    from megarl.algorithms.aggregation import aggregation_weights, local_counts
+    """One optimizer step on this rank's part of a mini-batch; the maths is in `megarl.algorithms.objective`."""
     from megarl.algorithms.correction import finish
+    from megarl.algorithms.objective import DIVISOR, Objective
     from megarl.runtime.stages.correction import ages
 
-    algorithm, knobs = c.config.algorithm, c.config.rollout_correction.resolved()
-    late = knobs.bypass and knobs.rejects and "rollout_logp" in mini
+    objective = Objective.of(c.config.algorithm, c.config.rollout_correction.resolved())
     mask = trained_mask(mini)
     mini.set("loss_mask", mask)
-    counts = c.all_sum(local_counts(mask.values, mask.offsets))
-    if not late:
-        weights = aggregation_weights(
-            algorithm.loss.aggregation, mask.values, counts, offsets=mask.offsets, sum_norm=algorithm.loss.sum_norm
-        )
+    inputs = token_inputs(mini)
+    tokens, weights = objective.weigh(inputs, c.all_sum)
+    if weights is not None:
         mini.set("loss_weights", mask.like(weights))
-    measured = "rollout_logp" in mini and (knobs.bypass or "old_logp" not in mini)
-    loss = _Objective(c, knobs, float(counts[0]), _prepare(c, mini), measured=measured, late=late)
-    divided = late and algorithm.loss.aggregation != "token-sum"
-    metrics = c.actor.train_step(mini, loss, c.temperature, divisor=DIVISOR if divided else None)
-    if late:
-        divisor = metrics.pop(DIVISOR)[1] if DIVISOR in metrics else 0.0
-        if "actor/pg_loss" in metrics:
-            metrics.mean("actor/pg_loss", metrics.pop("actor/pg_loss")[1] / (divisor if divided else 1.0), 1)
-    if measured:
-        _add_ages(c, metrics, ages(c, mini))
+    own = {name: name for name in objective.reads}
+    if objective.prepares:
+        for name, values in objective.prepare(inputs, _keys(c, mini), c.all_sum).items():
+            own[name] = f"prepared_{name}"
+            mini.set(own[name], mask.like(values))
+
+    def loss(logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
+        return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens)
+
+    divisor = DIVISOR if objective.divides_late(inputs) else None
+    metrics = c.actor.train_step(mini, loss, c.temperature, divisor=divisor)
+    objective.settle(metrics, inputs)
+    if objective.measures(inputs):
+        metrics.merge(c.layout.dp_group.reduce_metrics(ages(c, mini)))
         finish(metrics)
     return metrics
-
-
-def _add_ages(c: Controller, metrics: Metrics, mine: Metrics) -> None:
-    metrics.merge(c.layout.dp_group.reduce_metrics(mine))
 
 
 def trained_mask(samples: Batch) -> Jagged:
@@ -120,131 +110,51 @@ def trained_mask(samples: Batch) -> Jagged:
     return mask.like(mask.values & samples["loss_mask"].values) if "loss_mask" in samples else mask
 
 
-class _Objective:
-    """The loss of one micro-batch of a mini-batch with `tokens` valid tokens over all ranks.
+def token_inputs(
+    samples: Batch, own: Mapping[str, str] | None = None, device: torch.device | str = "cpu"
+) -> TokenInputs:
+    """What the objective takes of `samples`, on `device`; `own` maps what the policy loss wants to fields."""
+    from megarl.algorithms.objective import TokenInputs
+    from megarl.data.batch import Jagged
 
-    Attributes:
-        measured: rollout -> theta is measured here.
-        late: weights lack the global count, see `train_on`.
-    """
+    there = samples.names()
 
-    def __init__(
-        self, c: Controller, knobs: Knobs, tokens: float, prepared: list[str], *, measured: bool, late: bool
-    ) -> None:
-        from megarl.algorithms.losses import POLICY_LOSSES
+    def flat(name: str) -> Any:
+        value = samples[name]
+        value = value.values if isinstance(value, Jagged) else value
+        return value.to(device) if hasattr(value, "to") else value  # a column is a list
 
-        self._c, self._knobs, self._tokens, self._measured, self._late = c, knobs, tokens, measured, late
-        self._prepared = prepared
-        algorithm = c.config.algorithm
-        self._kl = algorithm.kl if algorithm.kl.use == "loss" else None
-        self._distillation = algorithm.distillation if algorithm.distillation.coef else None
-        self._settings = algorithm.loss
-        if knobs.loss == "pg":  # pg_is is gpg with weights, and those come from the correction of the micro-batch
-            self._settings = algorithm.loss.of("gpg")
-        self._reads = POLICY_LOSSES.choose(self._settings).spec.reads
-
-    def __call__(self, logp: Tensor, entropy: Tensor, micro: Batch) -> tuple[Tensor, Metrics]:
-        from megarl.algorithms.losses import actor_loss
-        from megarl.runtime.stages.correction import in_update
-
-        tokens = {name: micro[name].values.to(logp.device) for name in micro.names() if name in _TOKEN_FIELDS}
-        offsets = micro["response_mask"].offsets.to(logp.device)
-        mask, is_weights = tokens["loss_mask"], tokens.get("is_weights")
-        old_logp = tokens["old_logp"] if "old_logp" in tokens else _own_or_drawn(logp, tokens)
-        correction = in_update(self._c, self._knobs, logp, tokens, offsets) if self._measured else None
-        if correction is not None and self._knobs.bypass:
-            mask, is_weights, old_logp = correction.mask, correction.weights, tokens["rollout_logp"]
-        loss, metrics = actor_loss(
-            logp,
-            old_logp,
-            tokens["advantages"],
-            mask,
-            self._late_weights(mask, offsets) if self._late else tokens["loss_weights"],
-            self._settings,
-            tokens=1.0 if self._late else self._tokens,
-            offsets=offsets,
-            entropy=entropy,
-            ref_logp=tokens.get("ref_logp"),
-            kl=self._kl,
-            teacher_logp=tokens.get("teacher_logp"),
-            distillation=self._distillation,
-            fields=self._fields_of(micro, logp.device),
-            is_weights=is_weights,
-        )
-        if correction is not None:
-            metrics.merge(correction.moments)
-        if self._late:
-            self._count(metrics, mask, offsets)
-        return loss, metrics
-
-    def _fields_of(self, micro: Batch, device: torch.device) -> dict[str, Any]:
-        """What the loss takes in addition to its inputs: fields that it reads, and what it made of the mini-batch."""
-        from megarl.data.batch import Jagged
-
-        names = {**{name: name for name in self._reads}, **{name: f"prepared_{name}" for name in self._prepared}}
-        fields = {name: micro[field] for name, field in names.items()}
-        flat = {name: value.values if isinstance(value, Jagged) else value for name, value in fields.items()}
-        return {name: value.to(device) if hasattr(value, "to") else value for name, value in flat.items()}
-
-    def _late_weights(self, mask: Tensor, offsets: Tensor) -> Tensor:
-        """Weights with a global count of 1."""
-        import torch
-
-        from megarl.algorithms.aggregation import aggregation_weights
-
-        settings = self._c.config.algorithm.loss
-        one = torch.ones(2, dtype=torch.float64)
-        return aggregation_weights(settings.aggregation, mask, one, offsets=offsets, sum_norm=settings.sum_norm)
-
-    def _count(self, metrics: Metrics, mask: Tensor, offsets: Tensor) -> None:
-        """What the weights lack: tokens for token-mean, else sequences."""
-        from megarl.algorithms.aggregation import local_counts
-
-        tokens, sequences = local_counts(mask, offsets).tolist()
-        metrics.sum(DIVISOR, tokens if self._c.config.algorithm.loss.aggregation == "token-mean" else sequences)
+    return TokenInputs(
+        offsets=samples["response_mask"].offsets.to(device),
+        **{argument: flat(name) for argument, name in _INPUTS.items() if name in there},
+        own={argument: flat(name) for argument, name in (own or {}).items()},
+    )
 
 
-def _own_or_drawn(logp: Tensor, tokens: dict[str, Tensor]) -> Tensor:
-    """Old log-probs where one update uses every sample once: its own, and for samples that waited those they bring."""
-    drawn = tokens.get(DRAWN_LOGP)
-    return logp.detach() if drawn is None else drawn.where(~drawn.isnan(), logp.detach())
-
-
-def _prepare(c: Controller, mini: Batch) -> list[str]:
-    """Let the loss look at the whole mini-batch before it is cut. Returns the names of what it made, which are fields
-    `prepared_<name>` of the mini-batch now."""
+def _keys(c: Controller, mini: Batch) -> Tensor:
+    """int64 [N]: what a loss draws for each token. It depends on the sample's name and the optimizer step, not on rank
+    or place in the batch."""
     import torch
 
-    from megarl.algorithms.losses import POLICY_LOSSES
     from megarl.algorithms.rows import Rows
     from megarl.algorithms.select import drawn
     from megarl.rollout.seeds import token_seed
 
-    chosen, mask = POLICY_LOSSES.choose(c.config.algorithm.loss), mini["loss_mask"]
-    prepare = chosen.spec.prepare
-    if prepare is None:
-        return []
-    # What is drawn for a token depends on its sample's name and the optimizer step, not on rank or place in the batch.
+    mask = mini["loss_mask"]
     seeds = [token_seed(c.config.trainer.seed, c.actor.step, sample) for sample in mini["sample_id"]]
-    keys = drawn(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
-    inputs = (mini[name].values for name in ("old_logp", "advantages", "loss_mask"))
-    made = prepare(*inputs, chosen.settings, keys=keys, all_sum=c.all_sum)
-    for name, values in made.items():
-        mini.set(f"prepared_{name}", mask.like(values))
-    return list(made)
+    return drawn(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
 
 
-_TOKEN_FIELDS = frozenset(
-    {
-        "old_logp",
-        DRAWN_LOGP,
-        "ref_logp",
-        "teacher_logp",
-        "rollout_logp",
-        "advantages",
-        "response_mask",
-        "loss_mask",
-        "loss_weights",
-        "is_weights",
-    }
-)
+#: Argument of TokenInputs -> field of the samples.
+_INPUTS = {
+    "advantages": "advantages",
+    "response_mask": "response_mask",
+    "loss_mask": "loss_mask",
+    "weights": "loss_weights",
+    "old_logp": "old_logp",
+    "drawn_logp": DRAWN_LOGP,
+    "rollout_logp": "rollout_logp",
+    "ref_logp": "ref_logp",
+    "teacher_logp": "teacher_logp",
+    "is_weights": "is_weights",
+}

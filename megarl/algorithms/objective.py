@@ -1,0 +1,307 @@
+"""The objective of the policy update: from what is known of a mini-batch's tokens to the loss of each of its parts.
+
+    objective = Objective.of(config.algorithm, knobs)
+    tokens, weights = objective.weigh(inputs, all_sum)       # this rank's part of the mini-batch; counts over all ranks
+    made = objective.prepare(inputs, keys, all_sum)          # what the policy loss wants to know of all of it
+    loss, metrics = objective.loss(logp, entropy, part, tokens)     # of any micro-batch; the parts add up
+
+The policy loss itself (`megarl/algorithms/losses/`) gives one number per token. Here it is weighted by the rollout
+correction and the aggregation, and joined by the entropy bonus and the KL terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megarl.algorithms.kl import kl_tokens
+from megarl.algorithms.lazy import torch
+from megarl.algorithms.losses.base import POLICY_LOSSES
+from megarl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.algorithms.correction import Correction
+    from megarl.algorithms.stats import AllSum
+    from megarl.config.algorithm import AlgorithmConfig, PolicyLossConfig
+    from megarl.config.correction import Knobs
+
+#: Raw metric that holds a part's tokens or sequences, by which the gradient is divided when all are counted.
+DIVISOR = "_update/divisor"
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What is known of the response tokens of some samples before the policy that is trained scores them.
+
+    Tensors are [N], N tokens of all samples end to end, on one device.
+
+    Attributes:
+        offsets: int64 [B + 1], where samples begin and end.
+        advantages: float.
+        response_mask: bool, tokens that the policy drew.
+        loss_mask: bool, those of them that are trained on.
+        weights: float32, share of each token in the loss, from `Objective.weigh`.
+        old_logp: of the policy that the ratio is against. None: one update uses every sample once.
+        drawn_logp: the same for samples that waited since an earlier step, NaN for the others.
+        rollout_logp, ref_logp, teacher_logp: of the engine that drew the tokens, the reference, the teacher.
+        is_weights: importance weights of rollout correction.
+        own: what the policy loss reads in addition, and what its preparation made, by name.
+    """
+
+    offsets: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    loss_mask: Tensor
+    weights: Tensor | None = None
+    old_logp: Tensor | None = None
+    drawn_logp: Tensor | None = None
+    rollout_logp: Tensor | None = None
+    ref_logp: Tensor | None = None
+    teacher_logp: Tensor | None = None
+    is_weights: Tensor | None = None
+    own: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The settings of an update, and the maths of its loss.
+
+    In bypass with rejection it is known only after the last micro-batch which tokens are trained on. Weights are then
+    made without the global count, and the summed gradient is divided by it: the loss is linear in this one number.
+    """
+
+    algorithm: AlgorithmConfig
+    correction: Knobs
+    settings: PolicyLossConfig
+    """`algorithm.loss`, or gpg for pg_is: that is gpg with the weights of the correction of the micro-batch."""
+
+    @classmethod
+    def of(cls, algorithm: AlgorithmConfig, correction: Knobs) -> Objective:
+        """The objective of a recipe's sections `algorithm` and `rollout_correction`."""
+        return cls(algorithm, correction, algorithm.loss.of("gpg") if correction.loss == "pg" else algorithm.loss)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Batch fields that the policy loss takes in addition."""
+        return POLICY_LOSSES.choose(self.settings).spec.reads
+
+    @property
+    def prepares(self) -> bool:
+        """Whether the policy loss looks at the whole mini-batch first."""
+        return POLICY_LOSSES.choose(self.algorithm.loss).spec.prepare is not None
+
+    def measures(self, inputs: TokenInputs) -> bool:
+        """Whether the gap between rollout and trainer is measured here: nothing has scored the samples before."""
+        return inputs.rollout_logp is not None and (self.correction.bypass or inputs.old_logp is None)
+
+    def counts_late(self, inputs: TokenInputs) -> bool:
+        """Whether the tokens that are trained on are known only after the last micro-batch."""
+        return self.correction.bypass and self.correction.rejects and inputs.rollout_logp is not None
+
+    def divides_late(self, inputs: TokenInputs) -> bool:
+        """Whether the gradient is still to be divided by `DIVISOR`."""
+        return self.counts_late(inputs) and self.settings.aggregation != "token-sum"
+
+    def weigh(self, inputs: TokenInputs, all_sum: AllSum) -> tuple[float, Tensor | None]:
+        """Valid tokens of the mini-batch over all ranks, and the weight of each token here.
+
+        The weights hold the global counts, so no split of the samples changes the result. None when they come late.
+        """
+        from megarl.algorithms.aggregation import local_counts
+
+        counts = all_sum(local_counts(inputs.loss_mask, inputs.offsets))
+        if self.counts_late(inputs):
+            return 1.0, None
+        return float(counts[0]), self._weights(inputs.loss_mask, counts, inputs.offsets)
+
+    def prepare(self, inputs: TokenInputs, keys: Tensor, all_sum: AllSum) -> dict[str, Tensor]:
+        """What the policy loss makes of the whole mini-batch before it is cut; `keys` int64 [N] are drawn per token."""
+        chosen = POLICY_LOSSES.choose(self.algorithm.loss)
+        assert chosen.spec.prepare is not None, "asked of losses that prepare only"
+        known = (inputs.old_logp, inputs.advantages, inputs.loss_mask)
+        return chosen.spec.prepare(*known, chosen.settings, keys=keys, all_sum=all_sum)
+
+    def loss(self, logp: Tensor, entropy: Tensor, inputs: TokenInputs, tokens: float) -> tuple[Tensor, Metrics]:
+        """The share of one micro-batch in the loss of its mini-batch, and metrics.
+
+        Args:
+            logp, entropy: [N], of the policy that is trained; differentiable.
+            inputs: the tokens of this micro-batch.
+            tokens: valid tokens of the mini-batch, from `weigh`.
+        """
+        mask, is_weights, old_logp = inputs.loss_mask, inputs.is_weights, self._old_logp(logp, inputs)
+        correction = self._correct(logp, inputs) if self.measures(inputs) else None
+        if correction is not None and self.correction.bypass:
+            assert inputs.rollout_logp is not None, "measured against it"
+            mask, is_weights, old_logp = correction.mask, correction.weights, inputs.rollout_logp
+        late = self.counts_late(inputs)
+        weights = self._weights(mask, torch.ones(2, dtype=torch.float64), inputs.offsets) if late else inputs.weights
+        assert weights is not None, "made by `weigh`"
+        algorithm = self.algorithm
+        loss, metrics = actor_loss(
+            logp,
+            old_logp,
+            inputs.advantages,
+            mask,
+            weights,
+            self.settings,
+            tokens=tokens,
+            offsets=inputs.offsets,
+            entropy=entropy,
+            ref_logp=inputs.ref_logp,
+            kl=algorithm.kl if algorithm.kl.use == "loss" else None,
+            teacher_logp=inputs.teacher_logp,
+            distillation=algorithm.distillation if algorithm.distillation.coef else None,
+            fields=inputs.own,
+            is_weights=is_weights,
+        )
+        if correction is not None:
+            metrics.merge(correction.moments)
+        if late:
+            self._count(metrics, mask, inputs.offsets)
+        return loss, metrics
+
+    def settle(self, metrics: Metrics, inputs: TokenInputs) -> None:
+        """Divide what the metrics of all parts, merged, still have to be divided by."""
+        if not self.counts_late(inputs):
+            return
+        divisor = metrics.pop(DIVISOR)[1] if DIVISOR in metrics else 0.0
+        if "actor/pg_loss" in metrics:
+            total = metrics.pop("actor/pg_loss")[1]
+            metrics.mean("actor/pg_loss", total / (divisor if self.divides_late(inputs) else 1.0), 1)
+
+    def _old_logp(self, logp: Tensor, inputs: TokenInputs) -> Tensor:
+        """Where one update uses every sample once its own log-probs, and for samples that waited those they bring."""
+        if inputs.old_logp is not None:
+            return inputs.old_logp
+        drawn = inputs.drawn_logp
+        return logp.detach() if drawn is None else drawn.where(~drawn.isnan(), logp.detach())
+
+    def _correct(self, logp: Tensor, inputs: TokenInputs) -> Correction:
+        """Rollout correction from pi_theta / pi_rollout of one micro-batch; without bypass it only measures.
+
+        Weights are not normalised over the batch here (the configuration refuses it): the rest of it is not known yet.
+        """
+        from megarl.algorithms.correction import correct, rules_of
+
+        knobs = self.correction
+        assert inputs.rollout_logp is not None, "measured against it"
+        return correct(
+            logp.detach(),
+            inputs.rollout_logp,
+            inputs.response_mask,
+            offsets=inputs.offsets,
+            is_level=knobs.is_level if knobs.bypass else "none",
+            is_threshold=knobs.is_threshold,
+            rules=rules_of(knobs) if knobs.bypass else [],
+            veto=knobs.veto_threshold if knobs.bypass else 0.0,
+        )
+
+    def _weights(self, mask: Tensor, counts: Tensor, offsets: Tensor) -> Tensor:
+        from megarl.algorithms.aggregation import aggregation_weights
+
+        mode, sum_norm = self.settings.aggregation, self.settings.sum_norm
+        return aggregation_weights(mode, mask, counts, offsets=offsets, sum_norm=sum_norm)
+
+    def _count(self, metrics: Metrics, mask: Tensor, offsets: Tensor) -> None:
+        """What late weights lack: tokens for token-mean, else sequences."""
+        from megarl.algorithms.aggregation import local_counts
+
+        tokens, sequences = local_counts(mask, offsets).tolist()
+        metrics.sum(DIVISOR, tokens if self.settings.aggregation == "token-mean" else sequences)
+
+
+class KLSettings(Protocol):
+    """What the objective reads from `algorithm.kl`."""
+
+    @property
+    def estimator(self) -> str: ...  # noqa: D102
+    @property
+    def coef(self) -> float: ...  # noqa: D102
+
+
+def actor_loss(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    cfg: PolicyLossConfig,
+    *,
+    tokens: float,
+    offsets: Tensor | None = None,
+    entropy: Tensor | None = None,
+    ref_logp: Tensor | None = None,
+    kl: KLSettings | None = None,
+    teacher_logp: Tensor | None = None,
+    distillation: KLSettings | None = None,
+    fields: Mapping[str, Any] | None = None,
+    is_weights: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """sum(w c loss) - entropy_coef sum(w entropy) + kl.coef sum(w kl) + distillation.coef sum(w KL to the teacher).
+
+    Args:
+        logp: float [N] or [B, T], differentiable.
+        old_logp, advantages: same shape.
+        mask: bool, same shape.
+        weights: same shape, from `aggregation_weights`.
+        cfg: `algorithm.loss`: the policy loss, its settings, and entropy_coef.
+        tokens: valid tokens of the whole mini-batch over all ranks; the metrics need it.
+        offsets: int64 [B + 1] for the packed form.
+        entropy: same shape, differentiable when it is to be a bonus; None: none.
+        ref_logp: same shape; needed when `kl` is given.
+        kl: estimator and coefficient of the KL term; None: no KL in the loss.
+        teacher_logp: same shape; needed when `distillation` is given.
+        distillation: estimator and coefficient of the KL to the teacher; None: none.
+        fields: this part of what the loss reads in addition, and of what its `prepare` made of the mini-batch.
+        is_weights: same shape, the factors c of the policy loss (rollout correction); None: 1.
+
+    Returns:
+        Scalar, this part's share of the mini-batch's loss, and metrics. An empty or fully masked part gives zero, with
+        zero gradients.
+    """
+    chosen = POLICY_LOSSES.choose(cfg)
+    inputs = (logp, old_logp, advantages, mask, chosen.settings)
+    token_loss, metrics = chosen.function(*inputs, offsets=offsets, **(fields or {}))
+    if is_weights is not None:
+        token_loss = is_weights.detach() * token_loss
+    loss = (weights * token_loss).sum()
+    sums = {"count": mask.sum(), "policy": loss.detach()}  # the count first
+    if entropy is not None:
+        entropy = torch.where(mask, entropy, 0)
+        sums["entropy"] = entropy.detach().double().sum()
+        if cfg.entropy_coef:
+            loss = loss - cfg.entropy_coef * (weights * entropy).sum()
+    coefs = {}
+    for name, settings, anchor_logp in (("kl", kl, ref_logp), ("distillation", distillation, teacher_logp)):
+        if settings is not None:
+            distance = _distance(name, settings, logp, anchor_logp, mask)
+            sums[name], coefs[name] = distance.detach().double().sum(), settings.coef
+            loss = loss + settings.coef * (weights * distance).sum()
+    _record(metrics, sums, coefs, tokens)
+    return loss, metrics
+
+
+def _distance(name: str, settings: KLSettings, logp: Tensor, anchor_logp: Tensor | None, mask: Tensor) -> Tensor:
+    """KL of every token to the model of the term `name`, which must have given its log-probs."""
+    if anchor_logp is None:
+        raise ValueError(f"a {name} term needs the log-probs of its model")
+    return kl_tokens(settings.estimator, logp, anchor_logp, mask)
+
+
+def _record(metrics: Metrics, sums: dict[str, Tensor], coefs: dict[str, float], tokens: float) -> None:
+    """Metrics of the terms, out of scalar sums over this part's valid tokens; nothing when it has none."""
+    count, *values = torch.stack([value.double() for value in sums.values()]).tolist()
+    numbers = dict(zip(list(sums)[1:], values, strict=True))
+    if not count:
+        return
+    # The counts of all parts add up to 1 per mini-batch, so several mini-batches average.
+    metrics.mean("actor/pg_loss", numbers["policy"], count / max(tokens, 1.0))
+    if "entropy" in numbers:
+        metrics.mean("actor/entropy", numbers["entropy"], count)
+    for name, coef in coefs.items():
+        metrics.mean(f"actor/{name}_loss", numbers[name], count)
+        metrics.mean(f"actor/{name}_coef", coef * count, count)
