@@ -1,0 +1,52 @@
+"""Products that a calculator computes: the tool, and invented demonstrations of its use."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from megarl.recipes.arithmetic import make_rows as arithmetic_rows
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two whole numbers.
+
+    Args:
+        a: first factor.
+        b: second factor.
+    """
+    return a * b
+
+
+def make_demonstrations(
+    split: str = "train", often: float = 0.8, seldom: float = 0.2, seed: int = 0, **settings: Any
+) -> list[dict[str, Any]]:
+    """Products as somebody shows them who reaches for the calculator more often when the first factor is large.
+
+    The others are answered at once, and rightly; a tiny model learns the form of such answers, and not the digits.
+
+    Args:
+        split: see `megarl.recipes.arithmetic:make_rows`, as are the settings that are not named here.
+        often: share of products with a first factor of 65 or more that call `multiply`.
+        seldom: share of the other ones.
+        seed: decides which ones do, and which products are held out.
+    """
+    rows = arithmetic_rows(split, seed=seed, **settings)
+    rng = random.Random(f"demonstrations {seed}")
+    return [
+        {**row, "answer": _talk(row["prompt"], row["answer"])}
+        if rng.random() < (often if row["prompt"] >= "65" else seldom)
+        else row
+        for row in rows
+    ]
+
+
+def _talk(prompt: str, answer: str) -> list[dict[str, str]]:
+    a, b = (int(part) for part in prompt.removesuffix("=").split("*"))
+    call = json.dumps({"name": "multiply", "arguments": {"a": a, "b": b}}, separators=(",", ":"))
+    return [
+        {"role": "assistant", "content": f"<tool_call>{call}</tool_call>"},
+        {"role": "tool", "content": answer},
+        {"role": "assistant", "content": answer},
+    ]
