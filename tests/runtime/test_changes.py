@@ -105,7 +105,12 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
     controller = KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon)
     loader = SimpleNamespace(load_state_dict=lambda state: None)
     c = SimpleNamespace(
-        config=settings, run_dir=checkpoints.Path(), kl_controller=controller, loader=loader, trained={}
+        config=settings,
+        run_dir=checkpoints.Path(),
+        layout=SimpleNamespace(world=None),
+        kl_controller=controller,
+        loader=loader,
+        trained={},
     )
     found = Checkpoints(c)
     found.source = checkpoints.Path()
