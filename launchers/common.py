@@ -1,7 +1,7 @@
 """What all launchers share: the run folder, the environment of a worker, and `run_workers`.
 
 run_workers(launcher, entry, config, run_dir)
-  prepare run_dir: config.yaml, log.txt, a lock; nothing of an earlier attempt's errors
+  prepare run_dir: the configuration, log.txt, a lock; nothing of an earlier attempt's errors
   start            local.start | torchrun.start | ray.start      -> Workers
   supervise        until all ranks end, one fails, one hangs, or a signal arrives
   stop             whatever happened, no worker is left
@@ -26,10 +26,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from megarl.config import resolved
 from megarl.errors import ConfigError, MegarlError, UserError
 from megarl.launchers.output import OutputLog
 from megarl.machine import available_cores
-from megarl.processes import has_nvidia_device, write_atomically
+from megarl.processes import has_nvidia_device
 from megarl.rendezvous import forget_token, write_token
 from megarl.runtime.health import forget
 from megarl.runtime.worker import WATCHED
@@ -68,8 +69,8 @@ class Job:
 
     @property
     def config_path(self) -> Path:
-        """The resolved configuration that every worker reads."""
-        return self.run_dir / "config.yaml"
+        """The resolved configuration that every worker reads, see `megarl.config.resolved`."""
+        return self.run_dir / resolved.NAME
 
     @property
     def log_dir(self) -> Path:
@@ -161,6 +162,9 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> 
                     workers.stop()
                 if node_rank() == 0:  # whose lock on the folder says that no other launcher's token is there
                     forget_token(run_dir)
+                    if ended == "finished":
+                        resolved.take_up(run_dir)
+                    resolved.withdraw(run_dir)
                     if workers is not None and ended != "finished":
                         close_run(run_dir, ended)
 
@@ -170,7 +174,7 @@ def _prepare(job: Job) -> None:
 
     if node_rank() == 0:
         forget(job.run_dir)
-        write_atomically(job.config_path, dump_config(job.config))
+        resolved.propose(job.run_dir, dump_config(job.config))
         write_token(job.run_dir)
 
 

@@ -84,6 +84,17 @@ class PromptLoader:
         """Continue where `state` was taken; its seed and shuffle replace this loader's.
 
         Raises:
+            DataError: as `check_state`.
+        """
+        self.check_state(state)
+        self._epoch, self._position = int(state["epoch"]), int(state["position"])
+        self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
+        self._order = None
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Refuse a state that this loader cannot continue.
+
+        Raises:
             DataError: the state belongs to other data, where its position would mean other samples.
         """
         mine = {"samples": len(self.dataset), "fingerprint": self.dataset.fingerprint}
@@ -96,9 +107,6 @@ class PromptLoader:
                 allowed=f"{other['samples']} samples ({str(other['fingerprint'])[:8]})",
                 fix="restore the files and the prompt settings, or start again with trainer.resume: never",
             )
-        self._epoch, self._position = int(state["epoch"]), int(state["position"])
-        self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
-        self._order = None
 
     def _pieces(self) -> Iterator[tuple[int, np.ndarray]]:
         """(epoch, dataset indices) of the next global batch, one piece per epoch it touches."""

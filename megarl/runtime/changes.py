@@ -103,6 +103,9 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "tracking": None,
 }
 
+#: Used by a run that resumes from the end of its cold start.
+BEFORE_FIRST_STEP = ("validation.before_train", "critic.path")
+
 
 def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
     """What a changed `key` does to a run that resumes; the longest entry of EFFECTS counts.
@@ -151,15 +154,17 @@ def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
         yield path, old, new
 
 
-def announcements(before: Plain, now: Plain, command: Command) -> list[str]:
+def announcements(before: Plain, now: Plain, command: Command, *, begun: bool = True) -> list[str]:
     """A line for every setting that has changed since the checkpoint, with what it does not do.
+
+    Not `begun`: the checkpoint is that of a cold start, and what comes before the first step is still to come.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with one of them.
     """
     lines = []
     for key, old, new in changed_keys(before, now):
-        effect = effect_of(key, before, now, command)
+        effect = None if not begun and key in BEFORE_FIRST_STEP else effect_of(key, before, now, command)
         if effect == FIXED:
             raise ConfigError(
                 "the checkpoint cannot be continued with another value",

@@ -48,8 +48,9 @@ class Checkpoints:
         Raises:
             CheckpointError: there are checkpoints, and none of them can be used.
             ConfigError: no such checkpoint, or it cannot be continued with this configuration.
+            DataError: nor with this data.
         """
-        from megarl.training.checkpoint import check_model, verify
+        from megarl.training.checkpoint import check_model, read_state, verify
 
         resume = self._c.config.trainer.resume
         with phase("resume"):
@@ -68,9 +69,11 @@ class Checkpoints:
             changes: list[str] = []
             if self.source is not None and self._meta is not None:
                 check_model(self.source, self._meta, self._c.trained, self._world)
+                if self._c.loader is not None:
+                    self._c.loader.check_state(read_state(self.source)["loader"])
                 now = self._c.config.model_dump(mode="json")
                 command: Command = "sft" if key.startswith("sft.") else "train"
-                changes = announcements(self._meta["config"], now, command)
+                changes = announcements(self._meta["config"], now, command, begun=self._meta["step"] > 0)
             if self._world.rank == 0:
                 self._leave_others(steps, key, changes)
         return None if self._meta is None else self._meta["step"]
@@ -153,6 +156,18 @@ class Checkpoints:
         if best_step is None:  # saved by a version that did not note it
             return True
         return self._world.broadcast_json(keep_best(self._root, best_step) if self._world.rank == 0 else None)
+
+    def save_start(self) -> None:
+        """Save what RL starts from as step 0, complete when this returns: a cold start is not to be trained twice."""
+        self.save(0, {})
+        with phase("checkpoint"):
+            self._wait()
+
+    def rate_start(self, numbers: dict[str, float]) -> None:
+        """Make step 0 the best so far, by held-out numbers that came after its checkpoint, where there is one."""
+        value = numbers.get(self._c.config.trainer.best_metric or "", -math.inf)
+        if value > self.best and self._keeps(0):
+            self.best, self.best_step = value, 0
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
         """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every`, or as the best one.

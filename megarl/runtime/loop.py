@@ -15,6 +15,7 @@ from megarl.config.correction import describe_correction
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg
 from megarl.dag.executor import Executor
+from megarl.dag.node import Role
 from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
@@ -38,26 +39,25 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     """Train with a recipe's task graph until `trainer.steps`, from the newest checkpoint when there is one."""
     c = build_controller(config, run_dir)
     if c.layout.rank == 0:
-        write_atomically(run_dir / "graph.svg", as_svg(graph))  # shown in the report
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     try:
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
-        if resumed_at is None and config.sft.steps:
-            sft.cold_start(c)
-        add_reference(c, graph, resumed_from=checkpoints.source)
+        if c.layout.rank == 0:
+            write_atomically(run_dir / "graph.svg", as_svg(graph))  # shown in the report
+        _start_model(c, graph, checkpoints, resumed_at)
+        begun = bool(resumed_at)
+        add_reference(c, graph, resumed_from=checkpoints.source, begun=begun)
         add_teacher(c, graph)
         add_critic(c, graph)
-        resting = config.critic.warmup_steps if c.critic is not None else 0
-        c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
         use_servers(c)
+        if begun:
+            _load(checkpoints)
         part: Part = "second" if config.sft.steps else "whole"
-        with Recorder(c, "train", config.trainer.steps, resumed_at, part) as recorder:
-            if resumed_at is not None:
-                with phase("resume"):
-                    checkpoints.load()
+        # Opened last: a start that is refused leaves the run's record as it was. Step 0 is measured again.
+        with Recorder(c, "train", config.trainer.steps, -1 if resumed_at == 0 else resumed_at, part) as recorder:
             publish(c, c.step)
-            if resumed_at is None:
+            if not begun:
                 _before_first_step(c, recorder, checkpoints)
             _steps(c, Executor(graph), recorder, checkpoints)
             export(c, run_dir / FOLDER)
@@ -66,8 +66,30 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         c.close()
 
 
+def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resumed_at: int | None) -> None:
+    """Bring the actor to where RL begins, by a cold start or from the checkpoint that one left.
+
+    That checkpoint is written before anything else can fail. What is made after it (reference, critic) is made from the
+    actor, so a run that resumes there makes it again, and is the same run.
+    """
+    config = c.config
+    if resumed_at is None and config.sft.steps:
+        sft.cold_start(c)
+    resting = config.critic.warmup_steps if any(node.role is Role.CRITIC for node in graph) else 0
+    c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
+    if resumed_at is None and config.sft.steps:
+        checkpoints.save_start()
+    elif resumed_at == 0:
+        _load(checkpoints)
+
+
+def _load(checkpoints: Checkpoints) -> None:
+    with phase("resume"):
+        checkpoints.load()
+
+
 def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoints) -> None:
-    """Held-out numbers of the model that RL starts from, and a checkpoint that spares a resumed run the cold start."""
+    """Held-out numbers of the model that RL starts from."""
     numbers: dict[str, float] = {}
     if c.config.validation.before_train and c.val_data is not None:
         set_step(0)
@@ -75,8 +97,7 @@ def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoin
         with phase("step"):
             evaluate(c, recorder, 0)
         numbers = recorder.end_step(0)
-    if c.config.sft.steps:
-        checkpoints.save(0, numbers)
+        checkpoints.rate_start(numbers)
     best_metric = c.config.trainer.best_metric
     if numbers and best_metric is not None and best_metric.startswith("val/"):  # others come with the first step
         checkpoints.check_metric(numbers)

@@ -21,15 +21,21 @@ FOLDER = "reference"
 _ORIGIN = "origin.json"  # in the place of a model: where it is
 
 
-def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None) -> None:
+def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None, begun: bool) -> None:
     """Give the controller a reference when a node of the graph works for one.
 
     Its weights are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a
     resumed run starts from a later actor; where they are those of `model.path`, that path is kept instead. A run that
     resumes from a checkpoint of another one takes that one's.
 
+    Args:
+        c: the controller.
+        graph: of the recipe.
+        resumed_from: RUN_DIR/checkpoints/step_N; None: no resume.
+        begun: it is of a step of RL; the actor of step 0 is where RL starts.
+
     Raises:
-        ConfigError: the run of `resumed_from` (RUN_DIR/checkpoints/step_N; None: RL starts here) has kept none.
+        ConfigError: the run of `resumed_from` has kept none.
     """
     from megarl.models.config import load_hf_config
     from megarl.models.weights import export_weights, load_weights
@@ -39,11 +45,11 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None)
     own = c.run_dir / FOLDER
     with phase("load_reference"):
         kept, origin = own, None
-        if c.config.reference.path is None and resumed_from is not None:
+        if c.config.reference.path is None and resumed_from is not None and begun:
             kept = kept_reference(resumed_from)
             origin = _origin(kept)
         elif c.config.reference.path is None:
-            origin = unchanged_model(c.config)
+            origin = unchanged_model(c.config) if resumed_from is None else None
             if origin is None:
                 export_weights(c.actor.chunks, own, c.hf_config, c.tokenizer, world=c.layout.world)
         source = c.config.reference.path or origin or str(kept)

@@ -23,6 +23,7 @@ def cold_start(c: Controller) -> None:
     """Train on the rows' answers before RL. An interrupted cold start begins again; `megarl sft` has checkpoints."""
     if c.layout.rank == 0:
         print("first phase: supervised fine-tuning; reinforcement learning follows", flush=True)
+    c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
     with Recorder(c, "sft", c.config.sft.steps, part="first") as recorder:
         _steps(c, recorder, _loader(c), checkpoints=None)
 
@@ -37,6 +38,10 @@ def train(config: RunConfig, run_dir: Path) -> None:
         c.loader = _loader(c)
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find("sft.steps", config.sft.steps)
+        c.actor.reset_optimizer(config.sft.optim, config.sft.steps)
+        if resumed_at is not None:  # before the record is opened: a refused start leaves the run as it was
+            with phase("resume"):
+                checkpoints.load()
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
             _steps(c, recorder, c.loader, checkpoints)
             export(c, run_dir / FOLDER)
@@ -67,14 +72,11 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
     """`sft.steps` optimizer steps, or fewer when `sft.stop_at_accuracy` is reached."""
     settings = c.config.sft
     goal = settings.stop_at_accuracy
-    c.actor.reset_optimizer(settings.optim, settings.steps)
-    if checkpoints is not None and checkpoints.source is not None:
-        with phase("resume"):
-            checkpoints.load()
-        if goal is not None and checkpoints.accuracy is not None and checkpoints.accuracy >= goal:
-            if c.layout.rank == 0:
-                print(f"sft.stop_at_accuracy was met at step {c.step}: there is nothing left to train", flush=True)
-            return
+    resumed_with = None if checkpoints is None else checkpoints.accuracy
+    if goal is not None and resumed_with is not None and resumed_with >= goal:
+        if c.layout.rank == 0:
+            print(f"sft.stop_at_accuracy was met at step {c.step}: there is nothing left to train", flush=True)
+        return
     for step in range(c.step + 1, settings.steps + 1):
         set_step(step)
         recorder.start_step()

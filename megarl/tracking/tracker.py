@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megarl.config.resolved import take_up
 from megarl.errors import ConfigError
 from megarl.processes import identity
 from megarl.tracking.console import ConsoleView
@@ -70,6 +71,7 @@ class Tracker:
         self.run_dir = Path(run_dir).absolute()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._cfg, self._name, self._stage, self._part = cfg, name, stage, part
+        take_up(self.run_dir)
         for file in ("metrics.jsonl", "samples.jsonl"):
             self._prepare(self.run_dir / file, resume_step)
         self._metrics = JsonlWriter(self.run_dir / "metrics.jsonl")

@@ -166,7 +166,12 @@ def load(
     if meta["layout"] == next(iter(engines.values())).layout.describe():
         load_rng(folder / f"rng_{world.rank}.safetensors")
     world.barrier()
-    return meta["step"], json.loads((folder / _STATE).read_text())
+    return meta["step"], read_state(folder)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The `extra` of a checkpoint that `verify` found intact."""
+    return json.loads((folder / _STATE).read_text())
 
 
 def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronEngine], world: WorkerGroup) -> Index:

@@ -183,6 +183,17 @@ def test_the_launcher_says_how_a_run_ended_that_could_not_say_it(
     assert json.loads((tmp_path / "run.json").read_text())["status"] == status
 
 
+@pytest.mark.parametrize(("ended", "name"), [({0: 2}, "before"), ({0: 0}, "my run")])
+def test_a_start_that_was_refused_leaves_the_configuration_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: dict[int, int], name: str
+) -> None:
+    (tmp_path / "config.yaml").write_text("name: before\n")
+    monkeypatch.setattr("megarl.launchers.local.start", lambda job: Running(ended))
+    run_workers("local", "m:f", config(), tmp_path)
+    assert (tmp_path / "config.yaml").read_text().splitlines()[0] == f"name: {name}"
+    assert not (tmp_path / "config.next.yaml").exists()
+
+
 def first(tmp_path: Path, ended: dict[int, int], *failures: Failure, oom: bool = False) -> Failure:
     for failure in failures:
         write_error(tmp_path, failure)

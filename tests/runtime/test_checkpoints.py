@@ -13,7 +13,7 @@ from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.config.trained import Exported, exported, write_exported
 from megarl.config.trained import best_step as noted_best
-from megarl.errors import ConfigError, UserError
+from megarl.errors import ConfigError, DataError, UserError
 from megarl.runtime import export
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import kept_reference, put_aside, unchanged_model
@@ -84,14 +84,14 @@ def run_dir(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint, "snapshot", lambda engines, label: Snapshot([], label))
         for step in (1, 2, 3):
-            checkpoint.save(tmp_path / "checkpoints", step, engines, {}, keep_last=9)
+            checkpoint.save(tmp_path / "checkpoints", step, engines, {"loader": {}}, keep_last=9)
     return tmp_path
 
 
-def find(run_dir, resume="auto", steps=9):
+def find(run_dir, resume="auto", steps=9, loader=None):
     config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
-    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}, layout=layout))
+    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=loader, layout=layout))
     return checkpoints.find("trainer.steps", steps), checkpoints.source
 
 
@@ -113,6 +113,20 @@ def test_a_run_that_has_steps_left_withdraws_what_it_has_exported(run_dir, resum
     write_exported(run_dir, [Exported("hf", 3, "last")])
     find(run_dir, resume, steps)
     assert len(exported(run_dir)) == left
+
+
+def test_other_data_is_refused_before_anything_in_the_run_folder_changes(run_dir, capsys):
+    def refuse(state):
+        raise DataError("other data", where="data.train_files")
+
+    (run_dir / "hf").mkdir()
+    (run_dir / "hf" / "config.json").touch()
+    write_exported(run_dir, [Exported("hf", 3, "last")])
+    files = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(DataError):
+        find(run_dir, steps=2, loader=SimpleNamespace(check_state=refuse))
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == files
+    assert "this run is finished" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("best_step", "best", "kept"), [(2, 0.8, 2), (7, -math.inf, None), (None, 0.8, None)])
@@ -237,6 +251,17 @@ def test_a_checkpoint_says_which_step_is_the_best(saving):
     checkpoints.after_step(4, {"val/acc": 0.4}, 0.4, last=False)
     assert calls[::3] == ["begin 3, best 3", "begin 4"]
     assert checkpoints.best_step == 3
+
+
+def test_the_result_of_a_cold_start_is_complete_at_once_and_rated_when_it_is_measured(saving, tmp_path):
+    calls, checkpoints, trainer = saving
+    trainer.best_metric = "val/acc"
+    checkpoints.save_start()
+    assert calls == ["begin 0", "wait 0"]
+    (tmp_path / "checkpoints" / "step_0").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_0" / "meta.json").touch()
+    checkpoints.rate_start({"val/acc": 0.5})
+    assert (checkpoints.best, checkpoints.best_step, noted_best(tmp_path / "checkpoints")) == (0.5, 0, 0)
 
 
 def test_steps_run_while_a_checkpoint_is_written_and_the_last_one_waits(saving):
