@@ -158,13 +158,13 @@ def _job(arguments: argparse.Namespace) -> int:
     _check_inputs(config, arguments.command)
     if arguments.command in ("eval", "generate") and arguments.run_dir is not None:
         _refuse_trained(arguments.run_dir, arguments.command)
-    if arguments.command != "generate":
-        _warn_of_mlflow(config)
+    _warn_of_absent(config, arguments.command)
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
     code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
     if arguments.command in ("train", "sft") and code and (code != UserError.exit_code or _has_saved(run_dir)):
-        print(f"  to go on: {_command_to_go_on(arguments, run_dir, config.trainer.resume)}", file=sys.stderr)
+        first = "correct what is named above, then\n            " if code == UserError.exit_code else ""
+        print(f"  to go on: {first}{_command_to_go_on(arguments, run_dir, config.trainer.resume)}", file=sys.stderr)
     return code
 
 
@@ -186,15 +186,19 @@ def _check_inputs(config: RunConfig, job: str) -> None:
     check_environment(config)
 
 
-def _warn_of_mlflow(config: RunConfig) -> None:
-    """Say at once that the MLflow server is down: the workers notice it when their models are loaded."""
+def _warn_of_absent(config: RunConfig, job: str) -> None:
+    """Say at once which servers are down: the workers notice it when their models are loaded, or later."""
     from megarl.checks.recipe import ConfigWarning
+    from megarl.checks.servers import silent_servers
     from megarl.tracking.mlflow_server import down_text, unreachable
 
     uri = config.tracking.mlflow_uri
-    reason = unreachable(uri) if config.tracking.mlflow and uri is not None else None
+    reason = unreachable(uri) if job != "generate" and config.tracking.mlflow and uri is not None else None
     if uri is not None and reason is not None:
         warnings.warn(down_text(uri, reason), ConfigWarning, stacklevel=2)
+    silent = silent_servers(config) if job != "sft" else None
+    if silent is not None:
+        warnings.warn(silent, ConfigWarning, stacklevel=2)
 
 
 def _use_run(arguments: argparse.Namespace) -> None:

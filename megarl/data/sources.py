@@ -9,13 +9,14 @@ import inspect
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.data import DataConfig
 from megarl.data.rows import MAX_DEPTH, Row, make_row
-from megarl.errors import ConfigError, DataError, close_files, close_matches
+from megarl.errors import ConfigError, DataError, UserError, close_files, close_matches
 
 if TYPE_CHECKING:
     import pyarrow
@@ -370,4 +371,18 @@ def _call(source: str, kwargs: Mapping[str, Any]) -> list[Row]:
             found=dict(kwargs),
             allowed=f"{source} takes {', '.join(parameters)}",
         ) from error
-    return [make_row(value, source, number, "row") for number, value in enumerate(function(**given), 1)]
+    try:
+        values = list(function(**given))
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's function raises
+        frames = traceback.extract_tb(error.__traceback__)
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        frame = next((f for f in reversed(frames) if code and f.filename == code.co_filename), frames[-1])
+        raise DataError(
+            f"the data function raised {type(error).__name__}: {error}",
+            where=source,
+            found=given,
+            fix=f"correct data.loader_kwargs, or the function: {frame.filename}:{frame.lineno} in {frame.name}",
+        ) from error
+    return [make_row(value, source, number, "row") for number, value in enumerate(values, 1)]

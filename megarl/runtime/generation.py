@@ -8,9 +8,12 @@ start evaluates on the trainer's own parameters in both cases, and the servers s
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.errors import ConfigError, ServerError
 from megarl.phase import keep_beating, phase
 
 if TYPE_CHECKING:
@@ -38,11 +41,12 @@ def use_servers(c: Controller) -> None:
     config, layout = c.config, c.layout
     dtype = config.rollout_dtype
     if layout.rank == 0:
-        logs = c.run_dir / "servers"
-        print(f"waiting for SGLang servers, usually half a minute; logs of own ones: {logs}", flush=True)
+        urls, logs = config.rollout.sglang.urls, c.run_dir / "servers"
+        what = f"at {', '.join(urls)}" if urls else f"usually half a minute; their logs: {logs}"
+        print(f"waiting for SGLang servers {what}", flush=True)
     if config.rollout.sglang.colocated and config.actor.engine.offload:
         c.actor.offload(parameters=False)  # a starting server takes its share of what is free then
-    with phase("start_servers"), keep_beating():
+    with phase("start_servers"), keep_beating(), _addresses_are_the_users(config.rollout.sglang.urls):
         c.fleet = open_fleet(
             config.rollout.sglang,
             Place.from_environment(config.cluster),
@@ -66,6 +70,27 @@ def use_servers(c: Controller) -> None:
     if layout.rank == 0:
         where = ", ".join(server.api.url for server in c.fleet.servers)
         print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
+
+
+@contextlib.contextmanager
+def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
+    """Servers that run already and are not there when the run begins: most often an address is wrong.
+
+    Raises:
+        ConfigError: in the place of the ServerError.
+    """
+    try:
+        yield
+    except ServerError as error:
+        if not urls:
+            raise
+        raise ConfigError(
+            f"none of these servers can be used: {error.reason}",
+            where="rollout.sglang.urls",
+            found=urls,
+            allowed="addresses of SGLang servers that run",
+            fix="start the servers or correct the addresses; rollout.sglang.urls=[] lets the run start its own",
+        ) from error
 
 
 def publish(c: Controller, version: int) -> None:

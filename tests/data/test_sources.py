@@ -171,6 +171,14 @@ def test_a_function_that_cannot_be_called_is_told_why(row_maker):
         load_rows(f"{row_maker}:bad")
 
 
+def test_a_function_that_raises_is_named_with_its_arguments_and_line(row_maker, tmp_path):
+    (tmp_path / "raising_rows.py").write_text("def rows(low):\n    yield {'a': 1}\n    yield {'a': range(low)}\n")
+    with pytest.raises(DataError, match=r"raising_rows:rows: the data function raised TypeError") as caught:
+        load_rows("raising_rows:rows", {"low": "a", "other": 1})
+    assert caught.value.found == {"low": "a"}
+    assert f"{tmp_path / 'raising_rows.py'}:3 in rows" in caught.value.fix
+
+
 def test_misspelt_loader_arguments_are_refused(row_maker):
     config = DataConfig(train_files=[f"{row_maker}:numbers"], loader_kwargs={"count": 1, "stat": 2})
     with pytest.raises(ConfigError, match=r"data.loader_kwargs.stat(?s:.*)did you mean 'start'"):

@@ -205,7 +205,9 @@ def test_a_run_that_fails_late_says_how_to_go_on_whoever_is_to_blame(monkeypatch
 
     monkeypatch.setattr("megarl.launchers.common.run_workers", run_workers)
     assert cli.main(["train", str(tmp_path / "r.yaml"), "--run-dir", str(run_dir)]) == code
-    assert ("to go on:" in capsys.readouterr().err) is told
+    output = capsys.readouterr().err
+    assert ("to go on:" in output) is told
+    assert ("to go on: correct what is named above, then" in output) is (told and code == 2)
 
 
 @pytest.fixture

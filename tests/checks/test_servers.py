@@ -1,0 +1,36 @@
+"""Addresses of servers that run already are tried before the start."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from megarl.checks.servers import silent_servers
+from megarl.config.rollout import RolloutConfig
+from megarl.config.run import RunConfig
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ConfigError, ServerError
+from megarl.runtime.generation import _addresses_are_the_users
+
+
+def config(*urls: str) -> RunConfig:
+    return RunConfig(name="r", rollout=RolloutConfig(engine="sglang", sglang=SGLangConfig(urls=list(urls))))
+
+
+def test_an_address_that_refuses_connections_is_said_before_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert silent_servers(config(f"http://127.0.0.1:{port}")) is None
+    found = silent_servers(config(f"http://127.0.0.1:{port}/path"))
+    assert found is not None
+    assert f"http://127.0.0.1:{port}/path (Connection refused)" in found
+    assert silent_servers(RunConfig(name="r")) is None
+
+
+def test_an_address_without_a_server_is_the_users_to_correct() -> None:
+    message = r"rollout.sglang.urls(?s:.*)refused(?s:.*)correct the addresses"
+    with pytest.raises(ConfigError, match=message), _addresses_are_the_users(["http://127.0.0.1:9"]):
+        raise ServerError("server 0", "http://127.0.0.1:9", "start", "connection refused")
+    with pytest.raises(ServerError), _addresses_are_the_users([]):
+        raise ServerError("server 0", "", "start", "exit code 1")
