@@ -61,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (_, text) in JOBS.items():
         job = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-        _add_job(job)
+        _add_job(job, name)
         if name in ("eval", "generate"):
             job.add_argument(
                 "--weights", choices=("best", "last"), default="best", help="of a run folder (default: best)"
@@ -107,15 +107,18 @@ def _add_parity(checks: argparse._SubParsersAction[_Parser]) -> None:
     parity.set_defaults(run=_parity)
 
 
-def _add_job(parser: argparse.ArgumentParser) -> None:
+def _add_job(parser: argparse.ArgumentParser, job: str) -> None:
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
-        help="a recipe file, the name of a shipped one or, for eval and generate, a run folder",
+        help="a recipe file or the name of a shipped one"
+        + (" or, for the model of a run, its run folder" if job in ("eval", "generate") else ""),
     )
     parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="local", help="how processes start (default: local)")
-    parser.add_argument("--run-dir", type=Path, help="continue in this run folder (default: a new one)")
+    more = "; one that holds a run is continued" if job in ("train", "sft") else ""
+    text = f"the run folder, made when there is none{more} (default: a new one below tracking.dir)"
+    parser.add_argument("--run-dir", type=Path, help=text)
     parser.add_argument(
         "--dry-run", action="store_true", help="print configuration, graph, layout and checks; stop there"
     )
