@@ -144,8 +144,10 @@ def _job(arguments: argparse.Namespace) -> int:
 
         rows = Checklist()
         try:
-            _check_inputs(config, arguments.command)
-            rows.ok("rows", "columns and tokens, as far as they can be read here")
+            if _check_inputs(config, arguments.command):
+                rows.ok("rows", "columns and tokens, as far as they can be read here")
+            else:
+                rows.skip("rows", "these sources are read when the run starts")
         except UserError as error:
             rows.from_error("rows", error)
         plan = make_plan(config, arguments.launcher, arguments.command, rows.items)
@@ -177,16 +179,23 @@ def _has_saved(run_dir: Path) -> bool:
     return bool(steps_in(run_dir / "checkpoints"))
 
 
-def _check_inputs(config: RunConfig, job: str) -> None:
-    """Read what the run will read, as far as that takes seconds: rows and their tokens, reward and environment."""
+def _check_inputs(config: RunConfig, job: str) -> bool:
+    """Read what the run will read, as far as that takes seconds: rows and their tokens, reward and environment.
+
+    Returns:
+        Whether there was a row that can be read here.
+    """
+    from megarl.checks.arguments import check_arguments
     from megarl.checks.rows import check_rows
     from megarl.envs.preflight import check_environment
     from megarl.rewards.preflight import check_import
 
-    check_rows(config, job)
+    read = check_rows(config, job)
+    check_arguments(config)
     if job != "generate":
         check_import(config.reward)
     check_environment(config)
+    return read
 
 
 def _warn_of_absent(config: RunConfig, job: str) -> None:

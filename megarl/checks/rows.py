@@ -20,7 +20,7 @@ from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer, light
 from megarl.data.render import Split, render_prompts, response_text, tokenize, uses_chat, within_limit
 from megarl.data.rows import Row
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
-from megarl.data.templates import no_chat_template
+from megarl.data.templates import no_chat_template, prompt_formatter
 
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
 _TOKENIZE_S = 2.0
@@ -28,15 +28,19 @@ _AT_ONCE = 256
 _Tokenizer = CharacterTokenizer | FileTokenizer
 
 
-def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.monotonic) -> None:
+def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.monotonic) -> bool:
     """Read the rows that `job` (train, sft, eval, generate) needs; look for columns, templates, tokens, lengths.
+
+    Returns:
+        Whether there was a row that can be read here.
 
     Raises:
         DataError: a broken file, no rows, a missing column, a prompt without tokens, or none that is short enough; file
             and line are named.
-        ConfigError: a chat template is asked for, and the tokenizer has none.
+        ConfigError: a chat template is asked for, and the tokenizer has none; data.format_prompt does not parse.
     """
     data = config.data
+    prompt_formatter(data.format_prompt)
     columns = [("data.prompt_key", data.prompt_key)]
     if data.answer_key is not None:
         columns.append(("data.answer_key", data.answer_key))
@@ -47,14 +51,16 @@ def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.mo
         tokenizer = None  # templates drop parts of a message (thinking) and trim it: no text is certain
     deadline = clock() + _TOKENIZE_S
     in_time = lambda: clock() < deadline  # noqa: E731
-    _check_prompts(data, "val", data.val_files, columns, tokenizer, in_time)
+    read = _check_prompts(data, "val", data.val_files, columns, tokenizer, in_time)
     if job in ("eval", "generate"):
-        return
+        return read
     supervised, examples = trains_supervised(config, job), config.sft.train_files
     response = config.sft.response_key if supervised else None
-    _check_prompts(data, "train", data.train_files, columns, tokenizer, in_time, None if examples else response)
+    no_examples = None if examples else response
+    read |= _check_prompts(data, "train", data.train_files, columns, tokenizer, in_time, no_examples)
     if supervised and examples:
-        _check_prompts(data, "train", examples, columns, tokenizer, in_time, response)
+        read |= _check_prompts(data, "train", examples, columns, tokenizer, in_time, response)
+    return read
 
 
 def _check_prompts(
@@ -65,8 +71,8 @@ def _check_prompts(
     tokenizer: _Tokenizer | None,
     in_time: Callable[[], bool],
     response: str | None = None,
-) -> None:
-    """The rows of a split. `response`: the column that supervised examples learn."""
+) -> bool:
+    """The rows of a split, and whether any was read. `response`: the column that supervised examples learn."""
     known = [row for source in sources if _is_readable_here(source) for row in load_rows(source)]
     for row in known:
         for key, name in columns:
@@ -75,7 +81,7 @@ def _check_prompts(
     ids: list[list[int]] = []
     for start in range(0, len(known), _AT_ONCE):
         if not in_time():
-            return
+            return True
         rows = known[start : start + _AT_ONCE]
         texts = render_prompts(data, _contents if uses_chat(data) else None, rows)
         if tokenizer is None:
@@ -85,6 +91,7 @@ def _check_prompts(
         tokenize(tokenizer, [answers[i] for i in learnt], [known[i] for i in learnt], special=False)
     if len(ids) == len(known) and all(_is_readable_here(source) for source in sources) and known:
         within_limit(data, split, known, ids)
+    return bool(known)
 
 
 def _contents(messages: Sequence[dict[str, str]], row: Row) -> str:

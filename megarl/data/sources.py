@@ -85,7 +85,7 @@ def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
         return
     known: dict[str, None] = {}
     for source in dict.fromkeys([*config.train_files, *config.val_files, *more]):
-        if not source.startswith(TEXT) and _FUNCTION.fullmatch(source) and not Path(source).exists():
+        if is_function(source):
             parameters = inspect.signature(_import(source)).parameters.values()
             if any(p.kind is p.VAR_KEYWORD for p in parameters):
                 return
@@ -99,6 +99,11 @@ def check_loader_kwargs(config: DataConfig, more: Sequence[str] = ()) -> None:
                 allowed=known or "nothing: no source is a pkg.mod:fn",
                 fix=f"did you mean {near[0]!r}?" if near else "remove it",
             )
+
+
+def is_function(source: str) -> bool:
+    """True for a source `pkg.mod:fn`."""
+    return not source.startswith(TEXT) and _FUNCTION.fullmatch(source) is not None and not Path(source).exists()
 
 
 # -- files -------------------------------------------------------------------------------------------------------

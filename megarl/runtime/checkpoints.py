@@ -214,7 +214,7 @@ class Checkpoints:
         c, settings = self._c, self._c.config.trainer
         assert c.loader is not None, "only training runs save"
         value = numbers.get(settings.best_metric or "", -math.inf)
-        is_best = value > self.best
+        is_best = not math.isinf(value) and value >= self.best  # of equal ones the later is kept
         if is_best:
             self.best, self.best_step = value, step
         extra: dict[str, Any] = {

@@ -129,7 +129,8 @@ def _make_folder(folder: Path, nbytes: int) -> str | None:
         if free >= nbytes + _SPARE:
             return None
         folder.rmdir()
-        return f"{nbytes / 1e9:.3g} GB are needed, {free / 1e9:.3g} GB are free"
+        size, spare = f"{nbytes / 1e9:.3g}", f"{_SPARE / 1e9:.3g}"
+        return f"{size} GB are needed, and {spare} GB that stay free for logs; {free / 1e9:.3g} GB are free"
     except OSError as error:
         return f"{error.strerror or error} ({error.filename})"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
+from megarl.checks.arguments import check_arguments
 from megarl.checks.rows import check_rows
 from megarl.config.load import load_config
 from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer
@@ -43,6 +44,29 @@ def check(tmp_path, monkeypatch):
 
 def chat(text: str) -> list[dict]:
     return [{"role": "user", "content": text}]
+
+
+def test_what_needs_no_rows_is_checked_without_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "train.jsonl").write_text(json.dumps(GOOD) + "\n")
+    function = "data.train_files=[megarl.recipes.arithmetic:make_rows]"
+    assert check_rows(load_config(tmp_path / "recipe.yaml", []), "train")
+    assert not check_rows(load_config(tmp_path / "recipe.yaml", [function]), "train")
+    with pytest.raises(ConfigError, match="broken template"):
+        check_rows(load_config(tmp_path / "recipe.yaml", [function, "data.format_prompt={{ content"]), "train")
+
+
+def test_arguments_that_no_source_takes_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "my_rows.py").write_text("def rows(ops, low):\n    return []\n")
+    function = "data.train_files=[my_rows:rows]"
+    check_arguments(load_config(tmp_path / "recipe.yaml", []))
+    with pytest.raises(ConfigError, match=r"data.loader_kwargs.foo(?s:.*)no source is a pkg.mod:fn"):
+        check_arguments(load_config(tmp_path / "recipe.yaml", ["data.loader_kwargs.foo=1"]))
+    with pytest.raises(ConfigError, match=r"data.loader_kwargs.opss(?s:.*)did you mean 'ops'"):
+        check_arguments(load_config(tmp_path / "recipe.yaml", [function, "data.loader_kwargs.opss=[+]"]), limit_s=60)
 
 
 def test_good_rows_pass(check):
