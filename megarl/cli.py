@@ -215,7 +215,7 @@ def _warn_of_absent(config: RunConfig, job: str) -> None:
 
 def _use_run(arguments: argparse.Namespace) -> None:
     """Let the command take configuration and model of the run folder that stands in the place of a recipe."""
-    from megarl.config.trained import use_model_of
+    from megarl.config.trained import better_before, use_model_of
     from megarl.tracking.close import close_if_killed
 
     run_dir = Path(arguments.recipe)
@@ -223,6 +223,9 @@ def _use_run(arguments: argparse.Namespace) -> None:
     overrides, what = use_model_of(run_dir, arguments.weights)
     arguments.recipe, arguments.overrides = str(run_dir / "config.yaml"), [*overrides, *arguments.overrides]
     print(f"model: {what}", flush=True)
+    better = better_before(run_dir) if arguments.weights == "best" else None
+    if better is not None:
+        print(f"megarl: warning: {better}", file=sys.stderr)
 
 
 def _refuse_trained(run_dir: Path, command: str) -> None:

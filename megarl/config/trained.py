@@ -67,6 +67,28 @@ def best_step(checkpoints: Path) -> int | None:
         return None
 
 
+def better_before(run_dir: Path) -> str | None:
+    """Says that no step was as good as the model before training, where no model of step 0 was kept; else None.
+
+    By `trainer.best_metric`, from run.json and metrics.jsonl; nothing where they cannot be read.
+    """
+    if any(model.which == "best" for model in exported(run_dir)) or 0 in steps_in(run_dir / "checkpoints"):
+        return None
+    try:
+        metric = json.loads((run_dir / "run.json").read_text())["config"]["trainer"]["best_metric"]
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    values = {line["step"]: line[metric] for line in lines if line["stage"] == "train" and line.get(metric) is not None}
+    before = values.pop(0, None)
+    if before is None or not values or before <= max(values.values()):
+        return None
+    return (
+        f"{metric} was {before:.4g} before training and {max(values.values()):.4g} at best after it; no model of step 0 "
+        "was kept: the recipe's own model is the better one"
+    )
+
+
 def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
     """Overrides of the run's own config.yaml that select a model of the run, and what was selected.
 

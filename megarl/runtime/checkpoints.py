@@ -25,7 +25,7 @@ class Checkpoints:
 
     Attributes:
         source: the checkpoint that `find` found.
-        best: best value of `trainer.best_metric` so far; larger is better.
+        best: best value of `trainer.best_metric` so far; larger is better, and of equal ones the later is kept.
         best_step: the step that brought it; None: no checkpoint is the best.
         accuracy: held-out accuracy after the step of `source`; None: not measured there.
     """
@@ -189,7 +189,8 @@ class Checkpoints:
                 if self._saving.poll():
                     self._saving = None
         settings = self._c.config.trainer
-        improved = accuracy is not None and numbers.get(settings.best_metric or "", -math.inf) > self.best
+        value = numbers.get(settings.best_metric or "", -math.inf)
+        improved = accuracy is not None and not math.isinf(value) and value >= self.best
         if last or due(step, settings.save_every) or (improved and settings.save_every):
             self.save(step, numbers, accuracy)
         if last:

@@ -128,7 +128,7 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]
     """(metric, {before, first, last, best, best_step}) of the key metrics that occur.
 
     `before` is the value of step 0 where other steps follow; `first` and `last` leave it out, `best` does not. There is
-    a `best` only where better is known.
+    a `best` only where better is known; of equal ones it is the last.
     """
     rows = []
     trained = any(record["step"] > 0 for record in records)
@@ -144,6 +144,6 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]
             row |= {"first": after[0][1], "last": after[-1][1]}
         if shown.better is not None:
             pick = max if shown.better == "up" else min
-            row["best_step"], row["best"] = pick(points, key=lambda point: point[1])
+            row["best_step"], row["best"] = pick(reversed(points), key=lambda point: point[1])
         rows.append((shown, row))
     return rows

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.trained import BEST, LAST, Exported, exported, use_model_of, withdraw_exported, write_exported
+from megarl.config.trained import (
+    BEST,
+    LAST,
+    Exported,
+    better_before,
+    exported,
+    use_model_of,
+    withdraw_exported,
+    write_exported,
+)
 from megarl.errors import UserError
 
 
@@ -85,3 +94,20 @@ def test_folders_without_a_run_or_a_model_are_refused(run_dir: Path) -> None:
     (run_dir / "config.yaml").unlink()
     with pytest.raises(UserError, match="holds no run"):
         use_model_of(run_dir, "best")
+
+
+def test_a_run_that_was_better_before_training_says_so(tmp_path):
+    def record(*values: tuple[int, float]) -> str | None:
+        lines = [json.dumps({"step": step, "stage": "train", "val/acc": value}) for step, value in values]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+        return better_before(tmp_path)
+
+    assert record((0, 0.4), (2, 0.1)) is None  # not a run's folder
+    (tmp_path / "run.json").write_text('{"config": {"trainer": {"best_metric": "val/acc"}}}')
+    assert "val/acc was 0.4 before training and 0.1 at best after it" in (record((0, 0.4), (2, 0.1)) or "")
+    assert record((0, 0.4), (2, 0.4)) is None
+    assert record((2, 0.1)) is None
+    write_exported(tmp_path, [Exported("hf_best", 0, "best")])
+    (tmp_path / "hf_best").mkdir()
+    (tmp_path / "hf_best" / "config.json").touch()
+    assert record((0, 0.4), (2, 0.1)) is None

@@ -255,6 +255,14 @@ def test_a_checkpoint_says_which_step_is_the_best(saving):
     assert checkpoints.best_step == 3
 
 
+def test_of_equal_checkpoints_the_later_is_the_best(saving):
+    calls, checkpoints, trainer = saving
+    trainer.best_metric = "val/acc"
+    checkpoints.after_step(3, {"val/acc": 0.0}, 0.0, last=False)
+    checkpoints.after_step(5, {"val/acc": 0.0}, 0.0, last=True)
+    assert [call for call in calls if "begin" in call] == ["begin 3, best 3", "begin 5, best 5"]
+
+
 def test_the_result_of_a_cold_start_is_complete_at_once_and_rated_when_it_is_measured(saving, tmp_path):
     calls, checkpoints, trainer = saving
     trainer.best_metric = "val/acc"

@@ -194,6 +194,11 @@ def test_summary_takes_first_best_and_last():
     assert row == {"first": 0.4, "last": 0.8, "best": 0.9, "best_step": 5}
 
 
+def test_of_equal_values_the_last_is_the_best():
+    ((_, row),) = summary([{"step": step, "val/acc": 0.0} for step in (2, 5, 9)])
+    assert (row["best"], row["best_step"]) == (0.0, 9)
+
+
 def test_what_was_measured_before_training_stands_apart():
     before = {"step": 0, "val/acc": 0.95, "timing_s/step": 60.0}
     lines = [before, {"step": 1, "timing_s/step": 2.0}, {"step": 2, "val/acc": 0.5, "timing_s/step": 1.0}]

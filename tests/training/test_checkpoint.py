@@ -205,7 +205,10 @@ def test_a_checkpoint_that_does_not_fit_is_not_begun(alone, tmp_path, monkeypatc
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=70 << 20))
     checkpoint.save(tmp_path, 1, {"actor": engine}, {})
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
-    with pytest.raises(CheckpointError, match=r"GB are needed, and 0\.0671 GB that stay free for logs; 0\.0671 GB are free(?s:.*)checkpoint of step 1"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"GB are needed, and 0\.0671 GB that stay free for logs; 0\.0671 GB are free(?s:.*)checkpoint of step 1",
+    ):
         checkpoint.save(tmp_path, 2, {"actor": engine}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
