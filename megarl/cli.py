@@ -163,7 +163,10 @@ def _job(arguments: argparse.Namespace) -> int:
     _check_inputs(config, arguments.command)
     if arguments.command in ("eval", "generate") and arguments.run_dir is not None:
         _refuse_trained(arguments.run_dir, arguments.command)
-    _warn_of_absent(config, arguments.command)
+    if arguments.command != "generate":
+        _warn_of_mlflow(config)
+    if arguments.command != "sft":
+        _warn_of_servers(config)
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
     code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
@@ -189,7 +192,10 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
     from megarl.checks.rows import check_rows
     from megarl.envs.preflight import check_environment
     from megarl.rewards.preflight import check_import
+    from megarl.tracking.mlflow_store import check_store
 
+    if job != "generate" and config.tracking.mlflow and config.tracking.mlflow_uri is not None:
+        check_store(config.tracking.mlflow_uri)
     read = check_rows(config, job)
     check_arguments(config)
     if job != "generate":
@@ -198,17 +204,23 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
     return read
 
 
-def _warn_of_absent(config: RunConfig, job: str) -> None:
-    """Say at once which servers are down: the workers notice it when their models are loaded, or later."""
+def _warn_of_mlflow(config: RunConfig) -> None:
+    """Say at once that the MLflow server is down: the workers notice it when their models are loaded."""
     from megarl.checks.recipe import ConfigWarning
-    from megarl.checks.servers import silent_servers
     from megarl.tracking.mlflow_server import down_text, unreachable
 
     uri = config.tracking.mlflow_uri
-    reason = unreachable(uri) if job != "generate" and config.tracking.mlflow and uri is not None else None
+    reason = unreachable(uri) if config.tracking.mlflow and uri is not None else None
     if uri is not None and reason is not None:
         warnings.warn(down_text(uri, reason), ConfigWarning, stacklevel=2)
-    silent = silent_servers(config) if job != "sft" else None
+
+
+def _warn_of_servers(config: RunConfig) -> None:
+    """Say at once that no server is at an address: the workers notice it after the cold start."""
+    from megarl.checks.recipe import ConfigWarning
+    from megarl.checks.servers import silent_servers
+
+    silent = silent_servers(config)
     if silent is not None:
         warnings.warn(silent, ConfigWarning, stacklevel=2)
 

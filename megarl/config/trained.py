@@ -83,10 +83,8 @@ def better_before(run_dir: Path) -> str | None:
     before = values.pop(0, None)
     if before is None or not values or before <= max(values.values()):
         return None
-    return (
-        f"{metric} was {before:.4g} before training and {max(values.values()):.4g} at best after it; no model of step 0 "
-        "was kept: the recipe's own model is the better one"
-    )
+    then = f"{metric} was {before:.4g} before training and {max(values.values()):.4g} at best after it"
+    return f"{then}; no model of step 0 was kept: the recipe's own model is the better one"
 
 
 def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:

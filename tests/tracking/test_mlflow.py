@@ -12,10 +12,12 @@ import pytest
 
 from megarl.cli import _warn_of_mlflow
 from megarl.config.load import load_config
+from megarl.errors import ConfigError
 from megarl.tracking import mlflow_log, mlflow_server
 from megarl.tracking.close import close_run
 from megarl.tracking.mlflow_log import MlflowLog
 from megarl.tracking.mlflow_server import unreachable
+from megarl.tracking.mlflow_store import check_store
 from megarl.tracking.names import safe_name
 
 PATIENCE_S = 45.0  # MLflow's own client tries again for minutes
@@ -257,3 +259,29 @@ def test_a_server_that_accepts_and_says_nothing_does_not_answer(monkeypatch):
 @pytest.mark.parametrize("uri", ["sqlite:///x.db", "/a/folder", "databricks", "http://host:port"])
 def test_what_is_no_server_is_left_to_mlflow(uri):
     assert unreachable(uri) is None
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [
+        ("nosuch://x", "has no store for 'nosuch'"),
+        ("sqlite:////proc/x.db", "folder /proc is read-only"),
+        ("sqlite:////not/there/x.db", "there is no folder /not/there"),
+        ("sqlite:////", "is a folder"),
+    ],
+)
+def test_a_store_that_cannot_be_opened_is_refused_before_the_start(uri, words):
+    with pytest.raises(ConfigError, match=words):
+        check_store(uri)
+
+
+def test_stores_that_mlflow_knows_are_left_to_it(tmp_path):
+    for uri in (
+        f"sqlite:///{tmp_path}/x.db",
+        "http://host:5000",
+        "postgresql+psycopg2://u@h/db",
+        "mlruns",
+        "databricks",
+    ):
+        check_store(uri)
+    assert list(tmp_path.iterdir()) == []
