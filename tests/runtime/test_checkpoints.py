@@ -98,7 +98,7 @@ def find(run_dir, resume="auto", steps=9, loader=None):
 def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact_and_says_so(run_dir, capsys):
     root = run_dir / "checkpoints"
     (root / "step_3" / "meta.json").unlink()
-    (root / "step_2" / "state.json").write_text("{]")
+    (root / "step_2" / "state.json").write_text('{"loader": {]}')
     assert find(run_dir) == (1, root / "step_1")
     output = capsys.readouterr().out
     assert f"WARNING: {root / 'step_3'} is not used, it is damaged or incomplete: there is no meta.json" in output
@@ -153,7 +153,7 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
     root = run_dir / "checkpoints"
     assert checkpoint.keep_best(root, 2)
     if damaged:
-        (root / "step_2" / "state.json").write_text("{]")
+        (root / "step_2" / "state.json").write_text('{"loader": {]}')
     else:
         monkeypatch.setattr(checkpoint, "load", lambda *_: (2, {}))
 
