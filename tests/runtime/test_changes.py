@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from megarl.algorithms.kl import KLController
-from megarl.comm import WorkerGroup
 from megarl.config.fields import iter_keys
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
@@ -113,7 +112,6 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         loader=loader,
         trained={},
     )
-    c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     found = Checkpoints(c)
     found.source = checkpoints.Path()
     found.load()
