@@ -11,8 +11,8 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
 
-# A file of tests stays in one process. JOBS=0 runs them one after the other.
-JOBS ?= 2
+# A file of tests stays in one process. JOBS=0 runs them one after the other, as where all of them share one GPU.
+JOBS ?= $(if $(wildcard /dev/nvidia0),0,2)
 test: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import importlib
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,13 +58,10 @@ def run_pretending(fn: Callable[..., Any], world_size: int, timeout: float = 240
 
 
 def _run(fn: Callable[..., Any], world_size: int, timeout: float, args: tuple, preload: str) -> list[Any]:
-    environment = os.environ | {
-        "WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-    }
+    environment = os.environ | {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1"}
     by_value = pickle.dumps(args)  # multiprocessing would hand over a descriptor per tensor, and has too few
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _reserved_port() as port:
+        environment["MASTER_PORT"] = str(port)
         names = (fn.__module__, fn.__qualname__, _import_root(fn.__module__))
         ranks: list[Any] = []
         try:
@@ -166,10 +164,16 @@ def single_process() -> Layout:
     return layout_for(ParallelConfig())
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A port that nobody else is given while the ranks live; the first of them listens on it.
+
+    Both sockets say SO_REUSEADDR, and this one does not listen.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def _import_root(module: str) -> str:

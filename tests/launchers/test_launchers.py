@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 LAUNCHERS = ["local", "torchrun", "ray"]
 DEADLINE_S = 100.0  # a run of these tests takes 2 to 10 s; the rest is for a machine that is busy with other things
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
 
 
 @dataclass
