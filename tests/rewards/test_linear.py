@@ -60,7 +60,8 @@ def test_four_times_the_text_takes_four_times_the_time(name):
 
 
 def test_a_quadratic_scorer_is_noticed():
-    assert grows_with_the_square(lambda text: re.search(r"\n+x", text), "newlines", 8192)
+    # Again where a busy machine spoilt one of its measurements.
+    assert any(grows_with_the_square(lambda text: re.search(r"\n+x", text), "newlines", 8192) for _ in range(5))
 
 
 # -- the same as plain regular expressions ------------------------------------------------------------------------
