@@ -75,6 +75,7 @@ class Registry(Generic[S]):
         """`kind` and `key` (a dotted configuration key) are for error messages; `spec` is what components declare."""
         self.kind, self.key, self._spec = kind, key, spec
         self._functions: dict[str, Callable[..., Any]] = {}
+        self._every: type[Settings] | None = None
 
     def register(self, *names: str, **declared: Any) -> Callable[[F], F]:
         """Decorator: the function is a component that declares this, known under these names.
@@ -90,6 +91,7 @@ class Registry(Generic[S]):
                 if name in self._functions:
                     raise ValueError(f"{self.kind} {name!r} is registered twice")
                 self._functions[name] = function
+            self._every = None
             function.__component__ = spec  # type: ignore[attr-defined]
             return function
 
@@ -128,12 +130,14 @@ class Registry(Generic[S]):
         return self._spec(settings=self.every_setting()) if declared is None else declared
 
     def every_setting(self) -> type[Settings]:
-        """A model with the keys of all named components."""
-        fields: dict[str, Any] = {}
-        for name in self.names():
-            for key, info in self.spec(name).settings.model_fields.items():
-                fields.setdefault(key, (info.annotation, info))
-        return create_model("EverySetting", __base__=Settings, **fields)
+        """A model with the keys of all named components; the same one until another component is registered."""
+        if self._every is None:
+            fields: dict[str, Any] = {}
+            for name in self.names():
+                for key, info in self.spec(name).settings.model_fields.items():
+                    fields.setdefault(key, (info.annotation, info))
+            self._every = create_model("EverySetting", __base__=Settings, **fields)
+        return self._every
 
     def readers(self, key: str) -> dict[str, type[Settings]]:
         """The named components that have a key of their own of this name, with their settings."""
@@ -143,6 +147,8 @@ class Registry(Generic[S]):
     def choose(self, section: ComponentSection) -> Chosen[S]:
         """The component that `section` names, and its settings.
 
+        The settings of a function that declares nothing have the keys that all components share as well.
+
         Raises:
             ConfigError: no such component, or keys that it does not have.
             UserError: an import path that does not import.
@@ -151,7 +157,11 @@ class Registry(Generic[S]):
         path = self.key.rpartition(".")[0]
         settings, problems = settle(path, section, spec.settings, self.readers)
         raise_problems(problems)
-        return Chosen(self.get(section.name), spec, settings)
+        function = self.get(section.name)
+        if settings is not None and not hasattr(function, "__component__"):
+            shared = {key: getattr(section, key) for key in type(section).model_fields if key != "name"}
+            settings = settings.model_copy(update=shared)
+        return Chosen(function, spec, settings)
 
     def required(self, name: str) -> list[str]:
         """Names of the parameters without a default, in order."""

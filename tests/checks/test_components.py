@@ -4,6 +4,7 @@ import pytest
 
 from megarl.algorithms.components import COMPONENTS
 from megarl.algorithms.losses import POLICY_LOSSES
+from megarl.algorithms.registry import Registry, Spec
 from megarl.config.algorithm import PolicyLossConfig
 from megarl.config.load import dump_config, load_config
 from megarl.errors import ConfigError, UserError
@@ -98,6 +99,19 @@ def test_a_plain_function_reads_the_keys_of_every_loss(write, config_of):
     write(MINE, "my_own_losses.py")
     own = config_of("algorithm.loss={name: 'my_own_losses.py:plain', clip_low: 0.1, tau_pos: 3}").algorithm.loss.own
     assert (own["clip_low"], own["tau_pos"], own["quadratic_coef"]) == (0.1, 3.0, 0.05)
+
+
+def test_a_plain_function_finds_the_shared_keys_too_in_a_model_that_is_built_once(write, config_of):
+    write(MINE, "my_own_losses.py")
+    section = "algorithm.loss={name: 'my_own_losses.py:plain', entropy_coef: 0.1, tau_pos: 3}"
+    config = config_of(section)
+    first, second = (POLICY_LOSSES.choose(config.algorithm.loss).settings for _ in range(2))
+    assert type(first) is type(second)
+    assert (first.aggregation, first.sum_norm, first.entropy_coef, first.tau_pos) == ("token-mean", None, 0.1, 3.0)
+    losses: Registry[Spec] = Registry("loss", "algorithm.loss.name", Spec)
+    empty = losses.every_setting()
+    losses.register("other", settings=POLICY_LOSSES.spec("sapo").settings)(lambda: None)
+    assert not empty.model_fields and "tau_pos" in losses.every_setting().model_fields
 
 
 def test_a_file_that_does_not_import_is_a_user_error(write, failures):
