@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megarl.algorithms.needs import estimator_fields
+from megarl.algorithms.needs import component_fields, estimator_fields
 from megarl.checks.checklist import Checklist
 from megarl.config.correction import Knobs
 from megarl.config.run import RunConfig
@@ -51,15 +51,17 @@ def _check_mode(config: RunConfig, knobs: Knobs, checks: Checklist) -> None:
             allowed=["pg_is", "ppo (the default)"],
             fix=f"remove algorithm.loss.name, or set {_KEY}.loss=ppo",
         )
-    estimator = config.algorithm.advantage.name
-    if knobs.bypass and "sum_pi_squared" in estimator_fields(config.algorithm):
+    if knobs.bypass and "sum_pi_squared" in component_fields(config.algorithm):
+        estimates = "sum_pi_squared" in estimator_fields(config.algorithm)
+        kind, key, instead = ("estimator", "advantage", "grpo") if estimates else ("loss", "loss", "ppo")
+        reader = config.algorithm.advantage.name if estimates else name
         checks.fail(
             _NAME,
             f"{_KEY}.mode",
-            f"{estimator} weighs tokens by the probabilities of the trainer, which mode bypass does not compute",
+            f"{reader} weighs tokens by the probabilities of the trainer, which mode bypass does not compute",
             found="bypass",
-            allowed="decoupled, or another estimator",
-            fix=f"set {_KEY}.mode=decoupled, or algorithm.advantage.name=grpo",
+            allowed=f"decoupled, or another {kind}",
+            fix=f"set {_KEY}.mode=decoupled, or algorithm.{key}.name={instead}",
         )
     if name == "pg_is" and knobs.loss != "pg":
         checks.fail(

@@ -80,6 +80,9 @@ class MySettings(Settings):
 @POLICY_LOSSES.register(settings=MySettings)
 def mine(logp, old_logp, advantages, mask, cfg, *, offsets): ...
 
+@POLICY_LOSSES.register(reads=("sum_pi_squared",))
+def squares(logp, old_logp, advantages, mask, cfg, *, offsets, sum_pi_squared): ...
+
 def plain(logp, old_logp, advantages, mask, cfg, *, offsets): ...
 """
 
@@ -112,6 +115,17 @@ def test_a_plain_function_finds_the_shared_keys_too_in_a_model_that_is_built_onc
     empty = losses.every_setting()
     losses.register("other", settings=POLICY_LOSSES.spec("sapo").settings)(lambda: None)
     assert not empty.model_fields and "tau_pos" in losses.every_setting().model_fields
+
+
+def test_a_loss_that_reads_squares_gets_its_scoring_pass_and_none_in_bypass(write, config_of, failures):
+    """Even where one update uses every sample once, and old log-probs are not needed."""
+    write(MINE, "my_own_losses.py")
+    name = "algorithm.loss.name=my_own_losses.py:squares"
+    assert {"old_logp", "sum_pi_squared"} <= set(build_task_graph(config_of(name)).order())
+    assert "old_logp" not in build_task_graph(config_of()).order()
+    (refused,) = failures(name, "rollout_correction.mode=bypass")
+    assert refused.key == "rollout_correction.mode"
+    assert "squares weighs tokens" in str(refused.problem()) and "algorithm.loss.name=ppo" in str(refused.problem())
 
 
 def test_a_file_that_does_not_import_is_a_user_error(write, failures):

@@ -44,12 +44,13 @@ def update_fields(config: RunConfig) -> list[str]:
 def needs_old_logp(config: RunConfig) -> bool:
     """False when one optimizer step uses every sample once: then the ratio is 1 and old log-probs are the new ones.
 
-    True whatever the steps when the estimator, or the loss before the batch is cut, reads them, and when weights and
-    rejection are made of them. In bypass nobody needs them.
+    True whatever the steps when the estimator, or the loss before the batch is cut, reads them or what is computed with
+    them, and when weights and rejection are made of them. In bypass nobody needs them.
     """
     algorithm, knobs = config.algorithm, config.rollout_correction.resolved()
     if knobs.active:
         return not knobs.bypass
     steps = (config.actor.mini_batch_size or config.data.batch_size) < config.data.batch_size
     several = steps or config.actor.ppo_epochs > 1
-    return several or algorithm.kl.use == "reward" or "old_logp" in needs.component_fields(algorithm)
+    of_trainer = {"old_logp", "sum_pi_squared"} & needs.component_fields(algorithm)
+    return several or algorithm.kl.use == "reward" or bool(of_trainer)
