@@ -7,7 +7,7 @@ from megarl.algorithms.advantages.base import GroupSettings
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.needs import estimator_fields
 from megarl.checks.checklist import Checklist, Roles
-from megarl.checks.components import check_component
+from megarl.checks.components import check_component, check_signature
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
 
@@ -97,6 +97,11 @@ def _check_loss(config: RunConfig, checks: Checklist) -> None:
     chosen = check_component("policy loss", loss, POLICY_LOSSES, checks)
     if chosen is None:
         return
+    spec, key, known = chosen.spec, "algorithm.loss.name", ("old_logp", "advantages", "mask", "cfg")
+    given, made = ("offsets", *spec.reads), spec.prepare is not None
+    check_signature("policy loss", chosen.function, key, ("logp", *known), given, checks, more=made)
+    if spec.prepare is not None:
+        check_signature("policy loss", spec.prepare, key, known, ("keys", "all_sum"), checks)
     if chosen.spec.per_sequence and loss.aggregation != "seq-mean-token-mean":
         checks.warn(
             "policy loss",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from megarl.algorithms.registry import Chosen, Registry, Spec
 from megarl.checks.checklist import Checklist
@@ -55,6 +56,45 @@ def check_component(name: str, section: ComponentSection, registry: Registry[S],
     for problem in problems:
         checks.from_error(name, problem)
     return None if problems else chosen
+
+
+def check_signature(
+    name: str,
+    function: Callable[..., Any],
+    key: str,
+    positional: Sequence[str],
+    keywords: Sequence[str],
+    checks: Checklist,
+    *,
+    more: bool = False,
+) -> bool:
+    """Whether a function takes these arguments, and needs no others: with `more` keywords that are known only later."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True  # nothing is known of some that are not written in Python
+    parameters = signature.parameters.values()
+    try:
+        bound = signature.bind_partial(*positional, **dict.fromkeys(keywords)).arguments
+        lacks = [p for p in parameters if p.default is p.empty and p.name not in bound and p.kind not in _ANY]
+        fits = all(more and p.kind is not p.POSITIONAL_ONLY for p in lacks)
+    except TypeError:
+        fits = False
+    if not fits:
+        called = getattr(function, "__name__", type(function).__name__)
+        checks.fail(
+            name,
+            key,
+            f"{called} does not take the arguments that it is given",
+            found=f"{called}{signature}",
+            allowed=f"{called}({', '.join([*positional, '*', *keywords])})",
+            fix="write its parameters so; a field of the samples is given when `reads` names it",
+        )
+    return fits
+
+
+#: Parameters that need no argument.
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def check_function(name: str, reference: str, key: str, checks: Checklist) -> bool:

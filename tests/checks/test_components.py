@@ -128,6 +128,38 @@ def test_a_loss_that_reads_squares_gets_its_scoring_pass_and_none_in_bypass(writ
     assert "squares weighs tokens" in str(refused.problem()) and "algorithm.loss.name=ppo" in str(refused.problem())
 
 
+HEAD = "from megarl.algorithms.losses import POLICY_LOSSES\n"
+FIVE = "logp, old_logp, advantages, mask, cfg"
+
+
+@pytest.mark.parametrize(
+    ("source", "takes"),
+    [
+        ("def loss(logp, old_logp, advantages, mask): ...", f"loss({FIVE}, *, offsets)"),
+        (f"def loss({FIVE}): ...", f"loss({FIVE}, *, offsets)"),
+        (f"def loss({FIVE}, *, offsets, ref_logp): ...", f"loss({FIVE}, *, offsets)"),
+        (f"@REG(reads=('ref_logp',))\ndef loss({FIVE}, *, offsets): ...", f"loss({FIVE}, *, offsets, ref_logp)"),
+        (
+            f"def look(old_logp, mask): ...\n@REG(prepare=look)\ndef loss({FIVE}, *, offsets, chosen): ...",
+            "look(old_logp, advantages, mask, cfg, *, keys, all_sum)",
+        ),
+        (f"@REG(prepare=lambda *a, keys, all_sum: 0)\ndef loss({FIVE}, *, offsets, chosen): ...", None),
+        (f"def loss({FIVE}, **fields): ...", None),
+        ("def loss(*inputs, offsets, scale=1.0): ...", None),
+    ],
+)
+def test_the_parameters_of_a_loss_are_checked_before_the_run(write, failures, request, source, takes):
+    module = f"taken_{request.node.callspec.indices['source']}"
+    write(HEAD + source.replace("REG", "POLICY_LOSSES.register"), f"{module}.py")
+    failed = failures(f"algorithm.loss.name={module}.py:loss")
+    assert [(check.key, check.allowed) for check in failed] == [("algorithm.loss.name", takes)] * (takes is not None)
+
+
+def test_the_included_losses_take_what_they_are_given(failures):
+    for name in POLICY_LOSSES.names():
+        assert not [check for check in failures(f"algorithm.loss.name={name}") if "does not take" in check.message]
+
+
 def test_a_file_that_does_not_import_is_a_user_error(write, failures):
     write("import no_such_thing_at_all\ndef loss(): ...", "broken_loss.py")
     (broken,) = failures("algorithm.loss.name=broken_loss.py:loss")
