@@ -38,6 +38,7 @@ class Checkpoints:
         self._meta: dict[str, Any] | None = None
         self._saving: Saving | None = None
         self.accuracy: float | None = None
+        self._withdraws = False
 
     def find(self, key: str, steps: int) -> int | None:
         """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
@@ -112,7 +113,6 @@ class Checkpoints:
 
     def _leave_others(self, steps: int, key: str, changes: list[str]) -> None:
         """Set aside what the run does not continue, and say where and with which changes it begins; rank 0 only."""
-        from megarl.config.trained import withdraw_exported
         from megarl.training.checkpoint import set_aside
 
         source, meta = self.source, self._meta
@@ -122,12 +122,21 @@ class Checkpoints:
             print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
             if not own:
                 put_aside(self._c.run_dir, aside)
-        if meta is None or meta["step"] < steps:
-            withdraw_exported(self._c.run_dir)  # of an earlier end: from now on this run has newer models
+        self._withdraws = meta is None or meta["step"] < steps
         if meta is not None:
             for line in changes:
                 print(f"changed since the checkpoint: {line}", flush=True)
             print(_outlook(meta["step"], steps, key, str(source)), flush=True)
+
+    def begin(self) -> None:
+        """The start is accepted: the model that an earlier end of this run exported is not the run's result any more.
+
+        Called after everything that may refuse the start; a run that has nothing left to train keeps its model.
+        """
+        from megarl.config.trained import withdraw_exported
+
+        if self._withdraws:  # rank 0 only
+            withdraw_exported(self._c.run_dir)
 
     def load(self) -> None:
         """Restore what `find` found."""

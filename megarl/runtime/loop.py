@@ -43,8 +43,6 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     try:
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
-        if c.layout.rank == 0:
-            write_atomically(run_dir / "graph.svg", as_svg(graph))  # shown in the report
         _start_model(c, graph, checkpoints, resumed_at)
         begun = bool(resumed_at)
         add_reference(c, graph, resumed_from=checkpoints.source, begun=begun)
@@ -53,6 +51,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         use_servers(c)
         if begun:
             _load(checkpoints)
+        _begin(c, graph, checkpoints)
         part: Part = "second" if config.sft.steps else "whole"
         # Opened last: a start that is refused leaves the run's record as it was. Step 0 is measured again.
         with Recorder(c, "train", config.trainer.steps, -1 if resumed_at == 0 else resumed_at, part) as recorder:
@@ -74,6 +73,7 @@ def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resu
     """
     config = c.config
     if resumed_at is None and config.sft.steps:
+        _begin(c, graph, checkpoints)
         sft.cold_start(c)
     resting = config.critic.warmup_steps if any(node.role is Role.CRITIC for node in graph) else 0
     c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
@@ -81,6 +81,13 @@ def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resu
         checkpoints.save_start()
     elif resumed_at == 0:
         _load(checkpoints)
+
+
+def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
+    """Before a record is opened, and after all that may refuse the start: the run folder is that of this start now."""
+    checkpoints.begin()
+    if c.layout.rank == 0:
+        write_atomically(c.run_dir / "graph.svg", as_svg(graph))  # shown in the report
 
 
 def _load(checkpoints: Checkpoints) -> None:

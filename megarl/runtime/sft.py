@@ -42,6 +42,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
         if resumed_at is not None:  # before the record is opened: a refused start leaves the run as it was
             with phase("resume"):
                 checkpoints.load()
+        checkpoints.begin()
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
             _steps(c, recorder, c.loader, checkpoints)
             export(c, run_dir / FOLDER)

@@ -11,10 +11,11 @@ import pytest
 from megarl import cli
 from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
+from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.trained import Exported, exported, write_exported
 from megarl.config.trained import best_step as noted_best
 from megarl.errors import ConfigError, DataError, UserError
-from megarl.runtime import export
+from megarl.runtime import export, loop
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import kept_reference, put_aside, unchanged_model
 from tests.runtime.harness import RECIPE
@@ -111,8 +112,36 @@ def test_a_run_that_has_steps_left_withdraws_what_it_has_exported(run_dir, resum
     (run_dir / "hf").mkdir()
     (run_dir / "hf" / "config.json").touch()
     write_exported(run_dir, [Exported("hf", 3, "last")])
-    find(run_dir, resume, steps)
+    config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
+    layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
+    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=None, layout=layout))
+    checkpoints.find("trainer.steps", steps)
+    assert len(exported(run_dir)) == 1  # the start may still be refused
+    checkpoints.begin()
     assert len(exported(run_dir)) == left
+
+
+def test_a_start_that_is_refused_late_leaves_the_exported_model_and_the_drawing(run_dir, monkeypatch):
+    def refuse(c, graph):
+        raise ConfigError("no such critic", where="critic.path")
+
+    (run_dir / "hf").mkdir()
+    (run_dir / "hf" / "config.json").touch()
+    write_exported(run_dir, [Exported("hf", 3, "last")])
+    (run_dir / "graph.svg").write_text("of the run so far")
+    config = RunConfig(name="run").model_copy(update={"trainer": TrainerConfig(steps=9)})
+    layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
+    actor = SimpleNamespace(reset_optimizer=lambda *_: None)
+    c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=None, layout=layout, actor=actor)
+    c.close = lambda: None
+    monkeypatch.setattr(loop, "build_controller", lambda config, run_dir: c)
+    for name in ("add_reference", "add_teacher"):
+        monkeypatch.setattr(loop, name, lambda *_, **__: None)
+    monkeypatch.setattr(loop, "add_critic", refuse)
+    with pytest.raises(ConfigError, match="no such critic"):
+        loop.train(config, run_dir, [])
+    assert len(exported(run_dir)) == 1
+    assert (run_dir / "graph.svg").read_text() == "of the run so far"
 
 
 def test_other_data_is_refused_before_anything_in_the_run_folder_changes(run_dir, capsys):
