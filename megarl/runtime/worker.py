@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from megarl.config.resolved import proposed
+from megarl.config.resolved import proposed, withdraw
 from megarl.imports import import_callable
 from megarl.phase import phase
 from megarl.processes import kill_with_parent, raise_descriptor_limit, watch_parent
@@ -35,6 +35,8 @@ def run(entry: str, config_path: Path) -> int:
         with phase("start"):
             from megarl.config.load import hide_credentials, load_config
 
+            if WATCHED not in os.environ and rank == 0:
+                withdraw(run_dir)  # of a launcher that was killed: the record of this start is not to take it up
             path = proposed(run_dir) if WATCHED in os.environ else config_path
             config = hide_credentials(load_config(path))
             if config.cluster.threads is not None:  # read by OpenMP when torch is imported, below
