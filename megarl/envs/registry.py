@@ -125,7 +125,9 @@ def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:
                 where=f"env.{key}",
                 found=own[key],
                 allowed=["name", "on_error", *known],
-                fix=f"did you mean {near[0]!r}?" if near else "remove it",
+                fix=f"did you mean {near[0]!r}?"
+                if near
+                else f"remove it; env='!replace {{name: {name}}}' drops the settings that the recipe has of another one",
             )
     try:
         return kind.Settings.model_validate(own)
