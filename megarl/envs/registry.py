@@ -127,7 +127,7 @@ def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:
                 allowed=["name", "on_error", *known],
                 fix=f"did you mean {near[0]!r}?"
                 if near
-                else f"remove it; env='!replace {{name: {name}}}' drops the settings that the recipe has of another one",
+                else f"remove it; env='!replace {{name: {name}}}' drops those of another one in the recipe",
             )
     try:
         return kind.Settings.model_validate(own)
