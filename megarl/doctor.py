@@ -63,4 +63,4 @@ def _devices() -> list[str]:
 def _built_for() -> str:
     import torch
 
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU only"

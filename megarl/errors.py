@@ -1,4 +1,4 @@
-"""Errors that reach the user: one message that says what, where, what is allowed and how to mend it."""
+"""Errors that reach the user: one message that says what, where, what is allowed and how to fix it."""
 
 from __future__ import annotations
 

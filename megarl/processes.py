@@ -103,7 +103,7 @@ def nvidia_devices(root: Path = Path("/dev")) -> int:
 def oom_kills(root: Path = Path("/")) -> int:
     """How often the kernel's out-of-memory killer struck: on this machine since boot and in this memory cgroup.
 
-    Only a difference means something. A container's own limit may show in the cgroup alone (`memory.events` of
+    Only a difference means something. A container's own limit may show in the cgroup only (`memory.events` of
     version 2, `memory.oom_control` of version 1). 0 where nothing says.
 
     Args:

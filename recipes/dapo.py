@@ -1,9 +1,12 @@
 """DAPO: GRPO that samples until every group carries signal; clip-higher, token-mean loss, soft overlong penalty, no KL.
 
-rollout -> reward_submit -> reward -> dynamic_sampling -> [filter] -> [overlong] -> [kl_in_reward] -> advantage -.
-   ^                                        |                  |-> [old_logp -> rollout_correction] ---^          v
-   '------------- more prompts -------------'                  '-> [ref_logp], [teacher_logp],         |     actor_train
-      (inside the node, until the batch is full)                   [greedy_rollout] -------------------'
+rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] ---> [kl_in_reward] -> advantage -> actor_train
+   ^                                        |     |  |-> [filter] ---------^                 ^
+   '------------- more prompts -------------'     |  |-> [old_logp] -------^                 |
+      (inside the node, until the batch is full)  |  '-> [ref_logp] -------^                 |
+                                                  '-> [teacher_logp], [greedy_rollout] ------'
+
+[rollout_correction] comes after [filter] and [old_logp], and before advantage.
 """
 
 from __future__ import annotations

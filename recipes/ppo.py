@@ -1,8 +1,8 @@
 """PPO: a critic's values, GAE advantages, KL to the reference inside the reward, actor and critic updates.
 
-rollout -> reward_submit -> reward -> [kl_in_reward] -> advantage -> actor_train -> critic_train
-       \\-> value ---------/
-       \\-> old_logp, ref_logp
+rollout -> reward_submit -> reward -> [overlong] -> [kl_in_reward] -> advantage -> actor_train
+       \\-> [old_logp], [ref_logp] --------------------/                /       \\-> critic_train
+       \\-> value -----------------------------------------------------/
 """
 
 from __future__ import annotations

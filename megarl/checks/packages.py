@@ -9,7 +9,7 @@ from megarl.config.run import RunConfig
 
 
 def check_packages(config: RunConfig, checks: Checklist, launcher: str | None, job: str) -> None:
-    """What launcher, tracking, rewards and data files need besides the packages that every run needs."""
+    """What launcher, tracking, rewards and data files need in addition to the packages that every run needs."""
     sources = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     tables = next((key for key, names in sources.items() if any(n.endswith(".parquet") for n in names)), None)
     if launcher == "ray":

@@ -33,7 +33,10 @@ def check_reference(text: str, key: str) -> ast.Module | None:
         tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     except SyntaxError as error:
         raise ConfigError(
-            f"{file}:{error.lineno}: the file is not valid Python ({error.msg})", where=key, found=text, fix="mend it"
+            f"{file}:{error.lineno}: the file is not valid Python ({error.msg})",
+            where=key,
+            found=text,
+            fix="correct the file",
         ) from error
     names = _top_level_names(tree)
     top = function.partition(".")[0]

@@ -110,7 +110,7 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
                 name,
                 key,
                 "the full KL needs both distributions of every token, and a pipeline has the log-probs of the sampled "
-                "tokens alone",
+                "tokens only",
                 found=estimator,
                 allowed=[*KL.names(), "file.py:fn", "pkg.mod:fn"],
                 fix=f"set {key}=low_var_kl; the full KL is the function megarl.algorithms.kl.full_kl",

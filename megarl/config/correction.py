@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -193,8 +193,3 @@ def gap_source(config: RunConfig) -> str:
     rollout = config.rollout
     age = f", weights {rollout.stale_steps} steps old" if rollout.stale_steps else ""
     return f"{rollout.engine} engine {config.rollout_dtype}{age} -> trainer {config.model.dtype}"
-
-
-def knob_names() -> list[str]:
-    """Names of the knobs, for tests and documentation."""
-    return [field.name for field in fields(Knobs)]

@@ -1,4 +1,4 @@
-"""Advantage of the best sample alone (pass@k)."""
+"""Advantage of the best sample only (pass@k)."""
 
 from __future__ import annotations
 
