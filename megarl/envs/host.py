@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import math
 import threading
+import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,10 +19,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.envs.protocol import Action, Environment, Step
+from megarl.errors import MegarlError
 from megarl.phase import beat
 
 _BEAT_EVERY_S = 1.0
 _THREADS = 16
+#: What an environment may raise without ending more than its episode.
+_CONTAINED = (Exception, SystemExit, asyncio.CancelledError)
+_Outcome = tuple[Any, BaseException | None]
+#: Names of metrics `env/<name>` that every run has.
+_TAKEN = ("cut", "errors", "turns/max", "turns/mean")
+
+
+class HostError(MegarlError):
+    """No episode can be answered any more; the message names the environment."""
 
 
 @dataclass
@@ -46,25 +57,26 @@ class Host:
     Args:
         kind: the environment.
         settings: its validated keys.
+        answer_s: seconds that one call of an environment may take; None: any.
 
     Raises:
         Exception: whatever `kind.open` raises.
     """
 
-    def __init__(self, kind: type[Environment], settings: Any) -> None:
-        self._kind, self._settings = kind, settings
+    def __init__(self, kind: type[Environment], settings: Any, answer_s: float | None = None) -> None:
+        self._kind, self._settings, self._answer_s = kind, settings, answer_s
         self._shared = kind.open(settings)
         self._episodes: dict[int, Environment] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "environment")
+        self._free = asyncio.Semaphore(_THREADS)  # a call waits here, not in the pool, so its time begins with it
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
+        self._looped_at = time.monotonic()
+        self._looping = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
+        self._looping.start()
 
     def reset(self, rows: Mapping[int, tuple[dict[str, Any], int]]) -> dict[int, Reply]:
         """Begin episodes: number -> (row, seed). Their first observations."""
-        for number in rows:
-            self._episodes[number] = self._kind(self._settings, self._shared)
-        calls = {number: self._reset(number, *rows[number]) for number in rows}
-        return self._all(calls)
+        return self._all({number: self._reset(number, *rows[number]) for number in rows})
 
     def step(self, actions: Mapping[int, Action]) -> dict[int, Reply]:
         """Answers to a turn of each of these episodes."""
@@ -85,6 +97,7 @@ class Host:
         async def gather() -> list[Reply]:
             return list(await asyncio.gather(*calls.values()))
 
+        self._looped_at = time.monotonic()
         work: Future[list[Reply]] = asyncio.run_coroutine_threadsafe(gather(), self._loop)
         while True:
             try:
@@ -92,10 +105,35 @@ class Host:
             except FutureTimeout:
                 if work.done():
                     raise
+                self._check_loop()
                 beat()
+
+    def _check_loop(self) -> None:
+        """Refuse to wait for coroutines that nobody runs.
+
+        Raises:
+            HostError: their thread is over, or one of them does not give it back.
+        """
+        if not self._looping.is_alive():
+            raise HostError(
+                f"env.name: the thread of the environment {self._kind.__qualname__} is over, so nothing answers\n"
+                "  found:   a coroutine or method that raised KeyboardInterrupt or stopped the event loop\n"
+                "  fix:     raise an Exception instead"
+            )
+        if self._answer_s is not None and time.monotonic() - self._looped_at > self._answer_s:
+            raise HostError(
+                f"env.name: a coroutine of the environment {self._kind.__qualname__} blocks all others\n"
+                f"  found:   no await for more than {self._answer_s:g} s\n"
+                "  fix:     await what it waits for, or make it a plain method, which runs in a thread"
+            )
+        self._loop.call_soon_threadsafe(self._note_turn)
+
+    def _note_turn(self) -> None:
+        self._looped_at = time.monotonic()
 
     async def _reset(self, number: int, row: dict[str, Any], seed: int) -> Reply:
         async def call() -> Reply:
+            self._episodes[number] = await self._call(self._kind, self._settings, self._shared)
             return Reply(_plain_observation(await self._call(self._episodes[number].reset, row, seed)))
 
         return await _guarded("reset", call)
@@ -108,9 +146,47 @@ class Host:
 
     async def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
         if inspect.iscoroutinefunction(method):
-            return await method(*arguments)
-        result = await self._loop.run_in_executor(self._threads, method, *arguments)
-        return await result if inspect.isawaitable(result) else result
+            return await self._in_time(_settled(method(*arguments)))
+        async with self._free:
+            try:
+                work = self._loop.run_in_executor(self._threads, _contained, method, arguments)
+                result = await self._in_time(work)
+            except _Late:
+                self._threads.shutdown(wait=False)  # one of its threads is lost; what runs in the others goes on
+                self._threads = ThreadPoolExecutor(_THREADS, "environment")
+                raise
+        return await self._in_time(_settled(result)) if inspect.isawaitable(result) else result
+
+    async def _in_time(self, work: Awaitable[_Outcome]) -> Any:
+        """What `work` comes to within `answer_s`; later it is given up, whether it heeds that or not."""
+        task = asyncio.ensure_future(work)
+        done, _ = await asyncio.wait({task}, timeout=self._answer_s)
+        if not done:
+            task.cancel()
+            raise _Late(f"gave no answer within {self._answer_s:g} s")
+        result, error = task.result()
+        if error is not None:
+            raise error
+        return result
+
+
+def _contained(method: Callable[..., Any], arguments: tuple[Any, ...]) -> _Outcome:
+    """What a plain method returns or raises. A coroutine cannot raise StopIteration again: it becomes another error."""
+    try:
+        return method(*arguments), None
+    except StopIteration as error:
+        text = f"StopIteration: {error}".rstrip(": ")
+        return None, RuntimeError(text).with_traceback(error.__traceback__)
+    except _CONTAINED as error:
+        return None, error
+
+
+async def _settled(work: Awaitable[Any]) -> _Outcome:
+    """What a coroutine returns or raises; a SystemExit that leaves a task would end the thread of all."""
+    try:
+        return await work, None
+    except _CONTAINED as error:
+        return None, error
 
 
 async def _guarded(what: str, call: Callable[[], Awaitable[Reply]]) -> Reply:
@@ -118,7 +194,7 @@ async def _guarded(what: str, call: Callable[[], Awaitable[Reply]]) -> Reply:
         return await call()
     except _Refused as error:
         return Reply(error=f"{what} {error}")
-    except Exception as error:
+    except _CONTAINED as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         text = f"{what} raised {type(error).__name__}: {error}".rstrip(": ")
         return Reply(error=f"{text} ({frame.filename}:{frame.lineno}: {frame.line})")
@@ -128,6 +204,10 @@ class _Refused(Exception):
     """The environment returned something that is no answer."""
 
 
+class _Late(_Refused):
+    """It returned nothing in time."""
+
+
 def _reply_of(value: Any) -> Reply:
     if not isinstance(value, tuple) or len(value) != len(Step._fields):
         raise _Refused(f"returned {value!r:.80}; allowed: Step(observation, reward, done, info)")
@@ -135,6 +215,8 @@ def _reply_of(value: Any) -> Reply:
     if isinstance(reward, str | bytes) or not hasattr(reward, "__float__") or not math.isfinite(float(reward)):
         raise _Refused(f"returned the reward {reward!r:.80}, which is not a finite number")
     numbers = {str(name): float(number) for name, number in dict(info).items()}
+    if taken := sorted(set(numbers) & set(_TAKEN)):
+        raise _Refused(f"returned the info {taken[0]!r}; allowed: names other than {', '.join(_TAKEN)}")
     if not all(map(math.isfinite, numbers.values())):
         raise _Refused(f"returned the info {numbers}; allowed: finite numbers")
     observation = None if done else _plain_observation(observation)

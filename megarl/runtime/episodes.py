@@ -64,7 +64,8 @@ def build_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout
         written = chat_renderer(tokenizer, data.override_chat_template, tools)
         render = lambda messages: written(messages, Row({}, "messages of the environment", 0))  # noqa: E731
     turns = Turns(tokenizer, render, [tokenizer.eos_token_id, *config.rollout.sampling.stop_token_ids])
-    return Episodes(kind.scores, tools, turns, Host(kind, settings) if layout.is_lead else None)
+    host = Host(kind, settings, config.cluster.timeout_s / 2) if layout.is_lead else None
+    return Episodes(kind.scores, tools, turns, host)
 
 
 def play(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]) -> Batch:

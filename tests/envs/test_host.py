@@ -1,0 +1,124 @@
+"""What an environment may do without keeping the run waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from megarl.envs import Action, Environment, Step
+from megarl.envs.host import Host, HostError, _reply_of
+
+ACTION = Action("1", "1", [1], "stop", 0)
+
+
+class Rude(Environment):
+    """Ends in the way that its row says."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> Any:
+        self.how = row["how"]
+
+    def step(self, action: Action) -> Any:
+        if self.how == "coroutine exits":
+            return self._exit()
+        if self.how == "fine":
+            return Step(done=True)
+        if self.how == "late":
+            time.sleep(1.0)
+        if self.how == "hangs":
+            return asyncio.sleep(60)
+        raise {"stops": StopIteration(3), "exits": SystemExit(3), "cancelled": asyncio.CancelledError()}.get(
+            self.how, TimeoutError("its own")
+        )
+
+    async def _exit(self) -> Any:
+        raise SystemExit(4)
+
+
+@pytest.fixture
+def host():
+    """host(kind, answer_s) -> a host that is closed after the test."""
+    hosts: list[Host] = []
+
+    def make(kind: type[Environment], answer_s: float | None = None) -> Host:
+        hosts.append(Host(kind, kind.Settings(), answer_s))
+        return hosts[-1]
+
+    yield make
+    for one in hosts:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [
+        ("stops", "step (turn 0) raised RuntimeError: StopIteration: 3 ("),
+        ("exits", "step (turn 0) raised SystemExit: 3 ("),
+        ("coroutine exits", "step (turn 0) raised SystemExit: 4 ("),
+        ("cancelled", "step (turn 0) raised CancelledError ("),
+        ("own timeout", "step (turn 0) raised TimeoutError: its own ("),
+        ("late", "step (turn 0) gave no answer within 0.3 s"),
+        ("hangs", "step (turn 0) gave no answer within 0.3 s"),
+    ],
+)
+def test_whatever_it_does_is_its_episodes_error_and_others_go_on(host, how, error):
+    mine = host(Rude, 0.3)
+    mine.reset({0: ({"how": how}, 0), 1: ({"how": "fine"}, 0)})
+    replies = mine.step({0: ACTION, 1: ACTION})
+    assert replies[0].error.startswith(error)
+    assert "gave no" in error or "test_host.py" in replies[0].error
+    assert replies[1].done
+    assert mine.step({1: ACTION})[1].done
+
+
+def test_calls_that_wait_for_a_thread_are_not_late(host):
+    class Slow(Environment):
+        """Takes most of its time."""
+
+        def step(self, action: Action) -> Step:
+            time.sleep(0.2)
+            return Step(done=True)
+
+    mine = host(Slow, 0.5)
+    mine.reset({number: ({}, 0) for number in range(64)})
+    assert all(reply.done for reply in mine.step(dict.fromkeys(range(64), ACTION)).values())
+
+
+def test_an_object_that_cannot_be_made_is_an_error_of_reset(host):
+    class Broken(Environment):
+        """Cannot be made."""
+
+        def __init__(self, settings: Any, shared: Any) -> None:
+            raise ValueError("no state")
+
+    assert host(Broken).reset({0: ({}, 0)})[0].error.startswith("reset raised ValueError: no state (")
+
+
+class Ends(Environment):
+    """Ends the thread of all environments, or keeps it."""
+
+    def reset(self, row: dict[str, Any], seed: int) -> Any:
+        self.seconds = row["seconds"]
+
+    async def step(self, action: Action) -> Step:
+        if self.seconds:
+            time.sleep(self.seconds)
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(60)
+        return Step(done=True)
+
+
+@pytest.mark.parametrize(("seconds", "message"), [(0, "the thread of .*Ends is over"), (2.5, "Ends blocks all others")])
+def test_a_loop_that_is_gone_or_blocked_ends_the_run(host, seconds, message):
+    mine = host(Ends, 0.5 if seconds else None)
+    mine.reset({0: ({"seconds": seconds}, 0)})
+    with pytest.raises(HostError, match=rf"env.name: .*{message}[\s\S]*fix:"):
+        mine.step({0: ACTION})
+
+
+@pytest.mark.parametrize("name", ["errors", "cut", "turns/mean", "turns/max"])
+def test_info_may_not_hide_the_metrics_of_every_run(name):
+    with pytest.raises(Exception, match=f"returned the info '{name}'; allowed: names other than cut, errors"):
+        _reply_of(Step(done=True, info={name: 1.0}))
