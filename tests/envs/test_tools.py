@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megarl.envs import Action
 from megarl.envs.host import Host
 from megarl.envs.preflight import check_environment
 from megarl.envs.registry import load_environment
+from megarl.envs.tools import Tools, ToolSettings
 from megarl.envs.tools.functions import load_tools
 from megarl.envs.tools.parsers import PARSERS, Call
 from megarl.envs.tools.schema import tool_of
@@ -89,6 +91,9 @@ def test_calls_are_read_in_the_models_formats(parser, text, calls):
     assert PARSERS[parser](text) == calls
 
 
+DEEP = '{"a":' * 100_000
+
+
 @pytest.mark.parametrize(
     ("parser", "text", "error"),
     [
@@ -99,6 +104,13 @@ def test_calls_are_read_in_the_models_formats(parser, text, calls):
         ("llama3", '{"name": "add", ', "not valid JSON"),
         ("llama3", "<|python_tag|>import os", "name.call"),
         ("llama3", "<|python_tag|>add.call(os.name)", "name.call"),
+        ("qwen", f"<tool_call>{'[' * 100_000}</tool_call>", "not valid JSON"),
+        ("qwen", f"<tool_call>{json.dumps({'name': 'add', 'arguments': DEEP})}</tool_call>", "is a JSON object"),
+        ("llama3", '{"name": "add", "parameters": ' + DEEP, "not valid JSON"),
+        ("llama3", f"<|python_tag|>add.call(a={'-' * 100_000}1)", "name.call"),
+        ("llama3", f"<|python_tag|>add.call(a={'(' * 1000})", "name.call"),
+        ("llama3", "<|python_tag|>add.call(a={[]: 1})", "name.call"),
+        ("llama3", "<|python_tag|>add.call(a={{}, 1})", "name.call"),
     ],
 )
 def test_malformed_calls_say_what_is_wrong(parser, text, error):
@@ -160,6 +172,17 @@ def test_what_goes_wrong_is_told_to_the_model_and_the_next_call_works(answer, as
     assert error in said[0]
     assert said[1] == "b"
     assert info == {"tool_calls": 2.0, "tool_errors": 1.0}
+
+
+def test_text_that_no_process_or_tokenizer_takes_is_answered():
+    shared = SimpleNamespace(names=["echo"], call=lambda name, arguments: (arguments["text"], False))
+    mine = Tools(ToolSettings(tools=["a.py:echo"]), shared)
+    deep: Any = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert mine._run(Call("echo", {"a": deep})) == ("error: the arguments are nested more than 100 levels deep", True)
+    half = '<tool_call>{"name": "echo", "arguments": {"text": "a\\ud800b"}}</tool_call>'
+    assert mine.step(Action(half, half, [1], "stop", 0)).observation == [{"role": "tool", "content": "a?b"}]
 
 
 def test_a_missing_tool_is_found_before_the_run():

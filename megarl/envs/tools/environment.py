@@ -17,6 +17,8 @@ from megarl.envs.tools.functions import Functions, load_tools
 from megarl.envs.tools.parsers import PARSERS, Call
 from megarl.errors import ConfigError
 
+_DEPTH = 100
+
 
 class ToolSettings(EnvSettings):
     """Keys of the section `env` for tool use."""
@@ -60,7 +62,7 @@ class Tools(Environment):
         if not calls:
             return Step(done=True)
         answers = [self._run(call) for call in calls]
-        messages = [{"role": "tool", "content": text[: self.settings.max_chars]} for text, _ in answers]
+        messages = [{"role": "tool", "content": _encodable(text[: self.settings.max_chars])} for text, _ in answers]
         failed = sum(bad for _, bad in answers)
         return Step(messages, info={"tool_calls": float(len(calls)), "tool_errors": float(failed)})
 
@@ -69,5 +71,27 @@ class Tools(Environment):
             return f"error: {call.error}", True
         if call.name not in self.shared.names:
             return f"error: there is no tool {call.name!r}; there are {', '.join(self.shared.names)}", True
+        if _is_deep(call.arguments):
+            return f"error: the arguments are nested more than {_DEPTH} levels deep", True
         result: tuple[str, bool] = self.shared.call(call.name, call.arguments)
         return result
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether `value` has more levels than are sent to another process, which recurses over them."""
+    level = [value]
+    for _ in range(_DEPTH):
+        inner = [[*item, *item.values()] if isinstance(item, dict) else item for item in level if _is_nest(item)]
+        level = [value for values in inner for value in values]
+        if not level:
+            return False
+    return any(map(_is_nest, level))
+
+
+def _is_nest(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple | set)
+
+
+def _encodable(text: str) -> str:
+    """Text without halves of surrogate pairs, which JSON can spell and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()

@@ -16,6 +16,8 @@ from typing import Any
 
 _TAG = "<|python_tag|>"
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+#: What text of a policy can make Python's parsers raise: wrong, nested too deep, too large, unhashable keys.
+_UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError)
 _SPECIAL = re.compile(r"<\|(?!python_tag)[^|<>]*\|>")
 
 
@@ -57,7 +59,7 @@ def parse_llama3(text: str) -> list[Call]:
     while body:
         try:
             value, end = decoder.raw_decode(body)
-        except ValueError as error:
+        except _UNREADABLE as error:
             return [*calls, Call(error=f"the call is not valid JSON ({error})")]
         calls.append(_checked(value, "parameters"))
         body = body[end:].lstrip().removeprefix(";").lstrip()
@@ -71,7 +73,7 @@ PARSERS: dict[str, Callable[[str], list[Call]]] = {"qwen": parse_qwen, "qwen25":
 def _from_json(body: str, key: str) -> Call:
     try:
         return _checked(json.loads(body), key)
-    except (ValueError, RecursionError) as error:
+    except _UNREADABLE as error:
         return Call(error=f"the call is not valid JSON ({error})")
 
 
@@ -83,7 +85,7 @@ def _checked(value: Any, key: str) -> Call:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except _UNREADABLE:
             arguments = None
     if not isinstance(arguments, dict):
         return Call(error=f'"{key}" is a JSON object')
@@ -95,7 +97,7 @@ def _from_python(body: str) -> Call:
     wrong = Call(error="a call has the form name.call(argument=value)")
     try:
         node = ast.parse(body, mode="eval").body
-    except (SyntaxError, ValueError):
+    except _UNREADABLE:
         return wrong
     if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
         return wrong
@@ -104,5 +106,5 @@ def _from_python(body: str) -> Call:
         return wrong
     try:
         return Call(target.id, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
-    except ValueError:
+    except _UNREADABLE:
         return wrong
