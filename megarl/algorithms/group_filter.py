@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 
-def group_filter(metric: Tensor, uid: Sequence[Hashable]) -> Tensor:
+def live_rows(mask: Tensor, offsets: Tensor) -> Tensor:
+    """bool [B]: samples with a token that is trained on; an episode whose environment failed has none.
+
+    Args:
+        mask: bool [N].
+        offsets: int64 [B + 1].
+
+    >>> live_rows(torch.tensor([False, True, False]), torch.tensor([0, 2, 3])).tolist()
+    [True, False]
+    """
+    before = torch.cat([offsets.new_zeros(1), mask.cumsum(0)])
+    return before[offsets[1:]] > before[offsets[:-1]]
+
+
+def group_filter(metric: Tensor, uid: Sequence[Hashable], *, live: Tensor | None = None) -> Tensor:
     """bool [B]: samples whose group's metric varies (DAPO's dynamic sampling).
 
     Variation is tested on the values themselves (for a 0/1 metric: 0 < successes < G), never on a rounded variance.
@@ -16,6 +31,7 @@ def group_filter(metric: Tensor, uid: Sequence[Hashable]) -> Tensor:
     Args:
         metric: float [B], usually the score.
         uid: B group names.
+        live: bool [B], samples whose metric counts; None: all.
 
     Source: DAPO (arXiv 2503.14476), section 3.2.
 
@@ -24,13 +40,20 @@ def group_filter(metric: Tensor, uid: Sequence[Hashable]) -> Tensor:
     """
     index, groups = _numbers(uid, metric)
     values = metric.double()
-    least = values.new_zeros(groups).scatter_reduce(0, index, values, "amin", include_self=False)
-    most = values.new_zeros(groups).scatter_reduce(0, index, values, "amax", include_self=False)
+    low = values if live is None else values.masked_fill(~live, math.inf)
+    high = values if live is None else values.masked_fill(~live, -math.inf)
+    least = values.new_zeros(groups).scatter_reduce(0, index, low, "amin", include_self=False)
+    most = values.new_zeros(groups).scatter_reduce(0, index, high, "amax", include_self=False)
     return (least < most)[index]
 
 
 def accuracy_filter(
-    metric: Tensor, uid: Sequence[Hashable], *, low: float | None = None, high: float | None = None
+    metric: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    live: Tensor | None = None,
 ) -> Tensor:
     """bool [B]: samples of groups with low <= mean metric <= high.
 
@@ -42,13 +65,15 @@ def accuracy_filter(
         uid: B group names.
         low: smallest group mean to keep; None: no bound.
         high: largest group mean to keep; None: no bound.
+        live: bool [B], samples whose metric counts; None: all. A group without any is kept: it has no mean.
 
     >>> accuracy_filter(torch.tensor([1.0, 1.0, 0.0, 1.0]), ["a", "a", "b", "b"], high=0.9).tolist()
     [False, False, True, True]
     """
     index, groups = _numbers(uid, metric)
-    total = metric.new_zeros(groups, dtype=torch.float64).index_add_(0, index, metric.double())
-    size = torch.bincount(index, minlength=groups).double()
+    values = metric.double() if live is None else metric.double().masked_fill(~live, 0.0)
+    total = metric.new_zeros(groups, dtype=torch.float64).index_add_(0, index, values)
+    size = torch.bincount(index if live is None else index[live], minlength=groups).double()
     slack = 1e-9 * size
     keep = torch.ones(groups, dtype=torch.bool, device=metric.device)
     if low is not None:

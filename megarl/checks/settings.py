@@ -54,7 +54,7 @@ def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 
 def _check_aggregation(config: RunConfig, checks: Checklist) -> None:
-    loss = config.algorithm.loss
+    loss, longest = config.algorithm.loss, config.response_tokens(config.rollout.sampling)
     if loss.aggregation == "seq-mean-token-sum-norm" and loss.sum_norm is None:
         checks.fail(
             "aggregation",
@@ -62,7 +62,7 @@ def _check_aggregation(config: RunConfig, checks: Checklist) -> None:
             "seq-mean-token-sum-norm divides by a constant that is not given",
             found="null",
             allowed="number > 0",
-            fix=f"set algorithm.loss.sum_norm={config.rollout.sampling.max_new_tokens} (the response length limit)",
+            fix=f"set algorithm.loss.sum_norm={longest} (the response length limit)",
         )
     elif loss.sum_norm is not None and loss.aggregation != "seq-mean-token-sum-norm":
         checks.warn(
@@ -76,6 +76,7 @@ def _check_aggregation(config: RunConfig, checks: Checklist) -> None:
 
 def _check_dapo(config: RunConfig, checks: Checklist) -> None:
     algorithm, sampling = config.algorithm, config.rollout.sampling
+    longest = config.response_tokens(sampling)
     if algorithm.dynamic_sampling.enabled and sampling.n < 2:
         checks.fail(
             "dynamic sampling",
@@ -86,14 +87,14 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
             fix="set rollout.sampling.n=8",
         )
     buffer = algorithm.overlong.buffer_tokens
-    if buffer is not None and buffer >= sampling.max_new_tokens:
+    if buffer is not None and buffer >= longest:
         checks.fail(
             "overlong penalty",
             "algorithm.overlong.buffer_tokens",
-            f"the penalty zone is as long as the longest response ({sampling.max_new_tokens} tokens)",
+            f"the penalty zone is as long as the longest response ({longest} tokens)",
             found=buffer,
-            allowed=f"whole number from 1 to {sampling.max_new_tokens - 1}",
-            fix=f"set algorithm.overlong.buffer_tokens={max(1, sampling.max_new_tokens // 4)}",
+            allowed=f"whole number from 1 to {longest - 1}",
+            fix=f"set algorithm.overlong.buffer_tokens={max(1, longest // 4)}",
         )
 
 

@@ -128,7 +128,8 @@ def record_episodes(c: Controller, samples: Batch) -> None:
     turns = samples["turn_ends"].lengths[good]
     m.mean("env/turns/mean", float(turns.sum()), len(good))
     m.max("env/turns/max", float(turns.max()))
-    m.mean("env/cut", sum(samples["ended_by"][place] != "done" for place in good), len(good))
+    ends = [(samples["ended_by"][place], samples["finish_reason"][place]) for place in good]
+    m.mean("env/cut", sum(by != "done" or reason == "length" for by, reason in ends), len(good))
     infos = [samples["env_info"][place] for place in good]
     for name in sorted({name for info in infos for name in info}):
         m.mean(f"env/{name}", sum(info.get(name, 0.0) for info in infos), len(good))

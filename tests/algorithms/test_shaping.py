@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,12 @@ from hypothesis import strategies as st
 
 from megarl.algorithms.group_filter import accuracy_filter, group_filter, score_histogram, truncated_filter
 from megarl.algorithms.overlong import overlong_penalty
+from megarl.config.run import RunConfig
+from megarl.data.batch import Batch, Jagged
+from megarl.metrics import Metrics
+from megarl.runtime.episodes import record_episodes
+from megarl.runtime.stages.sampling import _signal
+from megarl.runtime.stages.shaping import filter_samples, overlong
 
 
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(1, 40), st.floats(0.1, 3))
@@ -46,6 +53,58 @@ def test_accuracy_filter_keeps_exactly_the_groups_inside_its_bounds(rows, low, h
         above = low is None or mean >= Fraction(str(low))
         expected.append(above and (high is None or mean <= Fraction(str(high))))
     assert accuracy_filter(torch.tensor(metric).float(), uid, low=low, high=high).tolist() == expected
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from([0.0, 0.3, 1.0]), st.booleans()), min_size=1),
+    st.sampled_from([None, 0.3]),
+    st.sampled_from([None, 0.7]),
+)
+def test_samples_that_do_not_count_change_no_group(rows, low, high):
+    uid, metric, live = [u for u, _, _ in rows], torch.tensor([x for _, x, _ in rows]), [on for _, _, on in rows]
+    places = [place for place, on in enumerate(live) if on]
+    mine, names, on = metric[places], [uid[place] for place in places], torch.tensor(live)
+    assert group_filter(metric, uid, live=on)[places].tolist() == group_filter(mine, names).tolist()
+    found = accuracy_filter(metric, uid, low=low, high=high, live=on)
+    assert found[places].tolist() == accuracy_filter(mine, names, low=low, high=high).tolist()
+
+
+def case(**sections):
+    """As much of a controller as stages of this file use."""
+    env = {"name": "game.py:Game", "on_error": "mark"}
+    rollout = {"sampling": {"n": 2, "max_new_tokens": 4}, "limits": {"tokens": 10}}
+    config = RunConfig.model_validate({"name": "r", "env": env, "rollout": rollout, **sections})
+    return SimpleNamespace(config=config, metrics=Metrics())
+
+
+def jagged(*rows):
+    return Jagged.from_list([list(row) for row in rows], dtype=torch.bool)
+
+
+def test_failed_episodes_are_no_signal_and_lower_no_mean():
+    mask = jagged([1], [0, 0], [1], [0, 1])
+    batch = Batch({"response_mask": mask, "score": torch.tensor([1.0, 0.0, 1.0, 0.0])})
+    batch.set("uid", list("aabb"))
+    batch.set("finish_reason", ["stop"] * 4)
+    assert _signal(case(), batch, []) == [False, True]
+    kept = filter_samples(case(algorithm={"filter": {"low": 0.8}}), batch)["response_mask"]
+    assert kept.values.tolist() == [True, False, False, False, False, False]
+
+
+def test_episodes_whose_last_turn_was_cut_count_as_cut():
+    c, batch = case(), Batch({"turn_ends": Jagged.from_list([[1]] * 4, dtype=torch.int64)})
+    batch.set("ended_by", ["done", "done", "turns", "error"])
+    batch.set("finish_reason", ["stop", "length", "stop", "stop"])
+    batch.set("env_error", ["", "", "", "no state"])
+    batch.set("env_info", [{}] * 4)
+    record_episodes(c, batch)
+    assert c.metrics.result()["env/cut"] == 2 / 3
+
+
+def test_the_penalty_begins_near_the_limit_of_all_turns():
+    rewards = Jagged.from_list([[0.0] * 4, [0.0] * 9], dtype=torch.float32)
+    samples = overlong(case(algorithm={"overlong": {"buffer_tokens": 2}}), Batch({"token_rewards": rewards}))
+    assert samples["token_rewards"].values.tolist() == [0.0] * 12 + [-0.5]
 
 
 def test_bounds_are_inclusive_in_spite_of_rounding():

@@ -25,6 +25,16 @@ def estimator(name: str) -> list[str]:
             "algorithm.pipeline",
             ["remax", "greedy rollout"],
         ),
+        (
+            ["algorithm.advantage.name=remax", "env={name: game.py:Game}"],
+            "algorithm.advantage.name",
+            ["remax", "an observation of its own", "env.name=game.py:Game"],
+        ),
+        (
+            ["algorithm.overlong.buffer_tokens=9", "env={name: game.py:Game}", "rollout.limits.tokens=9"],
+            "algorithm.overlong.buffer_tokens",
+            ["longest response (9 tokens)"],
+        ),
         ([GDPO], "algorithm.advantage.parts", ["none is named"]),
         ([GDPO, PARTS], "algorithm.advantage.parts", ["exact_match returns one number", "'right'"]),
         ([GDPO, PARTS, "algorithm.kl.use=reward"], "algorithm.kl.use", ["penalty", "none or loss"]),

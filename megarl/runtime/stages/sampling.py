@@ -11,8 +11,14 @@ from megarl.runtime.stages.logprob import DRAWN_LOGP, DRAWN_SUM
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
+
+
+def _of_turns(config: RunConfig) -> list[str]:
+    """What tells episodes whose environment failed."""
+    return ["response_mask"] if config.has_turns else []
 
 
 class NoSignalError(MegarlError):
@@ -21,6 +27,7 @@ class NoSignalError(MegarlError):
 
 @stage(
     reads=["score", "uid"],
+    needs=_of_turns,
     optional=["prompt_ids", "response_ids"],  # of groups that wait for the next step
     writes=[],
     may_write=[DRAWN_LOGP, DRAWN_SUM],
@@ -68,10 +75,13 @@ def dynamic_sampling(c: Controller, samples: Batch, more: Callable[[], Batch]) -
 
 def _signal(c: Controller, samples: Batch, seen: list[list[float]]) -> list[bool]:
     """Which groups vary in their score; adds the scores of this rank's groups to `seen`."""
-    from megarl.algorithms.group_filter import group_filter
+    from megarl.algorithms.group_filter import group_filter, live_rows
 
-    n = c.config.rollout.sampling.n
-    keep = group_filter(samples["score"], samples["uid"])[::n].tolist()
+    n, live = c.config.rollout.sampling.n, None
+    if c.config.has_turns:
+        mask = samples["response_mask"]
+        live = live_rows(mask.values, mask.offsets)
+    keep = group_filter(samples["score"], samples["uid"], live=live)[::n].tolist()
     c.metrics.mean("sampling/kept", sum(keep), len(keep))
     seen += samples["score"].view(-1, n).tolist()
     return keep

@@ -24,7 +24,7 @@ def overlong(c: Controller, samples: Batch) -> Batch:
     rewards = samples["token_rewards"]
     penalty = overlong_penalty(
         rewards.lengths,
-        max_length=c.config.rollout.sampling.max_new_tokens,
+        max_length=c.config.response_tokens(c.config.rollout.sampling),
         buffer=settings.buffer_tokens,
         factor=settings.factor,
     )
@@ -38,11 +38,12 @@ def overlong(c: Controller, samples: Batch) -> Batch:
 @stage(reads=["score", "uid", "finish_reason", "response_mask"], writes=["response_mask"], role=Role.ADVANTAGE)
 def filter_samples(c: Controller, samples: Batch) -> Batch:
     """Mask out the samples that `algorithm.filter` leaves out: they take no part in baselines, loss and its divisor."""
-    from megarl.algorithms.group_filter import accuracy_filter, truncated_filter
+    from megarl.algorithms.group_filter import accuracy_filter, live_rows, truncated_filter
     from megarl.algorithms.rows import Rows
 
     settings, mask = c.config.algorithm.filter, samples["response_mask"]
-    keep = accuracy_filter(samples["score"], samples["uid"], low=settings.low, high=settings.high)
+    live = live_rows(mask.values, mask.offsets) if c.config.has_turns else None
+    keep = accuracy_filter(samples["score"], samples["uid"], low=settings.low, high=settings.high, live=live)
     if settings.truncated:
         keep &= truncated_filter(samples["finish_reason"])
     rows = Rows.of(mask.values, mask.offsets)
