@@ -35,6 +35,7 @@ class _Worker:
                 [sys.executable, "-m", program, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # one group of its own, ended as a whole with what a function started
                 env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
             )
         self.conn = Connection(ours.detach())
@@ -54,8 +55,10 @@ class _Worker:
         self.conn.send(([samples[i] for i in chunk], stop_at_failure))
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """End the process and what it started, whatever they do."""
         self.conn.close()
+        with contextlib.suppress(OSError):  # nothing of its group is left
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.wait()
 

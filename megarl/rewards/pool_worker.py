@@ -28,7 +28,7 @@ def run(load: Callable[[dict[str, Any]], Work]) -> None:
     """Serve until the parent closes the connection, with what `load` makes of the parent's setup."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when it ends
     conn = Connection(int(sys.argv[1]))
     try:
         serve(conn, load)

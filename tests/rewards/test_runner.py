@@ -5,6 +5,7 @@ import sys
 import textwrap
 import time
 from collections import deque
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from megarl.rewards import build_reward, reward_metrics
 from megarl.rewards.pool import Pool
 
 HELPERS = """
-import ctypes, os, time, math, struct, sys
+import ctypes, os, time, math, struct, subprocess, sys
 
 def length(samples, scale=1.0):
     return [{"overall": scale * len(s["response"]), "words": float(len(s["response"].split()))} for s in samples]
@@ -54,6 +55,10 @@ def hang(sample):
     if sample["response"] == "bad":
         time.sleep(60)
     return 1
+
+def child(sample):
+    print(subprocess.Popen(["sleep", "60"]).pid, os.getpid(), file=open(sample["response"], "w"), flush=True)
+    time.sleep(60)
 
 def slow(sample):
     time.sleep(2.5 if sample["response"] == "bad" else 0.0)
@@ -363,3 +368,35 @@ def test_package_function(tmp_path, monkeypatch):
     (tmp_path / "scores_pkg.py").write_text("def f(samples):\n    return [True] * len(samples)\n")
     monkeypatch.chdir(tmp_path)
     assert run(config("scores_pkg:f", "batch", workers=1), samples("a")) == [{"overall": 1.0}]
+
+
+def _is_over(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+def _await_end(pids: list[int]) -> bool:
+    until = time.monotonic() + 10
+    while not all(map(_is_over, pids)) and time.monotonic() < until:
+        time.sleep(0.05)
+    return all(map(_is_over, pids))
+
+
+def test_what_a_function_started_ends_with_its_process(file, tmp_path):
+    note = tmp_path / "pids"
+    pool = Pool(f"{file}:child", "sequential", {}, 1, sample_limit_s=3)
+    pool.score(samples(str(note)), 60, True)
+    pool.close()
+    assert _await_end([int(pid) for pid in note.read_text().split()])
+
+
+def test_processes_end_with_their_parent(file):
+    code = (
+        "import os, signal\nfrom megarl.rewards.pool import Pool\n"
+        f"pool = Pool({f'{file}:die'!r}, 'sequential', {{}}, 1)\n"
+        "print(pool._workers[0].process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert _await_end([int(found.stdout)])
