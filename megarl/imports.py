@@ -50,7 +50,7 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
         raise UserError("this is not an import path", where=where, found=path, allowed=_FORMS)
     is_file = module_name.endswith(".py")
     try:
-        target: Any = _import_file(module_name) if is_file else _import_module(module_name)
+        target: Any = import_file(module_name) if is_file else import_module(module_name)
     except Exception as error:
         raise UserError(
             f"{'file' if is_file else 'module'} {module_name!r} does not import: {type(error).__name__}: {error}",
@@ -74,14 +74,15 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
     return target
 
 
-def _import_module(name: str) -> ModuleType:
+def import_module(name: str) -> ModuleType:
+    """The module `pkg.mod`, which may lie in the current folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a console script does not put it there, and workers have it
     return importlib.import_module(name)
 
 
-def _import_file(path: str) -> ModuleType:
+def import_file(path: str | Path) -> ModuleType:
     """The module of a file, which is run once however often it is asked for."""
     file = Path(path).expanduser().resolve()
     name = f"megarl_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"

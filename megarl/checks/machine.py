@@ -61,22 +61,9 @@ def check_machine(
     if gpu:
         device = device_memory(config, facts, dp, gpu=True, job=job, roles=roles)
         _check_device(config, device, machine, checks, starts)
-        if machine.has_gpu and starts:
-            _judge(
-                host_memory(config, facts, dp, gpu=True, job=job, roles=roles),
-                machine.memory,
-                _HOST,
-                checks,
-                refuse=False,
-            )
-    else:
-        _judge(
-            host_memory(config, facts, dp, gpu=False, job=job, roles=roles),
-            machine.memory,
-            _HOST,
-            checks,
-            refuse=starts,
-        )
+    if not gpu or (machine.has_gpu and starts):
+        host = host_memory(config, facts, dp, gpu=gpu, job=job, roles=roles)
+        _judge(host, machine.memory, _HOST, checks, refuse=starts and not gpu)
 
 
 _HOST = "this machine's memory"

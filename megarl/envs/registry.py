@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from pydantic import ValidationError
 from megarl.config.rollout import ON_ERROR, env_section
 from megarl.envs.protocol import Environment
 from megarl.errors import ConfigError, close_matches
+from megarl.imports import import_file, import_module
 
 #: The included environments.
 ENVIRONMENTS = {
@@ -75,11 +73,7 @@ def import_source(source: str, key: str) -> Any:
         ConfigError: at `key`: there is no such file, or importing it fails; the line is named.
     """
     try:
-        if source.endswith(".py"):
-            return _import_file(Path(source), key)
-        if os.getcwd() not in sys.path and "" not in sys.path:
-            sys.path.append(os.getcwd())  # a console script does not put it there
-        return importlib.import_module(source)
+        return import_file(_existing(source, key)) if source.endswith(".py") else import_module(source)
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's module raises
@@ -88,31 +82,16 @@ def import_source(source: str, key: str) -> Any:
         ) from error
 
 
-def _import_file(path: Path, key: str) -> Any:
+def _existing(source: str, key: str) -> Path:
+    path = Path(source)
     if not path.is_file():
         raise ConfigError(
             "there is no such file",
             where=key,
-            found=str(path),
+            found=source,
             fix=f"relative paths start at the current folder, {os.getcwd()}",
         )
-    path = path.resolve()
-    name = f"megarl_env_{path.stem}"
-    if name in sys.modules and sys.modules[name].__file__ == str(path):
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # helper modules beside the file
-    sys.modules[name] = module  # pydantic looks annotations up here
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    return path
 
 
 def _settings(name: str, kind: type[Environment], own: dict[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Admission:
-    """What admitted sequences need: (source, target) rows to copy all at once, and who is in which row anew.
+    """What admitted sequences need: (source, target) rows to copy all at once, and who is in which row now.
 
     Attributes:
         kept: (sequence, row) of those whose row was kept.
