@@ -11,7 +11,7 @@ import time
 
 from megarl.launchers.common import Job, Workers
 from megarl.processes import oom_kills
-from megarl.runtime.health import Failure, Watch, read_beat, read_errors, where_text
+from megarl.runtime.health import RankFailure, Watch, read_beat, read_errors, where_text
 
 POLL_S = 0.1
 SETTLE_S = 1.0  # after the first bad end: time for the others to show that they only lost a peer
@@ -57,7 +57,7 @@ def _settle(workers: Workers) -> dict[int, int]:
     return ended
 
 
-def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed: bool) -> Failure:
+def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed: bool) -> RankFailure:
     """The root cause: a rank that got SIGKILL, else the earliest error that is not just the loss of a peer.
 
     Other signals come after such errors: a communication library ends its process with SIGABRT when a peer is lost.
@@ -72,14 +72,14 @@ def first_failure(workers: Workers, job: Job, ended: dict[int, int], oom_killed:
     return (killed + by_time)[0]
 
 
-def _abrupt_end(rank: int, code: int, workers: Workers, job: Job, oom_killed: bool) -> Failure:
+def _abrupt_end(rank: int, code: int, workers: Workers, job: Job, oom_killed: bool) -> RankFailure:
     """Describe a rank that ended without a word, from its exit code and its last heartbeat."""
     beat = read_beat(job.run_dir, rank)
     message = f"was killed by signal {-code} ({_signal_name(-code)})" if code < 0 else f"ended with exit code {code}"
     message = workers.cause(rank) or message
     if code == -signal.SIGKILL and oom_killed:
         message += ": out of memory, the kernel ended it"
-    return Failure(
+    return RankFailure(
         rank=rank,
         phase=beat.phase if beat else "start",
         step=beat.step if beat else 0,
@@ -97,7 +97,7 @@ def _signal_name(number: int) -> str:
     return "unknown"
 
 
-def _report(failure: Failure, workers: Workers, job: Job, ended: dict[int, int]) -> None:
+def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, int]) -> None:
     for rank, other in read_errors(job.run_dir).items():
         if rank != failure.rank:
             job.log.record(f"rank {rank}", other.traceback)

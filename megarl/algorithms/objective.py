@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.algorithms.correction import Correction
     from megarl.algorithms.stats import AllSum
     from megarl.config.algorithm import AlgorithmConfig, PolicyLossConfig
-    from megarl.config.correction import Knobs
+    from megarl.config.correction import ResolvedCorrection
 
 #: Raw metric that holds a part's tokens or sequences, by which the gradient is divided when all are counted.
 DIVISOR = "_update/divisor"
@@ -74,12 +74,12 @@ class Objective:
     """
 
     algorithm: AlgorithmConfig
-    correction: Knobs
+    correction: ResolvedCorrection
     settings: PolicyLossConfig
     """`algorithm.loss`, or gpg for pg_is: that is gpg with the weights of the correction of the micro-batch."""
 
     @classmethod
-    def of(cls, algorithm: AlgorithmConfig, correction: Knobs) -> Objective:
+    def of(cls, algorithm: AlgorithmConfig, correction: ResolvedCorrection) -> Objective:
         """The objective of a recipe's sections `algorithm` and `rollout_correction`."""
         return cls(algorithm, correction, algorithm.loss.of("gpg") if correction.loss == "pg" else algorithm.loss)
 

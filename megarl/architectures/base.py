@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.architectures.tensors import Rule
+from megarl.architectures.tensors import WeightRule
 
 #: refuse(key, value found, what is allowed, what is wrong): raises a ConfigError that names the key.
 Refuse = Callable[..., None]
@@ -40,7 +40,7 @@ class Architecture:
     keys: dict[str, Any]
     null: tuple[str, ...]
     windows: Literal["none", "all", "all_if_used", "chosen"]
-    tensors: tuple[Rule, ...]
+    tensors: tuple[WeightRule, ...]
     fields: tuple[str, ...] = ()
     experts_keys: tuple[str, str] | None = None
     qkv_bias: bool = False

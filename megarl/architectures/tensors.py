@@ -14,7 +14,7 @@ Split = Literal["copy", "vocab", "row", "qkv", "gate_up"]
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
     """A Hugging Face tensor; `shape` are names of `plan.dimensions`."""
 
     name: str
@@ -22,7 +22,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Rule:
+class WeightRule:
     """One Megatron parameter and the tensors it is made of.
 
     part: which layers and pipeline chunks have it. split: how tensor parallelism cuts it (`copy`: not at all; `vocab`:
@@ -33,22 +33,22 @@ class Rule:
     param: str
     part: Part
     split: Split
-    sources: tuple[Source, ...]
+    sources: tuple[WeightSource, ...]
 
 
 _HF, _MCORE = "model.layers.{i}.", "decoder.layers.{i}."
 
 
-def attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[Rule, ...]:
+def attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[WeightRule, ...]:
     """Norms and projections of a layer's attention, and the norm before its feed-forward part."""
 
-    def qkv(kind: str, *tail: str) -> Rule:
+    def qkv(kind: str, *tail: str) -> WeightRule:
         names = (("q", "query"), ("k", "kv"), ("v", "kv"))
-        sources = tuple(Source(f"{_HF}self_attn.{n}_proj.{kind}", (rows, *tail)) for n, rows in names)
-        return Rule(f"{_MCORE}self_attention.linear_qkv.{kind}", "layer", "qkv", sources)
+        sources = tuple(WeightSource(f"{_HF}self_attn.{n}_proj.{kind}", (rows, *tail)) for n, rows in names)
+        return WeightRule(f"{_MCORE}self_attention.linear_qkv.{kind}", "layer", "qkv", sources)
 
-    def norm(param: str, source: str, size: str) -> Rule:
-        return Rule(f"{_MCORE}{param}.weight", "layer", "copy", (Source(f"{_HF}{source}.weight", (size,)),))
+    def norm(param: str, source: str, size: str) -> WeightRule:
+        return WeightRule(f"{_MCORE}{param}.weight", "layer", "copy", (WeightSource(f"{_HF}{source}.weight", (size,)),))
 
     rules = [norm("input_layernorm", "input_layernorm", "hidden"), qkv("weight", "hidden")]
     if bias:
@@ -56,39 +56,39 @@ def attention(*, bias: bool = False, qk_norm: bool = False) -> tuple[Rule, ...]:
     if qk_norm:
         rules.append(norm("self_attention.q_layernorm", "self_attn.q_norm", "head"))
         rules.append(norm("self_attention.k_layernorm", "self_attn.k_norm", "head"))
-    out = Source(f"{_HF}self_attn.o_proj.weight", ("hidden", "query"))
-    rules.append(Rule(f"{_MCORE}self_attention.linear_proj.weight", "layer", "row", (out,)))
+    out = WeightSource(f"{_HF}self_attn.o_proj.weight", ("hidden", "query"))
+    rules.append(WeightRule(f"{_MCORE}self_attention.linear_proj.weight", "layer", "row", (out,)))
     rules.append(norm("pre_mlp_layernorm", "post_attention_layernorm", "hidden"))
     return tuple(rules)
 
 
-def _mlp(param: str, part: Part, width: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    halves = (Source(gate, (width, "hidden")), Source(up, (width, "hidden")))
+def _mlp(param: str, part: Part, width: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
+    halves = (WeightSource(gate, (width, "hidden")), WeightSource(up, (width, "hidden")))
     return (
-        Rule(f"{param}linear_fc1.weight", part, "gate_up", halves),
-        Rule(f"{param}linear_fc2.weight", part, "row", (Source(down, ("hidden", width)),)),
+        WeightRule(f"{param}linear_fc1.weight", part, "gate_up", halves),
+        WeightRule(f"{param}linear_fc2.weight", part, "row", (WeightSource(down, ("hidden", width)),)),
     )
 
 
-def experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
+def experts(block: str, gate: str, up: str, down: str) -> tuple[WeightRule, ...]:
     """Router and experts of a layer, by their Hugging Face names: the block, and the projections of an expert."""
     names = (f"{_HF}{block}.experts.{{e}}.{name}.weight" for name in (gate, up, down))
-    router = Source(f"{_HF}{block}.gate.weight", ("experts", "hidden"))
+    router = WeightSource(f"{_HF}{block}.gate.weight", ("experts", "hidden"))
     return (
-        Rule(f"{_MCORE}mlp.router.weight", "moe", "copy", (router,)),
+        WeightRule(f"{_MCORE}mlp.router.weight", "moe", "copy", (router,)),
         *_mlp(f"{_MCORE}mlp.experts.local_experts.{{e}}.", "expert", "expert_ffn", *names),
     )
 
 
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_EMBEDDING = Source(EMBEDDINGS, ("vocab", "hidden"))
+_EMBEDDING = WeightSource(EMBEDDINGS, ("vocab", "hidden"))
 OUTER = (
-    Rule("embedding.word_embeddings.weight", "embedding", "vocab", (_EMBEDDING,)),
-    Rule("decoder.final_layernorm.weight", "final", "copy", (Source("model.norm.weight", ("hidden",)),)),
+    WeightRule("embedding.word_embeddings.weight", "embedding", "vocab", (_EMBEDDING,)),
+    WeightRule("decoder.final_layernorm.weight", "final", "copy", (WeightSource("model.norm.weight", ("hidden",)),)),
 )
 DENSE = _mlp(f"{_MCORE}mlp.", "dense", "ffn", *(f"{_HF}mlp.{name}_proj.weight" for name in ("gate", "up", "down")))
 
-UNTIED_HEAD = Rule("output_layer.weight", "head", "vocab", (Source(HEAD, ("vocab", "hidden")),))
-TIED_HEAD = Rule("output_layer.weight", "head", "vocab", (_EMBEDDING,))
-VALUE_HEAD = Rule("output_layer.weight", "head", "copy", (Source("score.weight", ("one", "hidden")),))
-VALUE_BIAS = Rule("output_layer.bias", "head", "copy", (Source("score.bias", ("one",)),))
+UNTIED_HEAD = WeightRule("output_layer.weight", "head", "vocab", (WeightSource(HEAD, ("vocab", "hidden")),))
+TIED_HEAD = WeightRule("output_layer.weight", "head", "vocab", (_EMBEDDING,))
+VALUE_HEAD = WeightRule("output_layer.weight", "head", "copy", (WeightSource("score.weight", ("one", "hidden")),))
+VALUE_BIAS = WeightRule("output_layer.bias", "head", "copy", (WeightSource("score.bias", ("one",)),))

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.algorithms.needs import component_fields, estimator_fields
 from megarl.checks.checklist import Checklist
-from megarl.config.correction import Knobs
+from megarl.config.correction import ResolvedCorrection
 from megarl.config.run import RunConfig
 
 _NAME = "rollout correction"
@@ -22,7 +22,7 @@ def check_correction(config: RunConfig, checks: Checklist) -> None:
     _check_generation(config, checks)
 
 
-def _check_mode(config: RunConfig, knobs: Knobs, checks: Checklist) -> None:
+def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:
     name = config.algorithm.loss.name
     if knobs.bypass and knobs.loss == "ppo" and knobs.is_level != "none":
         checks.fail(
@@ -74,7 +74,7 @@ def _check_mode(config: RunConfig, knobs: Knobs, checks: Checklist) -> None:
         )
 
 
-def _check_weights(knobs: Knobs, checks: Checklist) -> None:
+def _check_weights(knobs: ResolvedCorrection, checks: Checklist) -> None:
     threshold = knobs.is_threshold
     if isinstance(threshold, tuple) and not (len(threshold) == 2 and threshold[0] < threshold[1]):
         checks.fail(
@@ -114,7 +114,7 @@ def _check_weights(knobs: Knobs, checks: Checklist) -> None:
         )
 
 
-def _check_rejection(config: RunConfig, knobs: Knobs, checks: Checklist) -> None:
+def _check_rejection(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:
     if knobs.rs_level != "none" and knobs.rs_threshold is None:
         checks.fail(
             _NAME,

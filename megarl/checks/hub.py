@@ -11,10 +11,10 @@ from megarl.config.base import raise_problems
 from megarl.config.facts import is_hub_name
 from megarl.config.run import RunConfig
 from megarl.data import hub
-from megarl.data.hub import Source, hub_dataset
+from megarl.data.hub import HubSource, hub_dataset
 
 
-def sources(config: RunConfig, job: str) -> list[Source]:
+def sources(config: RunConfig, job: str) -> list[HubSource]:
     """What `job` (train, sft, eval, generate) may take from the hub."""
     models = {"model.path": config.model.path, "model.tokenizer": config.model.tokenizer}
     data = {"data.val_files": config.data.val_files}
@@ -24,12 +24,12 @@ def sources(config: RunConfig, job: str) -> list[Source]:
         models |= {"reference.path": config.reference.path, "teacher.path": config.teacher.path}
         models["critic.path"] = config.critic.path
     found = [
-        Source(key, "models", name)
+        HubSource(key, "models", name)
         for key, name in models.items()
         if name and is_hub_name(name) and not name.startswith("chars:") and not Path(name).exists()
     ]
     return found + [
-        Source(key, "datasets", name)
+        HubSource(key, "datasets", name)
         for key, files in data.items()
         for name in dict.fromkeys(filter(None, map(hub_dataset, files)))
     ]

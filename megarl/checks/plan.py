@@ -21,14 +21,14 @@ ROWS_SHOWN = 64
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A plan as text, and what stands in the way of running it; the text names these problems, and no more."""
 
     text: str
     problems: list[ConfigError]
 
 
-def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequence[Check] = ()) -> Plan:
+def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequence[Check] = ()) -> RunPlan:
     """Describe the run that `config` asks for and collect its problems; nothing is started or downloaded.
 
     Args:
@@ -50,7 +50,7 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
     failed = [check for check in checks if check.status == "fail"]
     counts = ", ".join(f"{sum(c.status == s for c in checks)} {s}" for s in ("ok", "warn", "fail", "skip"))
     text = "\n\n".join(f"== {title} ==\n{body.rstrip()}" for title, body in sections.items())
-    return Plan(f"{text}\n\n{counts}. Nothing was started.", [check.problem() for check in failed])
+    return RunPlan(f"{text}\n\n{counts}. Nothing was started.", [check.problem() for check in failed])
 
 
 def _job_lines(config: RunConfig, job: str) -> list[str]:

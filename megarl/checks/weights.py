@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.architectures import ARCHITECTURES
-from megarl.architectures.tensors import HEAD, Rule
+from megarl.architectures.tensors import HEAD, WeightRule
 from megarl.config.checkpoint_files import file_names, quantized_block, read_config, weight_files
 from megarl.config.facts import ModelFacts
 from megarl.errors import ConfigError
@@ -116,7 +116,7 @@ def _sizes(facts: ModelFacts) -> dict[str, int]:
     }
 
 
-def _shapes(rule: Rule, layer: int, experts: int, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _shapes(rule: WeightRule, layer: int, experts: int, sizes: dict[str, int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Name and shape of every tensor that `rule` stands for in `layer`."""
     for source in rule.sources:
         shape = tuple(sizes[name] for name in source.shape)

@@ -44,7 +44,7 @@ _VETO: dict[str, Any] = {"veto_threshold": 1e-4}
 _CLIP: dict[str, Any] = {"mode": "bypass"}
 _PG: dict[str, Any] = {"mode": "bypass", "loss": "pg"}
 
-#: The knobs that each preset sets; all others are as in `Knobs`.
+#: The knobs that each preset sets; all others are as in `ResolvedCorrection`.
 PRESETS: dict[str, dict[str, Any]] = {
     "disabled": {},
     "decoupled_token_is": _TOKEN,
@@ -108,7 +108,7 @@ class RolloutCorrectionConfig(Section):
         None, description="leave fully rejected samples out of their group's baseline; null: true unless bypass"
     )
 
-    def resolved(self) -> Knobs:
+    def resolved(self) -> ResolvedCorrection:
         """The preset with this section's keys laid over it."""
         values = dict(PRESETS[self.preset])
         given = self.model_dump(exclude={"preset"}, exclude_none=True)
@@ -118,11 +118,11 @@ class RolloutCorrectionConfig(Section):
             given["is_threshold"] = tuple(given["is_threshold"])
         values |= given
         values.setdefault("rs_affects_baseline", values.get("mode") != "bypass")
-        return Knobs(**values)
+        return ResolvedCorrection(**values)
 
 
 @dataclass(frozen=True)
-class Knobs:
+class ResolvedCorrection:
     """Rollout correction without anything left open; see `RolloutCorrectionConfig`."""
 
     mode: str = "decoupled"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from megarl.dag.graph import TaskGraph
-from megarl.dag.layout import Layout, Point, lay_out
+from megarl.dag.layout import Drawing, Point, lay_out
 from megarl.dag.stage import Role
 
 # Fill and line per role; one pair for light and one for dark pages. Text takes the page's text colour.
@@ -96,7 +96,7 @@ def _edge(route: list[Point]) -> str:
     return f'<path class="edge" d="{" ".join(path)}"/>{tip}'
 
 
-def _box(graph: TaskGraph, id: str, plan: Layout) -> str:
+def _box(graph: TaskGraph, id: str, plan: Drawing) -> str:
     node, (x, y), (width, height) = graph[id], plan.boxes[id], plan.sizes[id]
     hover = f"{id} ({node.kind.name})\n{node.func_name}"
     hover += f"\nreads: {', '.join(node.reads) or '-'}\nwrites: {', '.join(node.writes) or '-'}"

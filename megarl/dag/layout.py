@@ -17,7 +17,7 @@ _SWEEPS = 24
 
 
 @dataclass
-class Layout:
+class Drawing:
     """Pixel coordinates.
 
     Attributes:
@@ -45,7 +45,7 @@ class _Lane:
     layer: int
 
 
-def lay_out(graph: TaskGraph) -> Layout:
+def lay_out(graph: TaskGraph) -> Drawing:
     """Layered drawing (Sugiyama): longest-path layers, lanes for long edges, barycentre ordering, straightened rows."""
     layers: list[list[str | _Lane]] = [list(row) for row in graph.layers()]
     depth = {id: number for number, row in enumerate(graph.layers()) for id in row}
@@ -58,7 +58,7 @@ def lay_out(graph: TaskGraph) -> Layout:
         chains.append([source, *lanes, target])
     links = [pair for chain in chains for pair in itertools.pairwise(chain)]
     _order(layers, links)
-    plan = Layout()
+    plan = Drawing()
     for node in graph:
         plan.captions[node.id] = _caption(node)
         width = max(8.6 * len(node.id), 6.0 * len(plan.captions[node.id])) + 28
@@ -135,7 +135,7 @@ def _settle(layer: list, wish: dict, height: dict, centre: dict) -> None:
         centre[item] += shift
 
 
-def _columns(layers: list[list[str | _Lane]], plan: Layout) -> list[Point]:
+def _columns(layers: list[list[str | _Lane]], plan: Drawing) -> list[Point]:
     """Left and right edge of every layer."""
     spans: list[Point] = []
     x = _LEFT
@@ -146,7 +146,7 @@ def _columns(layers: list[list[str | _Lane]], plan: Layout) -> list[Point]:
     return spans
 
 
-def _route(chain: list[str | _Lane], plan: Layout, centres: dict, spans: list[Point]) -> list[Point]:
+def _route(chain: list[str | _Lane], plan: Drawing, centres: dict, spans: list[Point]) -> list[Point]:
     source, *lanes, target = chain
     assert isinstance(source, str), "edges begin at nodes"
     assert isinstance(target, str), "edges end at nodes"

@@ -27,7 +27,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Team:
+class NodeTeam:
     """Nodes that share devices.
 
     Attributes:
@@ -130,7 +130,7 @@ def place(
     strategy: Strategy = "even",
     parameters: Mapping[str, float] | None = None,
     together: Iterable[Iterable[str]] = (),
-) -> list[Team]:
+) -> list[NodeTeam]:
     """Teams with their devices.
 
     Args:
@@ -150,7 +150,7 @@ def place(
         weights = [_load(graph, nodes, parameters or {}) for nodes in groups]
     shares = apportion(len(devices), weights)
     ranks = _pick(shares, devices)
-    return [Team(tuple(nodes), tuple(mine)) for nodes, mine in zip(groups, ranks, strict=True)]
+    return [NodeTeam(tuple(nodes), tuple(mine)) for nodes, mine in zip(groups, ranks, strict=True)]
 
 
 def _load(graph: TaskGraph, nodes: Sequence[str], parameters: Mapping[str, float]) -> float:

@@ -29,7 +29,7 @@ Answer = Literal["there", "not there", "unknown"]
 
 
 @dataclass(frozen=True)
-class Source:
+class HubSource:
     """Something of the hub. `key` is the recipe key that names it; `kind` is `models` or `datasets`."""
 
     key: str
@@ -74,14 +74,14 @@ def advice(kind: str, name: str, otherwise: str) -> str:
     hub_name = hub_dataset(name) if kind == "datasets" else name if is_hub_name(name) else None
     if hub_name is None or Path(name).exists():
         return otherwise
-    source = Source("", kind, hub_name)
+    source = HubSource("", kind, hub_name)
     if offline() is not None:
         return otherwise if source.cached else str(problem_of(source, None).fix)
     answers, why = ask([source])
     return str(problem_of(source, why).fix) if why is not None or answers[source] == "not there" else otherwise
 
 
-def problem_of(source: Source, why: str | None) -> ConfigError:
+def problem_of(source: HubSource, why: str | None) -> ConfigError:
     """What is wrong with a source that is not in the cache: `why` the hub was not reached; None: it was, or may not."""
     switch = offline()
     download = f"download it where there is a network (hf download {source.name}), and name its folder"
@@ -97,13 +97,13 @@ def problem_of(source: Source, why: str | None) -> ConfigError:
     return ConfigError(what, where=source.key, found=source.name, allowed="a local folder, or a hub name", fix=fix)
 
 
-def ask(asked: list[Source]) -> tuple[dict[Source, Answer], str | None]:
+def ask(asked: list[HubSource]) -> tuple[dict[HubSource, Answer], str | None]:
     """The hub's answer on every source, and why it could not be reached; None: it could."""
-    answers: dict[Source, Answer] = dict.fromkeys(asked, "unknown")
-    reasons: dict[Source, str] = {}
-    reached: list[Source] = []
+    answers: dict[HubSource, Answer] = dict.fromkeys(asked, "unknown")
+    reasons: dict[HubSource, str] = {}
+    reached: list[HubSource] = []
 
-    def one(source: Source) -> None:
+    def one(source: HubSource) -> None:
         url = f"{_endpoint()}/api/{source.kind}/{quote(source.name)}"
         try:
             request = urllib.request.Request(url, headers={"User-Agent": "megarl"})

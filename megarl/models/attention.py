@@ -130,7 +130,7 @@ def _torch_varlen(
 
 
 @dataclass(frozen=True)
-class Bucket:
+class AttentionBucket:
     """Sequences attended in one call. Index tensors point into the query and key streams; None: the stream itself."""
 
     count: int
@@ -155,18 +155,18 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class AttentionPlan:
     """All buckets of a stream; `restore` [t] points into their concatenated outputs, None: they are in order."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[AttentionBucket, ...]
     restore: torch.Tensor | None
 
 
-def plan_buckets(packed: PackedSequences, where: torch.device) -> Plan:
+def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
     """Group the sequences of a stream by length. Computed once per stream, used by all layers."""
     lengths, cp = packed.lengths, packed.cp_size
     if cp == 1 and len(set(lengths)) == 1:
-        return Plan((Bucket(len(lengths), lengths[0], lengths[0], None, None, None),), None)
+        return AttentionPlan((AttentionBucket(len(lengths), lengths[0], lengths[0], None, None, None),), None)
     local = torch.tensor(lengths) // cp
     q_start = local.cumsum(0) - local
     k_order = None
@@ -193,11 +193,11 @@ def plan_buckets(packed: PackedSequences, where: torch.device) -> Plan:
             positions = _zigzag_positions(q_place, local[ids, None], cp, packed.cp_rank)
             positions = torch.where(real, positions, k_length).to(where)
         buckets.append(
-            Bucket(
+            AttentionBucket(
                 len(members), q_length, k_length, q_index.flatten().to(where), k_index.flatten().to(where), positions
             )
         )
-    return Plan(tuple(buckets), restore.to(where))
+    return AttentionPlan(tuple(buckets), restore.to(where))
 
 
 def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
@@ -236,7 +236,7 @@ def bucket_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor:
     """Context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t * cp, groups, d] by buckets of similar length."""
-    plan: Plan = packed.cache.get("plan") or plan_buckets(packed, q.device)
+    plan: AttentionPlan = packed.cache.get("plan") or plan_buckets(packed, q.device)
     packed.cache["plan"] = plan
     outputs = []
     for number, bucket in enumerate(plan.buckets):

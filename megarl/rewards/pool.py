@@ -18,7 +18,7 @@ from typing import Any
 
 from megarl.errors import ConfigError, RewardError
 from megarl.rewards.registry import Mode
-from megarl.rewards.scoring import Failure, Outcome, Result, Sample
+from megarl.rewards.scoring import Outcome, Result, Sample, ScoringFailure
 
 START_TIMEOUT_S = 120.0  # a user's file may import heavy packages
 _EXIT_S = 5.0  # from a broken connection to the end of the process
@@ -74,7 +74,7 @@ class _Worker:
         return f"signal {signal.Signals(-code).name}{hint}"
 
 
-class Pool:
+class ScorerPool:
     """`size` processes that score with one reward function.
 
     Args:
@@ -123,7 +123,7 @@ class Pool:
                 if worker.ready and not worker.chunk and pending:
                     self._give(worker, pending, samples, stop_at_failure)
             self._collect(outcomes, pending, deadline)
-            failed = any(isinstance(o, Failure) for o in outcomes.values())
+            failed = any(isinstance(o, ScoringFailure) for o in outcomes.values())
             if time.monotonic() >= deadline:
                 self._expire(outcomes, pending, timeout_s)
                 break
@@ -173,7 +173,7 @@ class Pool:
         if self._sample_limit_s is not None:
             for worker in [w for w in self._workers if w.chunk and time.monotonic() > w.since + self._sample_limit_s]:
                 left = worker.left  # none where the last message of a chunk is missing
-                late = Failure(f"did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}")
+                late = ScoringFailure(f"did not finish within reward.sample_timeout_s = {self._sample_limit_s:g}")
                 for blamed in left[:1]:
                     outcomes[blamed] = late if self._limit_result is None else dict(self._limit_result)
                 self._requeue(worker, left[1:], pending)
@@ -201,11 +201,11 @@ class Pool:
         if not left:  # it died idle
             return
         if self._mode == "sequential":
-            outcomes[left[0]] = Failure(reason)
+            outcomes[left[0]] = ScoringFailure(reason)
             pending.extendleft([left[1:]] if left[1:] else [])
         else:
             reason += f" while that scored a batch of {len(left)}"
-            outcomes.update({i: Failure(reason, collateral=k > 0) for k, i in enumerate(left)})
+            outcomes.update({i: ScoringFailure(reason, collateral=k > 0) for k, i in enumerate(left)})
 
     def _requeue(self, worker: _Worker, rest: list[int], pending: deque[list[int]]) -> None:
         self._drop(worker)
@@ -218,9 +218,9 @@ class Pool:
         for worker in self._workers:
             for k, i in enumerate(worker.left):
                 at_work = k == 0 or self._mode == "batch"
-                outcomes[i] = Failure(_late(timeout_s, at_work), collateral=k > 0)
+                outcomes[i] = ScoringFailure(_late(timeout_s, at_work), collateral=k > 0)
         for i in (i for chunk in pending for i in chunk):
-            outcomes[i] = Failure(_late(timeout_s, False), collateral=True)
+            outcomes[i] = ScoringFailure(_late(timeout_s, False), collateral=True)
 
     def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 from megarl.errors import ConfigError, RewardError
 from megarl.metrics import Metrics
 from megarl.phase import beat
-from megarl.rewards.pool import Pool
+from megarl.rewards.pool import ScorerPool
 from megarl.rewards.registry import Scorer, load_scorer, mode_of, time_limit_s
-from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Failure, Outcome, Result, Sample, score
+from megarl.rewards.scoring import ERROR_KEY, EXTRACTED_KEY, Outcome, Result, Sample, ScoringFailure, score
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
@@ -65,7 +65,7 @@ class RewardRunner:
     def __init__(self, cfg: RewardConfig) -> None:
         self._cfg = cfg
         self._scorer: Scorer | None = None
-        self._pool: Pool | None = None
+        self._pool: ScorerPool | None = None
         alarm_s = time_limit_s(cfg.name, cfg.kwargs)
         mode = mode_of(cfg.name, cfg.mode)
         if cfg.workers or alarm_s is not None:
@@ -74,7 +74,7 @@ class RewardRunner:
             if alarm_s is not None:
                 limit_s = min(_WALL_FACTOR * alarm_s + _WALL_GRACE_S, cfg.sample_timeout_s)
                 limit_result = {"overall": 0.0, "timeout": 1.0, EXTRACTED_KEY: ""}
-            self._pool = Pool(
+            self._pool = ScorerPool(
                 cfg.name,
                 mode,
                 cfg.kwargs,
@@ -150,10 +150,12 @@ class RewardRunner:
         for index, outcome in score(self._scorer, handle.samples, stop):
             seconds, limit = time.monotonic() - handle.since, self._cfg.sample_timeout_s
             if self._scorer.mode == "sequential" and seconds > limit:  # nobody was waiting, or it held Python's lock
-                outcome = Failure(f"did not finish within reward.sample_timeout_s = {limit:g} (took {seconds:.1f} s)")
+                outcome = ScoringFailure(
+                    f"did not finish within reward.sample_timeout_s = {limit:g} (took {seconds:.1f} s)"
+                )
             outcomes[index] = outcome
             handle.since, handle.progress = time.monotonic(), len(outcomes)
-            if stop and isinstance(outcome, Failure):
+            if stop and isinstance(outcome, ScoringFailure):
                 break
         return outcomes
 
@@ -180,7 +182,7 @@ class RewardRunner:
         return False
 
     def _settle(self, samples: list[Sample], outcomes: dict[int, Outcome]) -> list[Result]:
-        failures = {i: o for i, o in outcomes.items() if isinstance(o, Failure)}
+        failures = {i: o for i, o in outcomes.items() if isinstance(o, ScoringFailure)}
         if failures:
             first = min(failures, key=lambda i: (failures[i].collateral, i))
             message = _describe(self._cfg.name, samples, first, failures[first])
@@ -193,7 +195,7 @@ class RewardRunner:
         return [self._result(outcomes[i]) for i in range(len(samples))]
 
     def _result(self, outcome: Outcome) -> Result:
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, ScoringFailure):
             assert self._cfg.on_error != "raise"
             return {"overall": float(self._cfg.on_error), ERROR_KEY: 1.0}
         taken = RESERVED_PARTS & outcome.keys()
@@ -210,7 +212,7 @@ class RewardRunner:
     def _describe_stuck(self, handle: RewardHandle, deadline: str) -> str:
         assert self._scorer is not None
         at = handle.progress if self._scorer.mode == "sequential" else 0
-        failure = Failure(f"did not finish within {deadline} (running in the trainer itself)")
+        failure = ScoringFailure(f"did not finish within {deadline} (running in the trainer itself)")
         fix = f"raise {deadline.split()[0]}, or set reward.workers: 1 so that a hanging call can be killed"
         return _describe(self._cfg.name, handle.samples, min(at, len(handle.samples) - 1), failure, fix)
 
@@ -231,7 +233,7 @@ def reward_metrics(results: list[Result]) -> Metrics:
     return metrics
 
 
-def _describe(name: str, samples: list[Sample], index: int, failure: Failure, fix: str | None = None) -> str:
+def _describe(name: str, samples: list[Sample], index: int, failure: ScoringFailure, fix: str | None = None) -> str:
     sample = samples[index]
     lines = [
         f"reward {name!r}: sample {index} of {len(samples)} {_verb(failure.reason)}",

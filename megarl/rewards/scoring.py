@@ -1,4 +1,4 @@
-"""Calling a reward function and judging what comes back: a finite number per sample, or a `Failure` that says why."""
+"""Calling a reward function and judging its results: a finite number per sample, or why there is none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXTRACTED_KEY = "extracted"  # the one part that may be text: the answer read fr
 
 
 @dataclass(frozen=True)
-class Failure:
+class ScoringFailure:
     """Why a sample has no score. `where` is the line of the user's file; `collateral`: another sample is to blame."""
 
     reason: str
@@ -27,7 +27,7 @@ class Failure:
     collateral: bool = False
 
 
-Outcome = Result | Failure
+Outcome = Result | ScoringFailure
 
 
 def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Iterator[tuple[int, Outcome]]:
@@ -44,7 +44,7 @@ def score(scorer: Scorer, samples: list[Sample], stop_at_failure: bool) -> Itera
     for index, sample in enumerate(samples):
         outcome = _guard(scorer, partial(_call_one, scorer, sample))
         yield index, outcome
-        if stop_at_failure and isinstance(outcome, Failure):
+        if stop_at_failure and isinstance(outcome, ScoringFailure):
             return
 
 
@@ -70,14 +70,14 @@ def _score_batch(
             reason = (
                 f"{raised.reason} (no single sample does, only this batch of {len(indices)})" if many else raised.reason
             )
-            yield index, Failure(reason, raised.where, collateral=position > 0)
+            yield index, ScoringFailure(reason, raised.where, collateral=position > 0)
         return
     rest = [i for i in indices if i not in set(blamed)]
     if rest:
         yield from _score_batch(scorer, rest, samples, stop_at_failure)
 
 
-def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[Failure | None, list[Outcome]]:
+def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[ScoringFailure | None, list[Outcome]]:
     """(failure of the call itself, outcomes): exactly one of them is meaningful."""
     returned: list[Any] = []
 
@@ -90,7 +90,7 @@ def _call_batch(scorer: Scorer, samples: list[Sample]) -> tuple[Failure | None, 
         returned.extend(values)
 
     failure = _guard(scorer, call)
-    if isinstance(failure, Failure):
+    if isinstance(failure, ScoringFailure):
         return failure, []
     return None, [_guard(scorer, partial(_checked, value)) for value in returned]
 
@@ -107,9 +107,9 @@ def _guard(scorer: Scorer, call: Callable[[], Any]) -> Any:
     try:
         return call()
     except _Refused as error:
-        return Failure(str(error))
+        return ScoringFailure(str(error))
     except (Exception, SystemExit) as error:
-        return Failure(f"raised {type(error).__name__}: {error}".rstrip(": "), location(error, scorer.file))
+        return ScoringFailure(f"raised {type(error).__name__}: {error}".rstrip(": "), location(error, scorer.file))
 
 
 def _checked(value: Any) -> Result:

@@ -29,7 +29,7 @@ class EpisodeError(MegarlError):
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """How long an episode may become: turns, tokens of the first observation, tokens after it, seconds (None: any)."""
 
     turns: int
@@ -76,7 +76,7 @@ class Driver:
     turns: Turns
     texts: Callable[[list[list[int]]], tuple[list[str], list[str]]]
     share: Callable[[Any], Any]
-    limits: Limits
+    limits: EpisodeLimits
     on_error: str
 
     def play(

@@ -13,7 +13,7 @@ from megarl.data.trajectory import Trajectory, add_fields
 from megarl.data.turns import Turns
 from megarl.envs.host import Host
 from megarl.envs.registry import load_environment
-from megarl.rollout.driver import Driver, Limits, Start
+from megarl.rollout.driver import Driver, EpisodeLimits, Start
 from megarl.rollout.seeds import env_seed, sample_seed
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def play(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Calla
         episodes.turns,
         lambda ids: (c.decode(ids), c.tokenizer.batch_decode(ids) if ids else []),
         layout.mp_group.broadcast_json,
-        Limits(limits.turns, c.config.data.max_prompt_tokens, limits.response_tokens(sampling), limits.seconds),
+        EpisodeLimits(limits.turns, c.config.data.max_prompt_tokens, limits.response_tokens(sampling), limits.seconds),
         env_section(c.config.env)[1],
     )
     trajectories = driver.play(_starts(c, prompts, sampling.n), sampling, c.eos_ids, advance)

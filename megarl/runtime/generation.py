@@ -32,7 +32,7 @@ def use_servers(c: Controller) -> None:
         return
     from megarl.device import DTYPES, has_cuda
     from megarl.rollout.sglang.engine import Replica, SglangEngine
-    from megarl.rollout.sglang.launch import Place, open_fleet
+    from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
     from megarl.rollout.sglang.layout import ServerLayout
     from megarl.rollout.sglang.memory import ServerMemory
     from megarl.rollout.sglang.receiver import SglangReceivers
@@ -49,7 +49,7 @@ def use_servers(c: Controller) -> None:
     with phase("start_servers"), keep_beating(), _addresses_are_the_users(config.rollout.sglang.urls):
         c.fleet = open_fleet(
             config.rollout.sglang,
-            Place.from_environment(config.cluster),
+            WorkerPlace.from_environment(config.cluster),
             c.run_dir,
             _write_model_config(c),
             str(DTYPES[dtype]).removeprefix("torch."),

@@ -110,7 +110,7 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """How one rank failed. `exit_code` is what the whole command shall return.
 
     `explained`: the message says it all, because this package raised the error on purpose and no other is behind it.
@@ -138,9 +138,9 @@ class Failure:
         return self.type in {"MemoryError", "OutOfMemoryError"} or bool(_OUT_OF_MEMORY.search(self.message))
 
 
-def failure_of(error: BaseException, rank: int) -> Failure:
+def failure_of(error: BaseException, rank: int) -> RankFailure:
     """Describe `error`, raised in this process, with the phase and step it was raised in."""
-    return Failure(
+    return RankFailure(
         rank=rank,
         phase=phase.failed_at(error),
         step=phase.step_now,
@@ -154,17 +154,17 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     )
 
 
-def write_error(run_dir: Path, failure: Failure) -> None:
+def write_error(run_dir: Path, failure: RankFailure) -> None:
     """Leave `failure` for the launcher in RUN_DIR/errors/rank_K.json."""
     write_atomically(
         run_dir / "errors" / f"rank_{failure.rank}.json", json.dumps(dataclasses.asdict(failure), indent=2)
     )
 
 
-_reported: tuple[BaseException, Failure] | None = None
+_reported: tuple[BaseException, RankFailure] | None = None
 
 
-def report(run_dir: Path, error: BaseException, rank: int) -> Failure:
+def report(run_dir: Path, error: BaseException, rank: int) -> RankFailure:
     """Leave `error` for the launcher, once: whoever meets it again on its way out gets the first description."""
     global _reported
     if _reported is None or _reported[0] is not error:
@@ -173,9 +173,9 @@ def report(run_dir: Path, error: BaseException, rank: int) -> Failure:
     return _reported[1]
 
 
-def read_errors(run_dir: Path) -> dict[int, Failure]:
+def read_errors(run_dir: Path) -> dict[int, RankFailure]:
     """Failures left in RUN_DIR/errors by rank."""
-    failures = [Failure(**json.loads(path.read_text())) for path in (run_dir / "errors").glob("rank_*.json")]
+    failures = [RankFailure(**json.loads(path.read_text())) for path in (run_dir / "errors").glob("rank_*.json")]
     return {failure.rank: failure for failure in failures}
 
 

@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
-class Place:
+class Difference:
     """One place of the model in two implementations.
 
     Attributes:
@@ -54,12 +54,12 @@ class Parity:
         tolerance: relative differences up to this are rounding.
     """
 
-    places: list[Place]
-    logprobs: list[Place]
+    places: list[Difference]
+    logprobs: list[Difference]
     tolerance: float
 
     @property
-    def first(self) -> Place | None:
+    def first(self) -> Difference | None:
         """The first place beyond the tolerance; NaN counts."""
         return next((place for place in (*self.places, *self.logprobs) if not place.relative <= self.tolerance), None)
 
@@ -92,10 +92,10 @@ def compare(
     )
 
 
-def _difference(name: str, ours: Tensor, theirs: Tensor) -> Place:
+def _difference(name: str, ours: Tensor, theirs: Tensor) -> Difference:
     gap, scale = (ours - theirs).double(), theirs.double()
     norm = float(scale.square().mean().sqrt())
-    return Place(name, float(gap.abs().max()), float(gap.square().mean().sqrt()) / max(norm, 1e-30))
+    return Difference(name, float(gap.abs().max()), float(gap.square().mean().sqrt()) / max(norm, 1e-30))
 
 
 def _reference_places(model: PreTrainedModel) -> dict[str, torch.nn.Module]:

@@ -69,14 +69,16 @@ def parity(source: Path, dtype: str = "fp32", *, server: bool = True) -> Parity:
 
 def _server_logprobs(folder: Path, dtype: str, sequences: Sequence[Tensor]) -> list[Tensor]:
     """Log-probs [n - 1] that a server with the weights of `folder` gives to the tokens of each sequence."""
-    from megarl.rollout.sglang.launch import Place, open_fleet
+    from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 
     config = SGLangConfig(max_total_tokens=_SERVER_TOKENS)
     found = []
     name = str(DTYPES[dtype]).removeprefix("torch.")
     with (
         tempfile.TemporaryDirectory() as logs,
-        open_fleet(config, Place(), Path(logs), folder, name, cuda=has_cuda(), world=WorkerGroup.alone()) as fleet,
+        open_fleet(
+            config, WorkerPlace(), Path(logs), folder, name, cuda=has_cuda(), world=WorkerGroup.alone()
+        ) as fleet,
     ):
         for ids in sequences:
             request = {

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megarl.comm import WorkerGroup
 
 
-class Pool:
+class GroupPool:
     """Collects this replica's groups, `n` samples in a row each. All methods are collective over the replicas.
 
     Args:

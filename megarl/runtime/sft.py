@@ -87,7 +87,7 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
             with phase("load"):
                 batch = next(loader)
             with phase("train"):
-                train_on(c, batch)
+                sft_step(c, batch)
             if last or due(step, settings.eval_every):
                 accuracy = evaluate(c, recorder, step)
         if accuracy is not None and goal is not None and accuracy >= goal:
@@ -102,7 +102,7 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
             break
 
 
-def train_on(c: Controller, batch: Batch) -> None:
+def sft_step(c: Controller, batch: Batch) -> None:
     """One optimizer step on the mean of -logp over the response tokens of the global batch."""
     import torch
 

@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any
 
 from megarl.errors import ServerError
-from megarl.sync.receiver import PauseMode, Receiver, Step
+from megarl.sync.receiver import PauseMode, Receiver, UpdateStep
 
 
 class State(Enum):
@@ -49,7 +49,7 @@ class ReceiverUpdate:
 
     def __init__(self, receiver: Receiver, version: str, *, session: bool, deadline_s: float) -> None:
         self.receiver, self.version, self.session = receiver, version, session
-        self.step = Step(f"update to version {version}", deadline_s)
+        self.step = UpdateStep(f"update to version {version}", deadline_s)
         self.state = State.SERVING
 
     def pause(self, mode: PauseMode) -> None:

@@ -27,7 +27,7 @@ Checksums = list[dict[str, str]]  # by rank of a receiver: parameter -> checksum
 
 
 @dataclass(frozen=True)
-class Step:
+class UpdateStep:
     """One step of an update: what errors call it, and the seconds it may take as a whole."""
 
     phase: str
@@ -116,35 +116,35 @@ class Receiver(Protocol):
     @property
     def layout(self) -> ReceiverLayout: ...  # noqa: D102
 
-    def pause(self, mode: PauseMode, step: Step) -> None:
+    def pause(self, mode: PauseMode, step: UpdateStep) -> None:
         """Stop generation; running requests end, are put back or go on later, as `sync.pause` says."""
         ...
 
-    def loading(self, version: str, step: Step) -> None:
+    def loading(self, version: str, step: UpdateStep) -> None:
         """From here on it may hold tensors of the version it was on and of `version`."""
         ...
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: UpdateStep) -> None:
         """Open it for tensors. What a dead trainer left open is closed first."""
         ...
 
-    def end(self, step: Step) -> None:
+    def end(self, step: UpdateStep) -> None:
         """All tensors are there: finish what is derived from them."""
         ...
 
-    def set_version(self, version: str, step: Step) -> None:
+    def set_version(self, version: str, step: UpdateStep) -> None:
         """Name what it holds."""
         ...
 
-    def held_version(self, step: Step) -> str:
+    def held_version(self, step: UpdateStep) -> str:
         """The name of what it holds; another trainer may have given it."""
         ...
 
-    def flush(self, mode: PauseMode, step: Step) -> None:
+    def flush(self, mode: PauseMode, step: UpdateStep) -> None:
         """Drop the prefix cache that the old weights filled. With `in_place` running requests keep theirs."""
         ...
 
-    def resume(self, step: Step) -> None:
+    def resume(self, step: UpdateStep) -> None:
         """Generate again."""
         ...
 
@@ -153,7 +153,7 @@ class Receiver(Protocol):
         ...
 
     def take_shared(
-        self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: Step
+        self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
         """Copy tensors out of a buffer on its host; the buffer is free again when this returns.
 
@@ -164,11 +164,11 @@ class Receiver(Protocol):
         """
         ...
 
-    def takes_changes(self, step: Step) -> bool:
+    def takes_changes(self, step: UpdateStep) -> bool:
         """True when it can write changed elements into its parameters."""
         ...
 
-    def take_changes(self, handles: Sequence[Handle], header: list[Any], step: Step) -> bool:
+    def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
         """Write changed elements; False when it cannot with some tensor, and must be given whole ones from now on.
 
         Args:
@@ -177,19 +177,19 @@ class Receiver(Protocol):
         """
         ...
 
-    def join_group(self, group: UpdateGroup, step: Step) -> None:
+    def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
         """Meet a sender in a process group."""
         ...
 
-    def take_broadcast(self, group: str, entries: Sequence[Entry], step: Step) -> None:
+    def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
         """Take part in a broadcast of these tensors, one flat buffer, from rank 0 of the group of that name."""
         ...
 
-    def read_folder(self, folder: Path, step: Step) -> None:
+    def read_folder(self, folder: Path, step: UpdateStep) -> None:
         """Load a folder of safetensors."""
         ...
 
-    def checksums(self, step: Step) -> Checksums:
+    def checksums(self, step: UpdateStep) -> Checksums:
         """Checksums of its own parameters, by rank."""
         ...
 
@@ -216,7 +216,7 @@ class Receivers(Protocol):
 
         Args:
             folder: for files that outlive this process.
-            deadline_s: of each step, see `Step`.
+            deadline_s: of each step, see `UpdateStep`.
         """
         ...
 

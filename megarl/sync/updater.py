@@ -36,7 +36,7 @@ from megarl.sync import verify
 from megarl.sync.hosts import choose_transport, hosts_of_ranks, hosts_of_receivers
 from megarl.sync.plan import TrainerRank, holdings, make_plan
 from megarl.sync.protocol import ReceiverUpdate
-from megarl.sync.receiver import Checksums, Receiver, Receivers, Step
+from megarl.sync.receiver import Checksums, Receiver, Receivers, UpdateStep
 from megarl.sync.sender import BucketSender, Sent
 from megarl.sync.source import Source, held_pieces
 from megarl.sync.transports.base import Target, Transport
@@ -259,7 +259,7 @@ class WeightSync:
         reported: dict[int, Checksums] = {}
 
         def ask(number: int) -> None:
-            reported[number] = self.receivers.all[number].checksums(Step(verify.PHASE, self.config.timeout_s))
+            reported[number] = self.receivers.all[number].checksums(UpdateStep(verify.PHASE, self.config.timeout_s))
 
         self._each({n: n for n in mine if n in chosen and n not in report.failed}, ask, report)
         wrong: list[str] = []

@@ -48,7 +48,7 @@ class Box:
     padded: bool = False
 
 
-class Place(NamedTuple):
+class BoxPlace(NamedTuple):
     """A contiguous part of a local tensor: its elements from `start` on are a box of the whole tensor `key`."""
 
     key: str
@@ -59,7 +59,7 @@ class Place(NamedTuple):
     padded: bool
 
 
-def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Place]:
+def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[BoxPlace]:
     """The parts of a local tensor, usually one; two for a gate and an up projection that lie in one parameter."""
     # On the meta device: what a factory makes are views, and their offsets say which elements they are.
     blank = torch.empty(sharded.data.shape, dtype=sharded.data.dtype, device="meta")
@@ -71,11 +71,11 @@ def places_of(sharded: ShardedTensor | ShardedTensorFactory) -> list[Place]:
             raise ValueError(f"{piece.key}: a part of a parameter that is not contiguous has no place in a checkpoint")
         shape = (1,) * piece.prepend_axis_num + tuple(piece.data.shape)
         whole, offset = tuple(piece.global_shape), tuple(piece.global_offset)
-        found.append(Place(piece.key, whole, offset, shape, piece.data.storage_offset(), piece.allow_shape_mismatch))
+        found.append(BoxPlace(piece.key, whole, offset, shape, piece.data.storage_offset(), piece.allow_shape_mismatch))
     return found
 
 
-def boxes_of(places: Sequence[Place], data: Tensor, start: int = 0, prefix: str = "") -> Iterator[Box]:
+def boxes_of(places: Sequence[BoxPlace], data: Tensor, start: int = 0, prefix: str = "") -> Iterator[Box]:
     """The boxes of the elements from `start` on of a local tensor, which are the flat `data`."""
     data = data.detach().view(-1)
     for place in places:

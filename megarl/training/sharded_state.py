@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megarl.comm import WorkerGroup
-from megarl.training.boxes import Box, Place, boxes_of, places_of
+from megarl.training.boxes import Box, BoxPlace, boxes_of, places_of
 from megarl.training.intact import few
 from megarl.training.optimizer import parts
 from megarl.training.shards import CheckpointError, Index, Snapshot, fill, foreign
@@ -112,7 +112,7 @@ class _Copy(NamedTuple):
     """This rank's copy of a tensor: where it lies, and is it the first among its tensor- and pipeline-parallel copies,
     and among its data-parallel ones?"""
 
-    places: list[Place]
+    places: list[BoxPlace]
     first_in_model: bool
     first_in_data: bool
 

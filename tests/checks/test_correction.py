@@ -5,7 +5,7 @@ import typing
 import pytest
 
 from megarl.checks.plan import make_plan
-from megarl.config.correction import PRESETS, Knobs, Preset, RolloutCorrectionConfig, describe_correction
+from megarl.config.correction import PRESETS, Preset, ResolvedCorrection, RolloutCorrectionConfig, describe_correction
 from megarl.config.load import dump_config, load_config
 from megarl.dag.pipeline import Pipeline
 from megarl.errors import ConfigError
@@ -37,11 +37,13 @@ def test_presets_by_hand():
     def resolved(preset):
         return RolloutCorrectionConfig(preset=preset).resolved()
 
-    assert resolved("disabled") == Knobs()
-    assert resolved("decoupled_token_is") == Knobs(is_level="token", is_threshold=2.0)
-    assert resolved("decoupled_geo_rs") == Knobs(rs_level="geometric", rs_threshold=1.001, veto_threshold=1e-4)
-    assert resolved("ppo_is_bypass") == Knobs(mode="bypass", rs_affects_baseline=False)
-    pg = Knobs(mode="bypass", loss="pg", is_level="sequence", is_threshold=2.0, rs_affects_baseline=False)
+    assert resolved("disabled") == ResolvedCorrection()
+    assert resolved("decoupled_token_is") == ResolvedCorrection(is_level="token", is_threshold=2.0)
+    assert resolved("decoupled_geo_rs") == ResolvedCorrection(
+        rs_level="geometric", rs_threshold=1.001, veto_threshold=1e-4
+    )
+    assert resolved("ppo_is_bypass") == ResolvedCorrection(mode="bypass", rs_affects_baseline=False)
+    pg = ResolvedCorrection(mode="bypass", loss="pg", is_level="sequence", is_threshold=2.0, rs_affects_baseline=False)
     assert resolved("pg_is") == pg
     icepop = resolved("bypass_pg_token_icepop")
     assert (icepop.loss, icepop.is_level, icepop.is_threshold) == ("pg", "token", (0.5, 5.0))

@@ -20,7 +20,7 @@ from megarl.config.facts import hub_cache_folder, hub_paths
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.data import hub
-from megarl.data.hub import Source, advice
+from megarl.data.hub import HubSource, advice
 from megarl.errors import ConfigError
 from megarl.processes import free_port
 
@@ -76,8 +76,8 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_job_takes_from_the_hub() -> None:
     config = recipe("data.val_files=[org/set@test, org/set:part@train]", "reward.name=exact_match")
     assert sources(config, "eval") == [
-        Source("model.path", "models", "org/model"),
-        Source("data.val_files", "datasets", "org/set"),
+        HubSource("model.path", "models", "org/model"),
+        HubSource("data.val_files", "datasets", "org/set"),
     ]
 
 
@@ -183,4 +183,4 @@ def test_a_model_in_the_cache_of_xdg_is_found_without_a_network(
     monkeypatch.delenv("HF_HOME")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     assert hub_cache_folder("org/model") == snapshot
-    assert Source("model.path", "models", "org/model").cached
+    assert HubSource("model.path", "models", "org/model").cached

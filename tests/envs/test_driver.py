@@ -17,7 +17,7 @@ from megarl.envs import Action, Environment, EnvSettings, Step
 from megarl.envs.host import Host
 from megarl.envs.registry import load_environment
 from megarl.envs.single_turn import SingleTurn
-from megarl.rollout.driver import Driver, EpisodeError, Limits, Start
+from megarl.rollout.driver import Driver, EpisodeError, EpisodeLimits, Start
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.rounds import Rounds
 
@@ -74,7 +74,9 @@ def driver():
         hosts.append(Host(kind, settings or kind.Settings()))
         known = {"turns": 8, "prompt_tokens": 16, "tokens": 40, "seconds": None, **limits}
         through_json = lambda value: json.loads(json.dumps(value))  # noqa: E731
-        return Driver(engine, hosts[-1], Turns(TOKENIZER, None, [EOS]), texts, through_json, Limits(**known), on_error)
+        return Driver(
+            engine, hosts[-1], Turns(TOKENIZER, None, [EOS]), texts, through_json, EpisodeLimits(**known), on_error
+        )
 
     yield make
     for host in hosts:

@@ -15,7 +15,7 @@ from megarl.errors import ConfigError
 from megarl.launchers import common, supervise
 from megarl.launchers.common import Job, Stopped, make_run_dir, process_environment, run_workers
 from megarl.launchers.output import OutputLog
-from megarl.runtime.health import Failure, write_error
+from megarl.runtime.health import RankFailure, write_error
 
 
 def config(tmp_path: Path | None = None, **cluster: object) -> RunConfig:
@@ -194,15 +194,15 @@ def test_a_start_that_was_refused_leaves_the_configuration_of_the_run(
     assert not (tmp_path / "config.next.yaml").exists()
 
 
-def first(tmp_path: Path, ended: dict[int, int], *failures: Failure, oom: bool = False) -> Failure:
+def first(tmp_path: Path, ended: dict[int, int], *failures: RankFailure, oom: bool = False) -> RankFailure:
     for failure in failures:
         write_error(tmp_path, failure)
     job = Job("m:f", config(), tmp_path, OutputLog(tmp_path / "log.txt"))
     return supervise.first_failure(Ended(), job, ended, oom)  # type: ignore[arg-type]
 
 
-def failed(rank: int, message: str, at: float) -> Failure:
-    return Failure(rank, "train", 1, "RuntimeError", message, "", at, 1)
+def failed(rank: int, message: str, at: float) -> RankFailure:
+    return RankFailure(rank, "train", 1, "RuntimeError", message, "", at, 1)
 
 
 def test_the_earliest_error_of_its_own_comes_first(tmp_path: Path) -> None:

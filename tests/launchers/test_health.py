@@ -13,7 +13,7 @@ from megarl import phase
 from megarl.errors import DataError, MegarlError
 from megarl.processes import oom_kills
 from megarl.runtime import health
-from megarl.runtime.health import Failure, Heartbeat, Watch, failure_of, read_beat, read_errors, write_error
+from megarl.runtime.health import Heartbeat, RankFailure, Watch, failure_of, read_beat, read_errors, write_error
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +22,8 @@ def _no_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phase, "step_now", 0)
 
 
-def failure(rank: int = 0, type: str = "RuntimeError", message: str = "x", at: float = 0.0) -> Failure:
-    return Failure(rank, "train", 1, type, message, "", at, 1)
+def failure(rank: int = 0, type: str = "RuntimeError", message: str = "x", at: float = 0.0) -> RankFailure:
+    return RankFailure(rank, "train", 1, type, message, "", at, 1)
 
 
 def test_a_beat_follows_the_phase(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from megarl.config.data import RewardConfig
 from megarl.errors import ConfigError, RewardError
 from megarl.rewards import build_reward, reward_metrics
-from megarl.rewards.pool import Pool
+from megarl.rewards.pool import ScorerPool
 
 HELPERS = """
 import ctypes, os, time, math, struct, subprocess, sys
@@ -219,7 +219,9 @@ def test_deadline_with_on_error_keeps_what_was_scored(file):
 
 
 def test_a_process_that_hangs_on_one_sample_is_killed_when_the_scorer_has_a_limit(file):
-    pool = Pool(f"{file}:hang", "sequential", {}, 2, sample_limit_s=3, limit_result={"overall": 0.0, "timeout": 1.0})
+    pool = ScorerPool(
+        f"{file}:hang", "sequential", {}, 2, sample_limit_s=3, limit_result={"overall": 0.0, "timeout": 1.0}
+    )
     outcomes = pool.score(samples("ok", "bad", "ok", "bad", *["ok"] * 12), timeout_s=30, stop_at_failure=True)
     pool.close()
     assert [outcomes[i] for i in range(4)] == [{"overall": 1.0}, {"overall": 0.0, "timeout": 1.0}] * 2
@@ -262,7 +264,7 @@ def test_a_late_sample_that_held_the_lock_is_judged_by_on_error(file):
 
 
 def test_a_process_that_scored_all_and_says_nothing_more_is_replaced(file):
-    pool = Pool(f"{file}:one", "sequential", {}, 1, sample_limit_s=3)
+    pool = ScorerPool(f"{file}:one", "sequential", {}, 1, sample_limit_s=3)
     (worker,) = pool._workers
     worker.chunk, worker.done, worker.since = [0], {0}, worker.since - 60
     outcomes, pending = {}, deque()
@@ -386,7 +388,7 @@ def _await_end(pids: list[int]) -> bool:
 
 def test_what_a_function_started_ends_with_its_process(file, tmp_path):
     note = tmp_path / "pids"
-    pool = Pool(f"{file}:child", "sequential", {}, 1, sample_limit_s=3)
+    pool = ScorerPool(f"{file}:child", "sequential", {}, 1, sample_limit_s=3)
     pool.score(samples(str(note)), 60, True)
     pool.close()
     assert _await_end([int(pid) for pid in note.read_text().split()])
@@ -394,8 +396,8 @@ def test_what_a_function_started_ends_with_its_process(file, tmp_path):
 
 def test_processes_end_with_their_parent(file):
     code = (
-        "import os, signal\nfrom megarl.rewards.pool import Pool\n"
-        f"pool = Pool({f'{file}:die'!r}, 'sequential', {{}}, 1)\n"
+        "import os, signal\nfrom megarl.rewards.pool import ScorerPool\n"
+        f"pool = ScorerPool({f'{file}:die'!r}, 'sequential', {{}}, 1)\n"
         "print(pool._workers[0].process.pid, flush=True)\nos.kill(os.getpid(), signal.SIGKILL)"
     )
     found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

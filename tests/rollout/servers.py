@@ -13,7 +13,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.launch import Place, open_fleet
+from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.sync.versions import version_tag
 
 VOCAB = 128
@@ -31,7 +31,7 @@ def start(folder: Path, model: Path, **config: Any) -> Fleet:
     """Servers of `model` that answer; close them in the end."""
     need_interpreter()
     settings = SGLangConfig(**{"max_total_tokens": 8192, **config})
-    return open_fleet(settings, Place(), folder, model, "float32", cuda=False, world=WorkerGroup.alone())
+    return open_fleet(settings, WorkerPlace(), folder, model, "float32", cuda=False, world=WorkerGroup.alone())
 
 
 RUN = "test"

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.models.rope import apply_rope
-from megarl.rollout.embedded.attention import HeadNorm, Rope
+from megarl.rollout.embedded.attention import HeadNorm, RopeTables
 
 EPS = 1e-6
 
@@ -18,7 +18,7 @@ def test_heads_are_normed_and_rotated_as_in_training(dtype):
     weights = torch.randn(2, size, generator=g).to(dtype)
     angles = torch.rand(tokens, size // 2, generator=g)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    q, k, v = HeadNorm(weights, EPS).split(qkv, Rope(cos, sin))
+    q, k, v = HeadNorm(weights, EPS).split(qkv, RopeTables(cos, sin))
     heads = (qkv[:, :, :-2].reshape(tokens, -1, size), weights[0], q), (qkv[:, :, -2], weights[1], k)
     for raw, weight, found in heads:  # models.norm.RMSNorm on a GPU, then models.attention
         expected = apply_rope(F.rms_norm(raw, (size,), weight, EPS), cos, sin)

@@ -11,13 +11,13 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.client import GenerationClient
-from megarl.rollout.sglang.samples import Sample, samples_of
+from megarl.rollout.sglang.samples import ServedSample, samples_of
 from tests.rollout.fake_servers import PROMPTS, TAG, FakeServer, ok, servers, token
 
 SAMPLING = SamplingConfig(max_new_tokens=8)
 
 
-def generate(made: list[FakeServer], n: int = 4, **config: Any) -> tuple[list[Sample], dict[int, str], int]:
+def generate(made: list[FakeServer], n: int = 4, **config: Any) -> tuple[list[ServedSample], dict[int, str], int]:
     samples = samples_of([Request(prompt, [100 * i + k for k in range(n)]) for i, prompt in enumerate(PROMPTS)])
     advanced: list[int] = []
     client = GenerationClient(SGLangConfig(**config))
@@ -25,7 +25,7 @@ def generate(made: list[FakeServer], n: int = 4, **config: Any) -> tuple[list[Sa
     return samples, failed, sum(advanced)
 
 
-def assert_right(samples: list[Sample]) -> None:
+def assert_right(samples: list[ServedSample]) -> None:
     for sample in samples:
         assert sample.token_ids == [token(sample.prompt_ids, sample.seed, i) for i in range(8)]
         assert sample.finish_reason == "length"

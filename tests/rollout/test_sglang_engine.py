@@ -12,7 +12,7 @@ from megarl.errors import ServerError
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.launch import Place, open_fleet
+from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from tests.dist import run_distributed
 from tests.rollout.fake_servers import PROMPTS, RUN, FakeServer, ok, servers, token
 
@@ -45,7 +45,7 @@ def run_rank(
     rank = world.rank
     os.environ["FAKE_KEY"] = "key"
     config = SGLangConfig(urls=urls, api_key_env="FAKE_KEY", max_restarts=restarts)
-    fleet = open_fleet(config, Place(is_first=rank == 0), Path(), Path(), "float32", cuda=False, world=world)
+    fleet = open_fleet(config, WorkerPlace(is_first=rank == 0), Path(), Path(), "float32", cuda=False, world=world)
     acknowledge(fleet, 1)
     index = rank_replica[rank]
     members = {i: [r for r, at in enumerate(rank_replica) if at == i] for i in sorted(set(rank_replica))}
@@ -172,7 +172,7 @@ def test_a_server_is_asked_only_for_the_version_it_has_acknowledged() -> None:
     with servers(ok, ok) as made:
         urls = [server.api.url for server in made]
         fleet = open_fleet(
-            SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, world=WorkerGroup.alone()
+            SGLangConfig(urls=urls), WorkerPlace(), None, None, "float32", cuda=False, world=WorkerGroup.alone()
         )  # type: ignore[arg-type]
         engine = SglangEngine(SGLangConfig(urls=urls), fleet, Replica(), lambda: None, RUN)
         assert engine.servers() == []  # they answer, and nobody knows what they hold

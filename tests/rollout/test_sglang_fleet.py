@@ -17,7 +17,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError, ServerError
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.launch import Place, open_fleet
+from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 from tests.dist import run_distributed, world
 from tests.rollout.fake_servers import ok, servers
@@ -104,7 +104,7 @@ def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, An
         with pytest.raises(ConfigError) as caught:
             open_fleet(
                 SGLangConfig(urls=urls),
-                Place(),
+                WorkerPlace(),
                 None,
                 None,
                 "float32",
@@ -117,7 +117,14 @@ def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, An
         assert f"server 1 at {urls[1]}" in str(caught.value)
         made[1].info |= {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": 100}
         open_fleet(
-            SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, longest=100, world=WorkerGroup.alone()
+            SGLangConfig(urls=urls),
+            WorkerPlace(),
+            None,
+            None,
+            "float32",
+            cuda=False,
+            longest=100,
+            world=WorkerGroup.alone(),
         )  # type: ignore[arg-type]
 
 
@@ -125,7 +132,13 @@ def opened(urls: list[str]) -> str:
     """What this rank learns; the first alone asks."""
     try:
         open_fleet(
-            SGLangConfig(urls=urls), Place(is_first=world().rank == 0), None, None, "float32", cuda=False, world=world()
+            SGLangConfig(urls=urls),
+            WorkerPlace(is_first=world().rank == 0),
+            None,
+            None,
+            "float32",
+            cuda=False,
+            world=world(),
         )  # type: ignore[arg-type]
     except ConfigError as error:
         return str(error.where)
@@ -189,7 +202,7 @@ NONSENSE = [
 
 def opened_each(urls: list[str]) -> list[list[str]]:
     """For each of these servers what this rank learns; the first alone asks."""
-    found, place = [], Place(is_first=world().rank == 0)
+    found, place = [], WorkerPlace(is_first=world().rank == 0)
     for url in urls:
         try:
             open_fleet(SGLangConfig(urls=[url]), place, None, None, "float32", cuda=False, world=world())  # type: ignore[arg-type]
@@ -216,7 +229,7 @@ def test_a_server_that_comes_back_otherwise_is_not_used() -> None:
         fits, made[1].info = made[1].info, None
         urls = [server.api.url for server in made]
         fleet = open_fleet(
-            SGLangConfig(urls=urls), Place(), None, None, "float32", cuda=False, world=WorkerGroup.alone()
+            SGLangConfig(urls=urls), WorkerPlace(), None, None, "float32", cuda=False, world=WorkerGroup.alone()
         )  # type: ignore[arg-type]
         for info, state in ((fits | {"tp_size": 4}, "failed"), (fits, "catching_up")):
             made[1].info = info
@@ -227,7 +240,7 @@ def test_a_server_that_comes_back_otherwise_is_not_used() -> None:
 
 def opened_states(urls: list[str]) -> list[str]:
     """What this rank takes the servers for; the first alone asks."""
-    place = Place(is_first=world().rank == 0)
+    place = WorkerPlace(is_first=world().rank == 0)
     try:
         fleet = open_fleet(SGLangConfig(urls=urls), place, None, None, "float32", cuda=False, world=world())  # type: ignore[arg-type]
     except ServerError as error:

@@ -8,7 +8,7 @@ import pytest
 
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Request
-from megarl.rollout.sglang.samples import BadAnswerError, Sample, samples_of
+from megarl.rollout.sglang.samples import BadAnswerError, ServedSample, samples_of
 
 SAMPLING = SamplingConfig(max_new_tokens=6, temperature=0.7, top_k=5, top_p=0.9)
 STOP = [2, 9]
@@ -29,7 +29,7 @@ def answer(ids: list[int], reason: str, spans: list[tuple[str, int, int]] | None
 
 
 def test_the_request_carries_ids_seed_and_limits() -> None:
-    payload = Sample(0, [5, 6], seed=77).payload(SAMPLING, STOP)
+    payload = ServedSample(0, [5, 6], seed=77).payload(SAMPLING, STOP)
     assert payload["input_ids"] == [5, 6]
     assert payload["sampling_params"] == {
         "temperature": 0.7,
@@ -40,20 +40,20 @@ def test_the_request_carries_ids_seed_and_limits() -> None:
         "stop_token_ids": [2, 9],
     }
     everything = SamplingConfig(ignore_eos=True, top_k=0)
-    settings = Sample(0, [5], 1).payload(everything, [])["sampling_params"]
+    settings = ServedSample(0, [5], 1).payload(everything, [])["sampling_params"]
     assert settings["ignore_eos"] is True
     assert settings["top_k"] == -1
 
 
 def test_an_answer_that_ends_completes_the_sample() -> None:
-    sample = Sample(0, [5], 1)
+    sample = ServedSample(0, [5], 1)
     sample.add(answer([7, 9], "stop"), SAMPLING, STOP, NOW)
     done = sample.completion()
     assert (done.token_ids, done.logprobs, done.finish_reason, done.weight_version) == ([7, 9], [-0.5, -1.5], "stop", 5)
 
 
 def test_an_interrupted_sample_goes_on_where_it_was_and_counts_its_oldest_weights() -> None:
-    sample = Sample(0, [5], 1)
+    sample = ServedSample(0, [5], 1)
     sample.add(answer([7, 8], "abort", [("3@run", 0, 1), ("4@run", 1, 2)]), SAMPLING, STOP, "4@run")
     assert sample.finish_reason is None
     rest = sample.payload(SAMPLING, STOP)
@@ -68,7 +68,7 @@ def test_an_interrupted_sample_goes_on_where_it_was_and_counts_its_oldest_weight
 
 
 def test_an_end_token_of_the_model_that_is_none_here_is_passed_by() -> None:
-    sample = Sample(0, [5], 1)
+    sample = ServedSample(0, [5], 1)
     sample.add(answer([7, 3], "stop"), SAMPLING, STOP, NOW)
     assert sample.finish_reason is None
     sample.add(answer([9], "stop"), SAMPLING, STOP, NOW)
@@ -77,10 +77,10 @@ def test_an_end_token_of_the_model_that_is_none_here_is_passed_by() -> None:
 
 @pytest.mark.parametrize("said", ["stop", "length", "abort"])
 def test_an_end_token_at_the_last_allowed_place_is_a_stop(said: str) -> None:
-    sample = Sample(0, [5], 1)
+    sample = ServedSample(0, [5], 1)
     sample.add(answer([7, 7, 7, 7, 7, 9], said), SAMPLING, STOP, NOW)
     assert sample.finish_reason == "stop"
-    endless = Sample(0, [5], 1)
+    endless = ServedSample(0, [5], 1)
     endless.add(answer([7, 7, 7, 7, 7, 9], said), SAMPLING, [], NOW)  # `ignore_eos`
     assert endless.finish_reason == "length"
 
@@ -100,15 +100,15 @@ def test_an_end_token_at_the_last_allowed_place_is_a_stop(said: str) -> None:
     ],
 )
 def test_an_answer_of_other_weights_is_no_sample_of_ours(spans: Any, words: list[str]) -> None:
-    sample = Sample(0, [5], 1)
+    sample = ServedSample(0, [5], 1)
     with pytest.raises(BadAnswerError) as caught:
         sample.add(answer([7, 9], "stop", spans), SAMPLING, STOP, NOW)
     assert all(word in str(caught.value) for word in words), caught.value
-    assert sample == Sample(0, [5], 1)
+    assert sample == ServedSample(0, [5], 1)
 
 
 def test_an_interruption_at_the_last_token_is_the_end() -> None:
-    sample = Sample(0, [5], 1)
+    sample = ServedSample(0, [5], 1)
     sample.add(answer([7] * 6, "abort"), SAMPLING, STOP, NOW)
     assert sample.finish_reason == "length"
 
@@ -129,11 +129,11 @@ def test_an_interruption_at_the_last_token_is_the_end() -> None:
     ],
 )
 def test_an_answer_that_contradicts_itself_is_refused_and_changes_nothing(spoil: Any) -> None:
-    sample, bad = Sample(0, [5], 1), answer([7, 9], "stop")
+    sample, bad = ServedSample(0, [5], 1), answer([7, 9], "stop")
     spoil(bad)
     with pytest.raises(BadAnswerError):
         sample.add(bad, SAMPLING, STOP, NOW)
-    assert sample == Sample(0, [5], 1)
+    assert sample == ServedSample(0, [5], 1)
 
 
 def test_every_seed_is_a_sample() -> None:

@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.rollout.embedded.rows import Rows
+from megarl.rollout.embedded.rows import CacheRows
 from megarl.rollout.engine import Request
 from tests.rollout.cases import PROMPTS, STOP, build, engine, full_forward, play_turns, sampled
 
 
 @given(st.integers(1, 6), st.data())
 def test_rows_follow_their_sequences_through_any_order_of_turns(slots, data):
-    rows, content = Rows(slots), [None] * slots  # content[row]: the sequence whose keys the row really holds
+    rows, content = CacheRows(slots), [None] * slots  # content[row]: the sequence whose keys the row really holds
     running: set[int] = set()
     ended: set[int] = set()
 

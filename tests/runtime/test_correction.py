@@ -144,7 +144,7 @@ def worker(engine, layout, mode: str, correction: dict) -> SimpleNamespace:
 def one_update(mode: str, correction: dict, budget: int, uneven: bool) -> dict:
     """Gradients (summed over ranks, before clipping) and metrics of one step."""
     from megarl.runtime.stages.correction import rollout_correction
-    from megarl.runtime.stages.update import train_on
+    from megarl.runtime.stages.update import actor_step
 
     layout = layout_for(ParallelConfig())
     settings = EngineConfig(micro_batch_tokens=budget, logits_chunk_tokens=16, distributed_optimizer=False)
@@ -156,7 +156,7 @@ def one_update(mode: str, correction: dict, budget: int, uneven: bool) -> dict:
     c = worker(engine, layout, mode, correction)
     if not c.config.rollout_correction.resolved().bypass:
         batch = rollout_correction(c, batch)
-    metrics = train_on(c, batch).merge(c.metrics).result()
+    metrics = actor_step(c, batch).merge(c.metrics).result()
     grads = [p.main_grad.clone() for chunk in engine.chunks for p in chunk.parameters()]
     return {"grads": torch.cat([g.flatten() for g in grads]), "metrics": metrics if layout.rank == 0 else {}}
 
@@ -216,7 +216,7 @@ def test_counts_that_come_late_divide_like_counts_known_before(alone, mode):
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
     from megarl.algorithms.correction import Rule, correct
     from megarl.algorithms.objective import actor_loss
-    from megarl.runtime.stages.update import train_on
+    from megarl.runtime.stages.update import actor_step
 
     settings = EngineConfig(micro_batch_tokens=60, distributed_optimizer=False)
     results = []
@@ -225,7 +225,7 @@ def test_counts_that_come_late_divide_like_counts_known_before(alone, mode):
         batch = samples(engine)
         c = worker(engine, alone, mode, TIGHT["bypass"])
         if late:
-            metrics = train_on(c, batch)
+            metrics = actor_step(c, batch)
         else:
             mask, rollout = batch["response_mask"], batch["rollout_logp"]
             out = correct(batch["old_logp"].values, rollout.values, mask.values, offsets=mask.offsets,

@@ -9,7 +9,7 @@ import torch
 
 from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch, Jagged
-from megarl.runtime.pool import Pool
+from megarl.runtime.pool import GroupPool
 from tests.dist import run_distributed, world
 from tests.same import same
 
@@ -33,7 +33,7 @@ def kept() -> list[list[tuple[str, bool]]]:
 
 def deal(group: WorkerGroup) -> list[list]:
     """What this replica is dealt, as [ids, do the tokens belong to them]."""
-    pool, rank, size = Pool(N, group), group.rank, group.size
+    pool, rank, size = GroupPool(N, group), group.rank, group.size
     for row in kept():
         mine = row[rank::size]
         pool.add(groups([name for name, _ in mine]), [keep for _, keep in mine])

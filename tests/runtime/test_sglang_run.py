@@ -16,7 +16,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import load_hf_config
 from megarl.models.weights.export import write_metadata
 from megarl.rollout.sglang.fleet import Fleet
-from megarl.rollout.sglang.launch import Place, open_fleet
+from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from tests.rollout.servers import need_interpreter
 from tests.runtime.harness import metrics, run, start, wait_for, write_recipe
 
@@ -44,7 +44,14 @@ def external(recipe: Path) -> Iterator[tuple[str, ...]]:
     settings = SGLangConfig(max_total_tokens=4096)
     fleet: Fleet
     with open_fleet(
-        settings, Place(), recipe.parent, model, "float32", cuda=False, random_weights=True, world=WorkerGroup.alone()
+        settings,
+        WorkerPlace(),
+        recipe.parent,
+        model,
+        "float32",
+        cuda=False,
+        random_weights=True,
+        world=WorkerGroup.alone(),
     ) as fleet:
         api = fleet.servers[0].api
         os.environ[KEY_NAME] = api.api_key or ""

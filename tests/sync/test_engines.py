@@ -12,7 +12,7 @@ import torch
 from megarl.config.sync import SyncConfig
 from megarl.errors import ServerError, WorkerError
 from megarl.sync.messages import MessageClient
-from megarl.sync.receiver import Step
+from megarl.sync.receiver import UpdateStep
 from tests.dist import fresh_parallel, run_distributed, single_process, world
 from tests.models.tiny import build_tiny, save_tiny
 
@@ -178,7 +178,7 @@ def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkey
 def test_weights_wait_for_the_end_of_a_generation(tmp_path):
     with engines_here(tmp_path, 1) as (_, (inbox,), receivers):
         (receiver,) = receivers.all
-        step = Step("update to version 1", 0.5)
+        step = UpdateStep("update to version 1", 0.5)
         inbox.version = "0@run"
         receiver.resume(step)
         refused = pytest.raises(ServerError, match=r"engine 0 .*update to version 1: rank 0: it still generates")
@@ -195,7 +195,7 @@ def test_an_engine_says_what_it_cannot_take(tmp_path):
 
     with engines_here(tmp_path, 1) as (_, (inbox,), receivers):
         (receiver,) = receivers.all
-        step, flat = Step("bucket", 30.0), shared_buffer(64, torch.device("cpu"))
+        step, flat = UpdateStep("bucket", 30.0), shared_buffer(64, torch.device("cpu"))
 
         def take(name: str, dtype: str, shape: tuple[int, ...]) -> str:
             with pytest.raises(ServerError) as error:

@@ -191,10 +191,10 @@ def test_an_update_waits_for_the_keeper_of_an_earlier_trainer(tmp_path):
 
 
 def test_a_server_that_another_trainer_has_since_is_left_alone(tmp_path):
-    from megarl.rollout.sglang.keeper import Watch
+    from megarl.rollout.sglang.keeper import KeeperState
 
     with receivers(tmp_path, 1) as urls:
-        api, watch = ServerApi(urls[0], None, "server 0"), Watch()
+        api, watch = ServerApi(urls[0], None, "server 0"), KeeperState()
         opened = {"event": "open", "url": urls[0], "api_key": None, "name": "server 0"}
         loading = {"event": "loading", "url": urls[0], "versions": ["default", "3"]}
         watch.hear(json.dumps(message) for message in (opened, loading))

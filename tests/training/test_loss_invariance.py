@@ -1,6 +1,6 @@
 """Gradients of one optimizer step do not depend on micro-batches or ranks, for every loss and aggregation.
 
-The step is the real one: `update.train_on` with its counts and preparations over ranks, through the engine's forward,
+The step is the real one: `update.actor_step` with its counts and preparations over ranks, through the engine's forward,
 backward and gradient reduction. Only the optimizer is left out, so that all cases start from the same weights.
 """
 
@@ -68,7 +68,7 @@ def controller(engine, loss: dict):
     )
 
 
-def step(engine, batch: Batch, loss: dict, budget: int, train_on=None) -> tuple[torch.Tensor, dict, int]:
+def step(engine, batch: Batch, loss: dict, budget: int, step_on=None) -> tuple[torch.Tensor, dict, int]:
     """Signed sums of the gradient's entries, metrics, and micro-batches of this rank that hold samples."""
     from megarl.runtime.stages import update
 
@@ -84,7 +84,7 @@ def step(engine, batch: Batch, loss: dict, budget: int, train_on=None) -> tuple[
         return 0.0, 0.0
 
     engine._update = capture
-    metrics = (train_on or update.train_on)(controller(engine, loss), batch).result()
+    metrics = (step_on or update.actor_step)(controller(engine, loss), batch).result()
     return seen[0], metrics, seen[1]
 
 
@@ -136,7 +136,7 @@ def _critic_steps() -> dict[str, list[dict]]:
         if size == 2:
             batch = batch.split([SHARE, SAMPLES - SHARE])[rank]
         for budget in FEW:
-            grads, metrics, count = step(engine, batch, {}, budget, critic.train_on)
+            grads, metrics, count = step(engine, batch, {}, budget, critic.critic_step)
             found.setdefault(masked, []).append({"grads": grads, "metrics": metrics, "micro_batches": count})
     return found
 

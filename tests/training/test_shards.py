@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.training import shards
-from megarl.training.boxes import Box, Place, boxes_of, cut, overlap
+from megarl.training.boxes import Box, BoxPlace, boxes_of, cut, overlap
 from megarl.training.shards import CheckpointError, Snapshot
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
@@ -56,7 +56,7 @@ def test_overlaps_are_what_both_boxes_hold(shape, data):
 def test_what_some_ranks_wrote_others_read(tmp_path_factory, writers, readers):
     folder = tmp_path_factory.mktemp("files")
     whole = torch.randn(3, 7, 5)
-    place = Place("w", (3, 7, 5), (0, 0, 0), (3, 7, 5), 0, padded=False)
+    place = BoxPlace("w", (3, 7, 5), (0, 0, 0), (3, 7, 5), 0, padded=False)
     bounds = [round(105 * n / writers) for n in range(writers + 1)]
     for n in range(writers):
         mine = whole.flatten()[bounds[n] : bounds[n + 1]]

@@ -17,7 +17,7 @@ from megarl.algorithms.stats import AllSum, one_rank
 from megarl.metrics import Metrics
 
 if TYPE_CHECKING:
-    from megarl.config.correction import Knobs
+    from megarl.config.correction import ResolvedCorrection
 
 
 class Correction(NamedTuple):
@@ -123,6 +123,6 @@ def _factor(bag: Metrics, normaliser: Tensor, all_sum: AllSum) -> float:
     return factor
 
 
-def rules_of(knobs: Knobs) -> list[Rule]:
+def rules_of(knobs: ResolvedCorrection) -> list[Rule]:
     """The rejection rules of a recipe."""
     return [Rule(**rule) for rule in knobs.rules]

@@ -9,8 +9,8 @@ from typing import Any
 from megarl.envs.registry import import_source
 from megarl.envs.tools.schema import Tool, tool_of
 from megarl.errors import ConfigError
-from megarl.rewards.pool import Pool
-from megarl.rewards.scoring import Failure
+from megarl.rewards.pool import ScorerPool
+from megarl.rewards.scoring import ScoringFailure
 
 _KEY = "env.tools"
 
@@ -57,9 +57,9 @@ class Functions:
     def __init__(self, names: Sequence[str], *, workers: int, timeout_s: float, memory_mb: int) -> None:
         late = {"text": f"error: no result within {timeout_s:g} s", "failed": True}
         self.names, self._timeout_s = [tool.name for tool in load_tools(names)], timeout_s
-        self._free: queue.SimpleQueue[Pool] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[ScorerPool] = queue.SimpleQueue()
         self._pools = [
-            Pool(
+            ScorerPool(
                 "tools",
                 "sequential",
                 {"tools": list(names), "memory_mb": memory_mb},
@@ -82,7 +82,7 @@ class Functions:
             outcome = pool.score([{"name": name, "arguments": arguments}], self._timeout_s + 60.0, False)[0]
         finally:
             self._free.put(pool)
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, ScoringFailure):
             return f"error: the tool {outcome.reason}", True
         return str(outcome["text"]), bool(outcome["failed"])
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
-from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, Rule
+from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
 from megarl.models.hf import expert_ffn, head_dim, moe_layers, num_experts, value_bias
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def dimensions(hf: PretrainedConfig) -> dict[str, int]:
     }
 
 
-def rules(hf: PretrainedConfig, *, value_head: bool = False) -> tuple[Rule, ...]:
+def rules(hf: PretrainedConfig, *, value_head: bool = False) -> tuple[WeightRule, ...]:
     """The table of this model, its head included."""
     table = ARCHITECTURES[hf.model_type].tensors
     if value_head:
@@ -104,13 +104,13 @@ def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False
 
 def _instances(
     hf: PretrainedConfig, at: Coordinate, value_head: bool
-) -> Iterator[tuple[Rule, tuple[int, str], tuple[str, ...]]]:
+) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
     """Every rule for every layer and expert that lives at `at`: (rule, (chunk, parameter), source names)."""
     table = rules(hf, value_head=value_head)
     per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
     sparse = moe_layers(hf)
 
-    def outer(part: str, chunk: int) -> Iterator[tuple[Rule, tuple[int, str], tuple[str, ...]]]:
+    def outer(part: str, chunk: int) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
         for rule in table:
             if rule.part == part:
                 yield rule, (chunk, rule.param), tuple(s.name for s in rule.sources)

@@ -21,7 +21,7 @@ from megarl.models.packing import pack_stream
 from megarl.rollout.embedded.cache import KVCache
 
 
-class Rope:
+class RopeTables:
     """Rotary tables of t tokens: cos and sin, [t, D / 2] each."""
 
     def __init__(self, cos: Tensor, sin: Tensor) -> None:
@@ -43,7 +43,7 @@ class HeadNorm:
     weights: Tensor | None
     eps: float
 
-    def split(self, qkv: Tensor, rope: Rope) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, qkv: Tensor, rope: RopeTables) -> tuple[Tensor, Tensor, Tensor]:
         """Normed and rotated q [t, G, q, D] and k [t, G, D], and v [t, G, D], from qkv [t, G, q + 2, D]."""
         qk, size = qkv[:, :, :-1], qkv.shape[3]
         if self.weights is not None:  # with its weight in the same pass as in training, so that both round once
@@ -58,7 +58,7 @@ class HeadNorm:
 class Attend(Protocol):
     """Norms and rotates new heads, stores keys and values, and returns the context of the queries."""
 
-    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """[t, G*q*D] from qkv [t, G, q + 2, D]; `layer` counts this process's layers."""
         ...
 
@@ -70,7 +70,7 @@ class KernelAttention:
         self._kernels, self._cache, self._scale = kernels, cache, scale
         self._positions = positions.contiguous()
 
-    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """See `Attend`."""
         return self._kernels.attend(
             qkv,
@@ -93,7 +93,7 @@ class DecodeAttention:
         self._index = cache.flat_index(positions)
         self._bias: dict[int | None, Tensor] = {}
 
-    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """See `Attend`."""
         q, k, v = norm.split(qkv, rope)
         n, groups, per, size = q.shape
@@ -135,7 +135,7 @@ class PromptAttention:
         self._rows = torch.tensor([row for group in rows for row in group], device=device)
         self._source = torch.tensor([i for i, group in enumerate(rows) for _ in group], device=device)
 
-    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """See `Attend`."""
         m, longest = self._shape
         q, k, v = norm.split(qkv, rope)
@@ -179,7 +179,7 @@ class ExtendAttention:
         self._reach = int((first + sizes).max())
         self._bias: dict[int | None, Tensor] = {}
 
-    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: Rope) -> Tensor:
+    def __call__(self, layer: int, window: int | None, qkv: Tensor, norm: HeadNorm, rope: RopeTables) -> Tensor:
         """See `Attend`."""
         m, longest = self._shape
         q, k, v = norm.split(qkv, rope)

@@ -19,7 +19,7 @@ from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.device import DTYPES
 from megarl.rollout.embedded.model import DecoderStage
 from megarl.rollout.embedded.parallel import Mesh
-from megarl.rollout.embedded.session import Limits, Session
+from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.embedded.turns import TurnSession
 from megarl.rollout.engine import Completion, Generation, Request
 from megarl.rollout.rounds import Rounds
@@ -82,7 +82,7 @@ class EmbeddedEngine:
             return Rounds(self.generate, self._any_replica, sampling, eos_ids)
         running = max(1, min(self._config.max_running, sequences))
         stage = DecoderStage(self._chunks, self._mesh, self._dtype, rows=running, steps=sampling.max_new_tokens)
-        limits = Limits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, sessions=1)
+        limits = SessionLimits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, sessions=1)
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         return _Turns(TurnSession(stage, sampling, stop_ids, limits, sequences, longest), self.weight_version)
 
@@ -102,7 +102,7 @@ class EmbeddedEngine:
         shares = share_out(requests, lanes)
         rows = min(running, max(sum(len(requests[i].seeds) for i in share) for share in shares))
         stage = DecoderStage(self._chunks, self._mesh, self._dtype, rows=rows, steps=sampling.max_new_tokens)
-        limits = Limits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, lanes)
+        limits = SessionLimits(running, self._config.max_prefill_tokens, self._config.cuda_graphs, lanes)
         sessions = [
             (
                 lambda share=share: Session(

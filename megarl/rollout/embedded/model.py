@@ -23,7 +23,7 @@ from torch import Tensor
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
 from megarl.models.head import head_logits
-from megarl.rollout.embedded.attention import Attend, HeadNorm, Rope
+from megarl.rollout.embedded.attention import Attend, HeadNorm, RopeTables
 from megarl.rollout.embedded.moe import MoE
 from megarl.rollout.embedded.parallel import Mesh
 
@@ -93,7 +93,7 @@ class Layer:
         if self._moe is None:
             self._up, self._down = recipe.linear(mlp.linear_fc1.weight), recipe.linear(mlp.linear_fc2.weight)
 
-    def __call__(self, hidden: Tensor, delta: Tensor | None, rope: Rope, attend: Attend, lockstep: int) -> Tensor:
+    def __call__(self, hidden: Tensor, delta: Tensor | None, rope: RopeTables, attend: Attend, lockstep: int) -> Tensor:
         """Adds `delta` and the attention to `hidden` [n, h] in place; returns the MLP's output, to be added."""
         if not len(hidden):
             return hidden if self._moe is None else self._moe(hidden, lockstep)
@@ -181,7 +181,7 @@ class DecoderStage:
         Returns:
             Logits [n, V / tp] on the last stage when wanted, else None.
         """
-        rope = Rope(*self._rope.cos_sin(positions, self.dtype))
+        rope = RopeTables(*self._rope.cos_sin(positions, self.dtype))
         hidden = torch.empty(len(tokens), self._config.hidden_size, dtype=self.dtype, device=self.device)
         for number, layers in enumerate(self._chunks):
             if self.mesh.is_first_stage and number == 0:

@@ -23,7 +23,7 @@ from megarl.rollout.embedded.inbox import PEER
 from megarl.sync.checksum import Checksum, HostChecksum
 from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import Entry
-from megarl.sync.receiver import Checksums, PauseMode, SharedUse, Step, UpdateGroup
+from megarl.sync.receiver import Checksums, PauseMode, SharedUse, UpdateGroup, UpdateStep
 from megarl.sync.shared import Handle
 
 if TYPE_CHECKING:
@@ -89,36 +89,36 @@ class EngineReceiver:
         self.answers = True
         self._ranks = _Ranks(self.name, self.url, addresses, key)
 
-    def pause(self, mode: PauseMode, step: Step) -> None:
+    def pause(self, mode: PauseMode, step: UpdateStep) -> None:
         """Generation that runs ends first, whatever the mode: it reads the parameters that are written."""
         waiting = {"op": "pause", "deadline_s": _SHARE * step.deadline_s}
         self._ranks.ask(waiting, step, range(1))
         self._ranks.ask(waiting, step, range(1, self.layout.ranks))
 
-    def loading(self, version: str, step: Step) -> None:
+    def loading(self, version: str, step: UpdateStep) -> None:
         """An engine whose trainer is gone stays paused."""
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: UpdateStep) -> None:
         """Open it for tensors."""
         self._ranks.ask({"op": "begin"}, step)
 
-    def end(self, step: Step) -> None:
+    def end(self, step: UpdateStep) -> None:
         """Nothing is derived from the parameters before the next generation."""
         self._ranks.ask({"op": "end"}, step)
 
-    def set_version(self, version: str, step: Step) -> None:
+    def set_version(self, version: str, step: UpdateStep) -> None:
         """Refused while a tensor has never come."""
         self._ranks.ask({"op": "set_version", "version": version}, step)
 
-    def held_version(self, step: Step) -> str:
+    def held_version(self, step: UpdateStep) -> str:
         """That of all ranks."""
         found = {answer["version"] for answer in self._ranks.ask({"op": "held_version"}, step)}
         return str(found.pop()) if len(found) == 1 else _MIXED
 
-    def flush(self, mode: PauseMode, step: Step) -> None:
+    def flush(self, mode: PauseMode, step: UpdateStep) -> None:
         """No cache outlives a generation."""
 
-    def resume(self, step: Step) -> None:
+    def resume(self, step: UpdateStep) -> None:
         """Generate again."""
         self._ranks.ask({"op": "resume"}, step)
 
@@ -126,38 +126,38 @@ class EngineReceiver:
         """Nobody keeps account."""
 
     def take_shared(
-        self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: Step
+        self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
         """Each rank maps the buffer and copies what it holds of it."""
         pairs = zip(handles, entries, strict=True)
         messages = [{"op": "shared", "handle": handle, "tensors": _placed(wanted)} for handle, wanted in pairs]
         self._ranks.ask_each(messages, step)
 
-    def takes_changes(self, step: Step) -> bool:
+    def takes_changes(self, step: UpdateStep) -> bool:
         """It can."""
         return True
 
-    def take_changes(self, handles: Sequence[Handle], header: list[Any], step: Step) -> bool:
+    def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
         """Each rank writes the elements that it holds."""
         self._ranks.ask_each([{"op": "changes", "handle": handle, "header": header} for handle in handles], step)
         return True
 
-    def join_group(self, group: UpdateGroup, step: Step) -> None:
+    def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
         """All ranks join."""
         meeting = {"name": group.name, "address": group.address, "port": group.port, "size": group.size}
         limit = {"backend": group.backend, "deadline_s": step.deadline_s}
         self._ranks.ask({"op": "join"} | meeting | limit, step)
 
-    def take_broadcast(self, group: str, entries: Sequence[Entry], step: Step) -> None:
+    def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
         """Every rank gets the whole bucket, and copies what it holds."""
         size = sum(entry.nbytes for entry in entries)
         self._ranks.ask({"op": "broadcast", "name": group, "tensors": _placed(entries), "nbytes": size}, step)
 
-    def read_folder(self, folder: Path, step: Step) -> None:
+    def read_folder(self, folder: Path, step: UpdateStep) -> None:
         """Each rank reads its own parts."""
         self._ranks.ask({"op": "folder", "folder": str(folder)}, step)
 
-    def checksums(self, step: Step) -> Checksums:
+    def checksums(self, step: UpdateStep) -> Checksums:
         """One of every part that a rank holds."""
         return [answer["checksums"] for answer in self._ranks.ask({"op": "checksums"}, step)]
 
@@ -195,7 +195,7 @@ class EngineReceivers:
         made = []
         for number, addresses in enumerate(engines):
             ranks = _Ranks(f"engine {number}", f"tcp://{addresses[0][0]}:{addresses[0][1]}", addresses, key)
-            said = ranks.ask({"op": "layout"}, Step("which part of the model it holds", deadline_s))
+            said = ranks.ask({"op": "layout"}, UpdateStep("which part of the model it holds", deadline_s))
             ranks.close()
             places = tuple(Coordinate(*answer["at"]) for answer in said)
             layout = EngineLayout(places, getattr(torch, said[0]["dtype"]), hf)
@@ -230,12 +230,12 @@ class _Ranks:
         self._name, self._url, self._addresses, self._key = name, url, list(addresses), key
         self._clients: dict[int, MessageClient] = {}
 
-    def ask(self, message: dict[str, Any], step: Step, ranks: range | None = None) -> list[dict[str, Any]]:
+    def ask(self, message: dict[str, Any], step: UpdateStep, ranks: range | None = None) -> list[dict[str, Any]]:
         """The same of these ranks, or of all."""
         wanted = range(len(self._addresses)) if ranks is None else ranks
         return self._ask(dict.fromkeys(wanted, message), step)
 
-    def ask_each(self, messages: Sequence[dict[str, Any]], step: Step) -> list[dict[str, Any]]:
+    def ask_each(self, messages: Sequence[dict[str, Any]], step: UpdateStep) -> list[dict[str, Any]]:
         """One message for each rank."""
         return self._ask(dict(enumerate(messages)), step)
 
@@ -244,13 +244,13 @@ class _Ranks:
         for rank in list(self._clients):
             self._clients.pop(rank).close()
 
-    def _ask(self, messages: dict[int, dict[str, Any]], step: Step) -> list[dict[str, Any]]:
+    def _ask(self, messages: dict[int, dict[str, Any]], step: UpdateStep) -> list[dict[str, Any]]:
         if not messages:
             return []
         with ThreadPoolExecutor(len(messages)) as pool:
             return list(pool.map(lambda rank: self._call(rank, messages[rank], step), messages))
 
-    def _call(self, rank: int, message: dict[str, Any], step: Step) -> dict[str, Any]:
+    def _call(self, rank: int, message: dict[str, Any], step: UpdateStep) -> dict[str, Any]:
         try:
             if rank not in self._clients:
                 self._clients[rank] = MessageClient(self._addresses[rank], self._key, step.deadline_s, PEER)
@@ -264,7 +264,7 @@ class _Ranks:
         except Refused as error:
             raise self._error(rank, step, str(error)) from error
 
-    def _error(self, rank: int, step: Step, reason: str) -> ServerError:
+    def _error(self, rank: int, step: UpdateStep, reason: str) -> ServerError:
         return ServerError(self._name, self._url, step.phase, f"rank {rank}: {reason}")
 
 

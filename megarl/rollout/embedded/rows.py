@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Admission:
+class RowAssignment:
     """What admitted sequences need: (source, target) rows to copy all at once, and who is in which row now.
 
     Attributes:
@@ -28,7 +28,7 @@ class Admission:
     fresh: list[tuple[int, int]] = field(default_factory=list)
 
 
-class Rows:
+class CacheRows:
     """The rows of one cache; `holders[row]` is the sequence in it."""
 
     def __init__(self, slots: int) -> None:
@@ -51,10 +51,10 @@ class Rows:
         row = self.holders.index(sequence, self.running)
         self.holders[row] = -1
 
-    def admit(self, sequences: Sequence[int]) -> Admission:
+    def admit(self, sequences: Sequence[int]) -> RowAssignment:
         """Let the first of `sequences` run, as many as there are slots for."""
         self._begin()
-        admission = Admission()
+        admission = RowAssignment()
         chosen = list(sequences[: self.slots - self.running])
         for sequence in chosen:
             target = self.running

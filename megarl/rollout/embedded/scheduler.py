@@ -15,7 +15,7 @@ from megarl.rollout.engine import Request
 
 
 @dataclass(frozen=True)
-class Sample:
+class QueuedSample:
     """One sample to generate; `id` numbers all samples of a call."""
 
     id: int
@@ -35,7 +35,7 @@ class Prefill:
 class Admission:
     """What entering samples need: prefill passes, and (source row, row) copies of prompts that a row already holds."""
 
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[QueuedSample] = field(default_factory=list)
     prefills: list[Prefill] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
@@ -51,12 +51,12 @@ class Scheduler:
 
     def __init__(self, requests: Sequence[Request], slots: int, max_prefill_tokens: int) -> None:
         self._slots, self._budget = slots, max_prefill_tokens
-        self.samples: list[Sample] = []
+        self.samples: list[QueuedSample] = []
         for number, request in enumerate(requests):
             for _ in request.seeds:
-                self.samples.append(Sample(len(self.samples), number, len(request.prompt_ids)))
+                self.samples.append(QueuedSample(len(self.samples), number, len(request.prompt_ids)))
         self._queue = deque(self.samples)
-        self.running: list[Sample] = []
+        self.running: list[QueuedSample] = []
 
     def admit(self) -> Admission | None:
         """Fill the free rows from the queue; None when there is nothing to do."""

@@ -32,7 +32,7 @@ _CHECK_EVERY_GPU = 8
 
 
 @dataclass(frozen=True)
-class Limits:
+class SessionLimits:
     """How much runs at a time: rows, prompt tokens per prefill pass, and sessions that share this process's memory."""
 
     max_running: int
@@ -60,7 +60,7 @@ class Session:
         requests: Sequence[Request],
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
-        limits: Limits,
+        limits: SessionLimits,
         advance: Callable[[int], None],
     ) -> None:
         self._advance, self._requests = advance, requests
@@ -76,7 +76,7 @@ class Session:
         stage: DecoderStage,
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
-        limits: Limits,
+        limits: SessionLimits,
         seeds: list[int],
         longest: int,
     ) -> int:

@@ -16,8 +16,8 @@ from megarl.config.rollout import SamplingConfig
 from megarl.phase import beat
 from megarl.rollout.embedded.attention import ExtendAttention
 from megarl.rollout.embedded.model import DecoderStage
-from megarl.rollout.embedded.rows import Admission, Rows
-from megarl.rollout.embedded.session import Limits, Session
+from megarl.rollout.embedded.rows import CacheRows, RowAssignment
+from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.engine import FinishReason
 
 Drawn = tuple[list[int], list[float], FinishReason]
@@ -32,14 +32,14 @@ class TurnSession(Session):
         stage: DecoderStage,
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
-        limits: Limits,
+        limits: SessionLimits,
         sequences: int,
         longest: int,
     ) -> None:
         slots = self._allocate(stage, sampling, stop_ids, limits, [0] * sequences, longest + 1)
         device = stage.device
         self._budget = limits.max_prefill_tokens
-        self._rows = Rows(slots)
+        self._rows = CacheRows(slots)
         self._rooms = torch.full((sequences + 1,), sampling.max_new_tokens, dtype=torch.int64, device=device)
         self._room = self._rooms
         self._contexts: dict[int, list[int]] = {}
@@ -107,7 +107,7 @@ class TurnSession(Session):
         self._read_fresh(admission)
         self._read_new(admission)
 
-    def _read_fresh(self, admission: Admission) -> None:
+    def _read_fresh(self, admission: RowAssignment) -> None:
         """Read sequences from the start, equal ones once."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for sequence, row in admission.fresh:
@@ -119,7 +119,7 @@ class TurnSession(Session):
             batch = ordered[part]
             self._read([list(tokens) for tokens in batch], [groups[tokens] for tokens in batch], lockstep=0)
 
-    def _read_new(self, admission: Admission) -> None:
+    def _read_new(self, admission: RowAssignment) -> None:
         """Read what came after the cached positions of kept sequences, all but the last token."""
         new = {row: self._contexts[s][self._cached[s] : -1] for s, row in admission.kept}
         starts = {row: self._cached[s] for s, row in admission.kept}

@@ -17,7 +17,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ServerError
 from megarl.rollout.sglang.api import ServerApi, tls_context
 from megarl.rollout.sglang.router import NoServerError, Router
-from megarl.rollout.sglang.samples import BadAnswerError, Sample
+from megarl.rollout.sglang.samples import BadAnswerError, ServedSample
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
@@ -40,7 +40,7 @@ class GenerationClient:
 
     def run(
         self,
-        samples: Sequence[Sample],
+        samples: Sequence[ServedSample],
         servers: dict[int, ServerApi],
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
@@ -80,7 +80,7 @@ class _Call:
         self._in_flight: dict[int, set[asyncio.Task[dict[str, Any]]]] = {number: set() for number in servers}
         self._freed: asyncio.Condition
 
-    async def run(self, samples: Sequence[Sample]) -> dict[int, str]:
+    async def run(self, samples: Sequence[ServedSample]) -> dict[int, str]:
         """See GenerationClient.run."""
         import aiohttp
 
@@ -100,17 +100,17 @@ class _Call:
                 await asyncio.gather(*watches, return_exceptions=True)
         return self._failed
 
-    async def _prompt(self, session: ClientSession, samples: list[Sample]) -> None:
+    async def _prompt(self, session: ClientSession, samples: list[ServedSample]) -> None:
         """All samples of one prompt; a long prompt is prefilled once, before its samples come."""
         if len(samples) > 1 and len(samples[0].prompt_ids) >= _PREFILL_ALONE:
             await self._prefill(session, samples[0])
         await _all([self._finish(session, sample) for sample in samples])
 
-    async def _prefill(self, session: ClientSession, sample: Sample) -> None:
+    async def _prefill(self, session: ClientSession, sample: ServedSample) -> None:
         payload = {"input_ids": sample.prompt_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
         await self._answer(session, sample, payload)
 
-    async def _finish(self, session: ClientSession, sample: Sample) -> None:
+    async def _finish(self, session: ClientSession, sample: ServedSample) -> None:
         """Ask for `sample` until it is complete or no server is left."""
         while sample.finish_reason is None:
             answer = await self._answer(session, sample, sample.payload(self._sampling, self._stop_ids))
@@ -130,7 +130,7 @@ class _Call:
         self._advance(1)
 
     async def _answer(
-        self, session: ClientSession, sample: Sample, payload: dict[str, Any]
+        self, session: ClientSession, sample: ServedSample, payload: dict[str, Any]
     ) -> tuple[int, dict[str, Any]] | None:
         """Answer of the server it was routed to, and that server's number; None when no server is left."""
         while True:
@@ -222,8 +222,8 @@ async def _check(response: ClientResponse, server: ServerApi) -> None:
     raise _LostError(f"/generate: HTTP {response.status}: {text}")
 
 
-def _by_prompt(samples: Sequence[Sample]) -> list[list[Sample]]:
-    groups: dict[int, list[Sample]] = {}
+def _by_prompt(samples: Sequence[ServedSample]) -> list[list[ServedSample]]:
+    groups: dict[int, list[ServedSample]] = {}
     for sample in samples:
         groups.setdefault(sample.prompt, []).append(sample)
     return list(groups.values())

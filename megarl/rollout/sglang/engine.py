@@ -28,7 +28,7 @@ from megarl.rollout.engine import Completion, Generation, Request
 from megarl.rollout.rounds import Rounds
 from megarl.rollout.sglang.client import GenerationClient
 from megarl.rollout.sglang.fleet import Fleet, Server
-from megarl.rollout.sglang.samples import Sample, samples_of
+from megarl.rollout.sglang.samples import ServedSample, samples_of
 from megarl.sync.versions import version_tag
 
 _MEET_EVERY_S = 5.0
@@ -137,7 +137,7 @@ class SglangEngine:
                 return
 
     def _run(
-        self, samples: list[Sample], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
+        self, samples: list[ServedSample], sampling: SamplingConfig, stop_ids: list[int], advance: Callable[[int], None]
     ) -> None:
         """Finish as many samples as the servers that are left allow."""
         while any(sample.finish_reason is None for sample in samples) and (servers := self.servers()):
@@ -146,7 +146,7 @@ class SglangEngine:
             for number, why in self._client.run(samples, reachable, sampling, stop_ids, advance, tag).items():
                 self._fleet.mark_failed(self._fleet.servers[number], why)
 
-    def _share(self, requests: Sequence[Request], samples: list[Sample]) -> list[list[Completion]]:
+    def _share(self, requests: Sequence[Request], samples: list[ServedSample]) -> list[list[Completion]]:
         """The first rank's completions on all ranks of the replica, grouped by request."""
         done: list[dict[str, Any]] = [asdict(sample.completion()) for sample in samples]
         done = self._replica.group.broadcast_json(done)

@@ -111,7 +111,7 @@ class Keeper:
             ) from None
 
 
-class Watch:
+class KeeperState:
     """The keeper's end: what it was told of each server.
 
     Attributes:
@@ -251,6 +251,6 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    watch = Watch()
+    watch = KeeperState()
     watch.hear(sys.stdin)
     watch.bring_back(float(sys.argv[1]))

@@ -21,7 +21,7 @@ from megarl.rollout.sglang.server import ServerProcess, ServerSpec
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Where this rank is: `machine` of `machines`, and whether it is the first of the `workers` there."""
 
     machine: int = 0
@@ -30,7 +30,7 @@ class Place:
     workers: int = 1
 
     @classmethod
-    def from_environment(cls, cluster: ClusterConfig) -> Place:
+    def from_environment(cls, cluster: ClusterConfig) -> WorkerPlace:
         """The place of a worker; ranks of a machine are consecutive."""
         rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
         workers = cluster.nproc // cluster.nnodes
@@ -39,7 +39,7 @@ class Place:
 
 def open_fleet(
     config: SGLangConfig,
-    place: Place,
+    place: WorkerPlace,
     run_dir: Path,
     model: Path,
     dtype: str,
@@ -85,20 +85,20 @@ def open_fleet(
     return fleet
 
 
-def _external(config: SGLangConfig, place: Place, world: WorkerGroup) -> Fleet:
+def _external(config: SGLangConfig, place: WorkerPlace, world: WorkerGroup) -> Fleet:
     key = config.external_key()
     servers = [Server(i, ServerApi(url.rstrip("/"), key, f"server {i}")) for i, url in enumerate(config.urls)]
     return Fleet(servers, config, watched=range(len(servers)) if _watches(place) else (), world=world)
 
 
-def _watches(place: Place) -> bool:
+def _watches(place: WorkerPlace) -> bool:
     """One rank of all looks after external servers."""
     return place.is_first and place.machine == 0
 
 
 def _started(
     config: SGLangConfig,
-    place: Place,
+    place: WorkerPlace,
     run_dir: Path,
     model: Path,
     dtype: str,

@@ -19,7 +19,7 @@ from megarl.rollout.sglang.keeper import RESTORING, Keeper
 from megarl.rollout.sglang.layout import ServerLayout
 from megarl.rollout.sglang.wire import bucket_payload, loader_payload
 from megarl.sync.plan import Entry
-from megarl.sync.receiver import Checksums, PauseMode, SharedUse, Step, UpdateGroup
+from megarl.sync.receiver import Checksums, PauseMode, SharedUse, UpdateGroup, UpdateStep
 from megarl.sync.shared import Handle
 
 OWN_GPUS = "servers with GPUs of their own (rollout.sglang.gpus) cannot map the memory of the trainer's"
@@ -65,7 +65,7 @@ class SglangReceiver:
         """It is neither starting nor failed."""
         return self.server.state in ("catching_up", "current")
 
-    def pause(self, mode: PauseMode, step: Step) -> None:
+    def pause(self, mode: PauseMode, step: UpdateStep) -> None:
         """Wait until the keeper of an earlier trainer is done with the server, then pause it."""
         if self.keeper is not None:
             self.keeper.open(self.server.api)
@@ -77,12 +77,12 @@ class SglangReceiver:
             time.sleep(_POLL_S)
         self._call("/pause_generation", {"mode": mode}, step)
 
-    def loading(self, version: str, step: Step) -> None:
+    def loading(self, version: str, step: UpdateStep) -> None:
         """Tell the keeper."""
         if self.keeper is not None:
             self.keeper.loading(self.server.api, version)
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: UpdateStep) -> None:
         """Open a session; one that a dead trainer left open is closed."""
         try:
             self._call("/begin_weight_update", {}, step)
@@ -92,19 +92,19 @@ class SglangReceiver:
             self._call("/end_weight_update", {}, step)
             self._call("/begin_weight_update", {}, step)
 
-    def end(self, step: Step) -> None:
+    def end(self, step: UpdateStep) -> None:
         """Close the session."""
         self._call("/end_weight_update", {}, step)
 
-    def set_version(self, version: str, step: Step) -> None:
+    def set_version(self, version: str, step: UpdateStep) -> None:
         """Name what the server holds."""
         self._call("/update_weight_version", {"new_version": version, "abort_all_requests": False}, step)
 
-    def held_version(self, step: Step) -> str:
+    def held_version(self, step: UpdateStep) -> str:
         """What the server calls its weights."""
         return str(self._call("/model_info", None, step, "GET").get("weight_version"))
 
-    def flush(self, mode: PauseMode, step: Step) -> None:
+    def flush(self, mode: PauseMode, step: UpdateStep) -> None:
         """Drop the prefix cache, unless `in_place` requests hold on to theirs."""
         try:
             self._call("/flush_cache", {}, step)
@@ -112,7 +112,7 @@ class SglangReceiver:
             if mode != "in_place" or error.status is None:
                 raise
 
-    def resume(self, step: Step) -> None:
+    def resume(self, step: UpdateStep) -> None:
         """Generate again."""
         # Emptying the allocator's cache calls CUDA in the server whatever device it runs on.
         self._call("/continue_generation", {"torch_empty_cache": False}, step)
@@ -123,7 +123,7 @@ class SglangReceiver:
             self.keeper.done(self.server.api, version, folder)
 
     def take_shared(
-        self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: Step
+        self, handles: Sequence[Handle], entries: Sequence[Sequence[Entry]], use: SharedUse | None, step: UpdateStep
     ) -> None:
         """A payload of handles for each rank."""
         if use is None or not self._has(LOADER, step):
@@ -136,11 +136,11 @@ class SglangReceiver:
             payloads.append(loader_payload(handle, header))
         self._load(payloads, LOADER, step)
 
-    def takes_changes(self, step: Step) -> bool:
+    def takes_changes(self, step: UpdateStep) -> bool:
         """Whether it has the loader, which has not refused yet."""
         return self._has(PATCH_LOADER, step)
 
-    def take_changes(self, handles: Sequence[Handle], header: list[Any], step: Step) -> bool:
+    def take_changes(self, handles: Sequence[Handle], header: list[Any], step: UpdateStep) -> bool:
         """Changed elements for the loader."""
         try:
             self._load([loader_payload(handle, header) for handle in handles], PATCH_LOADER, step)
@@ -151,7 +151,7 @@ class SglangReceiver:
             return False
         return True
 
-    def join_group(self, group: UpdateGroup, step: Step) -> None:
+    def join_group(self, group: UpdateGroup, step: UpdateStep) -> None:
         """The server's ranks join."""
         payload = {
             "master_address": group.address,
@@ -163,7 +163,7 @@ class SglangReceiver:
         }
         self._call("/init_weights_update_group", payload, step)
 
-    def take_broadcast(self, group: str, entries: Sequence[Entry], step: Step) -> None:
+    def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
         """One flat buffer."""
         payload = {
             "names": [entry.name for entry in entries],
@@ -175,12 +175,12 @@ class SglangReceiver:
         }
         self._call("/update_weights_from_distributed", payload, step)
 
-    def read_folder(self, folder: Path, step: Step) -> None:
+    def read_folder(self, folder: Path, step: UpdateStep) -> None:
         """In one call."""
         payload = {"model_path": str(folder), "load_format": "safetensors", "flush_cache": False}
         self._call("/update_weights_from_disk", payload, step)
 
-    def checksums(self, step: Step) -> Checksums:
+    def checksums(self, step: UpdateStep) -> Checksums:
         """What the server says about its own parameters, by tensor-parallel rank."""
         answer = self._call("/weights_checker", {"action": "checksum"}, step)
         try:
@@ -196,17 +196,19 @@ class SglangReceiver:
         """Under this address there may be another server the next time."""
         self._loaders.pop(self.url, None)
 
-    def _has(self, loader: str, step: Step) -> bool:
+    def _has(self, loader: str, step: UpdateStep) -> bool:
         if self.url not in self._loaders:
-            info = self._call("/server_info", None, Step("which loaders it has", step.deadline_s), "GET")
+            info = self._call("/server_info", None, UpdateStep("which loaders it has", step.deadline_s), "GET")
             self._loaders[self.url] = set(info.get("custom_weight_loader") or [])
         return loader in self._loaders[self.url]
 
-    def _load(self, payloads: list[str], load_format: str, step: Step) -> None:
+    def _load(self, payloads: list[str], load_format: str, step: UpdateStep) -> None:
         payload = {"serialized_named_tensors": payloads, "load_format": load_format, "flush_cache": False}
         self._call("/update_weights_from_tensor", payload, step)
 
-    def _call(self, path: str, payload: dict[str, Any] | None, step: Step, method: str = "POST") -> dict[str, Any]:
+    def _call(
+        self, path: str, payload: dict[str, Any] | None, step: UpdateStep, method: str = "POST"
+    ) -> dict[str, Any]:
         return self.server.api.call(path, payload, deadline_s=step.deadline_s, phase=step.phase, method=method)
 
 

@@ -20,7 +20,7 @@ class BadAnswerError(Exception):
 
 
 @dataclass
-class Sample:
+class ServedSample:
     """One sample: `seed` of prompt number `prompt`, and what is there of it so far.
 
     Attributes:
@@ -97,10 +97,10 @@ class Sample:
         return Completion(self.token_ids, self.logprobs, self.finish_reason, min(self.versions))
 
 
-def samples_of(requests: Sequence[Request]) -> list[Sample]:
+def samples_of(requests: Sequence[Request]) -> list[ServedSample]:
     """Every sample of `requests`, in order."""
     return [
-        Sample(number, list(request.prompt_ids), seed, room=request.room)
+        ServedSample(number, list(request.prompt_ids), seed, room=request.room)
         for number, request in enumerate(requests)
         for seed in request.seeds
     ]

@@ -12,7 +12,7 @@ from megarl.dag.stage import Role, stage
 
 if TYPE_CHECKING:
     from megarl.algorithms.correction import Correction
-    from megarl.config.correction import Knobs
+    from megarl.config.correction import ResolvedCorrection
     from megarl.data.batch import Batch
     from megarl.metrics import Metrics
     from megarl.runtime.controller import Controller
@@ -51,7 +51,7 @@ def rollout_as_old(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-def _measure(c: Controller, samples: Batch, knobs: Knobs) -> Correction:
+def _measure(c: Controller, samples: Batch, knobs: ResolvedCorrection) -> Correction:
     from megarl.algorithms.correction import correct, finish, rules_of
 
     mask = samples["response_mask"]

@@ -47,7 +47,7 @@ def critic_train(c: Controller, samples: Batch) -> Batch:
     _record(c, samples)
     for _ in range(settings.ppo_epochs):
         for mini in mini_batches(c, samples, settings.mini_batch_size):
-            metrics = train_on(c, mini)
+            metrics = critic_step(c, mini)
             c.count_pass(mini, train=True, head=False)
             if c.layout.rank == 0:  # already merged over all ranks
                 c.metrics.merge(metrics)
@@ -56,7 +56,7 @@ def critic_train(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-def train_on(c: Controller, mini: Batch) -> Metrics:
+def critic_step(c: Controller, mini: Batch) -> Metrics:
     """One optimizer step on the mean value loss over the valid tokens of the mini-batch, over all ranks."""
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
     from megarl.algorithms.losses import value_loss

@@ -45,14 +45,14 @@ def dynamic_sampling(c: Controller, samples: Batch, more: Callable[[], Batch]) -
         NoSignalError: the batch is not full after `max_rounds` rounds of generation.
     """
     from megarl.phase import phase
-    from megarl.runtime.pool import Pool
+    from megarl.runtime.pool import GroupPool
     from megarl.runtime.stages import logprob
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
     if not settings.enabled:
         return samples
     n, layout = c.config.rollout.sampling.n, c.layout
-    pool = Pool(n, layout.dp_group)
+    pool = GroupPool(n, layout.dp_group)
     if c.surplus is not None:
         pool.add(c.surplus, [True] * (len(c.surplus) // n))
     seen: list[list[float]] = []

@@ -51,7 +51,7 @@ def actor_train(c: Controller, samples: Batch) -> Batch:
     c.actor.onload()
     for _ in range(c.config.actor.ppo_epochs):
         for mini in mini_batches(c, samples, c.config.actor.mini_batch_size):
-            metrics = train_on(c, mini)
+            metrics = actor_step(c, mini)
             c.count_pass(mini, train=True)
             if c.layout.rank == 0:  # already merged over all ranks
                 c.metrics.merge(metrics)
@@ -73,7 +73,7 @@ def mini_batches(c: Controller, samples: Batch, size: int | None) -> Iterator[Ba
     yield from samples.split(sizes)
 
 
-def train_on(c: Controller, mini: Batch) -> Metrics:
+def actor_step(c: Controller, mini: Batch) -> Metrics:
     """One optimizer step on this rank's part of a mini-batch; the maths is in `megarl.algorithms.objective`."""
     from megarl.algorithms.correction import finish
     from megarl.algorithms.objective import DIVISOR, Objective

@@ -31,7 +31,7 @@ from megarl.phase import beat
 from megarl.sync.delta import Delta, make_delta, patch_header
 from megarl.sync.messages import MessageClient, Refused
 from megarl.sync.plan import ITEMSIZE, Bucket, SyncPlan
-from megarl.sync.receiver import Step
+from megarl.sync.receiver import UpdateStep
 from megarl.sync.relay import KEY_VARIABLE
 from megarl.sync.shared import Handle
 from megarl.sync.transports.base import Target, Transport
@@ -104,7 +104,7 @@ class DeltaTransport(Transport):
 
     def _holds_what_it_was_given(self, target: Target) -> bool:
         try:
-            said = target.receiver.held_version(Step("its version", self.deadline_s))
+            said = target.receiver.held_version(UpdateStep("its version", self.deadline_s))
         except ServerError:
             return False  # it gets everything; when it is gone, `deliver` says so
         return said == target.tag
@@ -158,8 +158,8 @@ class DeltaTransport(Transport):
         return handles
 
     @property
-    def _step(self) -> Step:
-        return Step("bucket", self.deadline_s)
+    def _step(self) -> UpdateStep:
+        return UpdateStep("bucket", self.deadline_s)
 
     def close(self) -> None:
         """Hang up."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from megarl.errors import WorkerError
 from megarl.models.weights.files import INDEX, replace_folder
 from megarl.sync.plan import Bucket
-from megarl.sync.receiver import Step
+from megarl.sync.receiver import UpdateStep
 from megarl.sync.transports.base import Target, Transport
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class DiskTransport(Transport):
 
     def commit(self, target: Target) -> None:
         """The receiver reads the folder."""
-        target.receiver.read_folder(self.folder_held(), Step("reading the weights", self.deadline_s))
+        target.receiver.read_folder(self.folder_held(), UpdateStep("reading the weights", self.deadline_s))
 
     def folder_held(self) -> Path:
         """The folder of this version."""

@@ -38,7 +38,7 @@ from torch.distributed.distributed_c10d import (
 from megarl.errors import ServerError
 from megarl.processes import address_towards
 from megarl.sync.plan import Bucket
-from megarl.sync.receiver import Step, UpdateGroup
+from megarl.sync.receiver import UpdateGroup, UpdateStep
 from megarl.sync.transports.base import Target, Transport
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class DistributedTransport(Transport):
         if link is None or link.url != target.receiver.url:  # a restarted one is another process at another address
             self._leave(target.number)
             link = self._connect(target)
-        group, name, step = link.group, link.name, Step("bucket", self.deadline_s)
+        group, name, step = link.group, link.name, UpdateStep("bucket", self.deadline_s)
         try:
             self._beside(
                 target,
@@ -139,7 +139,7 @@ class DistributedTransport(Transport):
         name = f"megarl-{secrets.token_hex(8)}"
         size = 1 + target.receiver.layout.ranks
         timeout = datetime.timedelta(seconds=self.deadline_s)
-        address, step = self.address, Step("group of the update", self.deadline_s)
+        address, step = self.address, UpdateStep("group of the update", self.deadline_s)
         try:
             address = address or address_towards(urlsplit(target.receiver.url).hostname or "")
             listener = socket.create_server((address, 0))
@@ -160,7 +160,7 @@ class DistributedTransport(Transport):
         self._links[target.number] = link = _Link(name, target.receiver.url, group, store)
         return link
 
-    def _beside(self, target: Target, step: Step, theirs: Callable[[], None], ours: Callable[[], T]) -> T:
+    def _beside(self, target: Target, step: UpdateStep, theirs: Callable[[], None], ours: Callable[[], T]) -> T:
         """Call the receiver and do our part of the collective at the same time; its own words come first.
 
         Raises:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megarl.sync.plan import Bucket, SyncPlan
-from megarl.sync.receiver import SharedUse, Step
+from megarl.sync.receiver import SharedUse, UpdateStep
 from megarl.sync.shared import handle_of, shared_buffer
 from megarl.sync.transports.base import Target, Transport
 
@@ -44,7 +44,7 @@ class TensorTransport(Transport):
         needed = [[e for e in bucket.entries if layout.needs(rank, e.source)] for rank in range(layout.ranks)]
         use = SharedUse(self._update, self._sender, last=id(bucket) in self._ends)
         handles = [handle_of(flat) for _ in needed]
-        target.receiver.take_shared(handles, needed, use, Step("bucket", self.deadline_s))
+        target.receiver.take_shared(handles, needed, use, UpdateStep("bucket", self.deadline_s))
 
     def drop(self, target: Target) -> None:
         """Under its address there may be another engine the next time."""

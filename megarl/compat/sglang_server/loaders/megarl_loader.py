@@ -28,7 +28,7 @@ class CannotPatch(Exception):
 
 
 @dataclass(frozen=True)
-class Place:
+class CopyTarget:
     """A part of a tensor, and the memory of a parameter that it is copied into.
 
     Attributes:
@@ -60,11 +60,11 @@ class Place:
         target[tuple(index[inside] for index in where)] = values[inside]
 
 
-class Probe(Tensor):
+class ProbeTensor(Tensor):
     """Has the shape of a tensor and no bytes; notes where it, or a slice of it, is copied to."""
 
     @staticmethod
-    def __new__(cls, inner: Tensor, device: torch.device, places: list[Place]) -> Probe:
+    def __new__(cls, inner: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
         """inner: on the meta device; its strides and offset tell which part of the whole tensor this is."""
         made = Tensor._make_wrapper_subclass(
             cls,
@@ -83,7 +83,7 @@ class Probe(Tensor):
             target, source = args[:2]
             if target.shape != source.shape or 0 in source.inner.stride():
                 raise CannotPatch(f"{tuple(source.shape)} is copied to {tuple(target.shape)}")
-            source.places.append(Place(source.inner.storage_offset(), source.inner.stride(), target))
+            source.places.append(CopyTarget(source.inner.storage_offset(), source.inner.stride(), target))
             return target
         probe = next(arg for arg in args if isinstance(arg, cls))
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, probe.dtype):
@@ -99,16 +99,16 @@ class _Map:
 
     def __init__(self) -> None:
         self.parameters: tuple[int, ...] = ()
-        self.places: dict[str, list[Place]] = {}
+        self.places: dict[str, list[CopyTarget]] = {}
 
-    def of(self, model: Any, tensors: list[tuple[str, list[int], str]]) -> dict[str, list[Place]]:
+    def of(self, model: Any, tensors: list[tuple[str, list[int], str]]) -> dict[str, list[CopyTarget]]:
         parameters = tuple(parameter.data_ptr() for parameter in model.parameters())
         if parameters != self.parameters:
             self.parameters, self.places = parameters, {}
         new = [tensor for tensor in tensors if tensor[0] not in self.places]
         if new:
             device = next(model.parameters()).device
-            found: dict[str, list[Place]] = {name: [] for name, _, _ in new}
+            found: dict[str, list[CopyTarget]] = {name: [] for name, _, _ in new}
             model.load_weights(list(_probes(new, device, found)))
             self.places |= found
         return self.places
@@ -119,10 +119,10 @@ _MAPPED: dict[tuple[str, str], dict[int, Tensor]] = {}  # buffers by address, of
 
 
 def _probes(
-    tensors: list[tuple[str, list[int], str]], device: torch.device, found: dict[str, list[Place]]
-) -> Iterator[tuple[str, Probe]]:
+    tensors: list[tuple[str, list[int], str]], device: torch.device, found: dict[str, list[CopyTarget]]
+) -> Iterator[tuple[str, ProbeTensor]]:
     for name, shape, dtype in tensors:
-        yield name, Probe(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), device, found[name])
+        yield name, ProbeTensor(torch.empty(shape, dtype=getattr(torch, dtype), device="meta"), device, found[name])
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
