@@ -51,7 +51,8 @@ def validation_metrics(samples: Iterable[Scored], prefix: str = "val") -> Metric
 
     Names: `val/acc`, `val/prompts`, `val/samples`; with n > 1 samples per prompt also `val/best@k`, `val/worst@k`,
     `val/pass@k` for k = n and the powers of two below, and `val/maj@n`. With several data sources the same names
-    again as `val/<data_source>/...`. Every prompt counts the same, whatever its number of samples.
+    again as `val/<data_source>/...`. Every prompt counts the same, whatever its number of samples; where n differs, a
+    metric of k is a mean over the prompts that have it.
 
     Args:
         samples: scored samples; all samples of a prompt must be in the same call.

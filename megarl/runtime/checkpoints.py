@@ -291,30 +291,21 @@ def surplus_file(c: Controller) -> dict[str, bytes]:
 
 
 def read_surplus(c: Controller, folder: Path, parts: int) -> Batch | None:
-    """This rank's share of a surplus that `parts` replicas wrote; group k belongs to replica k modulo their number.
-
-    Raises:
-        ConfigError: the groups have another size than this run's.
-    """
+    """This rank's share of a surplus that `parts` replicas wrote; group k belongs to replica k modulo their number."""
     from megarl.data.batch import Batch
+    from megarl.data.groups import group_places
 
     if not parts:
         return None
     shares = [Batch.from_bytes((folder / _surplus_name(part)).read_bytes()) for part in range(parts)]
-    n = c.config.rollout.sampling.n
-    first = shares[0]["uid"]
-    if first.count(first[0]) != n:
-        raise ConfigError(
-            "the checkpoint holds samples for the next step, in groups of another size",
-            where="rollout.sampling.n",
-            found=n,
-            allowed=str(first.count(first[0])),
-            fix="resume with that size, or start again with trainer.resume: never",
-        )
     starts = [sum(len(share) for share in shares[:part]) for part in range(parts)]
-    groups = sum(len(share) for share in shares) // n
-    mine = [starts[k % parts] + k // parts * n for k in range(c.layout.dp_rank, groups, c.layout.dp_size)]
-    return Batch.concat(shares).select([start + i for start in mine for i in range(n)])
+    groups = [group_places(share["uid"]) for share in shares]
+    mine = [
+        starts[k % parts] + place
+        for k in range(c.layout.dp_rank, sum(map(len, groups)), c.layout.dp_size)
+        for place in groups[k % parts][k // parts]
+    ]
+    return Batch.concat(shares).select(mine)
 
 
 def _surplus_name(part: int) -> str:

@@ -47,7 +47,10 @@ class Case:
         return Case(lengths=[self.lengths[i] for i in order], uid=[self.uid[i] for i in order], **picked)
 
 
-def make_case(seed: int, groups: int = 3, size: int = 4, width: int = 9, holes: bool = True) -> Case:
+def make_case(
+    seed: int, groups: int = 3, size: int = 4, width: int = 9, holes: bool = True, uneven: bool = False
+) -> Case:
+    """`groups` of `size` samples each in any order, or `uneven` ones of at least two."""
     g = torch.Generator().manual_seed(seed)
     rows = groups * size
     lengths = torch.randint(0, width + 1, (rows,), generator=g)
@@ -63,6 +66,8 @@ def make_case(seed: int, groups: int = 3, size: int = 4, width: int = 9, holes: 
 
     logp = -noise().abs()
     order = torch.randperm(rows, generator=g)
+    if uneven:
+        order = order.where(order < 2 * groups, torch.randint(0, groups, (rows,), generator=g))
     return Case(
         lengths=lengths.tolist(),
         mask=mask,
@@ -79,7 +84,8 @@ def make_case(seed: int, groups: int = 3, size: int = 4, width: int = 9, holes: 
 
 
 cases = st.builds(
-    make_case, st.integers(0, 10_000), st.integers(1, 4), st.integers(2, 5), st.integers(1, 12), st.booleans()
+    make_case,
+    *(st.integers(0, 10_000), st.integers(1, 4), st.integers(2, 5), st.integers(1, 12), st.booleans(), st.booleans()),
 )
 
 

@@ -9,20 +9,29 @@ import torch
 
 from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch, Jagged
+from megarl.data.groups import group_places
 from megarl.runtime.pool import GroupPool
 from tests.dist import run_distributed, world
 from tests.same import same
 
-N = 2
 ROUNDS = (7, 6, 5)  # prompts per round, divided by no number of replicas
 WANTED = 4
 
 
 def groups(names: list[str]) -> Batch:
-    """N samples of each prompt."""
-    ids = [f"{name}#{i}" for name in names for i in range(N)]
+    """One to three samples of each prompt."""
+    return batch_of([f"{name}#{i}" for name in names for i in range(1 + ord(name[-1]) % 3)])
+
+
+def batch_of(ids: list[str]) -> Batch:
     tokens = Jagged.from_list([[len(id), *map(ord, id)] for id in ids], dtype=torch.int64)
-    return Batch({"tokens": tokens}, {"id": ids})
+    return Batch({"tokens": tokens}, {"id": ids, "uid": [id[:-2] for id in ids]})
+
+
+def mixed(batch: Batch) -> Batch:
+    """The same groups in the same order, the samples of all groups one after the other in turn."""
+    places = group_places(batch["uid"])
+    return batch.select([group[i] for i in range(3) for group in places if i < len(group)])
 
 
 def kept() -> list[list[tuple[str, bool]]]:
@@ -33,12 +42,12 @@ def kept() -> list[list[tuple[str, bool]]]:
 
 def deal(group: WorkerGroup) -> list[list]:
     """What this replica is dealt, as [ids, do the tokens belong to them]."""
-    pool, rank, size = GroupPool(N, group), group.rank, group.size
+    pool, rank, size = GroupPool(group), group.rank, group.size
     for row in kept():
         mine = row[rank::size]
-        pool.add(groups([name for name, _ in mine]), [keep for _, keep in mine])
+        pool.add(mixed(groups([name for name, _ in mine])), [keep for _, keep in mine])
     parts = pool.deal(WANTED)
-    return [[part["id"], same(part, groups([id[:-2] for id in part["id"][::N]]))] for part in parts] + [len(pool)]
+    return [[part["id"], same(part, batch_of(part["id"]))] for part in parts] + [len(pool)]
 
 
 def on_all_ranks() -> dict:
@@ -50,7 +59,7 @@ def on_all_ranks() -> dict:
 def expected(rank: int, size: int) -> list[list]:
     names = [name for row in kept() for name, keep in row if keep]
     parts = [names[:WANTED][rank::size], names[WANTED:][rank::size]]
-    return [[[f"{name}#{i}" for name in part for i in range(N)], True] for part in parts] + [len(names)]
+    return [[groups(part)["id"], True] for part in parts] + [len(names)]
 
 
 def test_one_replica_keeps_the_first_in_order():

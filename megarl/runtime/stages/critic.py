@@ -27,7 +27,7 @@ def value(c: Controller, samples: Batch) -> Batch:
 
 
 @stage(
-    reads=["prompt_ids", "response_ids", "response_mask", "values", "returns"],
+    reads=["prompt_ids", "response_ids", "response_mask", "values", "returns", "uid"],
     optional=["sample_id"],
     writes=[],
     kind=Kind.MODEL_TRAIN,

@@ -11,8 +11,6 @@ from megarl.errors import MegarlError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from torch import Tensor
-
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
@@ -77,17 +75,18 @@ def greedy_rollout(c: Controller, samples: Batch) -> Batch:
     import torch
 
     from megarl.data.batch import Batch
+    from megarl.data.groups import group_places
     from megarl.runtime.stages.reward import collect, submit
 
-    n = c.config.rollout.sampling.n
-    first = samples.select(list(range(0, len(samples), n)))
+    first = samples.select([group[0] for group in group_places(samples["uid"])])
     prompts = Batch({"prompt_ids": first["prompt_ids"]}, {name: first[name] for name in _OF_PROMPTS}, size=len(first))
     greedy = c.config.rollout.sampling.model_copy(update={"n": 1, "temperature": 0.0})
     best = generate(c, prompts, greedy)
     score = torch.tensor([result["overall"] for result in collect(c, submit(c, best), best)], dtype=torch.float32)
-    samples.set("greedy_score", score.repeat_interleave(n))
+    number = {uid: place for place, uid in enumerate(prompts["uid"])}
+    samples.set("greedy_score", score[[number[uid] for uid in samples["uid"]]])
     c.metrics.mean("critic/greedy_score/mean", float(score.double().sum()), len(score))
-    _record_work(c, prompts["prompt_ids"].lengths, best["response_ids"].lengths, n=1)
+    _record_work(c, best)
     return samples
 
 
@@ -190,12 +189,16 @@ def _record_lengths(c: Controller, samples: Batch) -> None:
     m.mean("response_length/clip_ratio", sum(reason == "length" for reason in samples["finish_reason"]), count)
     m.mean("prompt_length/mean", float(prompt_lengths.sum()), count)
     m.max("prompt_length/max", float(prompt_lengths.max()))
-    _record_work(c, prompt_lengths, lengths, n=c.config.rollout.sampling.n)
+    _record_work(c, samples)
 
 
-def _record_work(c: Controller, prompt_lengths: Tensor, lengths: Tensor, n: int) -> None:
-    """Count the generation of samples, `n` in a row per prompt."""
-    responses = [group.tolist() for group in lengths.split(n)]
-    c.metrics.sum("perf/flops", c.flops.generate(prompt_lengths[::n].tolist(), responses))
-    c.metrics.sum("perf/generated_tokens", float(lengths.sum()))
-    c.metrics.sum("perf/total_tokens", float(lengths.sum() + prompt_lengths.sum()))
+def _record_work(c: Controller, samples: Batch) -> None:
+    """Count the generation of samples; the prompt of a group is prefilled once."""
+    from megarl.data.groups import group_places
+
+    groups = group_places(samples["uid"])
+    prompts, responses = (samples[name].lengths.tolist() for name in ("prompt_ids", "response_ids"))
+    by_group = [[responses[place] for place in group] for group in groups]
+    c.metrics.sum("perf/flops", c.flops.generate([prompts[group[0]] for group in groups], by_group))
+    c.metrics.sum("perf/generated_tokens", float(sum(responses)))
+    c.metrics.sum("perf/total_tokens", float(sum(responses) + sum(prompts)))

@@ -44,6 +44,7 @@ def dynamic_sampling(c: Controller, samples: Batch, more: Callable[[], Batch]) -
     Raises:
         NoSignalError: the batch is not full after `max_rounds` rounds of generation.
     """
+    from megarl.data.groups import group_places
     from megarl.phase import phase
     from megarl.runtime.pool import GroupPool
     from megarl.runtime.stages import logprob
@@ -51,10 +52,9 @@ def dynamic_sampling(c: Controller, samples: Batch, more: Callable[[], Batch]) -
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
     if not settings.enabled:
         return samples
-    n, layout = c.config.rollout.sampling.n, c.layout
-    pool = GroupPool(n, layout.dp_group)
+    pool = GroupPool(c.layout.dp_group)
     if c.surplus is not None:
-        pool.add(c.surplus, [True] * (len(c.surplus) // n))
+        pool.add(c.surplus, [True] * len(group_places(c.surplus["uid"])))
     seen: list[list[float]] = []
     for round_ in range(1, settings.max_rounds + 1):
         if round_ > 1:
@@ -76,14 +76,17 @@ def dynamic_sampling(c: Controller, samples: Batch, more: Callable[[], Batch]) -
 def _signal(c: Controller, samples: Batch, seen: list[list[float]]) -> list[bool]:
     """Which groups vary in their score; adds the scores of this rank's groups to `seen`."""
     from megarl.algorithms.group_filter import group_filter, live_rows
+    from megarl.data.groups import group_places
 
-    n, live = c.config.rollout.sampling.n, None
+    live = None
     if c.config.has_turns:
         mask = samples["response_mask"]
         live = live_rows(mask.values, mask.offsets)
-    keep = group_filter(samples["score"], samples["uid"], live=live)[::n].tolist()
+    varies = group_filter(samples["score"], samples["uid"], live=live).tolist()
+    groups, scores = group_places(samples["uid"]), samples["score"].tolist()
+    keep = [varies[group[0]] for group in groups]
     c.metrics.mean("sampling/kept", sum(keep), len(keep))
-    seen += samples["score"].view(-1, n).tolist()
+    seen += [[scores[place] for place in group] for group in groups]
     return keep
 
 

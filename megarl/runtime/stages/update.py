@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @stage(
-    reads=["prompt_ids", "response_ids", "response_mask", "advantages"],
+    reads=["prompt_ids", "response_ids", "response_mask", "advantages", "uid"],
     optional=[
         "old_logp",
         DRAWN_LOGP,
@@ -59,17 +59,22 @@ def actor_train(c: Controller, samples: Batch) -> Batch:
 
 
 def mini_batches(c: Controller, samples: Batch, size: int | None) -> Iterator[Batch]:
-    """This rank's part of each mini-batch of `size` prompts (null: of all), in order.
+    """This rank's part of each mini-batch of `size` prompts (null: of all), in order, with all samples of each prompt.
 
     They are equally many on every rank, and the last ones may be empty.
     """
+    from megarl.data.groups import group_places
+
     if size is None or size >= c.config.data.batch_size:
         yield samples.copy()  # an update adds fields of its own to a mini-batch
         return
-    per_rank = size // c.layout.dp_size * c.config.rollout.sampling.n
-    count = c.config.data.batch_size // size
-    sizes = [max(0, min(per_rank, len(samples) - i * per_rank)) for i in range(count)]
-    sizes[-1] += len(samples) - sum(sizes)
+    groups = group_places(samples["uid"])
+    order = [place for group in groups for place in group]
+    if order != list(range(len(samples))):
+        samples = samples.select(order)
+    share, count = size // c.layout.dp_size, c.config.data.batch_size // size
+    sizes = [sum(map(len, groups[i * share : (i + 1) * share])) for i in range(count)]
+    sizes[-1] += len(samples) - sum(sizes)  # prompts that do not divide into mini-batches are in the last one
     yield from samples.split(sizes)
 
 

@@ -1,0 +1,25 @@
+"""Which samples of a batch answer the same prompt.
+
+Samples with one `uid` are a group, of any number of samples. A group lies whole on one replica, from its generation to
+the update; its samples may stand anywhere in the batch. Whatever counts prompts counts groups, in the order of their
+first samples:
+
+    uid          a b a c b b
+    groups       a: 0 2 | b: 1 4 5 | c: 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+
+def group_places(uid: Sequence[Hashable]) -> list[list[int]]:
+    """Positions of the samples of each group, groups in the order of their first samples.
+
+    >>> group_places(["a", "b", "a", "c", "b", "b"])
+    [[0, 2], [1, 4, 5], [3]]
+    """
+    places: dict[Hashable, list[int]] = {}
+    for place, name in enumerate(uid):
+        places.setdefault(name, []).append(place)
+    return list(places.values())

@@ -1,0 +1,92 @@
+"""Groups of any number of samples, standing in any order, where a step counts prompts."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.data.batch import Batch
+from megarl.metrics import Metrics
+from megarl.runtime.checkpoints import read_surplus, surplus_file
+from megarl.runtime.stages import reward, rollout
+from megarl.runtime.stages.update import mini_batches
+
+#: Samples of each prompt of a batch, in the order of the data, and how their samples are mixed.
+mixed = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms(use_true_random=False))
+
+
+def replica(sizes: list[int], shuffle: random.Random, rank: int, count: int) -> list[str]:
+    """A replica's samples: prompts rank, rank + count, ... in the order of their first samples, the rest anywhere."""
+    names = [f"{k}#0" for k in range(rank, len(sizes), count)]
+    for k in range(rank, len(sizes), count):
+        for i in range(1, sizes[k]):
+            names.insert(shuffle.randint(names.index(f"{k}#0") + 1, len(names)), f"{k}#{i}")
+    return names
+
+
+def batch_of(names: list[str]) -> Batch:
+    return Batch(
+        {"number": torch.arange(len(names))},
+        {"sample_id": names, "uid": [name.split("#")[0] for name in names]},
+        size=len(names),
+    )
+
+
+def worker(prompts: int, replicas: int) -> SimpleNamespace:
+    data = SimpleNamespace(batch_size=prompts)
+    return SimpleNamespace(config=SimpleNamespace(data=data), layout=SimpleNamespace(dp_size=replicas))
+
+
+@settings(max_examples=100, deadline=None)
+@given(mixed, st.integers(1, 3), st.data())
+def test_a_mini_batch_is_the_next_prompts_with_all_their_samples(groups, replicas, data):
+    sizes, shuffle = groups
+    sizes = sizes[: len(sizes) // replicas * replicas] or [1] * replicas
+    size = replicas * data.draw(st.integers(1, len(sizes) // replicas))
+    shares = [replica(sizes, shuffle, rank, replicas) for rank in range(replicas)]
+    found = [list(mini_batches(worker(len(sizes), replicas), batch_of(names), size)) for names in shares]
+    count = len(sizes) // size
+    assert {len(minis) for minis in found} == {count}
+    for number in range(count):
+        prompts = range(number * size, len(sizes) if number == count - 1 else (number + 1) * size)
+        together = sorted(name for minis in found for name in minis[number]["sample_id"])
+        assert together == sorted(f"{k}#{i}" for k in prompts for i in range(sizes[k]))
+    for names, minis in zip(shares, found, strict=True):
+        assert all([names[i] for i in mini["number"]] == mini["sample_id"] for mini in minis), "fields go with columns"
+
+
+@settings(max_examples=25, deadline=None)
+@given(mixed, st.integers(1, 3), st.integers(1, 3))
+def test_what_was_left_over_is_read_by_any_number_of_replicas(tmp_path_factory, groups, before, now):
+    (sizes, shuffle), folder = groups, tmp_path_factory.mktemp("checkpoint")
+    shares = [replica(sizes, shuffle, rank, before) for rank in range(before)]
+    for rank, names in enumerate(shares):
+        layout = SimpleNamespace(dp_rank=rank, is_lead=True)
+        for name, content in surplus_file(SimpleNamespace(surplus=batch_of(names), layout=layout)).items():
+            (folder / name).write_bytes(content)
+    for rank in range(now):
+        layout = SimpleNamespace(dp_rank=rank, dp_size=now)
+        mine = read_surplus(SimpleNamespace(layout=layout), folder, before)
+        prompts = range(rank, len(sizes), now)
+        assert mine["sample_id"] == [x for k in prompts for x in shares[k % before] if x.startswith(f"{k}#")]
+
+
+def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.MonkeyPatch):
+    scores = {"a": 3.0, "b": 5.0}
+    samples = batch_of(["a#0", "b#0", "a#1", "b#1", "b#2"])
+    for name in ("prompt_text", "answer", "data_source", "row"):
+        samples.set(name, samples["uid"])
+    samples.set("prompt_ids", samples["number"])
+    monkeypatch.setattr(rollout, "generate", lambda c, prompts, sampling: prompts)
+    monkeypatch.setattr(rollout, "_record_work", lambda c, samples: None)
+    monkeypatch.setattr(reward, "submit", lambda c, samples: samples["uid"])
+    monkeypatch.setattr(reward, "collect", lambda c, asked, samples: [{"overall": scores[uid]} for uid in asked])
+    sampling = SimpleNamespace(model_copy=lambda update: None)
+    c = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(sampling=sampling)), metrics=Metrics())
+    assert rollout.greedy_rollout(c, samples)["greedy_score"].tolist() == [3.0, 5.0, 3.0, 5.0, 5.0]
+    assert c.metrics.result()["critic/greedy_score/mean"] == 4.0
