@@ -41,7 +41,7 @@ setup(
         "megarl.kernels": ["*.cpp"],
         "megarl.recipes": ["*.yaml"],
         "megarl.compat.sglang_server": ["loaders/*.py", "stand_ins/*/*/*.py"],
-        "megarl.config": ["*.json"],
+        "megarl.artifacts": ["*.json"],
         "megarl.tracking": ["*.html", "*.css", "*.js"],
     },
     entry_points={"console_scripts": ["megarl=megarl.cli:main"]},

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megarl.config import resolved
+from megarl.artifacts import resolved
 from megarl.errors import ConfigError, MegarlError, UserError
 from megarl.launchers.output import OutputLog
 from megarl.machine import available_cores
@@ -69,7 +69,7 @@ class Job:
 
     @property
     def config_path(self) -> Path:
-        """The resolved configuration that every worker reads, see `megarl.config.resolved`."""
+        """The resolved configuration that every worker reads, see `megarl.artifacts.resolved`."""
         return self.run_dir / resolved.NAME
 
     @property

@@ -177,7 +177,7 @@ def _job(arguments: argparse.Namespace) -> int:
 
 
 def _has_saved(run_dir: Path) -> bool:
-    from megarl.config.trained import steps_in
+    from megarl.artifacts.trained import steps_in
 
     return bool(steps_in(run_dir / "checkpoints"))
 
@@ -227,7 +227,7 @@ def _warn_of_servers(config: RunConfig) -> None:
 
 def _use_run(arguments: argparse.Namespace) -> None:
     """Let the command take configuration and model of the run folder that stands in the place of a recipe."""
-    from megarl.config.trained import better_before, use_model_of
+    from megarl.artifacts.trained import better_before, use_model_of
     from megarl.tracking.close import close_if_killed
 
     run_dir = Path(arguments.recipe)
@@ -256,7 +256,7 @@ def _refuse_trained(run_dir: Path, command: str) -> None:
 
 def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str) -> str:
     """The same command with the run folder, and what it would begin with."""
-    from megarl.config.trained import steps_in
+    from megarl.artifacts.trained import steps_in
 
     command = ["megarl", arguments.command, arguments.recipe, *map(mask, arguments.overrides)]
     steps = steps_in(run_dir / "checkpoints")

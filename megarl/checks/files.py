@@ -9,11 +9,11 @@ from typing import Any
 from megarl.algorithms.needs import estimator_fields
 from megarl.architectures.known_keys import ignored_keys, unknown_keys
 from megarl.architectures.values import training_problems
+from megarl.artifacts.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
 from megarl.checks.weights import check_weights
-from megarl.config.facts import ARCHITECTURES, ModelFacts, hub_cache_folder, is_hub_name, model_facts
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role

@@ -6,9 +6,9 @@ import os
 import warnings
 from pathlib import Path
 
+from megarl.artifacts.facts import is_hub_name
 from megarl.checks.recipe import ConfigWarning
 from megarl.config.base import raise_problems
-from megarl.config.facts import is_hub_name
 from megarl.config.run import RunConfig
 from megarl.data import hub
 from megarl.data.hub import HubSource, hub_dataset

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from megarl.checks.checklist import Checklist
-from megarl.config.facts import ModelFacts
-from megarl.config.layout import (
+from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.layout import (
     divisors,
     expert_problems,
     interleaving_problem,
@@ -12,6 +11,7 @@ from megarl.config.layout import (
     tensor_problem,
     tensor_widths,
 )
+from megarl.checks.checklist import Checklist
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 

@@ -7,10 +7,10 @@ the machine's own limits warn only, and those that the recipe names (`cluster.de
 
 from __future__ import annotations
 
+from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.layout import data_parallel_size
 from megarl.checks.memory import Memory, Moment, device_memory, host_memory
-from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
 from megarl.machine import Machine
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Roles
-from megarl.config.facts import ModelFacts
 from megarl.config.model import ParallelConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig

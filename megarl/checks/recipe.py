@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
+from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Check, Checklist
 from megarl.checks.correction import check_correction
 from megarl.checks.descriptors import check_descriptors
@@ -24,7 +25,6 @@ from megarl.checks.secrets import check_secrets
 from megarl.checks.settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.checks.sglang import check_servers
 from megarl.config.base import raise_problems
-from megarl.config.facts import ModelFacts
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.machine import Machine, this_machine

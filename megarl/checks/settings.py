@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from megarl.algorithms.kl import KL
+from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.layout import divisors
 from megarl.checks.algorithm import check_algorithm
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function_name
 from megarl.checks.layout import data_parallel_size
-from megarl.config.facts import ModelFacts
-from megarl.config.layout import divisors
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import OptimConfig

@@ -6,12 +6,12 @@ import os
 import socket
 from collections.abc import Iterable
 
+from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.layout import divisors
 from megarl.checks.checklist import Checklist
 from megarl.compat.nccl import check_same_nccl
 from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
-from megarl.config.facts import ModelFacts
-from megarl.config.layout import divisors
 from megarl.config.run import RunConfig
 from megarl.config.sglang import url_problem
 from megarl.errors import ConfigError

@@ -13,8 +13,8 @@ from typing import Any
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import HEAD, WeightRule
-from megarl.config.checkpoint_files import file_names, quantized_block, read_config, weight_files
-from megarl.config.facts import ModelFacts
+from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, weight_files
+from megarl.artifacts.facts import ModelFacts
 from megarl.errors import ConfigError
 
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones

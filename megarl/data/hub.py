@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from megarl.config.facts import hub_paths, is_hub_name
+from megarl.artifacts.facts import hub_paths, is_hub_name
 from megarl.data.sources import SUFFIXES, TEXT
 from megarl.errors import ConfigError
 from megarl.imports import is_module_reference

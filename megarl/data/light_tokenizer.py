@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.facts import hub_cache_folder, is_hub_name
+from megarl.artifacts.facts import hub_cache_folder, is_hub_name
 from megarl.config.model import ModelConfig
 from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS
 

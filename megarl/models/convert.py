@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.config.conversion import check_target
+from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.architectures import ARCHITECTURES, values
+from megarl.artifacts.facts import ModelFacts, facts_from_config
+from megarl.artifacts.layout import layout_problems
 from megarl.config.base import raise_problems
-from megarl.config.facts import ModelFacts, facts_from_config
-from megarl.config.layout import layout_problems
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
 from megarl.processes import is_first_process
@@ -123,7 +123,7 @@ def check_supported(hf: PretrainedConfig, where: str) -> None:
     """Refuse what the Megatron model would compute differently, naming the key found at `where`.
 
     Raises:
-        ConfigError: as `config.facts.facts_from_config`, for what transformers made of the config.
+        ConfigError: as `artifacts.facts.facts_from_config`, for what transformers made of the config.
     """
     _facts(hf, where)
 

@@ -133,7 +133,7 @@ class Checkpoints:
 
         Called after everything that may refuse the start; a run that has nothing left to train keeps its model.
         """
-        from megarl.config.trained import withdraw_exported
+        from megarl.artifacts.trained import withdraw_exported
 
         if self._withdraws:  # rank 0 only
             withdraw_exported(self._c.run_dir)

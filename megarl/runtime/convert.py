@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.conversion import check_conversion
+from megarl.artifacts.conversion import check_conversion
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.errors import ConfigError
 

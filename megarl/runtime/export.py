@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.config.trained import BEST, LAST, Exported, exported, write_exported
+from megarl.artifacts.trained import BEST, LAST, Exported, exported, write_exported
 from megarl.phase import phase
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from megarl.config.resolved import proposed, withdraw
+from megarl.artifacts.resolved import proposed, withdraw
 from megarl.imports import import_callable
 from megarl.phase import phase
 from megarl.processes import kill_with_parent, raise_descriptor_limit, watch_parent

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megarl.config.trained import exported
+from megarl.artifacts.trained import exported
 from megarl.errors import DataError
 from megarl.tracking.jsonl import read_jsonl
 

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.config.resolved import take_up
+from megarl.artifacts.resolved import take_up
 from megarl.errors import ConfigError
 from megarl.processes import identity
 from megarl.tracking.console import ConsoleView

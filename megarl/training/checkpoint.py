@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import megarl
+from megarl.artifacts.trained import best_step, steps_in
 from megarl.comm import WorkerGroup
-from megarl.config.trained import best_step, steps_in
 from megarl.training import old_format
 from megarl.training.intact import Seal, faults, few, seal_text
 from megarl.training.rng import load_rng, rng_bytes

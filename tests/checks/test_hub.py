@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
+from megarl.artifacts.facts import hub_cache_folder, hub_paths
 from megarl.checks.hub import check_hub, sources
 from megarl.checks.recipe import ConfigWarning
 from megarl.config.base import ConfigErrors
-from megarl.config.facts import hub_cache_folder, hub_paths
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.data import hub

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from megarl.artifacts.facts import model_facts
 from megarl.checks.checklist import Check
 from megarl.checks.memory import host_memory
 from megarl.checks.recipe import check_config
-from megarl.config.facts import model_facts
 from megarl.config.load import load_config
 from megarl.machine import Machine
 

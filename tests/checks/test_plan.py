@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.artifacts.facts import model_facts
 from megarl.checks.memory import server_bytes, stage_parameters, state_bytes
 from megarl.checks.plan import ROWS_SHOWN, coordinates, make_plan
 from megarl.compat import sglang
-from megarl.config.facts import model_facts
 from megarl.config.load import load_config
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig

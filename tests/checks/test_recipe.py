@@ -3,10 +3,10 @@ import shlex
 
 import pytest
 
+from megarl.artifacts.facts import ModelFacts
 from megarl.checks.recipe import ConfigWarning, check_config, validate
 from megarl.checks.rows import check_rows
 from megarl.config.base import ConfigErrors
-from megarl.config.facts import ModelFacts
 from megarl.config.load import load_config
 from megarl.errors import ConfigError, DataError
 from tests.config.conftest import RECIPE

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megarl.artifacts.checkpoint_files import INDEX
+from megarl.artifacts.facts import facts_from_config
 from megarl.checks.weights import check_weights, expected_tensors, read_header
-from megarl.config.checkpoint_files import INDEX
-from megarl.config.facts import facts_from_config
 from megarl.errors import ConfigError
 
 SMALL = {

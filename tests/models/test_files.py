@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from megarl.artifacts.checkpoint_files import quantized_block
+from megarl.artifacts.facts import model_facts
 from megarl.checks.weights import check_weights
-from megarl.config.checkpoint_files import quantized_block
-from megarl.config.facts import model_facts
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config

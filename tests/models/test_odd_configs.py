@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from megarl.architectures import ARCHITECTURES
+from megarl.artifacts.facts import model_facts
 from megarl.checks.weights import check_weights
-from megarl.config.facts import model_facts
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 from megarl.models.packing import pack_stream

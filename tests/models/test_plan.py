@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
+from megarl.artifacts.facts import facts_from_config
 from megarl.checks.weights import expected_tensors
-from megarl.config.facts import facts_from_config
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from megarl import cli
+from megarl.artifacts.trained import Exported, exported, write_exported
+from megarl.artifacts.trained import best_step as noted_best
 from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig, TrainerConfig
-from megarl.config.trained import Exported, exported, write_exported
-from megarl.config.trained import best_step as noted_best
 from megarl.errors import ConfigError, DataError, UserError
 from megarl.runtime import export, loop
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric

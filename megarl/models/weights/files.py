@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from megarl.architectures.tensors import EMBEDDINGS, HEAD
-from megarl.config.checkpoint_files import INDEX, file_names, quantized_block, read_config, weight_files
+from megarl.artifacts.checkpoint_files import INDEX, file_names, quantized_block, read_config, weight_files
 from megarl.errors import ConfigError
 from megarl.models.weights.plan import Box
 from megarl.phase import keep_beating
@@ -46,8 +46,9 @@ def resolve_folder(source: str | Path) -> Path:
 class CheckpointReader:
     """Tensors of a Hugging Face folder by name; only what is asked for is read.
 
-    The files are those that transformers reads (config/checkpoint_files.py). Weights in block-wise fp8 are given as the
-    numbers that they stand for. Tied embeddings that are stored as `lm_head.weight` only are found under both names.
+    The files are those that transformers reads (artifacts/checkpoint_files.py). Weights in block-wise fp8 are given as
+    the numbers that they stand for. Tied embeddings that are stored as `lm_head.weight` only are found under both
+    names.
 
     Raises:
         ConfigError: no weights, files that are missing or damaged, or a quantisation that is not supported.

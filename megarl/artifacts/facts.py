@@ -18,7 +18,7 @@ from megarl.architectures.values import (
     only_in_training,
     sparse_layers,
 )
-from megarl.config.checkpoint_files import quantized_block
+from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError, close_matches
 

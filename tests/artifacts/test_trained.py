@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.trained import (
+from megarl.artifacts.trained import (
     BEST,
     LAST,
     Exported,

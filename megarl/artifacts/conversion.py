@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from megarl.config.facts import is_hub_name, model_facts
+from megarl.artifacts.facts import is_hub_name, model_facts
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megarl.config.conversion import check_conversion
+from megarl.artifacts.conversion import check_conversion
 from megarl.errors import ConfigError
 
 

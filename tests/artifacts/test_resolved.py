@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megarl.artifacts.resolved import propose, proposed, take_up, withdraw
 from megarl.config.load import dump_config
-from megarl.config.resolved import propose, proposed, take_up, withdraw
 from megarl.config.run import RunConfig
 from megarl.runtime import worker
 

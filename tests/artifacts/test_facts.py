@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config import facts
-from megarl.config.facts import model_facts
+from megarl.artifacts import facts
+from megarl.artifacts.facts import model_facts
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megarl.config.facts import ModelFacts
+from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
 from megarl.errors import ConfigError
 
