@@ -1,4 +1,4 @@
-# make quickstart | test | lint | bench | bench-trl-env | sglang-env      everything runs in .venv, which is made when it is missing
+# make quickstart | test | campaign-NAME | lint | bench | bench-trl-env | sglang-env      everything runs in .venv, which is made when it is missing
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,6 +15,10 @@ quickstart: $(STAMP)
 JOBS ?= $(if $(wildcard /dev/nvidia0),0,2)
 test: $(STAMP)
 	$(BIN)/pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+# Repetitions, seeds and kill matrices of what the suite shows once; the names are in tests/campaigns.py.
+campaign-%: $(STAMP)
+	$(BIN)/pytest --campaign $* --durations=0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests import campaigns
 from tests.turns import Turns, files_alone, longest_first
 
 # How long an example takes depends on what else the machine does.
@@ -15,6 +16,10 @@ settings.load_profile("megarl")
 
 TURNS = pytest.StashKey[Turns]()
 ALONE = pytest.StashKey[set]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    campaigns.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -28,6 +33,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    campaigns.choose(config, items)
     config.stash[ALONE] = files_alone(items)
     if TURNS in config.stash:
         items[:] = longest_first(items, config.stash[ALONE])

@@ -1,0 +1,36 @@
+"""Campaigns: repetitions, seeds and kill matrices of what the suite shows once; `make campaign-NAME` runs one.
+
+    @pytest.mark.campaign("servers")
+
+marks a test, or with `pytest.param(..., marks=...)` one of its cases. Plain runs leave it out.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+CAMPAIGNS = ("durability", "servers")
+
+
+def add_option(parser: pytest.Parser) -> None:
+    parser.addoption("--campaign", choices=CAMPAIGNS, help="run the tests of this campaign, and no others")
+
+
+def choose(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of the campaign that is asked for or, where none is, those of no campaign.
+
+    Raises:
+        pytest.UsageError: a mark names no campaign; such a test would never run.
+    """
+    wanted = config.getoption("campaign")
+    kept, left = [], []
+    for item in items:
+        marks = list(item.iter_markers("campaign"))
+        for mark in marks:
+            if len(mark.args) != 1 or mark.args[0] not in CAMPAIGNS:
+                raise pytest.UsageError(f"{item.nodeid}: campaign{mark.args} is none of {', '.join(CAMPAIGNS)}")
+        names = {mark.args[0] for mark in marks}
+        (kept if (wanted in names if wanted else not names) else left).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
