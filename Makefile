@@ -41,7 +41,7 @@ SGLANG_KIND ?= auto
 sglang-env: $(STAMP)
 	$(BIN)/python tools/sglang_env.py --kind $(SGLANG_KIND)
 
-# torch comes first and alone: resolved together with the rest, pip may choose another build of several gigabytes.
+# torch comes first, by itself: resolved together with the rest, pip may choose another build of several gigabytes.
 $(STAMP): setup.py pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else \
 	  "megarl needs Python 3.11 or newer, $(PYTHON) is %d.%d; name another one: make PYTHON=python3.12 ..." % v[:2])'

@@ -19,7 +19,7 @@ SHOWN = 3000  # characters of its messages that an error repeats
 def run_program(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str, float]:
     """Standard output of a program, and the share of the machine that others took meanwhile (see `OthersShare`).
 
-    A SIGTERM to this process ends the program as well: one that is left behind would spoil the next measurement.
+    A SIGTERM to this process ends the program as well: one that keeps running would spoil the next measurement.
 
     Raises:
         WorkerError: it ended with an exit code other than 0.

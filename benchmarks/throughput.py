@@ -7,7 +7,7 @@
 
 Case S: 2.4M parameters, 32 prompts x 8 samples, at most 16 new tokens. Case M: 19M parameters, 16 prompts x 8 samples,
 exactly 256 new tokens, one update. Each is a real run of `megarl train` in processes of its own; the first step is not
-counted. The floor is the time of the model's matrix products alone at the rate that a large product reaches on all
+counted. The floor is the time of only the model's matrix products at the rate that a large product reaches on all
 cores (or GPUs). Numbers mean something only while nothing else runs.
 """
 

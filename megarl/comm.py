@@ -39,7 +39,7 @@ class WorkerGroup:
 
     Args:
         name: what the ranks have in common, for messages.
-        process_group: torch's; None: this process alone.
+        process_group: torch's; None: only this process.
         deadline_s: of every collective, for messages; torch keeps it.
 
     Attributes:
@@ -64,10 +64,10 @@ class WorkerGroup:
         """For torch's own functions.
 
         Raises:
-            ValueError: this process is alone.
+            ValueError: the group is only this process.
         """
         if self._process_group is None:
-            raise ValueError(f"the group {self.name!r} is this process alone")
+            raise ValueError(f"the group {self.name!r} is only this process")
         return self._process_group
 
     def __repr__(self) -> str:
@@ -214,7 +214,7 @@ class WorkerGroup:
 
 
 def own_world(backend: str, deadline_s: float) -> WorkerGroup:
-    """The world of a process that works alone: the one it has joined, or else a new one of its own."""
+    """The world of a process that works by itself: the one it has joined, or else a new one of its own."""
     if not dist.is_initialized():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return team_world(deadline_s)

@@ -75,7 +75,7 @@ def forget_token(run_dir: Path) -> None:
 def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.socket:
     """A listening socket for the store, on the address of `host` only.
 
-    When other machines could not reach that address (it is none of this machine's, as behind a port mapping, or the
+    When other machines could not reach that address (it is none of this machine's, as with a port mapping, or the
     machine's own name stands for loopback), on every interface, with a warning. An address that says itself that it is
     loopback is taken at its word.
 

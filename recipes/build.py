@@ -28,7 +28,7 @@ def build_task_graph(config: RunConfig) -> TaskGraph:
 
 
 def _users_function(name: str) -> Callable[[RunConfig], object]:
-    """The function behind `pkg.mod:fn`, which may be in a file of the current folder."""
+    """The function that `pkg.mod:fn` names, which may be in a file of the current folder."""
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)  # a console script does not put it there, and workers have it

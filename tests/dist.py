@@ -113,7 +113,7 @@ def _servers(preload: str) -> list[forkserver.ForkServer]:
 
 
 def world() -> WorkerGroup:
-    """All ranks of this process's torch world; made for this process alone where there is none."""
+    """All ranks of this process's torch world; made for only this process where there is none."""
     from megarl.comm import own_world
 
     return own_world("gloo", 120.0)
@@ -156,7 +156,7 @@ def current_layout() -> Layout:
 
 
 def single_process() -> Layout:
-    """The layout of this process alone, for tests of code that only runs under torch.distributed; made once."""
+    """The layout of a single process, for tests of code that only runs under torch.distributed; made once."""
     from megarl.config.model import ParallelConfig
 
     if not _layouts:

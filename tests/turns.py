@@ -9,8 +9,8 @@ import pytest
 
 
 class Turns:
-    """Lock files of one run of the suite: `room` is held alone, or together with others; whoever waits for it holds
-    `gate`, so that nobody passes by one who came earlier and wants the machine alone.
+    """Lock files of one run of the suite: `room` is held by one, or shared by several; whoever waits for it holds
+    `gate`, so that nobody passes by one who came earlier and wants the machine for itself.
 
     Args:
         stem: path that all processes of the run give; the files are called after it.

@@ -1,4 +1,4 @@
-"""Names and shapes of a model like DeepSeek-V3 (671B parameters), spread over many ranks: input for the plan alone."""
+"""Names and shapes of a model like DeepSeek-V3 (671B parameters), spread over many ranks: input for the plan only."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ way an SGLang server does and copies the tensors into its own. Seconds are wall 
 to end, gathering included, the least of several after a first one that is not counted. Limits, measured in the same
 run: copying through shared memory, a loopback connection, a gloo broadcast, and comparing all words with a copy, below
 which no delta can be found. Then the time to plan: 1,000 tensors, and a model like DeepSeek-V3 from EP64 x PP16 to 32
-servers of tp 8 x ep 8 (names and shapes alone). Wall seconds mean something only while nothing else runs: the share
+servers of tp 8 x ep 8 (only names and shapes). Wall seconds mean something only while nothing else runs: the share
 that others took is printed.
 """
 

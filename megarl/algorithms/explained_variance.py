@@ -14,7 +14,7 @@ _NOTHING = 1e-8  # float32 returns that should be equal differ by about this muc
 def explained_variance(values: Tensor, returns: Tensor, mask: Tensor, *, all_sum: AllSum = one_rank) -> float | None:
     """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for a constant one, negative for one worse than that.
 
-    Both variances are over all valid tokens of all ranks together, in float64; it is no mean of the ranks' numbers.
+    Both variances are over all valid tokens of all ranks together, in float64; it is not an average of per-rank values.
 
     Args:
         values: float [N] or [B, T], predictions.

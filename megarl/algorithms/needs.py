@@ -1,6 +1,6 @@
-"""Batch fields that the components of a recipe need, beside those that every pipeline writes.
+"""Batch fields that the components of a recipe need, in addition to those that every pipeline writes.
 
-They follow from the components alone: an estimator takes what its parameters name, a loss says what it reads. Recipes
+They follow from the components only: an estimator takes what its parameters name, a loss says what it reads. Recipes
 add the nodes that write these fields, and the checks ask for them instead of names.
 """
 

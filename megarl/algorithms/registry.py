@@ -29,10 +29,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Settings(Section):
-    """Keys of one component, beside those that its section has for every component. None here."""
+    """Keys of one component, in addition to those that its section has for every component. None here."""
 
     def problems(self, path: str) -> list[ConfigError]:
-        """What is wrong between these keys, of the section `path`; each key alone is right."""
+        """What is wrong between these keys, of the section `path`; each key by itself is right."""
         return []
 
 

@@ -51,7 +51,7 @@ def descending(values: Tensor) -> Tensor:
 
 
 def drawn(seeds: Tensor, rows: Rows) -> Tensor:
-    """int64 [N]: a random key for every token, from its sequence's seed and its place alone.
+    """int64 [N]: a random key for every token, from only its sequence's seed and its place.
 
     The same token of the same sample gets the same key however the mini-batch is cut or spread.
 

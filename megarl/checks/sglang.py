@@ -298,7 +298,7 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
         checks.fail(
             _NAME,
             "rollout.sglang.max_total_tokens",
-            f"one sample alone has up to {longest} tokens",
+            f"a single sample has up to {longest} tokens",
             found=servers.max_total_tokens,
             allowed=f"whole number from {longest}",
             fix="raise it, or set it to null",

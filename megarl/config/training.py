@@ -31,7 +31,7 @@ class EngineConfig(Section):
     """The Megatron engine's memory and speed settings."""
 
     micro_batch_tokens: PositiveInt = Field(
-        8192, description="token budget of one micro-batch per data-parallel rank; a longer sequence is a batch alone"
+        8192, description="token budget of one micro-batch per data-parallel rank; a longer sequence is its own batch"
     )
     logits_chunk_tokens: PositiveInt = Field(
         1024, description="tokens whose vocabulary logits exist at the same time in the fused log-prob"
@@ -77,7 +77,7 @@ class CriticConfig(Section):
         0.5, description="how far a value may move from the old one before its loss stops to fall; null: no bound"
     )
     warmup_steps: NonNegativeInt = Field(
-        0, description="training steps in which the critic trains alone, before the actor starts to move"
+        0, description="training steps in which only the critic trains, before the actor starts to move"
     )
 
 

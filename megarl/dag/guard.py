@@ -30,7 +30,7 @@ class GuardedBatch(Batch):
 
     @classmethod
     def of(cls, samples: Batch, node: Node) -> GuardedBatch:
-        """All `samples`, as `node` may see them; `set` on it leaves `samples` alone."""
+        """All `samples`, as `node` may see them; `set` on it does not change `samples`."""
         contract = node.declared
         if contract.resamples:
             return cls._make(samples.fields, samples.columns, len(samples), node, set(contract.uses))

@@ -138,7 +138,7 @@ def place(
         devices: all devices.
         colocate: one team on all devices (roles take turns); False: teams of their own, which run concurrently.
         strategy: `even`, or `param_aware` (devices in proportion to the parameters a team computes with).
-        parameters: parameters of the model behind each node id, for `param_aware`; models shared by nodes count once.
+        parameters: parameters of the model of each node id, for `param_aware`; models shared by nodes count once.
         together: see `teams_of`.
 
     Raises:

@@ -131,7 +131,7 @@ class Batch:
         return Batch(fields, columns, size=size)
 
     def copy(self) -> Batch:
-        """New batch that shares all data; `set` on it leaves this one alone."""
+        """New batch that shares all data; `set` on it does not change this one."""
         return self._map(lambda value: value, list, self._size)
 
     def select(self, index: Index) -> Batch:

@@ -20,7 +20,7 @@ Observation = str | list[dict[str, Any]] | list[int]
 
 
 class EnvSettings(Section):
-    """An environment's own keys, beside `name` and `on_error`. Give every field a description."""
+    """An environment's own keys, in addition to `name` and `on_error`. Give every field a description."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megarl.errors import ConfigError, close_matches
 
 Mode = Literal["batch", "sequential"]
 
-#: The included rewards: the function behind each name.
+#: The included rewards: the function of each name.
 REWARDS = {
     "exact_match": "megarl.rewards.exact_match:exact_match",
     "format": "megarl.rewards.format:format_reward",
@@ -76,7 +76,7 @@ def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
 
 
 def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
-    """Find the function behind `name` and check that it takes `kwargs`.
+    """Find the function that `name` names and check that it takes `kwargs`.
 
     Args:
         name: an included scorer, `path/to/file.py:function`, or `package.module:function`.

@@ -113,7 +113,7 @@ def read_beat(run_dir: Path, rank: int) -> Beat | None:
 class RankFailure:
     """How one rank failed. `exit_code` is what the whole command shall return.
 
-    `explained`: the message says it all, because this package raised the error on purpose and no other is behind it.
+    `explained`: the message says it all, because this package raised the error on purpose and no other error caused it.
     """
 
     rank: int

@@ -72,10 +72,10 @@ class Source:
     ) -> None:
         self.held, self.plan, self.world, self.dtype, self.device = held, plan, world, dtype, device
         self.rank = rank = world.rank
-        self.peak_staged = 0  # bytes beside the buckets, for tests
+        self.peak_staged = 0  # bytes in addition to the buckets, for tests
         self._staged = 0
         self._moves = [_moves(route, rank) for route in plan.routes]
-        self._given_alone = _given_alone(plan, self.my_route(), rank) if live else set()
+        self._given_by_one = _given_by_one(plan, self.my_route(), rank) if live else set()
 
     def my_route(self) -> int | None:
         """Number of the route this rank sends on; None when it only passes pieces on."""
@@ -99,7 +99,7 @@ class Source:
 
     def _live(self, entry: Entry) -> Tensor | None:
         """The parameter, where it can stand for the entry's place in the bucket."""
-        if entry.source not in self._given_alone:
+        if entry.source not in self._given_by_one:
             return None
         found = self.held.get((entry.source, tuple((0, size) for size in entry.shape)))
         if found is None or found.dtype != self.dtype or found.device != self.device:
@@ -203,7 +203,7 @@ def _slabs(box: Tensor, itemsize: int | None = None) -> Iterator[Tensor]:
     yield from box.split(max(SLAB_BYTES // row, 1))
 
 
-def _given_alone(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
+def _given_by_one(plan: SyncPlan, route: int | None, rank: int) -> set[str]:
     """Tensors of the route that no other rank has a part in."""
     if route is None:
         return set()

@@ -53,7 +53,7 @@ _GAP: list[_Chart] = [
      ("rollout_corr/ratio_min", "rollout_corr/ratio_max")),
     ("Effective sample size", "share of the tokens, or of the weighted samples",
      [("rollout_corr/ess", "tokens"), ("rollout_corr/is_ess", "weights")], None),
-    ("Rejected tokens", "share, all rules and each alone",
+    ("Rejected tokens", "share, all rules and each by itself",
      [("rollout_corr/rejected", "all"), ("rollout_corr/rejected/*", "")], None),
     ("Age of the weights", "steps, per token", [("rollout_corr/staleness_mean", "")], None),
 ]  # fmt: skip

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Status = Literal["finished", "failed", "stopped", "killed"]
 Part = Literal["whole", "first", "second"]
-_COLUMNS = frozenset({"step", "stage", "time"})  # of metrics.jsonl, beside the metrics
+_COLUMNS = frozenset({"step", "stage", "time"})  # of metrics.jsonl, in addition to the metrics
 _ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
 
 

@@ -354,7 +354,7 @@ def set_aside(root: Path, after: int | None) -> Path | None:
 
 
 def clean(root: Path) -> None:
-    """Remove what interrupted saves left behind."""
+    """Remove what interrupted saves left."""
     for path in [*root.glob("step_*.tmp-*"), *root.glob("step_*.old-*")]:
         shutil.rmtree(path, ignore_errors=True)
 

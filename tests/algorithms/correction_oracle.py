@@ -59,7 +59,7 @@ def bounds(rule):
 
 
 def token_fate(rule, row):
-    """For each token of the row: does this rule alone accept it?"""
+    """For each token of the row: does this rule accept it?"""
     lower, upper = bounds(rule)
     if not row:
         return []

@@ -50,7 +50,7 @@ def test_the_command_measures_and_saves(tmp_path: Path) -> None:
     assert result["quality"] <= 1.02
 
 
-def test_an_unknown_name_is_the_users_to_mend(tmp_path: Path) -> None:
+def test_an_unknown_name_is_the_users_to_fix(tmp_path: Path) -> None:
     done = bench(tmp_path, "algorithms", "--only", "gaee")
     assert done.returncode == 2
     assert "gae" in done.stderr

@@ -316,7 +316,7 @@ def test_data_files_and_folders(write, failures):
     write("{}", "notes/readme.txt")
     assert failures("data.train_files=[data, data/train.jsonl, org/name@train]") == []
     assert "did you mean data/train.jsonl?" in only(failures("data.train_files=data/trian.jsonl")).fix
-    assert "did you mean" not in only(failures("data.train_files=data/a.jsonl")).fix  # the suffix alone is shared
+    assert "did you mean" not in only(failures("data.train_files=data/a.jsonl")).fix  # only the suffix is shared
     assert "form is not known" in only(failures("data.train_files=notes/readme.txt")).message
     assert "holds no data file" in only(failures("data.train_files=notes")).message
 

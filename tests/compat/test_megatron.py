@@ -41,7 +41,7 @@ def test_rewrite_matches_the_installed_source(entry):
                 if earlier.applies(module):
                     source, _ = earlier.sub(source)
             hits += entry.sub(source)[1]
-        assert hits, f"{entry.name} matches nothing in {glob}: drop it or mend its pattern ({entry.reason})"
+        assert hits, f"{entry.name} matches nothing in {glob}: drop it or fix its pattern ({entry.reason})"
 
 
 @pytest.mark.parametrize("entry", compat.PATCHES, ids=lambda e: e.name)

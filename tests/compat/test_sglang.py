@@ -1,4 +1,4 @@
-"""The servers' interpreter, their environment, and what runs inside it besides SGLang."""
+"""The servers' interpreter, their environment, and what runs inside it in addition to SGLang."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def stand_in() -> ModuleType:
     return load(FOLDER / "stand_ins/cpu/sgl_kernel/__init__.py")
 
 
-def test_the_hash_behind_seeded_sampling_is_murmur3(stand_in: ModuleType) -> None:
+def test_the_hash_of_seeded_sampling_is_murmur3(stand_in: ModuleType) -> None:
     seeds, positions, columns = [0, 7, 2**40 + 3, 2**63 - 1], [0, 1, 5, 100000], [0, 1, 150000]
     got = stand_in.murmur_hash32(
         torch.tensor(seeds).to(torch.uint64), torch.tensor(positions), torch.tensor(columns)

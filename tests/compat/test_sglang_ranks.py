@@ -1,4 +1,4 @@
-"""An update of weights that fails on one rank of a server alone has failed: the hooks of serve.py on two processes.
+"""An update of weights that fails on only one rank of a server has failed: the hooks of serve.py on two processes.
 
 SGLang is a stand-in here: a registry that keeps hooks, and a context with the ranks' process group.
 """

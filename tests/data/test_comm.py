@@ -29,7 +29,7 @@ def test_one_process_gets_back_what_it_gave():
 def test_what_a_source_does_not_give_is_an_error():
     with pytest.raises(ValueError, match="must give data"):
         WorkerGroup.alone().broadcast_bytes(None)
-    with pytest.raises(ValueError, match="this process alone"):
+    with pytest.raises(ValueError, match="only this process"):
         WorkerGroup.alone().process_group  # noqa: B018
     with pytest.raises(ValueError, match="2 parts for 1 rank"):
         WorkerGroup.alone().all_to_all_bytes([b"", b""])

@@ -95,7 +95,7 @@ def test_exit_codes(
     assert "Traceback" not in shown
 
 
-def test_a_missing_recipe_is_the_users_to_mend(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_recipe_is_the_users_to_fix(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train", "no_such_recipe.yaml"]) == 2
     assert "no_such_recipe.yaml" in capsys.readouterr().err
 

@@ -65,7 +65,7 @@ def test_it_imports_beside_another_package_named_kernels(wheel: Path, tmp_path: 
         "assert kernels.OWNER == 'somebody else'\n"
         "print(megarl.__file__, megarl.kernels.__file__, megarl.recipes.__file__, *recipe_names(), sep='\\n')\n"
     )
-    # -S: without this environment's editable megarl; the dependencies are appended behind the wheel
+    # -S: without this environment's editable megarl; the dependencies are appended after the wheel
     dependencies = next(path for path in sys.path if path.endswith("site-packages"))
     done = subprocess.run(
         [sys.executable, "-S", "-c", f"import sys; sys.path.append({dependencies!r})\n{code}"],

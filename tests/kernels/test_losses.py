@@ -70,7 +70,7 @@ def test_many_blocks_padded_and_not_contiguous():
     ("advantages", "mask"), [(torch.ones(2, 1), torch.ones(2, 3).bool()), (torch.ones(2, 3), torch.ones(2, 3))]
 )
 def test_other_shapes_and_masks_are_refused(advantages, mask):
-    """The kernel would read behind the end of the shorter one."""
+    """The kernel would read past the end of the shorter one."""
     with pytest.raises(ValueError, match="one shape"):
         ppo(torch.zeros(2, 3), torch.zeros(2, 3), advantages, mask, DualClipSettings())
 

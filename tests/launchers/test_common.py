@@ -215,7 +215,7 @@ def test_a_killed_rank_comes_before_what_its_peers_saw(tmp_path: Path) -> None:
     assert (found.rank, found.message) == (1, "was killed by signal 9 (SIGKILL)")
 
 
-def test_a_communication_library_that_aborts_comes_behind_the_error_that_made_it(tmp_path: Path) -> None:
+def test_a_communication_library_that_aborts_comes_after_the_error_that_made_it(tmp_path: Path) -> None:
     assert first(tmp_path, {0: -6, 1: 1}, failed(1, "the loss is NaN", 1.0)).rank == 1
 
 

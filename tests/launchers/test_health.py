@@ -177,9 +177,9 @@ def test_out_of_memory_kills_are_counted_on_the_machine_and_in_the_cgroup(
     assert oom_kills(tmp_path / "nowhere") == 0
 
 
-def test_only_errors_without_another_behind_them_explain_themselves() -> None:
+def test_only_errors_without_a_cause_explain_themselves() -> None:
     own, wrapped = MegarlError("own"), MegarlError("wrapped")
-    wrapped.__cause__ = ValueError("behind")
+    wrapped.__cause__ = ValueError("the cause")
     found = [failure_of(error, 0).explained for error in (own, wrapped, ValueError("other"))]
     assert found == [True, False, False]
 

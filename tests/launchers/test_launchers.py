@@ -1,4 +1,4 @@
-"""Every launcher, with real processes: what a run leaves behind, and how it ends when something goes wrong."""
+"""Every launcher, with real processes: what a run leaves, and how it ends when something goes wrong."""
 
 from __future__ import annotations
 

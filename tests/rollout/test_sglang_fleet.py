@@ -23,7 +23,7 @@ from tests.dist import run_distributed, world
 from tests.rollout.fake_servers import ok, servers
 
 ALONE = WorkerGroup.alone()
-# A server that leaves shared memory behind; its name is all that the process knows of it.
+# A server that leaves shared memory; its name is all that the process knows of it.
 LEAVES = """#!/bin/sh
 [ "$1" = -I ] && echo {version} && exit
 touch "$TMPDIR/socket" "{folder}/sgl_shm_${{MEGARL_SERVER_INSTANCE}}_mq_1_a"
@@ -129,7 +129,7 @@ def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, An
 
 
 def opened(urls: list[str]) -> str:
-    """What this rank learns; the first alone asks."""
+    """What this rank learns; only the first asks."""
     try:
         open_fleet(
             SGLangConfig(urls=urls),
@@ -201,7 +201,7 @@ NONSENSE = [
 
 
 def opened_each(urls: list[str]) -> list[list[str]]:
-    """For each of these servers what this rank learns; the first alone asks."""
+    """For each of these servers what this rank learns; only the first asks."""
     found, place = [], WorkerPlace(is_first=world().rank == 0)
     for url in urls:
         try:
@@ -239,7 +239,7 @@ def test_a_server_that_comes_back_otherwise_is_not_used() -> None:
 
 
 def opened_states(urls: list[str]) -> list[str]:
-    """What this rank takes the servers for; the first alone asks."""
+    """What this rank takes the servers for; only the first asks."""
     place = WorkerPlace(is_first=world().rank == 0)
     try:
         fleet = open_fleet(SGLangConfig(urls=urls), place, None, None, "float32", cuda=False, world=world())  # type: ignore[arg-type]

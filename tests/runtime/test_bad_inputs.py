@@ -1,4 +1,4 @@
-"""Whatever is wrong with the input: the command stops early, says what, where and how to mend it, and exits not 0."""
+"""Whatever is wrong with the input: the command stops early, says what, where and how to fix it, and exits not 0."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_a_run_that_fails_says_where_and_why(folder: Path, ended: dict[str, Futu
     run_dir = folder / f"run {case}"
     log = (run_dir / "log.txt").read_text()
     assert expected.words[0] in log
-    assert ("Traceback" in log) is (expected.code == 1)  # of our own errors the log alone keeps it
+    assert ("Traceback" in log) is (expected.code == 1)  # of our own errors only the log keeps it
     assert not list(run_dir.glob("checkpoints/*"))
 
 

@@ -57,7 +57,7 @@ def test_a_model_that_is_on_disk_already_is_not_written_again_as_the_reference(t
     assert unchanged_model(config) == (path if same else None)
 
 
-def test_a_run_that_starts_anew_leaves_the_reference_with_its_old_checkpoints(tmp_path):
+def test_a_run_that_starts_again_leaves_the_reference_with_its_old_checkpoints(tmp_path):
     def model(folder):
         folder.mkdir(parents=True)
         (folder / "config.json").write_text("{}")

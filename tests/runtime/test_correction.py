@@ -35,7 +35,7 @@ COUNT = 8
 
 
 def join_alone():
-    """The layout of this process alone."""
+    """The layout of a single process."""
     torch.set_num_threads(1)
     return single_process()
 
@@ -253,7 +253,7 @@ def test_counts_that_come_late_divide_like_counts_known_before(alone, mode):
 
 @pytest.mark.parametrize("affects", [True, False])
 def test_rejected_samples_leave_their_group_if_asked(alone, affects):
-    """Scores 0, 1, 5 of one prompt, and the third sample is rejected: the others are compared with each other alone."""
+    """Scores 0, 1, 5 of one prompt, and the third sample is rejected: the others are compared only with each other."""
     from megarl.data.batch import Jagged
     from megarl.runtime.stages.advantage import advantage
     from megarl.runtime.stages.correction import rollout_correction

@@ -74,7 +74,7 @@ def test_a_finished_run_has_nothing_left_to_do(recipe, tmp_path):
     assert "FutureWarning" not in output
 
 
-def test_a_run_that_starts_anew_or_from_another_run_leaves_old_checkpoints_behind(recipe, tmp_path):
+def test_a_run_that_starts_again_or_from_another_run_keeps_old_checkpoints_aside(recipe, tmp_path):
     short = ("trainer.steps=1", "sft.steps=0")
     first = harness.run(recipe, tmp_path / "one", *short)
     assert harness.run(recipe, tmp_path / "one", *short, "trainer.resume=never") == first

@@ -1,4 +1,4 @@
-"""What malloc keeps is given back when it has grown, and left alone otherwise."""
+"""What malloc keeps is given back when it has grown, and kept otherwise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when its run fails, and what every step ends with."""
+"""What a rank leaves when its run fails, and what every step ends with."""
 
 import time
 from types import SimpleNamespace

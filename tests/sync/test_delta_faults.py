@@ -88,7 +88,7 @@ def test_a_relay_that_is_lost_during_an_update_fails_its_servers(tmp_path, op, h
 
 
 def push_without_the_relay(folder: str, run_dir: str, urls: list[str], during: bool) -> None:
-    """Both ranks send. The relay ends before or during version 2; the servers are there again when it is tried anew."""
+    """Both ranks send. The relay ends before or during version 2; the servers are back when it is tried again."""
     import torch.distributed as dist
 
     fresh_parallel(pp=2)

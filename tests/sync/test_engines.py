@@ -167,7 +167,7 @@ def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkey
             assert version == 1
         with pytest.raises(WorkerError, match=r"rank 0 of .*: paused for 0\.1 s, holding no weights"):
             inboxes[1].generating(0.1).__enter__()
-        assert sync.catch_up().updated == []  # it is left alone until somebody says that it is back
+        assert sync.catch_up().updated == []  # it gets no updates until somebody says that it is back
         receivers.retry(1)
         assert sync.catch_up().updated == [1]
         with inboxes[1].generating(1.0) as version:

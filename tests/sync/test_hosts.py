@@ -20,7 +20,7 @@ ELSEWHERE = "10.9.8.7"
 
 
 def on_two_machines(folder: str, run_dir: str, urls: list[str]) -> dict:
-    """Each rank is a machine of its own, and the first alone can look the other's name up."""
+    """Each rank is a machine of its own, and only the first can look the other's name up."""
     import torch.distributed as dist
 
     from megarl.config.sync import SyncConfig

@@ -1,4 +1,4 @@
-"""The relay as a process: what its start leaves behind in the trainer, and that it ends with it."""
+"""The relay as a process: what its start leaves in the trainer, and that it ends with it."""
 
 import subprocess
 import sys

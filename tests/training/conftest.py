@@ -8,6 +8,6 @@ from tests.dist import single_process
 
 @pytest.fixture
 def alone():
-    """The layout of this process alone."""
+    """The layout of a single process."""
     torch.set_num_threads(1)
     return single_process()

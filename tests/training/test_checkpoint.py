@@ -469,7 +469,7 @@ def test_a_checkpoint_whose_neighbours_cannot_be_changed_is_complete(alone, tmp_
     assert "cannot be removed" in caplog.text
 
 
-def test_checkpoints_of_steps_to_be_trained_anew_are_set_aside(tmp_path):
+def test_checkpoints_of_steps_to_be_trained_again_are_set_aside(tmp_path):
     root = tmp_path / "checkpoints"
     for step in (50, 100, 150, 200):
         (root / f"step_{step}").mkdir(parents=True)

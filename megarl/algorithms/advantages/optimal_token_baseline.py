@@ -31,7 +31,7 @@ def optimal_token_baseline(
 
     G_t is the sum of rewards from t on, W_t the sum up to t of w = 1 - 2 pi(y) + sum_v pi(v)^2: the squared norm of the
     gradient of log pi(y) with respect to the logits. Places are counted from the start of the response. At a
-    place that one sample of the group alone reaches, B_t is its own G_t and A_t exactly 0: the tail of the longest
+    position that only one sample of the group reaches, B_t is its own G_t and A_t exactly 0: the tail of the longest
     response learns nothing.
 
     Args:

@@ -29,7 +29,7 @@ def finish(metrics: Metrics) -> Metrics:
     | is_weight_min, _mean, _max, _std, is_ess, is_truncated | weights of what is trained on, before normalisation |
     | is_batch_norm | the factor that weights were divided by |
     | rejected, rejected_seqs | share of tokens; of sequences that lost every token |
-    | rejected/NAME | share of tokens that this rule alone rejects |
+    | rejected/NAME | share of tokens that this rule rejects |
 
     Returns:
         The same bag. Without a valid token there is nothing to add.

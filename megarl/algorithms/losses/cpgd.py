@@ -35,8 +35,9 @@ def cpgd(
     """-min(A d, A clip(d, log(1 - low), log(1 + high))) + drift_coef min(sg(r) - 1, drift_clip) logp, d = log r.
 
     The log-ratio in place of the ratio keeps the variance of old samples down; the drift pulls back what the clip
-    leaves alone. Its gradient is that of the k3 estimate of KL(old || pi), r - 1 - d, with r limited to 1 + drift_clip
-    there: a limit on the value would let go of the very tokens that drifted most. The value itself says nothing.
+    does not change. Its gradient is that of the k3 estimate of KL(old || pi), r - 1 - d, with r limited to
+    1 + drift_clip there: a limit on the value would let go of the very tokens that drifted most. The value itself says
+    nothing.
 
     Args:
         logp: float [N] or [B, T], differentiable.

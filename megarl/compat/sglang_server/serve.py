@@ -9,7 +9,7 @@ This file runs in the servers' own interpreter, without megarl. What it adds to 
 * megarl's loaders are on the path, and an update that fails on any rank is refused, where it would end the server
   or pass unseen (not when memory cannot be mapped: that still ends it);
 * without CUDA, stand-ins for two packages are on the path, and `sampling_seed` of a request is honoured: SGLang itself
-  does that in its deterministic mode alone, whose kernels need a GPU;
+  does that only in its deterministic mode, whose kernels need a GPU;
 * without CUDA, the server's processes are forked from this one.
 
 With CUDA SGLang starts its processes by importing this file again, so what they need stands at the top level.
@@ -71,7 +71,7 @@ def blot_out_key() -> None:
 
 
 def listen_on_one_address() -> None:
-    """Make torch's rendezvous store listen on the address it is called by alone: whoever reaches it can write to it."""
+    """Make torch's rendezvous store listen only on the address it is called by: whoever reaches it can write to it."""
     # torch.distributed.rendezvous is also a function; the module has to be asked for by name.
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
     make = rendezvous.TCPStore
@@ -110,7 +110,7 @@ def succeeded_everywhere(success: bool) -> bool:
 def refuse_instead_of_dying() -> None:
     """Answer an update that failed on whatever rank with its message, also a tensor update that raised.
 
-    SGLang itself ends when a tensor update raises, and answers every update for rank 0 alone.
+    SGLang itself ends when a tensor update raises, and answers every update only for rank 0.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -186,7 +186,7 @@ def honour_seeds() -> None:
 
 
 def fork_processes() -> None:
-    """Fork the server's processes from this one: SGLang starts them anew, and each imports for ten seconds again.
+    """Fork the server's processes from this one: SGLang starts new ones, which import for ten seconds each.
 
     Without CUDA there is nothing that a fork does not survive; OpenMP has started no threads yet.
     """

@@ -203,7 +203,7 @@ class EngineReceivers:
         return cls(made)
 
     def lead(self, folder: Path, deadline_s: float) -> None:
-        """An engine needs nobody beside the trainer."""
+        """An engine needs no process other than the trainer."""
 
     def acknowledge(self, number: int, version: int) -> None:
         """It holds this version."""

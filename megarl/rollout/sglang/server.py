@@ -104,7 +104,7 @@ class ServerSpec:
 
 
 class ServerProcess:
-    """The process behind a ServerSpec. Start it from the main thread: the kernel then ends it with this process.
+    """The process of a ServerSpec. Start it from the main thread: the kernel then ends it with this process.
 
     Attributes:
         api: how to reach it; its port is another one after every start.

@@ -51,7 +51,7 @@ def _pickled(found: Any) -> str:
 
 
 def _tensor(handle: Handle) -> _Call:
-    """Is unpickled as the flat tensor behind the handle."""
+    """Is unpickled as the flat tensor of the handle."""
     if "device" in handle:  # the server also takes the device's UUID for its number
         return _Call(reductions.rebuild_cuda_tensor, cuda_arguments(handle))
     named = (torch.UntypedStorage, handle["manager"].encode(), handle["name"].encode(), handle["bytes"])

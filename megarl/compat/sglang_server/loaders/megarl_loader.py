@@ -128,7 +128,7 @@ def _probes(
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load the tensors of a bucket.
 
-    A sender's host memory stays mapped until its last bucket: mapping it for each bucket anew, page by page, takes a
+    A sender's host memory stays mapped until its last bucket: mapping it again for each bucket, page by page, takes a
     third as long as copying from it. What a sender that died has left is let go of in the next update.
 
     Args:

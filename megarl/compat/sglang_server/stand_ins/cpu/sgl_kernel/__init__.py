@@ -1,6 +1,6 @@
 """Stand-in for SGLang's CUDA kernels, whose import needs libcuda. Every name is there and raises when it is called.
 
-One operator is real, because the sampler calls it on a CPU too: the hash behind the noise of seeded sampling.
+One operator is real, because the sampler calls it on a CPU too: the hash that makes the noise of seeded sampling.
 """
 
 from __future__ import annotations
