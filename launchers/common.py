@@ -27,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megarl.artifacts import resolved
-from megarl.errors import ConfigError, MegarlError, UserError
+from megarl.errors import ConfigError, MegarlError, UserError, count
 from megarl.launchers.output import OutputLog
 from megarl.machine import available_cores
 from megarl.processes import has_nvidia_device
@@ -101,6 +101,15 @@ def make_run_dir(config: RunConfig, run_dir: Path | None = None) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=parent):  # full or read-only disks are found now
             pass
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(path for path in (parent, *parent.parents) if path.exists())
+        raise ConfigError(
+            "this is a file, and a run needs a folder",
+            where="tracking.dir" if run_dir is None else "--run-dir",
+            found=str(file),
+            allowed="a folder, or a place where none is yet",
+            fix="name another" if run_dir is None else f"name another, or the folder that it is in: {file.parent}",
+        ) from error
     except OSError as error:
         raise ConfigError(
             f"the run folder cannot be written ({error.strerror or error})",
@@ -265,6 +274,7 @@ def warn_of_few_cores(job: Job, environment: Mapping[str, str], workers_here: in
     threads, cores = int(outer) if outer.isdecimal() else 1, available_cores()
     if threads * workers_here > cores and not has_nvidia_device():
         job.log.say(
-            f"megarl: warning: cluster.nproc: {workers_here} processes of {threads} threads share {cores} cores, "
+            f"megarl: warning: cluster.{'nproc' if threads == 1 else 'threads'}: {count(workers_here, 'process')} of "
+            f"{count(threads, 'thread')} share {count(cores, 'core')}, "
             "which is many times slower than one thread per core"
         )

@@ -39,12 +39,12 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if not message.endswith("required: RECIPE") and "required: RECIPE," not in message:
             super().error(message)
-        from megarl.config.load import recipe_names
+        from megarl.config.load import allowed_recipes
 
         problem = UserError(
             "no recipe is named",
             where=self.prog,
-            allowed=f"a YAML file, or a shipped recipe: {', '.join(recipe_names())}",
+            allowed=allowed_recipes(takes_runs=self.prog.endswith((" eval", " generate"))),
             fix=f"for example: {self.prog} grpo_quickstart",
         )
         self.exit(problem.exit_code, f"megarl: {problem}\n")
@@ -128,10 +128,12 @@ def _add_job(parser: argparse.ArgumentParser, job: str) -> None:
 def _job(arguments: argparse.Namespace) -> int:
     from megarl.algorithms.components import COMPONENTS
     from megarl.checks.hub import check_hub
-    from megarl.config.load import hide_credentials, load_config
+    from megarl.config.load import find_recipe, hide_credentials, load_config
 
-    if hasattr(arguments, "weights") and Path(arguments.recipe).is_dir():
+    takes_runs = hasattr(arguments, "weights")
+    if takes_runs and Path(arguments.recipe).is_dir():
         _use_run(arguments)
+    find_recipe(arguments.recipe, takes_runs=takes_runs)
     config = hide_credentials(load_config(arguments.recipe, arguments.overrides, components=COMPONENTS))
     if getattr(arguments, "prompt", None):
         from megarl.data.sources import as_prompts
@@ -169,10 +171,17 @@ def _job(arguments: argparse.Namespace) -> int:
         _warn_of_servers(config)
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
+    before = _process_of(run_dir)
     code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
-    if arguments.command in ("train", "sft") and code and (code != UserError.exit_code or _has_saved(run_dir)):
+    begun = _process_of(run_dir) != before  # else the start was refused, and what is in the folder is not its own
+    if (
+        arguments.command in ("train", "sft")
+        and code
+        and (code != UserError.exit_code or (begun and _has_saved(run_dir)))
+    ):
         first = "correct what is named above, then\n            " if code == UserError.exit_code else ""
-        print(f"  to go on: {first}{_command_to_go_on(arguments, run_dir, config.trainer.resume)}", file=sys.stderr)
+        command = _command_to_go_on(arguments, run_dir, config.trainer.resume, begun=begun)
+        print(f"  to go on: {first}{command}", file=sys.stderr)
     return code
 
 
@@ -180,6 +189,12 @@ def _has_saved(run_dir: Path) -> bool:
     from megarl.artifacts.trained import steps_in
 
     return bool(steps_in(run_dir / "checkpoints"))
+
+
+def _process_of(run_dir: Path) -> object:
+    """The process that wrote the run's record, None without one."""
+    record = run_dir / "run.json"
+    return json.loads(record.read_text()).get("process") if record.is_file() else None
 
 
 def _check_inputs(config: RunConfig, job: str) -> bool:
@@ -254,19 +269,26 @@ def _refuse_trained(run_dir: Path, command: str) -> None:
         )
 
 
-def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str) -> str:
-    """The same command with the run folder, and what it would begin with."""
+def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str, *, begun: bool) -> str:
+    """The same command with the run folder, and what it would begin with.
+
+    Args:
+        arguments: of this command.
+        run_dir: the run folder.
+        resume: `trainer.resume`.
+        begun: the run has begun; else the checkpoints in the folder are of an earlier one.
+    """
     from megarl.artifacts.trained import steps_in
 
     command = ["megarl", arguments.command, arguments.recipe, *map(mask, arguments.overrides)]
-    steps = steps_in(run_dir / "checkpoints")
+    steps = steps_in(run_dir / "checkpoints") if begun or resume == "auto" else []
     if steps:
         start = f"from the checkpoint of step {max(steps)}"
     elif resume in ("auto", "never"):
         start = "there is no checkpoint yet: from the beginning"
     else:
         start = f"there is no checkpoint of this run yet: again from {resume}"
-    if resume == "never" or (resume != "auto" and steps):
+    if begun and (resume == "never" or (resume != "auto" and steps)):
         command.append("trainer.resume=auto")  # what this run has saved, and not what it began with
     if arguments.launcher != LAUNCHERS[0]:
         command += ["--launcher", arguments.launcher]

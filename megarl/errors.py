@@ -92,6 +92,16 @@ def close_matches(word: str, options: Iterable[str], n: int = 1, cutoff: float =
     return difflib.get_close_matches(word, list(options), n, cutoff)
 
 
+def count(number: int, noun: str) -> str:
+    """A number with its noun in the singular or plural.
+
+    >>> count(1, "process"), count(2, "process"), count(0, "rank")
+    ('1 process', '2 processes', '0 ranks')
+    """
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def close_files(name: str, siblings: Iterable[str]) -> list[str]:
     """The file that a misspelt `name` may have meant; suffixes, which many files share, do not count.
 

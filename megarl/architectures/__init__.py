@@ -25,6 +25,6 @@ def architecture(model_type: object, source: str) -> Architecture:
             where=source,
             found=model_type,
             allowed=sorted(ARCHITECTURES),
-            fix=f"did you mean {near[0]}?" if near else None,
+            fix=f"did you mean {near[0]}?" if near else "choose a model of one of these architectures",
         )
     return ARCHITECTURES[str(model_type)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from pathlib import Path
 
 from megarl.artifacts.facts import is_hub_name, model_facts
@@ -37,10 +37,19 @@ def check_target(target: Path) -> None:
         raise ConfigError(
             "the target exists and is not an empty folder", where=_WHERE, found=str(target), fix="name another"
         )
-    above = next(folder for folder in (target, *target.absolute().parents) if folder.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        what = "the target's folder cannot be written" if above.is_dir() else "the target lies below a file"
-        raise ConfigError(what, where=_WHERE, found=str(above), fix="name another, or check permissions")
+    above = next(folder for folder in target.absolute().parents if folder.exists())  # where its folder is made
+    if not above.is_dir():
+        raise ConfigError("the target lies below a file", where=_WHERE, found=str(above), fix="name another")
+    try:
+        with tempfile.TemporaryDirectory(dir=above):  # permissions do not tell of read-only and special file systems
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the target's folder cannot be written ({error.strerror or error})",
+            where=_WHERE,
+            found=str(above),
+            fix="name another, or check permissions and free space",
+        ) from error
 
 
 def _check_source(source: Path) -> None:

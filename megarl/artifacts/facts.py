@@ -191,6 +191,9 @@ def hub_cache_folder(name: str) -> Path | None:
     return snapshot if (snapshot / "config.json").is_file() else None
 
 
+_AGAIN = "correct the file, or copy or download the model again"
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
@@ -202,9 +205,9 @@ def _read_json(file: Path) -> dict[str, Any]:
             fix="name the folder that save_pretrained or a hub download wrote",
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError("the model's config cannot be read", where=str(file), found=str(error)) from error
+        raise ConfigError("the model's config cannot be read", where=str(file), found=str(error), fix=_AGAIN) from error
     if not isinstance(raw, dict):
-        raise ConfigError("the model's config is not a mapping", where=str(file), found=raw)
+        raise ConfigError("the model's config is not a mapping", where=str(file), found=raw, fix=_AGAIN)
     return raw
 
 

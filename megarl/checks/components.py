@@ -32,7 +32,7 @@ def check_function_name(
         f"unknown {noun}",
         found=text,
         allowed=[*known, *forms],
-        fix=f"did you mean {close[0]}?" if close else None,
+        fix=f"did you mean {close[0]}?" if close else f"set {key} to one of these",
     )
     return False
 

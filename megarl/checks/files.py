@@ -237,7 +237,9 @@ def check_reward(config: RunConfig, checks: Checklist) -> None:
             "the function in the file is not named" if missing_function else "unknown reward",
             found=name,
             allowed=[*REWARDS, "file.py:function", "pkg.mod:fn"],
-            fix=f"write {name}:function" if missing_function else _did_you_mean(close),
+            fix=f"write {name}:function"
+            if missing_function
+            else _did_you_mean(close) or "set reward.name to one of these",
         )
 
 

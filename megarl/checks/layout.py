@@ -14,6 +14,7 @@ from megarl.artifacts.layout import (
 from megarl.checks.checklist import Checklist
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.errors import count
 
 
 def data_parallel_size(config: RunConfig, parallel: ParallelConfig) -> int | None:
@@ -29,7 +30,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
         checks.fail(
             "machines",
             "cluster.nnodes",
-            f"{cluster.nproc} processes cannot be spread over {cluster.nnodes} machines",
+            f"{count(cluster.nproc, 'process')} cannot be spread over {cluster.nnodes} machines",
             found=cluster.nnodes,
             allowed=divisors(cluster.nproc),
             fix="cluster.nproc counts the processes of all machines together",
@@ -69,7 +70,7 @@ def check_parallel(
     role = key.partition(".")[0]
     split = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}"
     if checks.divides(f"{role} replicas", "cluster.nproc", nproc, size, "cluster.nproc", f"{key}: {split}"):
-        checks.ok(f"{role} data parallel", f"{nproc} processes = {split} * dp {nproc // size}")
+        checks.ok(f"{role} data parallel", f"{count(nproc, 'process')} = {split} * dp {nproc // size}")
     _check_rules(key, role, parallel, checks)
     _check_experts_layout(nproc, key, role, parallel, checks)
     if facts is None:
@@ -119,13 +120,13 @@ def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelCon
     etp = parallel.expert_tp
     split, size = f"etp {etp} * ep {parallel.ep} * pp {parallel.pp}", etp * parallel.ep * parallel.pp
     if nproc % size == 0:
-        checks.ok(f"{role} expert data parallel", f"{nproc} processes = {split} * expert dp {nproc // size}")
+        checks.ok(f"{role} expert data parallel", f"{count(nproc, 'process')} = {split} * expert dp {nproc // size}")
         return
     fit = [ep for ep in divisors(nproc) if nproc % (etp * ep * parallel.pp) == 0]
     checks.fail(
         f"{role} expert data parallel",
         f"{key}.ep",
-        f"{nproc} processes are not divisible by {size} ({split})",
+        f"{count(nproc, 'process')} cannot be divided by {size} ({split})",
         found=parallel.ep,
         allowed=fit or "none with this etp and pp",
         fix=f"set {key}.ep to {max((ep for ep in fit if ep <= parallel.ep), default=1)}" if fit else "lower etp or pp",

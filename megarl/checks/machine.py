@@ -12,6 +12,7 @@ from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.layout import data_parallel_size
 from megarl.checks.memory import Memory, Moment, device_memory, host_memory
 from megarl.config.run import RunConfig
+from megarl.errors import count
 from megarl.machine import Machine
 
 _TIGHT = 0.9
@@ -41,7 +42,7 @@ def check_machine(
             checks.fail(
                 "machine",
                 "cluster.device_memory_gb",
-                f"the recipe is for {cluster.nproc} GPUs, and this machine has none",
+                f"the recipe is for {count(cluster.nproc, 'GPU')}, and this machine has none",
                 found=wanted,
                 allowed="null, to compute on the CPU",
                 fix="start it on a machine with GPUs (an NVIDIA driver must be loaded); to run it on the CPU on "
@@ -79,7 +80,7 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
         checks.fail(
             "machine",
             "cluster.nproc",
-            f"{here} processes need about {needed:.0f} s to start on {machine.cores} cores, and give up after "
+            f"{here} processes need about {needed:.0f} s to start on {count(machine.cores, 'core')}, and give up after "
             f"cluster.timeout_s = {cluster.timeout_s:g} s",
             found=cluster.nproc,
             allowed=f"at most {most} on this machine; about one per core, {machine.cores}, is quick",
@@ -89,12 +90,21 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
         checks.warn(
             "machine",
             "cluster.nproc",
-            f"there is no GPU here, and {here} processes on {machine.cores} cores work in turn, which is slow",
+            f"there is no GPU here, and {here} processes on {count(machine.cores, 'core')} work in turn, which is slow",
             found=cluster.nproc,
             fix=f"set cluster.nproc={machine.cores}; for GPUs, start it on a machine that has them",
         )
     else:
-        checks.ok("machine", f"{here} processes on {machine.cores} cores, no GPU")
+        checks.ok("machine", f"{count(here, 'process')} on {count(machine.cores, 'core')}, no GPU")
+    if cluster.threads is not None and cluster.threads * here > machine.cores and not starts:
+        checks.warn(  # at a start the launcher says so, of the threads that the workers get
+            "machine",
+            "cluster.threads",
+            f"{count(here, 'process')} of {count(cluster.threads, 'thread')} share {count(machine.cores, 'core')}, "
+            "which is many times slower than one thread per core",
+            found=cluster.threads,
+            fix=f"set cluster.threads={max(1, machine.cores // here)}, or null",
+        )
 
 
 def _check_device(config: RunConfig, memory: Memory, machine: Machine, checks: Checklist, starts: bool) -> None:

@@ -14,7 +14,7 @@ from megarl.config.load import dump_config
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_text
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
 
 ROWS_SHOWN = 64
@@ -121,7 +121,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
     lines.append(_memory_line(f"peak ({memory.peak.name})", memory.peak.bytes))
     ranks = -(-config.cluster.nproc // config.cluster.nnodes)
     host = host_memory(config, facts, dp, gpu=gpu, roles=roles).peak
-    lines.append(_memory_line(f"host memory of a machine ({ranks} ranks)", host.bytes))
+    lines.append(_memory_line(f"host memory of a machine ({count(ranks, 'rank')})", host.bytes))
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
         if not gpu:  # there it is one of the terms
             lines.append(_memory_line("a server's weights, per rank of it", server_bytes(config, facts)))

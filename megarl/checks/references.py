@@ -66,10 +66,12 @@ def check_reward_kwargs(tree: ast.Module, reference: str, name: str, kwargs: dic
     found = [node for node in _statements(tree.body) if isinstance(node, _FUNCTIONS) and node.name == function]
     if len(found) != 1 or found[0].decorator_list:  # a decorator may change what the function takes
         return
+    signature = _signature(found[0].args)
     try:
-        _signature(found[0].args).bind(None, **kwargs)
+        signature.bind(None, **kwargs)
     except TypeError as error:
-        raise kwargs_error(name, kwargs, f"{function}({ast.unparse(found[0].args)})", error) from error
+        text = f"{function}({ast.unparse(found[0].args)})"
+        raise kwargs_error(name, kwargs, signature, text, error) from error
 
 
 def strings(tree: ast.Module) -> set[str]:

@@ -14,7 +14,7 @@ from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
 from megarl.config.run import RunConfig
 from megarl.config.sglang import url_problem
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 from megarl.processes import nvidia_devices
 
 _NAME = "servers"
@@ -132,7 +132,9 @@ def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
         return
     try:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-        python = find_python(servers.python, cuda=True if nvidia_devices() and not hidden else None)
+        # A recipe for GPUs needs servers for GPUs, also in a dry run on a machine without one.
+        for_gpus = config.cluster.device_memory_gb is not None or bool(nvidia_devices() and not hidden)
+        python = find_python(servers.python, cuda=True if for_gpus else None)
         checks.ok(_NAME, f"their interpreter is {python}, with sglang {sglang_version(python)}")
         broadcast = config.sync.transport == "distributed" or (
             config.sync.transport == "auto" and not servers.colocated
@@ -194,9 +196,10 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
         checks.fail(
             _NAME,
             "rollout.sglang.gpus",
-            f"the {servers.servers // nnodes} servers of a machine have {needed} ranks (tp_size * dp_size each)",
+            f"a machine has {count(servers.servers // nnodes, 'server')}, with {count(needed, 'rank')} in all "
+            "(tp_size * dp_size each)",
             found=servers.gpus,
-            allowed=f"a list of {needed} devices",
+            allowed=f"a list of {count(needed, 'device')}",
             fix="name one device per rank, or none",
         )
 
@@ -232,7 +235,8 @@ def _check_room(needed: int, workers: int, colocated: bool, checks: Checklist) -
     checks.fail(
         _NAME,
         "rollout.sglang.gpus",
-        f"the servers of a machine need {needed} GPUs, and it has {present}, of which the trainer has {workers}",
+        f"the servers of a machine need {count(needed, 'GPU')}, and it has {present}, of which the trainer has "
+        f"{workers}",
         found=None,
         allowed=f"servers on the trainer's {workers}" if colocated else "servers on GPUs that are not the trainer's",
         fix="lower rollout.sglang.servers or tp_size"

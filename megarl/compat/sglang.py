@@ -31,6 +31,7 @@ LOADER, PATCH_LOADER = "megarl_loader.load", "megarl_loader.patch"  # what a ser
 STAND_INS = (_FOLDER / "stand_ins/cpu", _FOLDER / "stand_ins/text")
 SHARED_MEMORY = Path("/dev/shm")
 _KEY = "rollout.sglang.python"
+_KINDS = {"cuda": "GPUs", "cpu": "CPUs"}
 _ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
 _INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TESTED}"
 # Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them. Nor its
@@ -57,14 +58,23 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
         cuda: the kind of machine; None: any will do, to learn whether there is one at all.
 
     Raises:
-        ConfigError: it does not exist, or none was made.
+        ConfigError: it does not exist, none was made, or it is for another kind of machine.
     """
+    kinds = ("cuda", "cpu") if cuda is None else ("cuda",) if cuda else ("cpu",)
     if configured is not None:
         python = Path(configured).expanduser()
         if not os.access(python, os.X_OK) or python.is_dir():
             raise ConfigError("this is no interpreter", where=_KEY, found=configured, fix=_INSTALL)
+        stamp = python.absolute().parents[1] / COMPLETE  # of an environment that `make sglang-env` made
+        if stamp.is_file() and (kind := json.loads(stamp.read_text())["kind"]) not in kinds:
+            raise ConfigError(
+                f"this interpreter's sglang is for {_KINDS[kind]}, and the servers of this run need one for "
+                f"{_KINDS[kinds[0]]}",
+                where=_KEY,
+                found=configured,
+                fix="leave the key out, and an environment of the right kind is found; " + _INSTALL,
+            )
         return python
-    kinds = ("cuda", "cpu") if cuda is None else ("cuda",) if cuda else ("cpu",)
     stamps = sorted(environments_folder().glob(f"*/{COMPLETE}"), key=lambda stamp: stamp.stat().st_mtime)
     for stamp in reversed(stamps):
         if json.loads(stamp.read_text())["kind"] in kinds:

@@ -118,8 +118,20 @@ def recipe_names() -> list[str]:
     return sorted(file.stem for file in folder.glob("*.yaml")) if folder else []
 
 
-def find_recipe(path: str | Path, *, relative_to: Path | None = None, said_in: str | None = None) -> Path:
-    """The recipe file meant by a path (with or without `.yaml`) or by the bare name of a shipped recipe."""
+def find_recipe(
+    path: str | Path, *, relative_to: Path | None = None, said_in: str | None = None, takes_runs: bool = False
+) -> Path:
+    """The recipe file meant by a path (with or without `.yaml`) or by the bare name of a shipped recipe.
+
+    Args:
+        path: what the user wrote.
+        relative_to: folder that it is relative to; None: the current one.
+        said_in: the line of another recipe that says it; None: the command line.
+        takes_runs: the command also takes a run folder, and the caller has seen that this is none.
+
+    Raises:
+        ConfigError: there is no such recipe.
+    """
     asked = Path(path).expanduser()
     base = relative_to / asked if relative_to is not None else asked
     for candidate in (base, base.with_name(base.name + ".yaml") if base.name else base):
@@ -134,12 +146,21 @@ def find_recipe(path: str | Path, *, relative_to: Path | None = None, said_in: s
         "there is no such recipe" if not base.is_dir() else "this is a folder, not a recipe file",
         where=said_in or str(path),
         found=str(path),
-        allowed=f"a YAML file, or a shipped recipe: {', '.join(recipe_names()) or 'none installed'}",
-        fix=_recipe_fix(asked.name, close),
+        allowed=allowed_recipes(takes_runs=takes_runs),
+        fix=_recipe_fix(base, close),
     )
 
 
-def _recipe_fix(name: str, close: list[str]) -> str:
+def allowed_recipes(*, takes_runs: bool) -> str:
+    """What may stand in the place of a recipe; with `takes_runs` also a run folder."""
+    forms = "a YAML file, the folder of a run" if takes_runs else "a YAML file"
+    return f"{forms}, or a shipped recipe: {', '.join(recipe_names()) or 'none installed'}"
+
+
+def _recipe_fix(asked: Path, close: list[str]) -> str:
+    name = asked.name
+    if (asked / "config.yaml").is_file():
+        return f"to continue the run in this folder: {asked / 'config.yaml'} --run-dir {asked}"
     if "=" in name:
         return "name the recipe first, for example: megarl train grpo_quickstart trainer.steps=10"
     return f"did you mean {close[0]}?" if close else "check the path"

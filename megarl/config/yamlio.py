@@ -76,7 +76,9 @@ def read_yaml(path: Path) -> Document:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("the file cannot be read", where=str(path), found=str(error)) from error
+        raise ConfigError(
+            "the file cannot be read", where=str(path), found=str(error), fix="check that it is text in UTF-8"
+        ) from error
     loader = None
     try:
         loader = _Loader(text)

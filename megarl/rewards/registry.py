@@ -109,15 +109,42 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
     return scorer
 
 
-def kwargs_error(name: str, kwargs: dict[str, object], signature: str, error: TypeError) -> ConfigError:
-    """The error for a reward that does not take its keyword arguments."""
+def kwargs_error(
+    name: str, kwargs: dict[str, object], signature: inspect.Signature, text: str, error: TypeError
+) -> ConfigError:
+    """The error for a reward that cannot be called with its keyword arguments.
+
+    Args:
+        name: of the reward.
+        kwargs: `reward.kwargs`.
+        signature: of its function; what cannot be read from the source may lack the values of defaults.
+        text: the function and its parameters as the user reads them.
+        error: why Python refuses the call.
+    """
+    named = [p for p in list(signature.parameters.values())[1:] if p.kind in _NAMED]
+    missing = [p.name for p in named if p.default is p.empty and p.name not in kwargs]
+    known = {p.name for p in named}
+    any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    unknown = [] if any_name else [key for key in kwargs if key not in known]
+    fixes = []
+    if missing:
+        fixes.append(f"set {' and '.join(f'reward.kwargs.{key}' for key in missing)}")
+    if unknown:
+        fixes.append(
+            f"remove {', '.join(unknown)}; on the command line, reward='!replace {{name: {name}}}' drops the arguments "
+            "of the recipe"
+        )
     return ConfigError(
-        f"{name} does not take these arguments: {error}",
+        f"{name} {'does not take' if unknown or not missing else 'needs more than'} these arguments: {error}",
         where="reward.kwargs",
         found=kwargs,
-        allowed=f"{signature}, whose first argument is the sample or the list of samples",
-        fix=f"remove them; on the command line, reward='!replace {{name: {name}}}' drops those of the recipe",
+        allowed=f"{text}, whose first argument is the sample or the list of samples",
+        fix=", and ".join(fixes) or "write its parameters so that one may be given by position and the others by name",
     )
+
+
+#: Parameters that `reward.kwargs` can give.
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def _import_file(path: Path) -> ModuleType:
@@ -172,4 +199,4 @@ def _check_kwargs(scorer: Scorer) -> None:
     try:
         signature.bind(None, **scorer.kwargs)
     except TypeError as error:
-        raise kwargs_error(scorer.name, scorer.kwargs, f"{scorer.name}{signature}", error) from error
+        raise kwargs_error(scorer.name, scorer.kwargs, signature, f"{scorer.name}{signature}", error) from error

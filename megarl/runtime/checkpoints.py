@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
 from megarl.runtime.changes import Command, announcements
-from megarl.runtime.reference import put_aside
+from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.validate import due
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ class Checkpoints:
         self._meta: dict[str, Any] | None = None
         self._saving: Saving | None = None
         self.accuracy: float | None = None
-        self._withdraws = False
+        self._withdraws = self._continues = self._begun = False
 
     def find(self, key: str, steps: int) -> int | None:
         """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
 
-        Checkpoints of this run folder that the run is not to continue, because it starts again or before them, are set
-        aside. `steps` are those of the run, and `key` is where the recipe says so; what is left of them is printed.
+        Nothing in the run folder changes before `begin`. `steps` are those of the run, and `key` is where the recipe
+        says so; what is left of them is printed.
 
         Raises:
             CheckpointError: there are checkpoints, and none of them can be used.
@@ -75,8 +75,12 @@ class Checkpoints:
                 now = self._c.config.model_dump(mode="json")
                 command: Command = "sft" if key.startswith("sft.") else "train"
                 changes = announcements(self._meta["config"], now, command, begun=self._meta["step"] > 0)
-            if self._world.rank == 0:
-                self._leave_others(steps, key, changes)
+            self._continues = self.source is not None and self.source.resolve().parent == self._root.resolve()
+            self._withdraws = self._meta is None or self._meta["step"] < steps
+            if self._world.rank == 0 and self._meta is not None:
+                for line in changes:
+                    print(f"changed since the checkpoint: {line}", flush=True)
+                print(_outlook(self._meta["step"], steps, key, str(self.source)), flush=True)
         return None if self._meta is None else self._meta["step"]
 
     def _newest_good(self) -> None:
@@ -111,32 +115,37 @@ class Checkpoints:
                 "trainer.resume=OTHER_RUN/checkpoints/step_N continues from another run",
             )
 
-    def _leave_others(self, steps: int, key: str, changes: list[str]) -> None:
-        """Set aside what the run does not continue, and say where and with which changes it begins; rank 0 only."""
-        from megarl.training.checkpoint import set_aside
-
-        source, meta = self.source, self._meta
-        own = source is not None and source.resolve().parent == self._root.resolve()
-        aside = set_aside(self._root, meta["step"] if meta is not None and own else None)
-        if aside is not None:
-            print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
-            if not own:
-                put_aside(self._c.run_dir, aside)
-        self._withdraws = meta is None or meta["step"] < steps
-        if meta is not None:
-            for line in changes:
-                print(f"changed since the checkpoint: {line}", flush=True)
-            print(_outlook(meta["step"], steps, key, str(source)), flush=True)
-
     def begin(self) -> None:
-        """The start is accepted: the model that an earlier end of this run exported is not the run's result any more.
+        """The start is accepted: the run folder becomes that of this start.
 
-        Called after everything that may refuse the start; a run that has nothing left to train keeps its model.
+        Checkpoints that the run does not continue, because it starts again or before them, are set aside, the reference
+        of this start comes into its place, and the model that an earlier end of this run exported is not the run's
+        result any more; a run that has nothing left to train keeps its model. Called after everything that may refuse
+        the start, and before a cold start as well as after it.
         """
         from megarl.artifacts.trained import withdraw_exported
+        from megarl.training.checkpoint import keep_best
 
-        if self._withdraws:  # rank 0 only
-            withdraw_exported(self._c.run_dir)
+        self._world.barrier()  # a rank may still be reading the reference in its first place
+        if self._world.rank == 0:
+            if not self._begun:
+                self._leave_others()
+            take_up_reference(self._c.run_dir)
+            if self._withdraws:
+                withdraw_exported(self._c.run_dir)
+            if self.best_step is not None:
+                keep_best(self._root, self.best_step)
+        self._begun = True
+
+    def _leave_others(self) -> None:
+        """Set aside what the run does not continue, and say where it is; rank 0 only."""
+        from megarl.training.checkpoint import set_aside
+
+        aside = set_aside(self._root, self._meta["step"] if self._meta is not None and self._continues else None)
+        if aside is not None:
+            print(f"checkpoints of steps that this run does not continue are now in {aside}", flush=True)
+            if not self._continues:
+                put_aside(self._c.run_dir, aside)
 
     def load(self) -> None:
         """Restore what `find` found."""
@@ -151,20 +160,21 @@ class Checkpoints:
         c.surplus = read_surplus(c, self.source, state["surplus_parts"])
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare
-        if same and state["best"] is not None and self._keeps(state.get("best_step")):
+        if same and state["best"] is not None and self._has(state.get("best_step")):
             self.best, self.best_step = state["best"], state.get("best_step")
         self.accuracy = state.get("accuracy")
 
-    def _keeps(self, best_step: int | None) -> bool:
-        """Has this run folder the checkpoint of `best_step`? Then best.json names it; else another may become the best.
+    def _has(self, best_step: int | None) -> bool:
+        """Does this run continue with the checkpoint of `best_step` in its folder? Else another may become the best.
 
-        A kill between the two files, a damaged checkpoint or one of another run can part them.
+        A kill between checkpoint and best.json, a damaged checkpoint or one of another run can part the two.
         """
-        from megarl.training.checkpoint import keep_best
+        from megarl.artifacts.trained import steps_in
 
         if best_step is None:  # saved by a version that did not note it
             return True
-        return self._world.broadcast_json(keep_best(self._root, best_step) if self._world.rank == 0 else None)
+        found = self._continues and best_step in steps_in(self._root)
+        return self._world.broadcast_json(found if self._world.rank == 0 else None)
 
     def save_start(self) -> None:
         """Save what RL starts from as step 0, complete when this returns: a cold start is not to be trained twice."""
@@ -174,8 +184,11 @@ class Checkpoints:
 
     def rate_start(self, numbers: dict[str, float]) -> None:
         """Make step 0 the best so far, by held-out numbers that came after its checkpoint, where there is one."""
+        from megarl.training.checkpoint import keep_best
+
         value = numbers.get(self._c.config.trainer.best_metric or "", -math.inf)
-        if value > self.best and self._keeps(0):
+        kept = value > self.best and self._world.rank == 0 and keep_best(self._root, 0)
+        if value > self.best and self._world.broadcast_json(kept):
             self.best, self.best_step = value, 0
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
@@ -259,10 +272,8 @@ def _outlook(step: int, steps: int, key: str, source: str) -> str:
     """What a run that resumes from `source` has before it."""
     if step < steps:
         return f"resuming after step {step} of {steps}, from {source}"
-    return (
-        f"this run is finished: step {step} of {steps} is done ({source}), there is nothing left to train\n"
-        f"  to go on: raise {key}"
-    )
+    done = f"step {step} of {steps} is done" if step == steps else f"step {step} is done, and {key} is {steps}"
+    return f"this run is finished: {done} ({source}), there is nothing left to train\n  to go on: raise {key}"
 
 
 def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:

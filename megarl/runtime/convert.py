@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from megarl.artifacts.conversion import check_conversion
 from megarl.config.model import ModelConfig, ParallelConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -51,8 +51,8 @@ def describe(folder: Path) -> str:
     reader = CheckpointReader(folder)
     dtypes = ", ".join(sorted({reader.dtype(name) for name in reader.names()}))
     size = sum(file.stat().st_size for file in reader.files) / 1e9
-    noun = "file" if len(reader.files) == 1 else "files"
-    return f"{folder}: {len(reader.names())} tensors, {dtypes}, {size:.3g} GB in {len(reader.files)} {noun}"
+    files = count(len(reader.files), "file")
+    return f"{folder}: {count(len(reader.names()), 'tensor')}, {dtypes}, {size:.3g} GB in {files}"
 
 
 def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard_gb: float) -> None:

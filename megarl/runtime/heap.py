@@ -54,11 +54,11 @@ def heap_bound() -> HeapBound:
         malloc_trim = ctypes.CDLL(None).malloc_trim
         malloc_trim.argtypes = [ctypes.c_size_t]
     except (OSError, AttributeError):  # another C library
-        return HeapBound(_resident, lambda: None)
-    return HeapBound(_resident, lambda: malloc_trim(0))
+        return HeapBound(resident_bytes, lambda: None)
+    return HeapBound(resident_bytes, lambda: malloc_trim(0))
 
 
-def _resident() -> int:
+def resident_bytes() -> int:
     """Bytes of this process in memory; 0 where /proc is not there."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

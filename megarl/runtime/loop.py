@@ -73,8 +73,9 @@ def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resu
     """
     config = c.config
     if resumed_at is None and config.sft.steps:
+        examples = sft.load_examples(c)
         _begin(c, graph, checkpoints)
-        sft.cold_start(c)
+        sft.cold_start(c, examples)
     resting = config.critic.warmup_steps if any(node.role is Role.CRITIC for node in graph) else 0
     c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
     if resumed_at is None and config.sft.steps:

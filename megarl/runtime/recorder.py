@@ -13,7 +13,7 @@ from megarl.metrics import Metrics
 from megarl.runtime.alarms import Alarms
 from megarl.runtime.controller import no_progress
 from megarl.runtime.health import report
-from megarl.runtime.heap import heap_bound
+from megarl.runtime.heap import heap_bound, resident_bytes
 from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
@@ -113,6 +113,7 @@ class Recorder:
         peak = peak_memory_gb()
         local.max("perf/max_memory_gb", peak)
         local.sum("perf/total_memory_gb", peak)
+        local.max("perf/resident_gb", resident_bytes() / 1e9)
         numbers = c.layout.world.reduce_metrics(local).result()
         if "perf/total_tokens" in numbers:
             numbers |= self._perf(numbers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
 
 FOLDER = "reference"
+_NEXT = "reference.next"  # of a start that may still be refused
 _ORIGIN = "origin.json"  # in the place of a model: where it is
 
 
@@ -26,7 +28,8 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None,
 
     Its weights are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a
     resumed run starts from a later actor; where they are those of `model.path`, that path is kept instead. A run that
-    resumes from a checkpoint of another one takes that one's.
+    resumes from a checkpoint of another one takes that one's. What is kept lies in a place of its own until
+    `take_up_reference`: the start may still be refused.
 
     Args:
         c: the controller.
@@ -40,18 +43,21 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None,
     from megarl.models.config import load_hf_config
     from megarl.models.weights import export_weights, load_weights
 
+    following = c.run_dir / _NEXT
+    if c.layout.rank == 0:
+        shutil.rmtree(following, ignore_errors=True)  # of a start that was refused
     if all(node.role is not Role.REFERENCE for node in graph):
         return
-    own = c.run_dir / FOLDER
+    c.layout.world.barrier()
     with phase("load_reference"):
-        kept, origin = own, None
+        kept, origin = following, None
         if c.config.reference.path is None and resumed_from is not None and begun:
             kept = kept_reference(resumed_from)
             origin = _origin(kept)
         elif c.config.reference.path is None:
             origin = unchanged_model(c.config) if resumed_from is None else None
             if origin is None:
-                export_weights(c.actor.chunks, own, c.hf_config, c.tokenizer, world=c.layout.world)
+                export_weights(c.actor.chunks, following, c.hf_config, c.tokenizer, world=c.layout.world)
         source = c.config.reference.path or origin or str(kept)
         # Not the policy's configuration: RoPE or windows may differ.
         hf_config = load_hf_config(
@@ -66,14 +72,23 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None,
             trainable=False,
             name="reference",
         )
-        if origin is not None and c.layout.rank == 0:
-            own.mkdir(exist_ok=True)
-            write_atomically(own / _ORIGIN, json.dumps({"path": origin}))
-        elif origin is None and kept.resolve() != own.resolve():
-            # For later resumes of this run.
-            export_weights(c.reference.chunks, own, hf_config, c.tokenizer, world=c.layout.world)
+        # For later resumes of this run; one that goes on has it in its place.
+        checkpoints = (c.run_dir / "checkpoints").resolve()
+        goes_on = begun and resumed_from is not None and resumed_from.resolve().parent == checkpoints
+        if origin is not None and not goes_on and c.layout.rank == 0:
+            following.mkdir()
+            write_atomically(following / _ORIGIN, json.dumps({"path": origin}))
+        elif origin is None and not goes_on and kept != following:
+            export_weights(c.reference.chunks, following, hf_config, c.tokenizer, world=c.layout.world)
         if c.config.actor.engine.offload:
             c.reference.offload()
+
+
+def take_up_reference(run_dir: Path) -> None:
+    """The start is accepted: the reference that it has made is that of the run from now on. One rank calls this."""
+    if _is_model(run_dir / _NEXT):
+        shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+        (run_dir / _NEXT).rename(run_dir / FOLDER)
 
 
 def unchanged_model(config: RunConfig) -> str | None:

@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
 
 
-def cold_start(c: Controller) -> None:
-    """Train on the rows' answers before RL. An interrupted cold start begins again; `megarl sft` has checkpoints."""
+def cold_start(c: Controller, examples: PromptLoader) -> None:
+    """Train on the rows' answers (`load_examples`) before RL.
+
+    An interrupted cold start begins again; `megarl sft` has checkpoints.
+    """
     if c.layout.rank == 0:
         print("first phase: supervised fine-tuning; reinforcement learning follows", flush=True)
     c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
     with Recorder(c, "sft", c.config.sft.steps, part="first") as recorder:
-        _steps(c, recorder, _loader(c), checkpoints=None)
+        _steps(c, recorder, examples, checkpoints=None)
 
 
 def train(config: RunConfig, run_dir: Path) -> None:
@@ -35,7 +38,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
 
     c = build_controller(config, run_dir)
     try:
-        c.loader = _loader(c)
+        c.loader = load_examples(c)
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find("sft.steps", config.sft.steps)
         c.actor.reset_optimizer(config.sft.optim, config.sft.steps)
@@ -51,7 +54,12 @@ def train(config: RunConfig, run_dir: Path) -> None:
         c.close()
 
 
-def _loader(c: Controller) -> PromptLoader:
+def load_examples(c: Controller) -> PromptLoader:
+    """The rows with answers that fine-tuning trains on.
+
+    Raises:
+        DataError: a row cannot be trained on.
+    """
     config, layout = c.config, c.layout
     files = config.sft.train_files or config.data.train_files
     data = SFTDataset(

@@ -16,7 +16,7 @@ from megarl.comm import WorkerGroup
 from megarl.compat import megatron as compat
 from megarl.config.model import ParallelConfig
 from megarl.device import device
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 
 compat.install()
 
@@ -178,7 +178,7 @@ def _check_world(parallel: ParallelConfig, world: int) -> None:
     for name, size in needs.items():
         if world % size:
             raise ConfigError(
-                f"{world} processes are not a multiple of {name} = {size}",
+                f"{count(world, 'process')} are not a multiple of {name} = {size}",
                 where="cluster.nproc",
                 found=world,
                 allowed=f"{max(world // size, 1) * size}, {(world // size + 1) * size}, ...",

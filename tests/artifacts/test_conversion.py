@@ -30,6 +30,7 @@ def test_what_can_be_converted_passes(run_dir):
         ("checkpoints/step_9", "../full", 4.0, ["not an empty folder"]),
         ("checkpoints/step_9", "../file", 4.0, ["not an empty folder"]),
         ("checkpoints/step_9", "../file/below", 4.0, ["lies below a file"]),
+        ("checkpoints/step_9", "/proc/new", 4.0, ["cannot be written", "'/proc'"]),  # not even by root
         ("checkpoints/step_9", "new", 0.0, ["--max-shard-gb", "size above 0"]),
     ],
 )

@@ -101,6 +101,19 @@ def test_many_processes_per_core_warn(judged):
     assert "work in turn, which is slow" in found.message
 
 
+def test_threads_beyond_the_cores_are_told_in_a_dry_run(judged):
+    settings = ["cluster.nproc=2", "cluster.threads=4"]
+    found = not_ok(judged(LAPTOP, *settings, starts=False))
+    assert (found.status, found.key) == ("warn", "cluster.threads")
+    assert "2 processes of 4 threads share 2 cores" in found.message
+    assert found.fix == "set cluster.threads=1, or null"
+    assert {check.status for check in judged(LAPTOP, *settings)} == {"ok"}  # the launcher tells it
+
+
+def test_one_process_is_no_processes(judged):
+    assert judged(Machine(cores=1, memory=24e9))[0].message == "1 process on 1 core, no GPU"
+
+
 def test_a_recipe_for_gpus_does_not_start_without_one(judged):
     found = not_ok(judged(LAPTOP, recipe="grpo_qwen3_8b_8gpu"))
     assert (found.status, found.key) == ("fail", "cluster.device_memory_gb")

@@ -268,22 +268,24 @@ def test_reward_file_is_read_and_not_run(write, config_of):
 
 
 @pytest.mark.parametrize(
-    ("takes", "kwargs", "fits"),
+    ("takes", "kwargs", "fix"),
     [
-        ("samples", "{}", True),
-        ("samples", "{a: 1}", False),
-        ("samples, a", "{a: 1}", True),
-        ("samples, a", "{}", False),
-        ("samples, /, a=1, *, b", "{b: 1}", True),
-        ("samples, /, a=1, *, b", "{samples: 1, b: 1}", False),
-        ("samples, *rest, a=1, **more", "{c: 1}", True),
-        ("*, samples", "{}", False),
+        ("samples", "{}", None),
+        ("samples", "{a: 1}", "remove a;"),
+        ("samples, a", "{a: 1}", None),
+        ("samples, a", "{}", "set reward.kwargs.a"),
+        ("samples, a, *, b", "{c: 1}", "set reward.kwargs.a and reward.kwargs.b, and remove c;"),
+        ("samples, /, a=1, *, b", "{b: 1}", None),
+        ("samples, /, a=1, *, b", "{samples: 1, b: 1}", "remove samples;"),
+        ("samples, *rest, a=1, **more", "{c: 1}", None),
+        ("*, samples", "{}", "write its parameters so"),
     ],
 )
-def test_arguments_of_a_reward_are_those_that_python_would_take(write, failures, takes, kwargs, fits):
+def test_arguments_of_a_reward_are_those_that_python_would_take(write, failures, takes, kwargs, fix):
     write(f"def score({takes}): ...", "rewards.py")
     found = failures("reward.name=rewards.py:score", f"reward.kwargs={kwargs}")
-    assert [check.key for check in found] == ([] if fits else ["reward.kwargs"])
+    assert [check.key for check in found] == ([] if fix is None else ["reward.kwargs"])
+    assert fix is None or found[0].fix.startswith(fix)
 
 
 def test_a_decorated_reward_may_take_anything(write, failures):

@@ -59,6 +59,22 @@ def test_the_servers_of_another_machine_need_no_interpreter_here(failures, warne
     assert "make sglang-env" in check.fix
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_a_recipe_for_gpus_does_not_take_an_environment_for_cpus(
+    failures, warned, monkeypatch, tmp_path, named
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(server_checks, "sglang_version", lambda python: sglang.TESTED)
+    python = sglang.environments_folder() / "cpu-1" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (python.parents[1] / sglang.COMPLETE).write_text('{"kind": "cpu"}')
+    recipe = ["rollout.engine=sglang", *([f"rollout.sglang.python={python}"] if named else [])]
+    assert failures(*recipe) == []
+    (check,) = [c for c in warned(*recipe, "cluster.device_memory_gb=80") if c.key == "rollout.sglang.python"]
+    assert ("is for CPUs" if named else "none for cuda") in check.message
+
+
 def test_on_a_gpu_machine_the_environment_is_one_for_gpus(failures, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(server_checks, "find_python", lambda configured, *, cuda: asked.append(cuda) or sys.executable)

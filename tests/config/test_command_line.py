@@ -31,6 +31,9 @@ def megarl(write, capsys):
         (RECIPE, ["algorithm.advantage.name=gpro"], ["unknown advantage estimator", "did you mean grpo?"]),
         (RECIPE, ["cluster.nproc=4", "actor.parallel.tp=4"], ["tp 4 does not divide", "allowed: 1, 2"]),
         (RECIPE, ["model.hf_config.model_type=gpt2"], ["architecture is not supported", "qwen3"]),
+        (RECIPE, ["model.hf_config.model_type=gpt2"], ["choose a model of one of these architectures"]),
+        (RECIPE, ["algorithm.pipeline=nosuch"], ["unknown pipeline", "set algorithm.pipeline to one of these"]),
+        (RECIPE, ["reward.name=nosuch"], ["unknown reward", "set reward.name to one of these"]),
         (RECIPE, ["reward.name=nope.py:f"], ["there is no file nope.py"]),
         (RECIPE, ["reward.name=nope", "rollout.sampling.n=1"], ["2 problems", "1. ", "2. "]),
     ],
@@ -62,6 +65,29 @@ def test_a_dry_run_agrees_with_itself_about_columns(megarl, write, missing):
     code, out, _ = megarl(*given, options=["--dry-run"])
     assert code == 0
     assert "[  ok] rows: " in out
+
+
+def test_a_broken_config_of_a_model_says_what_to_do(megarl, write):
+    write("{", "model/config.json")
+    code, _, err = megarl("model.path=model", "model.hf_config=null")
+    assert code == 2
+    assert "the model's config cannot be read" in err
+    assert "copy or download the model again" in err
+
+
+def test_a_run_folder_in_the_place_of_a_recipe(write, tmp_path, capsys):
+    write(RECIPE, "run/config.yaml")
+    assert main(["train", str(tmp_path / "run")]) == 2
+    assert f"{tmp_path}/run/config.yaml --run-dir {tmp_path}/run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "takes_runs"), [("eval", True), ("generate", True), ("train", False)])
+def test_commands_that_take_a_run_folder_say_so(capsys, command, takes_runs):
+    assert main([command, "nosuch"]) == 2
+    assert ("the folder of a run" in capsys.readouterr().err) == takes_runs
+    with pytest.raises(SystemExit):
+        main([command])
+    assert ("the folder of a run" in capsys.readouterr().err) == takes_runs
 
 
 def test_missing_recipe(capsys):

@@ -36,6 +36,13 @@ def test_a_named_run_folder_is_continued(tmp_path: Path) -> None:
     assert (tmp_path / "there" / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("name", ["a_file", "a_file/below"])
+def test_a_file_is_no_run_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "a_file").touch()
+    with pytest.raises(ConfigError, match=r"--run-dir: this is a file(?s:.*)a_file'"):
+        make_run_dir(config(tmp_path), tmp_path / name)
+
+
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(common, "available_cores", lambda: 8)

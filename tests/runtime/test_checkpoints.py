@@ -14,6 +14,7 @@ from megarl.artifacts.trained import best_step as noted_best
 from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig, TrainerConfig
+from megarl.config.training import SFTConfig
 from megarl.errors import ConfigError, DataError, UserError
 from megarl.runtime import export, loop
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
@@ -89,18 +90,28 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def find(run_dir, resume="auto", steps=9, loader=None):
+def of_run(run_dir, resume="auto", loader=None):
     config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
-    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=loader, layout=layout))
+    return Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=loader, layout=layout))
+
+
+def find(run_dir, resume="auto", steps=9, loader=None):
+    checkpoints = of_run(run_dir, resume, loader)
     return checkpoints.find("trainer.steps", steps), checkpoints.source
+
+
+def files_in(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_run_goes_on_from_the_newest_checkpoint_that_is_intact_and_says_so(run_dir, capsys):
     root = run_dir / "checkpoints"
     (root / "step_3" / "meta.json").unlink()
     (root / "step_2" / "state.json").write_text('{"loader": {]}')
-    assert find(run_dir) == (1, root / "step_1")
+    checkpoints = of_run(run_dir)
+    assert (checkpoints.find("trainer.steps", 9), checkpoints.source) == (1, root / "step_1")
+    checkpoints.begin()
     output = capsys.readouterr().out
     assert f"WARNING: {root / 'step_3'} is not used, it is damaged or incomplete: there is no meta.json" in output
     assert f"WARNING: {root / 'step_2'} is not used, it is damaged or incomplete: state.json holds other" in output
@@ -112,36 +123,58 @@ def test_a_run_that_has_steps_left_withdraws_what_it_has_exported(run_dir, resum
     (run_dir / "hf").mkdir()
     (run_dir / "hf" / "config.json").touch()
     write_exported(run_dir, [Exported("hf", 3, "last")])
-    config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
-    layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
-    checkpoints = Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=None, layout=layout))
+    checkpoints = of_run(run_dir, resume)
     checkpoints.find("trainer.steps", steps)
     assert len(exported(run_dir)) == 1  # the start may still be refused
     checkpoints.begin()
     assert len(exported(run_dir)) == left
 
 
-def test_a_start_that_is_refused_late_leaves_the_exported_model_and_the_drawing(run_dir, monkeypatch):
-    def refuse(c, graph):
-        raise ConfigError("no such critic", where="critic.path")
+@pytest.mark.parametrize("sft_steps", [0, 3])
+def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkeypatch, sft_steps):
+    def refuse(*_):
+        raise ConfigError("no such thing", where="its.key")
+
+    def add_reference(c, graph, **_):
+        (run_dir / "reference.next").mkdir()
+        (run_dir / "reference.next" / "config.json").write_text("of this start")
 
     (run_dir / "hf").mkdir()
     (run_dir / "hf" / "config.json").touch()
     write_exported(run_dir, [Exported("hf", 3, "last")])
     (run_dir / "graph.svg").write_text("of the run so far")
-    config = RunConfig(name="run").model_copy(update={"trainer": TrainerConfig(steps=9)})
+    (run_dir / "reference").mkdir()
+    (run_dir / "reference" / "config.json").write_text("of the run so far")
+    config = RunConfig(name="run", trainer=TrainerConfig(steps=9, resume="never"), sft=SFTConfig(steps=sft_steps))
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=None, layout=layout, actor=actor)
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda config, run_dir: c)
-    for name in ("add_reference", "add_teacher"):
-        monkeypatch.setattr(loop, name, lambda *_, **__: None)
-    monkeypatch.setattr(loop, "add_critic", refuse)
-    with pytest.raises(ConfigError, match="no such critic"):
+    monkeypatch.setattr(loop, "add_reference", add_reference)
+    monkeypatch.setattr(loop, "add_teacher", lambda *_: None)
+    monkeypatch.setattr(loop, "add_critic", refuse)  # after a cold start this would be a run that has begun
+    monkeypatch.setattr(loop.sft, "load_examples", refuse)
+    before = files_in(run_dir)
+    with pytest.raises(ConfigError, match="no such thing"):
         loop.train(config, run_dir, [])
-    assert len(exported(run_dir)) == 1
-    assert (run_dir / "graph.svg").read_text() == "of the run so far"
+    assert {path: text for path, text in files_in(run_dir).items() if "reference.next" not in str(path)} == before
+
+
+def test_a_start_that_is_accepted_sets_aside_what_it_does_not_continue(run_dir, capsys):
+    (run_dir / "reference").mkdir()
+    (run_dir / "reference" / "config.json").write_text("of the run so far")
+    (run_dir / "reference.next").mkdir()
+    (run_dir / "reference.next" / "config.json").write_text("of this start")
+    checkpoints = of_run(run_dir, "never")
+    checkpoints.find("trainer.steps", 9)
+    assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == ["step_1", "step_2", "step_3"]
+    checkpoints.begin()
+    aside = run_dir / "checkpoints.old-1"
+    assert sorted(path.name for path in aside.iterdir()) == ["reference", "step_1", "step_2", "step_3"]
+    assert (aside / "reference" / "config.json").read_text() == "of the run so far"
+    assert (run_dir / "reference" / "config.json").read_text() == "of this start"
+    assert f"are now in {aside}" in capsys.readouterr().out
 
 
 def test_other_data_is_refused_before_anything_in_the_run_folder_changes(run_dir, capsys):
@@ -151,10 +184,10 @@ def test_other_data_is_refused_before_anything_in_the_run_folder_changes(run_dir
     (run_dir / "hf").mkdir()
     (run_dir / "hf" / "config.json").touch()
     write_exported(run_dir, [Exported("hf", 3, "last")])
-    files = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    files = files_in(run_dir)
     with pytest.raises(DataError):
         find(run_dir, steps=2, loader=SimpleNamespace(check_state=refuse))
-    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == files
+    assert files_in(run_dir) == files
     assert "this run is finished" not in capsys.readouterr().out
 
 
@@ -165,13 +198,17 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     state = {"loader": {}, "kl": {}, "surplus_parts": 0, "best": 0.8, "best_metric": "val/acc", "best_step": best_step}
     monkeypatch.setattr(checkpoint, "load", lambda *_: (3, state))
     part = SimpleNamespace(load_state_dict=lambda state: None)
-    config = SimpleNamespace(trainer=SimpleNamespace(best_metric="val/acc"))
+    trainer = SimpleNamespace(best_metric="val/acc", resume="auto")
+    config = SimpleNamespace(trainer=trainer, model_dump=lambda mode: {})
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=part, kl_controller=part)
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
+    part.check_state = lambda state: None
     checkpoints = Checkpoints(c)
-    checkpoints.source = run_dir / "checkpoints" / "step_3"
+    checkpoints.find("trainer.steps", 9)
     checkpoints.load()
     assert checkpoints.best == best
+    assert noted_best(run_dir / "checkpoints") is None  # the start may still be refused
+    checkpoints.begin()
     assert noted_best(run_dir / "checkpoints") == kept
 
 
@@ -230,6 +267,7 @@ def test_a_run_that_fails_late_says_how_to_go_on_whoever_is_to_blame(monkeypatch
         if saved:
             (run_dir / "checkpoints" / "step_3").mkdir(parents=True)
             (run_dir / "checkpoints" / "step_3" / "meta.json").write_text("{}")
+            (run_dir / "run.json").write_text('{"process": "of this start"}')
         return code
 
     monkeypatch.setattr("megarl.launchers.common.run_workers", run_workers)
@@ -311,20 +349,23 @@ def test_steps_run_while_a_checkpoint_is_written_and_the_last_one_waits(saving):
 
 
 @pytest.mark.parametrize(
-    ("resume", "saved", "advice"),
+    ("resume", "saved", "begun", "advice"),
     [
-        ("auto", True, "from the checkpoint of step 3"),
-        ("auto", False, "from the beginning"),
-        ("never", False, "trainer.resume=auto"),
-        ("/other/step_5", True, "trainer.resume=auto"),
-        ("/other/step_5", False, "again from /other/step_5"),
+        ("auto", True, True, "from the checkpoint of step 3"),
+        ("auto", True, False, "from the checkpoint of step 3"),
+        ("auto", False, True, "from the beginning"),
+        ("never", False, True, "trainer.resume=auto"),
+        ("never", True, False, "from the beginning"),  # the checkpoint is of an earlier run in this folder
+        ("/other/step_5", True, True, "trainer.resume=auto"),
+        ("/other/step_5", True, False, "again from /other/step_5"),
+        ("/other/step_5", False, True, "again from /other/step_5"),
     ],
 )
-def test_the_command_to_go_on_names_where_it_begins(tmp_path, resume, saved, advice):
+def test_the_command_to_go_on_names_where_it_begins(tmp_path, resume, saved, begun, advice):
     if saved:
         (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
         (tmp_path / "checkpoints" / "step_3" / "meta.json").write_text("{}")
     arguments = argparse.Namespace(command="train", recipe="r.yaml", overrides=[], launcher="local")
-    text = cli._command_to_go_on(arguments, tmp_path, resume)
+    text = cli._command_to_go_on(arguments, tmp_path, resume, begun=begun)
     assert advice in text
-    assert ("trainer.resume=auto" in text) == (resume == "never" or (saved and resume != "auto"))
+    assert ("trainer.resume=auto" in text) == (begun and (resume == "never" or (saved and resume != "auto")))

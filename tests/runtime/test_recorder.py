@@ -81,8 +81,9 @@ def test_every_step_ends_with_a_look_at_the_heap(make, monkeypatch):
     monkeypatch.setattr(FakeTracker, "log", lambda self, step, numbers: None, raising=False)
     c, record = make(lambda status: None)
     c.metrics, c.layout.is_lead = Metrics(), True
+    monkeypatch.setattr(recorder, "resident_bytes", lambda: 2_500_000_000 + len(steps))
     with record:
         for step in range(3):
             record.start_step()
-            record.end_step(step)
+            assert record.end_step(step)["perf/resident_gb"] == 2.5 + step / 1e9
     assert len(steps) == 3
