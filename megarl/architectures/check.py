@@ -60,7 +60,7 @@ def check_keys(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
         value = values.get(key)
         left_out = value is None and (key in found.null or key not in raw)
         if key in values and not left_out and not (_whole(value) and value >= 1):
-            refuse(key, value, "whole number > 0", f"{key} is not a size")
+            refuse(key, value, "integer > 0", f"{key} is not a size")
     for key in _FLAGS:
         if key in values and not isinstance(values[key], bool):
             refuse(key, values[key], "true, false")
@@ -111,7 +111,7 @@ def _check_experts(values: dict[str, Any], found: Architecture, refuse: Refuse) 
     experts, chosen = values["num_experts"], values["num_experts_per_tok"]
     least = 0 if found.experts_optional else 1
     if not _whole(experts) or experts < least:
-        refuse("num_experts", experts, f"whole number >= {least}")
+        refuse("num_experts", experts, f"integer >= {least}")
     if experts and chosen > experts:
         refuse("num_experts_per_tok", chosen, f"at most the {experts} experts")
     dense = values.get("mlp_only_layers")
@@ -126,12 +126,12 @@ def _check_windows(raw: Mapping[str, Any], values: dict[str, Any], refuse: Refus
     if types is not None and len(types) != count:
         refuse("layer_types", len(types), f"one for each of the {count} layers")
     if "max_window_layers" in values and not _whole(values["max_window_layers"]):
-        refuse("max_window_layers", values["max_window_layers"], "whole number")
+        refuse("max_window_layers", values["max_window_layers"], "integer")
     window = values.get("sliding_window")
     if "sliding_window" in values and window is not None and not _whole(window):
-        refuse("sliding_window", window, "whole number > 0, or null")
+        refuse("sliding_window", window, "integer > 0, or null")
     if any(size is not None and size < 1 for size in layer_windows(values)):
-        refuse("sliding_window", window, "whole number > 0, or null")
+        refuse("sliding_window", window, "integer > 0, or null")
     wanted = values.get("layer_types") or ()
     if "sliding_attention" in wanted and all(size is None for size in layer_windows(values)):
         refuse(
@@ -160,7 +160,7 @@ def _check_rope(values: dict[str, Any], refuse: Refuse) -> None:
     if scaling["partial_rotary_factor"] not in (None, 1):
         refuse("partial_rotary_factor", scaling["partial_rotary_factor"], "1", "this variant is not supported")
     if not _whole(scaling["original_max_position_embeddings"]) or scaling["original_max_position_embeddings"] < 1:
-        refuse(key, scaling, "original_max_position_embeddings: whole number > 0")
+        refuse(key, scaling, "original_max_position_embeddings: integer > 0")
     numbers = {name: scaling.get(name) for name in _ROPE_NEEDS[kind]}
     optional = {name for name in _YARN_NUMBERS if name in scaling} if kind == "yarn" else set()
     for name in (*numbers, *optional):

@@ -33,7 +33,7 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
             "rollout.sampling.n",
             f"{name} compares the samples of a prompt with each other, and there is one",
             found=n,
-            allowed="whole number >= 2, or 1 with algorithm.advantage.allow_singleton",
+            allowed="integer >= 2, or 1 with algorithm.advantage.allow_singleton",
             fix="set rollout.sampling.n=8",
         )
     if "greedy_score" in fields and config.has_turns:

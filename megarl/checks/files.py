@@ -148,7 +148,7 @@ def _check_alphabet(alphabet: str, facts: ModelFacts | None, checks: Checklist) 
             "model.hf_config.vocab_size",
             f"the model has fewer tokens than the tokenizer ({len(alphabet)} characters + {SPECIAL_TOKENS} special)",
             found=facts.vocab,
-            allowed=f"whole number >= {needed}",
+            allowed=f"integer >= {needed}",
             fix=f"set model.hf_config.vocab_size={needed}",
         )
     else:

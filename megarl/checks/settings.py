@@ -83,7 +83,7 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
             "rollout.sampling.n",
             "a group of one sample has no variance, so every group would be dropped",
             found=sampling.n,
-            allowed="whole number >= 2",
+            allowed="integer >= 2",
             fix="set rollout.sampling.n=8",
         )
     buffer = algorithm.overlong.buffer_tokens
@@ -93,7 +93,7 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
             "algorithm.overlong.buffer_tokens",
             f"the penalty zone is as long as the longest response ({longest} tokens)",
             found=buffer,
-            allowed=f"whole number from 1 to {longest - 1}",
+            allowed=f"integer from 1 to {longest - 1}",
             fix=f"set algorithm.overlong.buffer_tokens={max(1, longest // 4)}",
         )
 
@@ -139,7 +139,7 @@ def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:
             f"the controller changes coef by up to 0.2 * samples / horizon, and a step of {samples} samples could make "
             "it zero or negative",
             found=kl.horizon,
-            allowed=f"whole number > {0.2 * samples:g}",
+            allowed=f"integer > {0.2 * samples:g}",
             fix=f"set algorithm.kl.horizon={max(10_000, samples)}",
         )
 
@@ -216,7 +216,7 @@ def _check_lengths(
             f"{key}.min_new_tokens",
             f"it exceeds max_new_tokens ({new})",
             found=sampling.min_new_tokens,
-            allowed=f"whole number from 0 to {new}",
+            allowed=f"integer from 0 to {new}",
             fix=f"set {key}.min_new_tokens={new} or less",
         )
     if facts is None:
@@ -243,7 +243,7 @@ def _check_lengths(
             f"{key}.stop_token_ids",
             f"token ids outside the vocabulary of {facts.vocab}",
             found=outside,
-            allowed=f"whole numbers from 0 to {facts.vocab - 1}",
+            allowed=f"integers from 0 to {facts.vocab - 1}",
             fix="remove them",
         )
 
@@ -276,7 +276,7 @@ def check_schedules(config: RunConfig, roles: Roles, checks: Checklist) -> None:
             missing,
             "sft.stop_at_accuracy needs evaluations on held-out prompts",
             found=0 if not sft.eval_every else [],
-            allowed="whole number > 0" if not sft.eval_every else "a list of sources",
+            allowed="integer > 0" if not sft.eval_every else "a list of sources",
             fix=f"set {missing}, or sft.stop_at_accuracy=null",
         )
     if config.validation.every and not evaluated:
@@ -297,7 +297,7 @@ def check_job(config: RunConfig, job: str, checks: Checklist) -> None:
             "sft.steps",
             "megarl sft takes no step, so it would export the model it was given",
             found=0,
-            allowed="whole number > 0",
+            allowed="integer > 0",
             fix="set sft.steps, for example to 500",
         )
     if job in ("eval", "generate") and config.model.path is None and config.trainer.resume in ("auto", "never"):
@@ -342,7 +342,7 @@ def _check_optim(key: str, optim: OptimConfig, steps: int, checks: Checklist) ->
             f"{key}.warmup_steps",
             f"the warm-up is as long as the whole schedule of {end} optimizer steps",
             found=warmup,
-            allowed=f"whole number from 0 to {end - 1}",
+            allowed=f"integer from 0 to {end - 1}",
             fix=f"set {key}.warmup_steps={end // 10}",
         )
     elif warmup >= steps:

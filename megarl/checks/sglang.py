@@ -295,7 +295,7 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
             "rollout.sglang.context_length",
             f"prompt and response together have up to {longest} tokens",
             found=servers.context_length,
-            allowed=f"whole number from {longest}",
+            allowed=f"integer from {longest}",
             fix=f"set it to {longest} or to null",
         )
     if servers.max_total_tokens is not None and servers.max_total_tokens < longest:
@@ -304,7 +304,7 @@ def _check_limits(config: RunConfig, checks: Checklist) -> None:
             "rollout.sglang.max_total_tokens",
             f"a single sample has up to {longest} tokens",
             found=servers.max_total_tokens,
-            allowed=f"whole number from {longest}",
+            allowed=f"integer from {longest}",
             fix="raise it, or set it to null",
         )
     deadlines = {

@@ -18,9 +18,9 @@ from megarl.config.base import ComponentSection, Section
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, close_matches
 
-#: A whole number as text.
-WHOLE = re.compile(r"[-+]?[0-9]+")
-_SCALARS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+#: An integer as text.
+INTEGER = re.compile(r"[-+]?[0-9]+")
+_SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
 _BOUNDS = {
     annotated_types.Gt: (">", "gt"),
     annotated_types.Ge: (">=", "ge"),
@@ -124,7 +124,10 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
     if origin is Literal:
         return ", ".join(str(value) for value in args)
     if origin is list:
-        return f"list of {_describe(args[0], [])} values"
+        item = _describe(args[0], [])
+        if item.startswith("integer"):
+            return f"list of integers{item.removeprefix('integer')}"
+        return f"list of {item} values"
     if origin is dict:
         return "mapping"
     if annotation is type(None):
@@ -173,7 +176,7 @@ def wrong_value(detail: ErrorDetails, path: str, info: FieldInfo, value: Any, *,
 
 def _fits_unquoted(text: str, kinds: tuple[Any, ...]) -> bool:
     """True when the text would have been right without its quotes."""
-    if int in kinds and WHOLE.fullmatch(text):
+    if int in kinds and INTEGER.fullmatch(text):
         return True
     try:
         return float in kinds and math.isfinite(float(text))

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from megarl.config.base import Section, raise_problems
 from megarl.config.components import Components, settle
 from megarl.config.fields import (
-    WHOLE,
+    INTEGER,
     Key,
     alternatives,
     describe_allowed,
@@ -292,7 +292,7 @@ def _parse_for(key: Key, raw: str) -> Any:
             return parse_texts(text) if str in get_args(kind) else parse_value(text)
         if kind is bool and text.lower() in ("true", "false"):
             return text.lower() == "true"
-        if kind is int and WHOLE.fullmatch(text):
+        if kind is int and INTEGER.fullmatch(text):
             return int(text)
         if kind is float:
             try:

@@ -153,7 +153,7 @@ def response_text(value: object, key: str, row: Row) -> str:
 
 
 def response_messages(value: object, key: str, row: Row) -> list[dict[str, str]]:
-    """A response to learn: text, a whole number, or messages that begin and end with the assistant's.
+    """A response to learn: text, an integer, or messages that begin and end with the assistant's.
 
     Raises:
         DataError: anything else.
@@ -170,5 +170,5 @@ def response_messages(value: object, key: str, row: Row) -> list[dict[str, str]]
         f"wrong type in column {key!r}",
         where=row.where,
         found=value,
-        allowed="text, a whole number, or chat messages that begin and end with the assistant's",
+        allowed="text, an integer, or chat messages that begin and end with the assistant's",
     )

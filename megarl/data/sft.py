@@ -46,7 +46,7 @@ class SFTDataset(PromptDataset):
             tools: as in PromptDataset.
 
         Raises:
-            DataError: the response column is missing, or holds neither text nor a whole number; the row is named. An
+            DataError: the response column is missing, or holds neither text nor an integer; the row is named. An
                 example is longer than `max_tokens`, or all are.
         """
         super().__init__(config, tokenizer, split, tools)

@@ -226,7 +226,7 @@ def _reply_of(value: Any) -> Reply:
 
 
 def _plain_observation(value: Any) -> Any:
-    """The observation, if it is one; token ids may come as any sequence of whole numbers."""
+    """The observation, if it is one; token ids may come as any sequence of integers."""
     if value is None or isinstance(value, str):
         return value
     if hasattr(value, "tolist"):

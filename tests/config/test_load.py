@@ -164,8 +164,8 @@ def test_override_mends_a_value_that_is_wrong_in_the_file(write):
         ("actr.optim.lr=3", ["unknown key actr", "did you mean actor?"]),
         ("actor.optim.lr", ["key.path=value"]),
         ("trainer.steps.x=3", ["trainer.steps holds a value"]),
-        ("trainer.steps=many", ["trainer.steps has a wrong type", "'many'", "whole number > 0"]),
-        ("trainer.steps=0", ["trainer.steps is out of range", "whole number > 0"]),
+        ("trainer.steps=many", ["trainer.steps has a wrong type", "'many'", "integer > 0"]),
+        ("trainer.steps=0", ["trainer.steps is out of range", "integer > 0"]),
         ("reward.kwargs={a: ", ["cannot be read"]),
         ("actor.parallel.sp=yes", ["true or false"]),
         ("actor.optim.lr=nan", ["actor.optim.lr"]),
@@ -201,7 +201,7 @@ def test_misspelt_key_of_a_parent_names_the_parent(write):
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("trainer: {steps: many}", ["recipe.yaml:1: trainer.steps has a wrong type", "'many'", "whole number > 0"]),
+        ("trainer: {steps: many}", ["recipe.yaml:1: trainer.steps has a wrong type", "'many'", "integer > 0"]),
         ("trainer: {steps: '5'}", ["write 5 without quotes"]),
         ("trainer: {steps: 5.5}", ["trainer.steps has a wrong type"]),
         ("trainer: {steps: true}", ["trainer.steps has a wrong type"]),

@@ -138,7 +138,7 @@ def train(folder: Path, *arguments: str, **environment: str) -> Ended:
     [
         (["actor.optim.learning_rate=1"], ["unknown key actor.optim.learning_rate", "allowed: lr, min_lr"]),
         (["trainr.steps=1"], ["unknown key trainr", "did you mean trainer?"]),
-        (["cluster.nproc=two"], ["cluster.nproc has a wrong type", "'two'", "whole number > 0"]),
+        (["cluster.nproc=two"], ["cluster.nproc has a wrong type", "'two'", "integer > 0"]),
         (["data.train_files=god.jsonl"], ["data.train_files", "no such file", "did you mean good.jsonl?"]),
         (["data.train_files=broken.jsonl"], ["broken.jsonl:2: broken JSON", '{"prompt": "1+', "repair or delete"]),
         (["data.train_files=empty.jsonl"], ["empty.jsonl: there are no rows"]),
