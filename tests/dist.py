@@ -67,7 +67,7 @@ def _run(fn: Callable[..., Any], world_size: int, timeout: float, args: tuple, p
         try:
             for rank in range(world_size):
                 task = (names, rank, world_size, environment, folder, timeout, by_value)
-                ranks.append(_start(rank, task, preload))
+                ranks.append(start(rank, _rank_main, task, preload))
             wait_for_ranks(ranks, Path(folder), time.monotonic() + timeout)
         finally:
             for process in ranks:
@@ -77,15 +77,15 @@ def _run(fn: Callable[..., Any], world_size: int, timeout: float, args: tuple, p
         return [_read(Path(folder), rank) for rank in range(world_size)]
 
 
-def _start(rank: int, args: tuple, preload: str) -> Any:
-    """The process of a rank, forked from one that has imported what takes five seconds in each of them."""
+def start(rank: int, target: Callable[..., None], args: tuple, preload: str) -> multiprocessing.process.BaseProcess:
+    """A process that calls `target`, forked from one that has imported what takes five seconds in each of them."""
     if has_nvidia_device():  # what looks for GPUs leaves the driver in a state that a fork does not survive
-        process = multiprocessing.get_context("spawn").Process(target=_rank_main, args=args, daemon=True)
+        process = multiprocessing.get_context("spawn").Process(target=target, args=args, daemon=True)
         process.start()
         return process
     servers = _servers(preload)
     server = servers[rank % len(servers)]
-    process = multiprocessing.get_context("forkserver").Process(target=_rank_main, args=args, daemon=True)
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forkserver, "connect_to_new_process", server.connect_to_new_process)
         process.start()

@@ -5,5 +5,11 @@ import importlib
 from megarl.compat import megatron
 
 megatron.install()
-for name in ("megarl.models.policy", "megarl.training.engine", "megarl.sync.updater"):
+for name in (
+    *("megarl.models.policy", "megarl.training.engine", "megarl.sync.updater"),
+    # Commands (tests/forked.py) and what their workers import while they run.
+    *("megarl.cli", "megarl.checks.recipe", "megarl.checks.rows", "megarl.launchers.local", "megarl.runtime.worker"),
+    *("megarl.recipes.build", "megarl.runtime.loop", "megarl.runtime.inference", "megarl.tracking.tracker"),
+    *("transformers.convert_slow_tokenizer", "transformers.models.auto.tokenization_auto", "rich.console"),
+):
     importlib.import_module(name)

@@ -222,6 +222,16 @@ def test_a_killed_rank_comes_before_what_its_peers_saw(tmp_path: Path) -> None:
     assert (found.rank, found.message) == (1, "was killed by signal 9 (SIGKILL)")
 
 
+def test_a_rank_that_does_not_end_after_its_error_is_reported_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervise, "LINGER_S", 0.0)
+    monkeypatch.setattr("megarl.launchers.local.start", lambda job: write_error(tmp_path, hung) or Running({}))
+    hung = failed(0, "the loss is NaN", 1.0)
+    assert run_workers("local", "m:f", config(), tmp_path) == 1
+    assert "rank 0 failed in phase train at step 1: RuntimeError: the loss is NaN" in capsys.readouterr().err
+
+
 def test_a_communication_library_that_aborts_comes_after_the_error_that_made_it(tmp_path: Path) -> None:
     assert first(tmp_path, {0: -6, 1: 1}, failed(1, "the loss is NaN", 1.0)).rank == 1
 

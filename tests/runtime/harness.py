@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from megarl.runtime.health import read_beat
 from tests.dist import run_distributed
+from tests.forked import Command
 
 RECIPE = """
 name: tiny
@@ -78,20 +83,12 @@ def write_recipe(folder: Path) -> Path:
     return path
 
 
-def start(recipe: Path, run_dir: Path, *overrides: str, launcher: str = "local") -> subprocess.Popen[str]:
-    """The command, running."""
-    command = [sys.executable, "-m", "megarl", "train", str(recipe), *overrides]
-    return subprocess.Popen(
-        [*command, "--launcher", launcher, "--run-dir", str(run_dir)],
-        cwd=recipe.parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(recipe: Path, run_dir: Path, *overrides: str) -> Command:
+    """The command with the local launcher, running, forked with its imports done."""
+    return Command(["train", recipe, *overrides, "--run-dir", run_dir], recipe.parent)
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 240) -> str:
+def finish(process: Command | subprocess.Popen[str], timeout: float = 240) -> str:
     """Wait for the end; the output. A command that outlives its deadline is killed and fails the test."""
     try:
         return process.communicate(timeout=timeout)[0]
@@ -100,16 +97,31 @@ def finish(process: subprocess.Popen[str], timeout: float = 240) -> str:
         raise AssertionError(f"still running after {timeout} s:\n{process.communicate()[0][-3000:]}") from None
 
 
-def run(recipe: Path, run_dir: Path, *overrides: str, launcher: str = "local") -> dict[int, dict[str, float]]:
-    """A run that must succeed; its metrics."""
-    process = start(recipe, run_dir, *overrides, launcher=launcher)
+def run(recipe: Path, run_dir: Path, *overrides: str, program: str | None = None) -> dict[int, dict[str, float]]:
+    """A run that must succeed; its metrics.
+
+    Args:
+        program: the launcher with which the program itself is started; None: as by `start`.
+    """
+    process = start(recipe, run_dir, *overrides) if program is None else _program(recipe, run_dir, overrides, program)
     output = finish(process)
     assert process.returncode == 0, output[-4000:]
     return metrics(run_dir)
 
 
+def _program(recipe: Path, run_dir: Path, overrides: Sequence[str], launcher: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "megarl", "train", recipe, *overrides, "--launcher", launcher, "--run-dir", run_dir],
+        cwd=recipe.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
 def train(recipe: Path, run_dir: Path, *overrides: str) -> dict[int, dict[str, float]]:
-    """As `run`, in ranks that are forked with their imports done: no command, no launcher, half of the CPU time."""
+    """As `run`, without command and launcher: the ranks are children of the test."""
     from megarl.config.load import load_config
 
     processes = load_config(recipe, overrides).cluster.nproc
@@ -140,7 +152,7 @@ def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
     }
 
 
-def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], timeout: float = 180) -> Any:
+def wait_for(condition: Callable[[], Any], process: Command, timeout: float = 180) -> Any:
     """Poll quickly until the condition is true while the command runs."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
@@ -155,20 +167,14 @@ def wait_for(condition: Callable[[], Any], process: subprocess.Popen[str], timeo
 
 
 def workers(run_dir: Path) -> dict[int, int]:
-    """Process ids of the run's ranks, found by their command line."""
+    """Process ids of the run's ranks that have not ended, by their heartbeats."""
     found = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            command = (entry / "cmdline").read_bytes().decode().split("\0")
-            environment = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if "megarl.runtime.worker" in command and any(str(run_dir) in part for part in command):
-            rank = next((v.split("=", 1)[1] for v in environment if v.startswith("RANK=")), None)
-            if rank is not None:
-                found[int(rank)] = int(entry.name)
+    for file in run_dir.glob("heartbeats/rank_*"):
+        rank = int(file.name.removeprefix("rank_"))
+        beat = read_beat(run_dir, rank)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if beat is not None and psutil.Process(beat.pid).status() != psutil.STATUS_ZOMBIE:
+                found[rank] = beat.pid
     return found
 
 

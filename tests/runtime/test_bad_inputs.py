@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked import Command
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
@@ -82,8 +83,12 @@ def not_a_number(*args, **kwargs):
     return loss * float("nan"), metrics
 def hungry(*args, **kwargs):
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20),) * 2)
-    torch.empty(1 << 28)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), limits[1]))
+    try:
+        torch.empty(1 << 28)
+    finally:  # or no thread could start that ends the run, and the launcher would wait for it
+        resource.setrlimit(resource.RLIMIT_AS, limits)
 """,
     # Python imports this module when it starts: the packages named are then not to be found.
     "hide/sitecustomize.py": """
@@ -115,19 +120,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return here
 
 
-def train(folder: Path, *arguments: str, **environment: str) -> Ended:
+def train(folder: Path, *arguments: str) -> Ended:
     """`megarl train tiny.yaml ...`, to its end."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl", "train", "tiny.yaml", *arguments],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return Ended(done.returncode, done.stdout)
+    command = Command(["train", "tiny.yaml", *arguments], folder)
+    output = command.communicate()[0]
+    return Ended(command.returncode, output)
 
 
 # -- refused before anything starts ----------------------------------------------------------------------------------
@@ -167,7 +164,7 @@ def train(folder: Path, *arguments: str, **environment: str) -> Ended:
         (["algorithm.pipeline=graphs:unbuilt"], ["returned no task graph", "found:   'graphs:unbuilt", ".build()"]),
         (["algorithm.pipeline=graphs:raises"], ["raised KeyError: 'oops'", "graphs.py:19"]),
         (["algorithm.loss.name=losses:nan"], ["algorithm.loss.name", "defines no nan"]),
-        (["--run-dir", "good.jsonl"], ["--run-dir: the run folder cannot be written", "good.jsonl"]),
+        (["--run-dir", "good.jsonl"], ["--run-dir: this is a file, and a run needs a folder", "good.jsonl"]),
     ],
     ids=lambda value: value[-1] if isinstance(value, list) and "=" in value[0] else None,
 )
@@ -194,10 +191,18 @@ def test_a_missing_package_is_named_with_what_to_do_without_it(
     folder: Path, package: str, arguments: list[str]
 ) -> None:
     (folder / "table.parquet").touch()
-    ended = train(folder, *arguments, HIDDEN_PACKAGES=package, PYTHONPATH=str(folder / "hide"))
-    assert ended.code == 2
-    assert "which is not installed" in ended.output
-    assert f"pip install {package.replace('_', '-')}, or " in ended.output
+    done = subprocess.run(
+        [sys.executable, "-m", "megarl", "train", "tiny.yaml", *arguments],
+        cwd=folder,
+        env={**os.environ, "HIDDEN_PACKAGES": package, "PYTHONPATH": str(folder / "hide")},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "which is not installed" in done.stderr
+    assert f"pip install {package.replace('_', '-')}, or " in done.stderr
     assert not (folder / "runs").exists()
 
 

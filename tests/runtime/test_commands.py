@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.forked import Command
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
@@ -23,18 +21,10 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
 
 def megarl(folder: Path, *arguments: object) -> str:
     """Run a command that must succeed; its output."""
-    done = subprocess.run(
-        [sys.executable, "-m", "megarl", *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    return done.stdout
+    command = Command(arguments, folder)
+    output = command.communicate()[0]
+    assert command.returncode == 0, output[-4000:]
+    return output
 
 
 def lines(path: Path) -> list[dict]:

@@ -20,12 +20,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def local(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return harness.run(recipe, tmp_path_factory.mktemp("local"))
+    return harness.run(recipe, tmp_path_factory.mktemp("local"), program="local")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "ray"])
 def test_launchers_give_the_same_metrics(recipe, local, tmp_path, launcher):
-    assert harness.run(recipe, tmp_path, launcher=launcher) == local
+    assert harness.run(recipe, tmp_path, program=launcher) == local
 
 
 @pytest.mark.parametrize(
