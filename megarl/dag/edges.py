@@ -4,7 +4,8 @@ The order in which a recipe lists its nodes gives every field a history, as in a
 that order what matters, and leave the rest free:
 
 1. Data. A node comes after the last node listed before it that writes a field which it reads. Optional reads count
-   when there is such a node; a field of the graph's entry needs none.
+   when there is such a node; a field of the graph's entry needs none. What a node only may write, and what a node
+   has consumed, is not there for one that needs it.
 
        reward (writes score), advantage (reads score)           reward -> advantage
 
@@ -13,8 +14,9 @@ that order what matters, and leave the rest free:
 
        reward, dynamic_sampling (resamples), old_logp            reward -> dynamic_sampling -> old_logp
 
-3. Rewriting. A node that writes a field again comes after the last node that wrote it, and after all readers of that
-   value that are listed before it. So every reader sees the value that it would see in the listed order.
+3. Rewriting. A node that writes a field again comes after the last node that wrote or consumed it, and after all
+   readers of that value that are listed before it. So every reader sees the value that it would see in the listed
+   order, and one that can do without sees none where none is listed before it.
 
        reward (writes token_rewards), overlong (rewrites it), advantage (reads it)   reward -> overlong -> advantage
        kl_in_reward (reads response_mask), filter (rewrites it)                      kl_in_reward -> filter
@@ -46,9 +48,13 @@ class MissingFieldError(UserError):
 
 @dataclass
 class _Value:
-    """The value that a field has at one place of the list: who wrote it (None: the entry), and who has read it."""
+    """The value that a field has at one place of the list: who wrote it (None: the entry), and who has read it.
+
+    `there` is false where nobody, or a node that has consumed it, wrote it, and where it is written in some steps only.
+    """
 
     writer: str | None
+    there: bool
     readers: list[str] = field(default_factory=list)
 
     def after(self) -> list[str]:
@@ -60,11 +66,19 @@ class _History:
     """What the nodes listed so far have done to fields, samples and models."""
 
     def __init__(self, entry: Iterable[str]) -> None:
-        self.values = {name: _Value(None) for name in entry}
+        self._values = {name: _Value(None, there=True) for name in entry}
         self._resampler: str | None = None
         self._since: list[str] = []  # nodes listed since the last one that resampled
         self._trained: dict[str, str] = {}  # the last node that trained a model
         self._users: dict[str, list[str]] = {}  # nodes that have worked on it since then
+
+    @property
+    def there(self) -> list[str]:
+        """Fields that the next node of the list can rely on."""
+        return [name for name, value in self._values.items() if value.there]
+
+    def _value(self, name: str) -> _Value:
+        return self._values.setdefault(name, _Value(None, there=False))
 
     def waits(self, node: Node) -> list[str]:
         """What `node`, the next one of the list, comes after."""
@@ -74,10 +88,10 @@ class _History:
         if contract.resamples:
             before += self._since
         for name in contract.uses:
-            writer = self.values[name].writer if name in self.values else None
+            writer = self._value(name).writer
             before += [] if writer is None else [writer]
         for name in contract.changes:
-            before += self.values[name].after() if name in self.values else []
+            before += self._value(name).after()
         if node.model is not None:
             before += [self._trained[node.model]] if node.model in self._trained else []
             before += self._users.get(node.model, []) if node.kind is Kind.MODEL_TRAIN else []
@@ -87,15 +101,16 @@ class _History:
         """`node` is listed: keep what it did."""
         contract = node.declared
         for name in contract.uses:
-            if name in self.values:
-                self.values[name].readers.append(node.id)
+            self._value(name).readers.append(node.id)
+        for name in contract.may_write:
+            self._values[name] = _Value(node.id, self._value(name).there)
         for name in contract.consumes:
-            self.values.pop(name, None)
-        for name in (*contract.writes, *contract.may_write):
-            self.values[name] = _Value(node.id)
+            self._values[name] = _Value(node.id, there=False)
+        for name in contract.writes:
+            self._values[name] = _Value(node.id, there=True)
         self._since.append(node.id)
         if contract.resamples:
-            self.values = {name: _Value(node.id) for name in self.values}
+            self._values = {name: _Value(node.id, value.there) for name, value in self._values.items()}
             self._resampler, self._since = node.id, []
         if node.model is not None and node.kind is Kind.MODEL_TRAIN:
             self._trained[node.model], self._users[node.model] = node.id, []
@@ -119,7 +134,7 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
     for node in nodes:
         _check_deps(node, place, where)
         for name in node.reads:
-            if name not in history.values:
+            if name not in history.there:
                 raise _missing(node, name, nodes, history, where)
         waits[node.id] = sorted(set(history.waits(node)), key=place.__getitem__)
         history.add(node)
@@ -130,20 +145,23 @@ def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, wh
     """`node` reads `name`, which is not there where it is listed."""
     number = [other.id for other in nodes].index(node.id)
     before, later = [other.id for other in nodes[:number]], nodes[number + 1 :]
-    writer = next((other.id for other in later if name in other.declared.changes), None)
-    near = close_matches(name, history.values)
+    writer = next((other.id for other in later if name in other.declared.writes), None)
+    perhaps = next((other.id for other in nodes[:number] if name in other.declared.may_write), None)
+    near = close_matches(name, history.there)
     taken = next((other.id for other in nodes[:number] if name in other.declared.consumes), None)
     if writer is not None:
         hint = f"{writer!r} writes it but is listed after {node.id!r}; list it first"
     elif taken is not None:
         hint = f"{taken!r} has consumed it; list {node.id!r} before that"
+    elif perhaps is not None:
+        hint = f"{perhaps!r} writes it in some steps only; read it as `optional`, or list a node that always writes it"
     else:
         hint = f"did you mean {near[0]!r}?" if near else "no node writes it; add a node that does"
     error = MissingFieldError(
         f"node {node.id!r} reads {name!r}, which no node before it writes",
         where=where,
         found=f"before it: {', '.join(before) or 'none'}",
-        allowed=f"fields there: {', '.join(sorted(history.values)) or 'none'}",
+        allowed=f"fields there: {', '.join(sorted(history.there)) or 'none'}",
         fix=hint,
     )
     error.role, error.field = node.role, name

@@ -79,12 +79,13 @@ class Executor:
 
     def _call(self, node: Node, worker: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
         """The samples after the node."""
-        from megarl.dag.guard import GuardedBatch, settle
+        from megarl.dag.guard import GuardedBatch, settle, writes_in_place
 
+        before = writes_in_place(node, board)
         extra = {"more": lambda: self._refill(node, worker, more)} if node.declared.refills else {}
         try:
             output = node.func(worker, GuardedBatch.of(board, node), **extra, **node.config)  # type: ignore[operator]
-            return settle(node, board, output)
+            return settle(node, board, output, before)
         except Exception as error:
             story = f"node {node.id!r} ({node.func_name}) failed"
             if isinstance(error, MegarlError):

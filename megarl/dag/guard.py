@@ -93,14 +93,38 @@ class GuardedBatch(Batch):
             )
 
 
-def settle(node: Node, board: Batch, output: Any) -> Batch:
+def writes_in_place(node: Node, board: Batch) -> dict[str, int]:
+    """How often each tensor field of `board` that `node` does not declare to write has been written to in place."""
+    contract = node.declared
+    allowed = {*contract.writes, *contract.may_write}
+    return {name: _writes(value) for name, value in board.fields.items() if name not in allowed}
+
+
+def _writes(value: Tensor | Jagged) -> int:
+    tensors = (value.values, value.offsets) if isinstance(value, Jagged) else (value,)
+    return sum(tensor._version for tensor in tensors if not tensor.is_inference())  # views count with their storage
+
+
+def settle(node: Node, board: Batch, output: Any, before: Mapping[str, int]) -> Batch:
     """The samples after `node`: those of `board` with what it wrote, or what it made of them if it resamples.
 
+    Args:
+        node: the node that ran.
+        board: the samples before it.
+        output: what it returned.
+        before: `writes_in_place` before it ran.
+
     Raises:
-        ContractError: it returned no batch, other samples, or not what it declares.
+        ContractError: it returned no batch, other samples, or not what it declares, or wrote into a tensor in place.
     """
     name = f"node {node.id!r} ({node.func_name})"
     contract = node.declared
+    touched = [field for field, count in writes_in_place(node, board).items() if count != before[field]]
+    if touched:
+        raise ContractError(
+            f"{name} writes into the tensor of {', '.join(map(repr, touched))} in place, which it does not declare\n"
+            "  fix:     work on a clone, and add the field to `writes` of its @stage if others are to see it"
+        )
     if not isinstance(output, Batch):
         what = "None" if output is None else type(output).__name__
         raise ContractError(f"{name} returned {what}; a stage returns a batch\n  fix:     end it with `return batch`")

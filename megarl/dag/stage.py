@@ -86,7 +86,7 @@ def stage(
         reads: fields that it needs.
         writes: fields that it adds or replaces, always.
         optional: fields that it uses when an earlier stage writes them.
-        may_write: fields that it adds or replaces in some steps only.
+        may_write: fields that it adds or replaces in some steps only; later stages read them as `optional`.
         consumes: fields that it needs and that nobody sees after it (handles of work that it waits for).
         kind: kind of work.
         role: whose work it is.

@@ -210,6 +210,19 @@ def test_undeclared_writes_are_errors():
     assert "x" not in run(Pipeline("p").add(one, contract=sometimes))[0]
 
 
+@pytest.mark.parametrize("resamples", [False, True])
+def test_writes_into_the_storage_of_a_field_are_errors(resamples):
+    def scribbles(worker, batch):
+        batch["prompt_ids"].unbind()[1].add_(1)
+        return batch
+
+    contract = Contract(reads=("prompt_ids",), resamples=resamples)
+    with pytest.raises(ContractError, match="writes into the tensor of 'prompt_ids' in place"):
+        run(Pipeline("p").add(scribbles, contract=contract))
+    declared = Contract(reads=("prompt_ids",), writes=("prompt_ids",))
+    assert run(Pipeline("p").add(scribbles, contract=declared))[0]["prompt_ids"].unbind()[1].tolist() == [2, 2]
+
+
 def test_promised_fields_must_be_written():
     with pytest.raises(ContractError, match=r"declares writes=\['score'\] but did not write"):
         run(Pipeline("p").add(one, "a", contract=Contract(writes=("score",))))
