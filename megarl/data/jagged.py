@@ -106,6 +106,12 @@ class Jagged:
         """Where `values` and `offsets` live."""
         return self.values.device
 
+    def sum(self) -> Tensor:
+        """Sum of each sequence of integers or bools, int64 [B]."""
+        before = torch.zeros(len(self.values) + 1, dtype=torch.int64, device=self.device)
+        torch.cumsum(self.values, 0, out=before[1:])
+        return before[self.offsets].diff()
+
     def unbind(self) -> list[Tensor]:
         """The B sequences as views of `values`."""
         return list(self.values.split(self.lengths.tolist()))

@@ -5,7 +5,8 @@ Of a sample's tokens `prompt_ids` is the first observation and `response_ids` ev
     response_ids     turn 0 of the policy | what the environment said | turn 1 of the policy
     response_mask     1 1 1 1 1 1 1 1 1 1 | 0 0 0 0 0 0 0 0 0 0 0 0 0 | 1 1 1 1 1 1 1 1 1 1
     rollout_logp      of each drawn token | 0                         | of each drawn token
-    turn_ends                            ^                                                 ^
+    turn_starts          ^                                            ^
+    turn_ends                                ^                                                 ^
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
+from megarl.data.versions import VersionRuns, append_runs, set_versions
 
 
 @dataclass
@@ -24,8 +27,9 @@ class Trajectory:
     """An episode.
 
     Attributes:
-        token_ids, drawn, logprobs, versions: one entry per token after the prompt: its id, whether the policy drew it,
-            its log-prob (0 for the environment's), and the version of the weights (of the turn before, likewise).
+        token_ids, drawn, logprobs: one entry per token after the prompt: its id, whether the policy drew it, and its
+            log-prob (0 for the environment's).
+        versions: of the weights that drew these tokens, as runs; the environment's count to the turn before them.
         turn_starts, turn_ends: where each turn of the policy begins and ends in `token_ids`.
         turn_rewards: one per turn.
         finish_reason: `stop` or `length`, of the last turn.
@@ -38,7 +42,7 @@ class Trajectory:
     token_ids: list[int] = field(default_factory=list)
     drawn: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    versions: VersionRuns = field(default_factory=list)
     turn_starts: list[int] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
     turn_rewards: list[float] = field(default_factory=list)
@@ -47,31 +51,36 @@ class Trajectory:
     error: str = ""
     info: dict[str, float] = field(default_factory=dict)
 
-    def add_turn(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int, finish_reason: str) -> None:
+    def add_turn(
+        self, token_ids: Sequence[int], logprobs: Sequence[float], versions: VersionRuns, finish_reason: str
+    ) -> None:
         """Append a turn of the policy."""
         self.turn_starts.append(len(self.token_ids))
-        self._append(token_ids, drawn=True, logprobs=logprobs, version=version)
+        self._append(token_ids, drawn=True, logprobs=logprobs, versions=versions)
         self.turn_ends.append(len(self.token_ids))
         self.turn_rewards.append(0.0)
         self.finish_reason = finish_reason
 
     def add_observation(self, token_ids: Sequence[int]) -> None:
         """Append what the environment said after a turn."""
-        self._append(token_ids, drawn=False, logprobs=[0.0] * len(token_ids), version=self.versions[-1])
+        versions = [[self.versions[-1][0], len(token_ids)]]
+        self._append(token_ids, drawn=False, logprobs=[0.0] * len(token_ids), versions=versions)
 
     def mark_failed(self, error: str, end_token: int, version: int) -> None:
         """End with an error. None of its tokens is trained on, and there is at least one."""
         self.error, self.ended_by = error, "error"
         self.drawn = [False] * len(self.drawn)
         if not self.token_ids:
-            self._append([end_token], drawn=False, logprobs=[0.0], version=version)
-            self.turn_starts, self.turn_ends, self.turn_rewards = [0], [1], [0.0]
+            self._append([end_token], drawn=False, logprobs=[0.0], versions=[[version, 1]])
+            self.turn_starts, self.turn_ends, self.turn_rewards = [1], [1], [0.0]  # a turn without a token
 
-    def _append(self, token_ids: Sequence[int], *, drawn: bool, logprobs: Sequence[float], version: int) -> None:
+    def _append(
+        self, token_ids: Sequence[int], *, drawn: bool, logprobs: Sequence[float], versions: VersionRuns
+    ) -> None:
         self.token_ids += token_ids
         self.drawn += [drawn] * len(token_ids)
         self.logprobs += logprobs
-        self.versions += [version] * len(token_ids)
+        append_runs(self.versions, versions)
 
     @property
     def turns(self) -> int:
@@ -96,13 +105,27 @@ def add_fields(samples: Batch, trajectories: Sequence[Trajectory]) -> None:
     samples.set("response_mask", responses.like(_flat([t.drawn for t in trajectories], torch.bool)))
     samples.set("rollout_logp", responses.like(_flat([t.logprobs for t in trajectories], torch.float32)))
     ends = jagged([t.turn_ends for t in trajectories], torch.int64)
+    samples.set("turn_starts", ends.like(_flat([t.turn_starts for t in trajectories], torch.int64)))
     samples.set("turn_ends", ends)
     samples.set("turn_rewards", ends.like(_flat([t.turn_rewards for t in trajectories], torch.float32)))
-    samples.set("weight_version", torch.tensor([min(t.versions) for t in trajectories], dtype=torch.int64))
+    set_versions(samples, [t.versions for t in trajectories])
     samples.set("finish_reason", [t.finish_reason for t in trajectories])
     samples.set("ended_by", [t.ended_by for t in trajectories])
     samples.set("env_info", [t.info for t in trajectories])
     samples.set("env_error", [t.error for t in trajectories])
+
+
+def policy_tokens(samples: Batch, *, by_turn: bool) -> Tensor:
+    """int64 [B]: response tokens that the policy drew, those of episodes that failed afterwards, too.
+
+    Args:
+        samples: with the fields of turns where `by_turn`.
+        by_turn: the samples are episodes; else the policy drew whole responses.
+    """
+    if not by_turn:
+        return samples["response_ids"].lengths
+    ends = samples["turn_ends"]
+    return ends.like(ends.values - samples["turn_starts"].values).sum()
 
 
 def _flat(rows: list[list[Any]], dtype: torch.dtype) -> torch.Tensor:

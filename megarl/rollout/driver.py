@@ -136,7 +136,7 @@ class _Game:
         finished = self._generation.wait()
         for number, completion in finished.items():
             self.trajectories[number].add_turn(
-                completion.token_ids, completion.logprobs, completion.weight_version, completion.finish_reason
+                completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason
             )
         replies = self._ask(lambda host: host.step(self._actions(list(finished))))
         told = self._tell({i: (reply, self._following(i, reply)) for i, reply in replies.items()})

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from megarl.config.rollout import SamplingConfig
+from megarl.data.versions import VersionRuns
 
 FinishReason = Literal["stop", "length"]
 
@@ -39,13 +40,13 @@ class Completion:
     """One sample: its tokens (end token included) and their log-probs.
 
     `logprobs[i]` is log p(token_ids[i] | prompt, token_ids[:i]) under the full softmax at the sampling temperature
-    (temperature 1 when greedy), before top-k, top-p and min-token masks.
+    (temperature 1 when greedy), before top-k, top-p and min-token masks. `versions` says which weights drew them.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
-    weight_version: int
+    versions: VersionRuns
 
 
 class RolloutEngine(Protocol):

@@ -302,13 +302,29 @@ def surplus_file(c: Controller) -> dict[str, bytes]:
 
 
 def read_surplus(c: Controller, folder: Path, parts: int) -> Batch | None:
-    """This rank's share of a surplus that `parts` replicas wrote; group k belongs to replica k modulo their number."""
+    """This rank's share of a surplus that `parts` replicas wrote; group k belongs to replica k modulo their number.
+
+    Raises:
+        ConfigError: an older version wrote it, and it lacks something that generation gives today.
+    """
     from megarl.data.batch import Batch
     from megarl.data.groups import group_places
+    from megarl.data.versions import from_old_form
+    from megarl.runtime.stages.rollout import generated_fields
 
     if not parts:
         return None
-    shares = [Batch.from_bytes((folder / _surplus_name(part)).read_bytes()) for part in range(parts)]
+    files = [folder / _surplus_name(part) for part in range(parts)]
+    shares = [from_old_form(Batch.from_bytes(file.read_bytes())) for file in files]
+    missing = [name for name in generated_fields(c.config) if name not in shares[0]]
+    if missing:
+        raise ConfigError(
+            f"the checkpoint holds samples for the next step without {', '.join(missing)}: an older version of megarl "
+            "wrote them",
+            where=str(files[0]),
+            found=shares[0].names(),
+            fix="continue with the version that wrote it, or start again with trainer.resume: never",
+        )
     starts = [sum(len(share) for share in shares[:part]) for part in range(parts)]
     groups = [group_places(share["uid"]) for share in shares]
     mine = [

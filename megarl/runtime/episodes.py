@@ -69,7 +69,7 @@ def build_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout
 
 
 def play(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]) -> Batch:
-    """Episodes of `prompts`, `sampling.n` in a row per prompt, with the fields of samples and of turns."""
+    """`sampling.n` episodes of each of `prompts`, with the fields of samples and of turns."""
     episodes, limits, layout = c.episodes, c.config.rollout.limits, c.layout
     assert episodes is not None, "only a run with an environment plays"
     driver = Driver(
@@ -128,6 +128,9 @@ def record_episodes(c: Controller, samples: Batch) -> None:
     turns = samples["turn_ends"].lengths[good]
     m.mean("env/turns/mean", float(turns.sum()), len(good))
     m.max("env/turns/max", float(turns.max()))
+    lengths = samples["response_ids"].lengths[good]
+    m.mean("env/tokens/mean", float(lengths.sum()), len(good))
+    m.max("env/tokens/max", float(lengths.max()))
     ends = [(samples["ended_by"][place], samples["finish_reason"][place]) for place in good]
     m.mean("env/cut", sum(by != "done" or reason == "length" for by, reason in ends), len(good))
     infos = [samples["env_info"][place] for place in good]

@@ -93,12 +93,14 @@ def test_failed_episodes_are_no_signal_and_lower_no_mean():
 
 def test_episodes_whose_last_turn_was_cut_count_as_cut():
     c, batch = case(), Batch({"turn_ends": Jagged.from_list([[1]] * 4, dtype=torch.int64)})
+    batch.set("response_ids", Jagged.from_list([[1], [1, 2], [1, 2, 3], [1]], dtype=torch.int64))
     batch.set("ended_by", ["done", "done", "turns", "error"])
     batch.set("finish_reason", ["stop", "length", "stop", "stop"])
     batch.set("env_error", ["", "", "", "no state"])
     batch.set("env_info", [{}] * 4)
     record_episodes(c, batch)
     assert c.metrics.result()["env/cut"] == 2 / 3
+    assert (c.metrics.result()["env/tokens/mean"], c.metrics.result()["env/tokens/max"]) == (2, 3)
 
 
 def test_the_penalty_begins_near_the_limit_of_all_turns():

@@ -41,7 +41,7 @@ class Scripted:
         for request in requests:
             said = [*ids, EOS][: request.room]
             reason = "stop" if said[-1] == EOS else "length"
-            out.append([Completion(said, [-0.5] * len(said), reason, 7) for _ in request.seeds])
+            out.append([Completion(said, [-0.5] * len(said), reason, [[7, len(said)]]) for _ in request.seeds])
         return out
 
     def _turn(self) -> int:
@@ -102,7 +102,8 @@ def test_tokens_of_the_environment_are_masked_and_rewards_sit_on_turns(driver):
     assert trajectory.token_ids == expected
     assert trajectory.drawn == [True] * 2 + [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2
     assert trajectory.logprobs == [-0.5 if drawn else 0.0 for drawn in trajectory.drawn]
-    assert trajectory.versions == [7] * len(expected)
+    assert trajectory.versions == [[7, len(expected)]]
+    assert trajectory.turn_starts == [0, 4, 9]
     assert trajectory.turn_ends == [2, 7, 11]
     assert trajectory.turn_rewards == [0.0, 1.0, 2.0]
     assert (trajectory.ended_by, trajectory.finish_reason, trajectory.info) == ("done", "stop", {"said": 4.0})
@@ -185,6 +186,7 @@ def test_or_it_marks_its_episode_and_nothing_of_that_is_trained_on(driver):
     counted = []
     *bad, good = driver(Scripted("1"), Faulty, on_error="mark").play(begins, SAMPLING, [EOS], counted.append)
     assert all(t.error and t.ended_by == "error" and not any(t.drawn) and t.token_ids for t in bad)
+    assert all(sum(tokens for _, tokens in t.versions) == len(t.token_ids) for t in bad)
     assert (good.error, good.ended_by, good.drawn) == ("", "done", [True, True])
     assert sum(counted) == len(begins)
 

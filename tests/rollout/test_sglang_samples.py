@@ -49,10 +49,11 @@ def test_an_answer_that_ends_completes_the_sample() -> None:
     sample = ServedSample(0, [5], 1)
     sample.add(answer([7, 9], "stop"), SAMPLING, STOP, NOW)
     done = sample.completion()
-    assert (done.token_ids, done.logprobs, done.finish_reason, done.weight_version) == ([7, 9], [-0.5, -1.5], "stop", 5)
+    assert (done.token_ids, done.logprobs, done.finish_reason) == ([7, 9], [-0.5, -1.5], "stop")
+    assert done.versions == [[5, 2]]
 
 
-def test_an_interrupted_sample_goes_on_where_it_was_and_counts_its_oldest_weights() -> None:
+def test_an_interrupted_sample_goes_on_where_it_was_and_keeps_the_version_of_each_token() -> None:
     sample = ServedSample(0, [5], 1)
     sample.add(answer([7, 8], "abort", [("3@run", 0, 1), ("4@run", 1, 2)]), SAMPLING, STOP, "4@run")
     assert sample.finish_reason is None
@@ -63,8 +64,7 @@ def test_an_interrupted_sample_goes_on_where_it_was_and_counts_its_oldest_weight
     done = sample.completion()
     assert done.token_ids == [7, 8, 1, 1, 1, 1]
     assert done.finish_reason == "length"
-    assert done.weight_version == 3
-    assert sample.versions == [3, 4, 5, 5, 5, 5]
+    assert done.versions == [[3, 1], [4, 1], [5, 4]]
 
 
 def test_an_end_token_of_the_model_that_is_none_here_is_passed_by() -> None:

@@ -10,14 +10,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.batch import Batch
+from megarl.data.batch import Batch, Jagged
+from megarl.data.versions import VERSION_FIELDS, token_versions
+from megarl.errors import ConfigError
 from megarl.metrics import Metrics
 from megarl.runtime.checkpoints import read_surplus, surplus_file
 from megarl.runtime.stages import reward, rollout
+from megarl.runtime.stages.rollout import SAMPLE_FIELDS
 from megarl.runtime.stages.update import mini_batches
 
 #: Samples of each prompt of a batch, in the order of the data, and how their samples are mixed.
 mixed = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms(use_true_random=False))
+
+
+CONFIG = SimpleNamespace(has_turns=False)
 
 
 def replica(sizes: list[int], shuffle: random.Random, rank: int, count: int) -> list[str]:
@@ -30,11 +36,12 @@ def replica(sizes: list[int], shuffle: random.Random, rank: int, count: int) -> 
 
 
 def batch_of(names: list[str]) -> Batch:
-    return Batch(
-        {"number": torch.arange(len(names))},
-        {"sample_id": names, "uid": [name.split("#")[0] for name in names]},
-        size=len(names),
-    )
+    batch = Batch({"number": torch.arange(len(names))}, size=len(names))
+    for field in SAMPLE_FIELDS:
+        batch.set(field, batch["number"])
+    batch.set("sample_id", names)
+    batch.set("uid", [name.split("#")[0] for name in names])
+    return batch
 
 
 def worker(prompts: int, replicas: int) -> SimpleNamespace:
@@ -71,9 +78,24 @@ def test_what_was_left_over_is_read_by_any_number_of_replicas(tmp_path_factory, 
             (folder / name).write_bytes(content)
     for rank in range(now):
         layout = SimpleNamespace(dp_rank=rank, dp_size=now)
-        mine = read_surplus(SimpleNamespace(layout=layout), folder, before)
+        mine = read_surplus(SimpleNamespace(layout=layout, config=CONFIG), folder, before)
         prompts = range(rank, len(sizes), now)
         assert mine["sample_id"] == [x for k in prompts for x in shares[k % before] if x.startswith(f"{k}#")]
+
+
+@pytest.mark.parametrize("lacks", [None, "response_mask"])
+def test_what_an_older_version_left_over_is_read_or_refused(tmp_path, lacks):
+    rows = Jagged.from_list([[1, 2], [3]], dtype=torch.int64)
+    old = batch_of(["a#0", "a#1"]).drop([*VERSION_FIELDS, *([lacks] if lacks else [])])
+    old.set("response_ids", rows)
+    old.set("weight_version", torch.tensor([4, 5]))
+    (tmp_path / "surplus_0.safetensors").write_bytes(old.to_bytes())
+    c = SimpleNamespace(config=CONFIG, layout=SimpleNamespace(dp_rank=0, dp_size=1))
+    if lacks is None:
+        assert token_versions(read_surplus(c, tmp_path, 1)).values.tolist() == [4, 4, 5]
+        return
+    with pytest.raises(ConfigError, match=f"without {lacks}: an older version"):
+        read_surplus(c, tmp_path, 1)
 
 
 def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.MonkeyPatch):

@@ -81,7 +81,7 @@ def test_gradients_and_optimizer_leave_before_any_generation(controller) -> None
 
     def answer(requests: Any, *args: Any) -> list[list[Completion]]:
         controller.calls.append("generate")
-        return [[Completion([3], [-1.0], "stop", 0)] for _ in requests]
+        return [[Completion([3], [-1.0], "stop", [[0, 1]])] for _ in requests]
 
     controller.rollout.generate = answer
     controller.eos_ids, controller.decode = [2], lambda ids: ["x"] * len(ids)

@@ -16,6 +16,7 @@ from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.config.algorithm import Aggregation
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
+from megarl.data.versions import set_versions
 from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
@@ -101,7 +102,7 @@ def _samples(engine, masked: str) -> Batch:
     logp, _ = engine.logprobs(batch)
     for name, factor in (("old_logp", 1.0), ("rollout_logp", 0.7), ("ref_logp", -0.5)):
         batch.set(name, logp.like(logp.values - factor * batch["drift"].values))
-    batch.set("weight_version", torch.zeros(SAMPLES, dtype=torch.int64))
+    set_versions(batch, [[[0, n]] for n in logp.lengths.tolist()])
     return batch.drop(["drift"])
 
 

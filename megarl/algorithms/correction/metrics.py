@@ -112,20 +112,21 @@ def staleness(version: Tensor, tokens: Tensor, now: int, buckets: int) -> Metric
     """Histogram of trainer version - token version: `staleness/0`, ... are shares of tokens, and the mean and maximum.
 
     Args:
-        version: int64 [B], version of the weights that drew each sample.
-        tokens: int64 [B], tokens of each sample.
+        version: int64 [R], versions of weights.
+        tokens: int64 [R], tokens that each of them drew and that are trained on.
         now: version of the weights that are about to be trained.
         buckets: ages that are told apart; the last one also holds everything older.
 
     Raises:
-        ValueError: a sample of weights that are not there yet.
+        ValueError: tokens of weights that are not there yet.
     """
     metrics = Metrics()
+    if bool((version > now).any()):
+        raise ValueError(f"tokens of weight version {int(version.max())}, and the trainer's is {now}")
+    version, tokens = version[tokens > 0], tokens[tokens > 0]
     if len(version) == 0:
         return metrics
     age, count = now - version, tokens.double()
-    if bool((age < 0).any()):
-        raise ValueError(f"a sample of weight version {int(version.max())}, and the trainer's is {now}")
     everything = float(count.sum())
     for bucket in range(buckets):
         last = bucket == buckets - 1

@@ -70,7 +70,7 @@ class EmbeddedEngine:
         samples = iter(in_order(parts, requests, shares))
         return [
             [
-                Completion(tokens, logprobs, reason, self.weight_version)
+                Completion(tokens, logprobs, reason, [[self.weight_version, len(tokens)]])
                 for tokens, logprobs, reason in itertools.islice(samples, len(request.seeds))
             ]
             for request in requests
@@ -137,7 +137,7 @@ class _Turns:
     def wait(self) -> dict[int, Completion]:
         """See `Generation`."""
         return {
-            sequence: Completion(tokens, logprobs, reason, self.version)
+            sequence: Completion(tokens, logprobs, reason, [[self.version, len(tokens)]])
             for sequence, (tokens, logprobs, reason) in self.session.wait().items()
         }
 

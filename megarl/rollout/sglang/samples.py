@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megarl.config.rollout import SamplingConfig
+from megarl.data.versions import runs_of
 from megarl.rollout.engine import Completion, FinishReason, Request
 from megarl.sync.versions import read_tag
 
@@ -92,9 +93,9 @@ class ServedSample:
             self.interruptions += 1
 
     def completion(self) -> Completion:
-        """The finished sample, tagged with the oldest weights that drew one of its tokens."""
+        """The finished sample."""
         assert self.finish_reason is not None
-        return Completion(self.token_ids, self.logprobs, self.finish_reason, min(self.versions))
+        return Completion(self.token_ids, self.logprobs, self.finish_reason, runs_of(self.versions))
 
 
 def samples_of(requests: Sequence[Request]) -> list[ServedSample]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role, stage
+from megarl.data.versions import VERSION_FIELDS
 
 if TYPE_CHECKING:
     from megarl.algorithms.correction import Correction
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 #: What the distance between two policies, and the age of the older one, is measured with.
-_MEASURED = ["old_logp", "rollout_logp", "response_ids", "response_mask", "weight_version"]
+_MEASURED = ["old_logp", "rollout_logp", "response_mask", *VERSION_FIELDS]
 
 
 @stage(reads=_MEASURED, writes=["loss_mask", "keep", "is_weights"], role=Role.ACTOR)
@@ -75,8 +76,10 @@ def _measure(c: Controller, samples: Batch, knobs: ResolvedCorrection) -> Correc
 
 
 def ages(c: Controller, samples: Batch) -> Metrics:
-    """How old the weights were that drew this rank's samples."""
+    """How old the weights were that drew the tokens of this rank's samples; those of an environment have no age."""
     from megarl.algorithms.correction import staleness
+    from megarl.data.versions import tokens_by_version
 
+    versions, tokens = tokens_by_version(samples, samples["response_mask"].values)
     buckets = c.config.rollout.stale_steps + 2
-    return staleness(samples["weight_version"], samples["response_ids"].lengths, c.step - 1, buckets)
+    return staleness(versions, tokens, c.step - 1, buckets)

@@ -30,7 +30,12 @@ class Pending:
     place: int
 
 
-@stage(reads=["response_ids", *_COLUMNS], optional=["transcript"], writes=[PENDING], role=Role.REWARD)
+@stage(
+    reads=["response_ids", *_COLUMNS],
+    optional=["transcript", "turn_starts", "turn_ends"],
+    writes=[PENDING],
+    role=Role.REWARD,
+)
 def reward_submit(c: Controller, samples: Batch) -> Batch:
     """Hand the samples to the reward function; only the first rank of a replica runs it."""
     samples.set(PENDING, submit(c, samples))
@@ -103,7 +108,9 @@ def _scored_by_environment(c: Controller) -> bool:
 
 def reward_inputs(samples: Batch) -> list[dict[str, Any]]:
     """One dict per sample, as reward functions get them."""
-    lengths = samples["response_ids"].lengths.tolist()
+    from megarl.data.trajectory import policy_tokens
+
+    lengths = policy_tokens(samples, by_turn="turn_starts" in samples).tolist()
     more = [{"transcript": text} for text in samples["transcript"]] if "transcript" in samples else [{}] * len(samples)
     return [
         {

@@ -6,6 +6,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
+from megarl.data.versions import VERSION_FIELDS
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
@@ -20,13 +21,13 @@ SAMPLE_FIELDS = (
     "response_ids",
     "response_mask",
     "rollout_logp",
-    "weight_version",
+    *VERSION_FIELDS,
     "sample_id",
     "response_text",
     "finish_reason",
 )
 #: What episodes of several turns have in addition, which begin with the environment's first observation.
-TURN_FIELDS = ("turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
+TURN_FIELDS = ("turn_starts", "turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
 _OF_PROMPTS = ("uid", "prompt_text", "answer", "data_source", "row")
 
 
@@ -37,6 +38,11 @@ def _of_prompts(config: RunConfig) -> list[str]:
 
 def _of_turns(config: RunConfig) -> list[str]:
     return [*TURN_FIELDS, "prompt_ids", "prompt_text"] if config.has_turns else []
+
+
+def generated_fields(config: RunConfig) -> list[str]:
+    """What generation gives every sample."""
+    return [*SAMPLE_FIELDS, *(TURN_FIELDS if config.has_turns else [])]
 
 
 class RolloutError(MegarlError):
@@ -91,7 +97,7 @@ def greedy_rollout(c: Controller, samples: Batch) -> Batch:
 
 
 def generate(c: Controller, prompts: Batch, sampling: SamplingConfig) -> Batch:
-    """Samples of `prompts`, `sampling.n` in a row per prompt.
+    """`sampling.n` samples of each of `prompts`, one prompt after the other.
 
     Args:
         c: this rank's controller.
@@ -136,6 +142,7 @@ def _respond(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: C
     import torch
 
     from megarl.data.batch import Jagged
+    from megarl.data.versions import set_versions
     from megarl.rollout.engine import Request
     from megarl.rollout.seeds import sample_seed
 
@@ -150,7 +157,7 @@ def _respond(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: C
     samples.set("response_ids", response_ids)
     samples.set("response_mask", response_ids.like(torch.ones_like(response_ids.values, dtype=torch.bool)))
     samples.set("rollout_logp", Jagged.from_list([d.logprobs for d in done], dtype=torch.float32))
-    samples.set("weight_version", torch.tensor([d.weight_version for d in done], dtype=torch.int64))
+    set_versions(samples, [d.versions for d in done])
     samples.set("sample_id", [f"{uid}#{i % sampling.n}" for i, uid in enumerate(samples["uid"])])
     samples.set("response_text", c.decode([d.token_ids for d in done]))
     samples.set("finish_reason", [d.finish_reason for d in done])
@@ -159,6 +166,8 @@ def _respond(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: C
 
 def _refuse_broken_logprobs(samples: Batch) -> None:
     """One NaN would be in every mean over the batch, and from there in the weights."""
+    from megarl.data.versions import token_versions
+
     logp = samples["rollout_logp"]
     broken = (~logp.values.isfinite()).nonzero().flatten()
     if not len(broken):
@@ -170,7 +179,7 @@ def _refuse_broken_logprobs(samples: Batch) -> None:
         f"{place - int(logp.offsets[sample])} (id {int(samples['response_ids'].values[place])}) is "
         f"{float(logp.values[place])}\n"
         f"  found:   {len(broken)} of {len(logp.values)} log-probs of this rank are not finite; weight version "
-        f"{int(samples['weight_version'][sample])}\n"
+        f"{int(token_versions(samples).values[place])}\n"
         "  allowed: finite numbers\n"
         "  fix:     if the weights are not finite, go on from an earlier checkpoint with a lower actor.optim.lr; if "
         "they are, decode in the trainer's dtype: rollout.dtype=model"
@@ -178,7 +187,9 @@ def _refuse_broken_logprobs(samples: Batch) -> None:
 
 
 def _record_lengths(c: Controller, samples: Batch) -> None:
-    lengths, prompt_lengths = samples["response_ids"].lengths, samples["prompt_ids"].lengths
+    from megarl.data.trajectory import policy_tokens
+
+    lengths, prompt_lengths = policy_tokens(samples, by_turn=c.config.has_turns), samples["prompt_ids"].lengths
     count = len(samples)
     if count == 0:
         return
@@ -195,10 +206,11 @@ def _record_lengths(c: Controller, samples: Batch) -> None:
 def _record_work(c: Controller, samples: Batch) -> None:
     """Count the generation of samples; the prompt of a group is prefilled once."""
     from megarl.data.groups import group_places
+    from megarl.data.trajectory import policy_tokens
 
     groups = group_places(samples["uid"])
     prompts, responses = (samples[name].lengths.tolist() for name in ("prompt_ids", "response_ids"))
     by_group = [[responses[place] for place in group] for group in groups]
     c.metrics.sum("perf/flops", c.flops.generate([prompts[group[0]] for group in groups], by_group))
-    c.metrics.sum("perf/generated_tokens", float(sum(responses)))
+    c.metrics.sum("perf/generated_tokens", float(policy_tokens(samples, by_turn=c.config.has_turns).sum()))
     c.metrics.sum("perf/total_tokens", float(sum(responses) + sum(prompts)))

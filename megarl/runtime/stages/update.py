@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Kind, Role, stage
+from megarl.data.versions import VERSION_FIELDS
 from megarl.runtime.stages.logprob import DRAWN_LOGP
 from megarl.runtime.stages.needs import update_fields
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
         "ref_logp",
         "teacher_logp",
         "rollout_logp",
-        "weight_version",
+        *VERSION_FIELDS,
         "loss_mask",
         "is_weights",
         "sample_id",

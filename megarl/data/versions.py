@@ -1,0 +1,90 @@
+"""Which weights drew each token, kept as runs: a sample that one version of the weights drew is one run, of any length.
+
+    tokens of a sample    t0 t1 t2 t3 t4 t5 t6
+    their versions         3  3  3  3  4  4  4
+    runs                  [3, 4], [4, 3]           [version, tokens]
+
+In a batch runs are two Jagged fields with the same offsets, so what they take does not grow with the tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.data.batch import Batch, Jagged
+
+#: [version, tokens] of each run, in the order of the tokens; plain JSON.
+VersionRuns: TypeAlias = list[list[int]]
+#: Jagged int64 fields with one entry per run: the version, and the tokens that it drew.
+VERSION_FIELDS = ("weight_versions", "version_tokens")
+_OF_SAMPLES = "weight_version"  # int64 [B], the oldest of a sample: what batches had before
+
+
+def runs_of(versions: Iterable[int]) -> VersionRuns:
+    """Runs of one version per token.
+
+    >>> runs_of([3, 3, 4])
+    [[3, 2], [4, 1]]
+    """
+    return [[version, sum(1 for _ in same)] for version, same in itertools.groupby(versions)]
+
+
+def append_runs(runs: VersionRuns, more: VersionRuns) -> None:
+    """Add the runs of the tokens that follow, in place.
+
+    >>> runs = [[3, 2]]
+    >>> append_runs(runs, [[3, 1], [4, 5]])
+    >>> runs
+    [[3, 3], [4, 5]]
+    """
+    for version, tokens in more:
+        if runs and runs[-1][0] == version:
+            runs[-1][1] += tokens
+        else:
+            runs.append([version, tokens])
+
+
+def set_versions(samples: Batch, rows: Sequence[VersionRuns]) -> None:
+    """Write the runs of all samples; those of a sample add up to its response tokens."""
+    import torch
+
+    from megarl.data.batch import Jagged
+
+    version_field, tokens_field = VERSION_FIELDS
+    versions = Jagged.from_list([[version for version, _ in runs] for runs in rows], dtype=torch.int64)
+    tokens = torch.tensor([tokens for runs in rows for _, tokens in runs], dtype=torch.int64)
+    samples.set(version_field, versions)
+    samples.set(tokens_field, versions.like(tokens))
+
+
+def token_versions(samples: Batch) -> Jagged:
+    """int64, cut like the responses: the version of the weights that drew each token.
+
+    Tokens of an environment have that of the turn before them.
+    """
+    import torch
+
+    versions, tokens = (samples[name].values for name in VERSION_FIELDS)
+    return samples["response_ids"].like(torch.repeat_interleave(versions, tokens))
+
+
+def tokens_by_version(samples: Batch, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Version [R] of each of the R runs of all samples, and how many of its tokens `mask` (bool [N]) has [R]; int64."""
+    from megarl.data.batch import Jagged
+
+    versions, tokens = (samples[name].values for name in VERSION_FIELDS)
+    return versions, Jagged.from_lengths(mask, tokens).sum()
+
+
+def from_old_form(samples: Batch) -> Batch:
+    """`samples` of a version of megarl that had one weight version per sample, the oldest, in the form of today."""
+    if _OF_SAMPLES not in samples:
+        return samples
+    new, lengths = samples.drop([_OF_SAMPLES]), samples["response_ids"].lengths.tolist()
+    set_versions(new, [[[v, n]] for v, n in zip(samples[_OF_SAMPLES].tolist(), lengths, strict=True)])
+    return new

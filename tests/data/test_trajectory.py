@@ -1,0 +1,82 @@
+"""Samples of several turns in a batch: whose tokens they are, and which weights drew them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.algorithms.correction import staleness
+from megarl.data.batch import Batch, Jagged
+from megarl.data.trajectory import Trajectory, add_fields, policy_tokens
+from megarl.data.versions import from_old_form, runs_of, set_versions, token_versions, tokens_by_version
+
+EOS = 2
+#: An episode: for each turn the version of each token that the policy drew, and how much the environment said to it.
+episodes = st.lists(
+    st.lists(st.tuples(st.lists(st.integers(3, 6), min_size=1, max_size=5), st.integers(0, 4)), min_size=1, max_size=4),
+    min_size=1,
+    max_size=5,
+)
+
+
+def played(turns: list[tuple[list[int], int]]) -> Trajectory:
+    trajectory = Trajectory([1])
+    for versions, said in turns:
+        trajectory.add_turn([5] * len(versions), [-1.0] * len(versions), runs_of(versions), "stop")
+        trajectory.add_observation([7] * said)
+    return trajectory
+
+
+def batch_of(trajectories: list[Trajectory]) -> Batch:
+    batch = Batch(size=len(trajectories))
+    add_fields(batch, trajectories)
+    return batch
+
+
+@given(episodes, st.integers(6, 9))
+def test_every_token_has_its_version_and_ages_are_of_what_the_policy_drew(games, now):
+    batch = batch_of([played(turns) for turns in games])
+    versions = [[v for drawn, said in turns for v in [*drawn, *[drawn[-1]] * said]] for turns in games]
+    assert [row.tolist() for row in token_versions(batch).unbind()] == versions
+    drawn = [v for turns in games for versions, _ in turns for v in versions]
+    numbers = staleness(*tokens_by_version(batch, batch["response_mask"].values), now, 3).result()
+    ages = [now - v for v in drawn]
+    assert numbers["rollout_corr/staleness_max"] == max(ages)
+    assert numbers["rollout_corr/staleness_mean"] == sum(ages) / len(ages)
+    assert numbers["rollout_corr/staleness/1"] == ages.count(1) / len(ages)
+    assert policy_tokens(batch, by_turn=True).tolist() == [
+        sum(len(versions) for versions, _ in turns) for turns in games
+    ]
+
+
+def test_a_failed_episode_is_no_age_and_keeps_what_the_policy_drew():
+    late, early, fine = played([([3, 4], 2)]), Trajectory([1]), played([([5], 0)])
+    late.mark_failed("no state", EOS, 4)
+    early.mark_failed("no state", EOS, 4)
+    batch = batch_of([late, early, fine])
+    assert [t.last_turn for t in (late, early)] == [[5, 5], []]
+    assert policy_tokens(batch, by_turn=True).tolist() == [2, 0, 1]
+    numbers = staleness(*tokens_by_version(batch, batch["response_mask"].values), 5, 2).result()
+    assert numbers["rollout_corr/staleness_max"] == 0
+    assert staleness(*tokens_by_version(batch, torch.zeros(6, dtype=torch.bool)), 5, 2).result() == {}
+
+
+def test_versions_of_single_turns_do_not_grow_with_the_tokens():
+    def size(length: int) -> int:
+        responses = Jagged.from_lengths(torch.zeros(4 * length, dtype=torch.int64), [length] * 4)
+        plain = Batch({"response_ids": responses})
+        before = len(plain.to_bytes())
+        set_versions(plain, [[[9, length]]] * 4)
+        assert token_versions(plain).values.tolist() == [9] * 4 * length
+        return len(plain.to_bytes()) - before
+
+    assert size(1000) < 500, "two numbers and an offset per sample, and names, for 4,000 tokens"
+
+
+def test_one_version_per_sample_is_read_as_that_of_all_its_tokens():
+    responses = Jagged.from_list([[1, 2], [3]], dtype=torch.int64)
+    new = from_old_form(Batch({"response_ids": responses, "weight_version": torch.tensor([4, 6])}))
+    assert token_versions(new).values.tolist() == [4, 4, 6]
+    assert "weight_version" not in new
+    assert from_old_form(new) is new
