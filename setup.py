@@ -69,10 +69,13 @@ setup(
         # What building flash-attn and transformer-engine takes: they have no wheels on the package index, and build
         # with --no-build-isolation only, against the torch that is installed.
         "gpu": ["ninja", "packaging", "pybind11>=2.12", "setuptools>=77", "wheel>=0.45"],
+        # Tools of MCP servers (environment `tools`).
+        "mcp": ["mcp>=2.3,<3"],
         "dev": [
             "build>=1.2",
             "hypothesis>=6.100",
             "import-linter>=2.1",
+            "mcp>=2.3,<3",
             "mbridge==0.15.1",
             "einops",  # mbridge imports it and does not say so
             "mypy>=1.13",

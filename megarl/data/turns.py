@@ -36,6 +36,7 @@ class Turns:
 
     def __init__(self, tokenizer: Any, render: Render | None, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._render, self._stops = tokenizer, render, set(stop_ids)
+        self._size = len(tokenizer)
         if render is not None:
             self._check()
 
@@ -64,7 +65,15 @@ class Turns:
     def _plain(self, observation: Any) -> list[int]:
         if isinstance(observation, str):
             return self._ids(observation)
-        return [int(token) for token in observation]
+        ids = [int(token) for token in observation]
+        if strange := [token for token in ids if not 0 <= token < self._size]:
+            raise DataError(
+                "the environment says a token id that the tokenizer does not have",
+                found=strange[0],
+                allowed=f"0 to {self._size - 1}",
+                fix="let the environment say text, or ids of this model's tokenizer",
+            )
+        return ids
 
     def _ids(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]

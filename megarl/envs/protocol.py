@@ -76,7 +76,7 @@ class Environment:
 
     @classmethod
     def tools(cls, settings: Any) -> list[dict[str, Any]]:
-        """JSON schemas of the tools that prompts announce, as chat templates take them. Called on every rank."""
+        """JSON schemas of the tools that prompts announce, as chat templates take them. Called on the first rank."""
         return []
 
     @classmethod

@@ -58,7 +58,9 @@ def build_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout
     if not config.has_turns:
         return None
     kind, settings = load_environment(config.env)
-    tools, data = kind.tools(settings), config.data
+    # One rank of all loads the tools: they may be programs to start, and all prompts must announce the same.
+    tools = layout.world.broadcast_json(kind.tools(settings) if layout.world.rank == 0 else None)
+    data = config.data
     render = None
     if data.chat_template or data.override_chat_template is not None:
         written = chat_renderer(tokenizer, data.override_chat_template, tools)

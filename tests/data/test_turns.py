@@ -70,3 +70,10 @@ def test_templates_that_change_or_do_not_end_a_turn_are_refused(template):
 def test_messages_without_a_template_are_refused():
     with pytest.raises(ConfigError, match=r"data.chat_template: true"):
         Turns(TOKENIZER, None, [EOS]).first([{"role": "user", "content": "a"}])
+
+
+def test_token_ids_that_the_tokenizer_does_not_have_are_refused():
+    turns = Turns(TOKENIZER, None, [EOS])
+    assert turns.first([0, len(TOKENIZER) - 1]) == [0, len(TOKENIZER) - 1]
+    with pytest.raises(DataError, match=f"found:   {len(TOKENIZER)}"):
+        turns.following([0, len(TOKENIZER)], ended=True)

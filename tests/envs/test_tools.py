@@ -76,6 +76,17 @@ BODY = '"arguments": {"a": 1, "b": "x"}'
         ("qwen25", f'<tool_call>{{"name": "add", {BODY}}}</tool_call>' * 2, [ADD, ADD]),
         ("qwen", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"x\\"}"}</tool_call>', [ADD]),
         ("qwen", '<tool_call>{"name": "now"}</tool_call>', [Call("now")]),
+        (
+            "qwen",
+            f'<think><tool_call>{{"name": "x"}}</tool_call></think><tool_call>{{"name": "add", {BODY}}}</tool_call>',
+            [ADD],
+        ),
+        (
+            "qwen",
+            f'<tool_call>{{"name": "x"}}</tool_call></think><tool_call>{{"name": "add", {BODY}}}</tool_call>',
+            [ADD],
+        ),
+        ("qwen", '<think><tool_call>{"name": "x"}</tool_call>', []),
         ("qwen", "The answer is {42}.", []),
         ("llama3", f'{{"name": "add", {BODY.replace("arguments", "parameters")}}}<|eot_id|>', [ADD]),
         (

@@ -8,12 +8,14 @@ assistant: 3995                      --> scored by the recipe's reward function
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.envs.protocol import Action, Environment, EnvSettings, Step
 from megarl.envs.tools.functions import Functions, load_tools
+from megarl.envs.tools.mcp_servers import McpServer, McpServers
 from megarl.envs.tools.parsers import PARSERS, Call
 from megarl.errors import ConfigError
 
@@ -23,7 +25,10 @@ _DEPTH = 100
 class ToolSettings(EnvSettings):
     """Keys of the section `env` for tool use."""
 
-    tools: list[str] = Field(description="functions that the model may call: file.py:fn, pkg.mod:fn")
+    tools: list[str] = Field(
+        default_factory=list, description="functions that the model may call: file.py:fn, pkg.mod:fn"
+    )
+    mcp: dict[str, McpServer] = Field(default_factory=dict, description="MCP servers whose tools it may call, by name")
     parser: Literal["qwen", "qwen25", "llama3"] = Field("qwen", description="how the model writes a call")
     workers: PositiveInt = Field(1, description="processes per replica that run tools")
     timeout_s: PositiveFloat = Field(10.0, description="deadline of a call; a later one is answered with an error")
@@ -40,20 +45,40 @@ class Tools(Environment):
     @classmethod
     def tools(cls, settings: ToolSettings) -> list[dict[str, Any]]:
         """Schemas of all tools."""
-        return [tool.schema for tool in load_tools(settings.tools)]
+        if not (settings.tools or settings.mcp):
+            raise ConfigError("no tools", where="env.tools", found=[], fix="name a function, or a server in env.mcp")
+        schemas = [tool.schema for tool in load_tools(settings.tools)]
+        if settings.mcp:
+            servers = McpServers(settings.mcp, settings.timeout_s)
+            servers.close()
+            _check_names([schema["function"]["name"] for schema in schemas], servers.names)
+            schemas += servers.schemas
+        return schemas
 
     @classmethod
-    def open(cls, settings: ToolSettings) -> Functions:
-        """The processes that run them."""
-        if not settings.tools:
-            raise ConfigError("no tools", where="env.tools", found=[], fix="name at least one function")
-        return Functions(
-            settings.tools, workers=settings.workers, timeout_s=settings.timeout_s, memory_mb=settings.memory_mb
-        )
+    def open(cls, settings: ToolSettings) -> Callers:
+        """The processes that run functions, and the connections to servers."""
+        callers = Callers()
+        try:
+            if settings.tools:
+                callers.add(
+                    Functions(
+                        settings.tools,
+                        workers=settings.workers,
+                        timeout_s=settings.timeout_s,
+                        memory_mb=settings.memory_mb,
+                    )
+                )
+            if settings.mcp:
+                callers.add(McpServers(settings.mcp, settings.timeout_s))
+        except BaseException:
+            callers.close()
+            raise
+        return callers
 
     @classmethod
-    def close(cls, shared: Functions) -> None:
-        """End the processes."""
+    def close(cls, shared: Callers) -> None:
+        """End the processes and connections."""
         shared.close()
 
     def step(self, action: Action) -> Step:
@@ -75,6 +100,57 @@ class Tools(Environment):
             return f"error: the arguments are nested more than {_DEPTH} levels deep", True
         result: tuple[str, bool] = self.shared.call(call.name, call.arguments)
         return result
+
+
+class Caller(Protocol):
+    """What runs tools: `names` of them, `call(name, arguments) -> (text, failed)` from any thread."""
+
+    @property
+    def names(self) -> list[str]:
+        """What the tools are called."""
+
+    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """What the tool said, or its error as the model is told it, and whether it failed."""
+
+    def close(self) -> None:
+        """End what runs them."""
+
+
+class Callers:
+    """All that the episodes of a replica call. `names`: of the tools."""
+
+    def __init__(self) -> None:
+        self._all: list[Caller] = []
+        self._by_name: dict[str, Caller] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """What the tools are called."""
+        return list(self._by_name)
+
+    def add(self, caller: Caller) -> None:
+        """Take on its tools; `close` ends it, too."""
+        self._all.append(caller)
+        self._by_name |= dict.fromkeys(caller.names, caller)
+
+    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """As `Caller.call`."""
+        return self._by_name[name].call(name, arguments)
+
+    def close(self) -> None:
+        """End everything."""
+        for caller in self._all:
+            caller.close()
+
+
+def _check_names(functions: Sequence[str], served: Sequence[str]) -> None:
+    if twice := sorted(set(functions) & set(served)):
+        raise ConfigError(
+            "a function and a tool of an MCP server have one name",
+            where="env.tools",
+            found=twice,
+            fix="rename the function, or choose the server's tools with env.mcp.NAME.tools",
+        )
 
 
 def _is_deep(value: Any) -> bool:

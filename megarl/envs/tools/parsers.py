@@ -18,6 +18,7 @@ _TAG = "<|python_tag|>"
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 #: What text of a policy can make Python's parsers raise: wrong, nested too deep, too large, unhashable keys.
 _UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError)
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _SPECIAL = re.compile(r"<\|(?!python_tag)[^|<>]*\|>")
 
 
@@ -31,14 +32,14 @@ class Call:
 
 
 def parse_qwen(text: str) -> list[Call]:
-    """Calls in the order of the text.
+    """Calls in the order of the text; what a model writes while it thinks (`<think>`) calls nothing.
 
     >>> parse_qwen('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [Call(name='add', arguments={'a': 1}, error='')]
     """
     return [
         _from_json(body, "arguments") if end else Call(error="a <tool_call> has no </tool_call>")
-        for body, end in _CALL.findall(text)
+        for body, end in _CALL.findall(_without_thoughts(text))
     ]
 
 
@@ -68,6 +69,13 @@ def parse_llama3(text: str) -> list[Call]:
 
 #: The parsers by name.
 PARSERS: dict[str, Callable[[str], list[Call]]] = {"qwen": parse_qwen, "qwen25": parse_qwen, "llama3": parse_llama3}
+
+
+def _without_thoughts(text: str) -> str:
+    """A template may open the thought in the prompt, so a `</think>` without a beginning ends one, too."""
+    if "</think>" in text and "<think>" not in text.split("</think>", 1)[0]:
+        text = text.split("</think>", 1)[1]
+    return _THOUGHT.sub("", text)
 
 
 def _from_json(body: str, key: str) -> Call:

@@ -1,0 +1,306 @@
+"""Tools of MCP servers, through the official package `mcp`: programs started here, or servers reached over HTTP.
+
+McpServers          the connections of one replica; calls come from any thread
+`- _Connection      one server: a task keeps it open, since the package wants it closed by the task that opened it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import sys
+import threading
+from collections.abc import Coroutine, Mapping
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from megarl.config.base import Section
+from megarl.envs.tools.schema import as_schema
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp.types import CallToolResult
+
+_KEY = "env.mcp"
+#: Beyond a call's own deadline, which the package keeps: what its answer may take on the way through the event loop.
+_GRACE_S = 5.0
+#: Within this a server tells its tools again after an error, or its connection is given up.
+_CHECK_S = 5.0
+#: Until a program that was told to end is killed.
+_END_S = 10.0
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+T = TypeVar("T")
+
+
+class McpServer(Section):
+    """One MCP server: a program that speaks over stdin and stdout, or an address."""
+
+    command: str | None = Field(None, description="program to start, once per replica")
+    args: list[str] = Field(default_factory=list, description="its arguments")
+    cwd: str | None = Field(None, description="folder it starts in; null: the run's")
+    pass_env: list[str] = Field(
+        default_factory=list, description="environment variables it is given; of the others it sees PATH, HOME and USER"
+    )
+    url: str | None = Field(None, description="address of a server that runs (streamable HTTP)")
+    token_env: str | None = Field(None, description="environment variable with the bearer token for `url`")
+    tools: list[str] | None = Field(None, description="tools that the model may call; null: all that the server has")
+    start_s: PositiveFloat = Field(30.0, description="deadline until the server has told its tools")
+
+    @model_validator(mode="after")
+    def _one_way(self) -> McpServer:
+        if (self.command is None) == (self.url is None):
+            raise ValueError("a server has a command or a url, one of the two")
+        if self.url is None and self.token_env:
+            raise ValueError("token_env is for a url; a program is given variables by pass_env")
+        if self.url is not None and (self.args or self.cwd or self.pass_env):
+            raise ValueError("args, cwd and pass_env are for a command")
+        parts = urlsplit(self.url or "")
+        if self.url is not None and parts.scheme not in ("http", "https"):
+            raise ValueError("a url begins with http:// or https://")
+        if parts.password:
+            raise ValueError("credentials do not belong into a url: name a variable with token_env")
+        if self.token_env and parts.scheme == "http" and parts.hostname not in _LOOPBACK:
+            raise ValueError("a token is sent over https:// only, or to this machine")
+        return self
+
+
+class McpServers:
+    """Connections to servers, and what their tools are.
+
+    Args:
+        servers: by the name that messages give them.
+        timeout_s: a call that takes longer is answered with an error.
+
+    Attributes:
+        schemas: of all tools, as chat templates take them.
+
+    Raises:
+        ConfigError: the package is missing, a server does not start or answer, lacks a tool that was asked for, or two
+            have tools of one name.
+    """
+
+    def __init__(self, servers: Mapping[str, McpServer], timeout_s: float) -> None:
+        _check_package()
+        self._timeout_s = timeout_s
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
+        self._thread.start()
+        self._connections = [_Connection(name, server) for name, server in servers.items()]
+        self._holder: dict[str, _Connection] = {}
+        self.schemas: list[dict[str, Any]] = []
+        try:
+            for connection in self._connections:
+                self._wait(connection.open(), connection.server.start_s + _GRACE_S)
+                self._take(connection)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def names(self) -> list[str]:
+        """What the tools are called."""
+        return list(self._holder)
+
+    def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
+        """What a tool returned, or its error as the model is told it, and whether it failed.
+
+        A server whose connection has ended is started or reached again first.
+        """
+        connection = self._holder[name]
+        # The package's deadline is for the call itself; a server that starts again has its own before that.
+        limit = self._timeout_s + connection.server.start_s + _END_S + _CHECK_S + _GRACE_S
+        try:
+            return self._wait(connection.call(name, arguments, self._timeout_s), limit)
+        except TimeoutError:
+            return f"error: no result within {self._timeout_s:g} s", True
+        except ConfigError as error:  # it does not start again
+            return f"error: the tool is not available: {error.what}", True
+
+    def close(self) -> None:
+        """End the connections, and with them the programs that were started."""
+        for connection in self._connections:
+            self._wait(connection.close(), _END_S + _GRACE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_GRACE_S)
+
+    def _take(self, connection: _Connection) -> None:
+        wanted = connection.server.tools
+        if wanted is not None and (missing := sorted(set(wanted) - set(connection.schemas))):
+            raise ConfigError(
+                f"the MCP server {connection.name!r} has no such tool",
+                where=f"{_KEY}.{connection.name}.tools",
+                found=missing,
+                allowed=sorted(connection.schemas),
+            )
+        for name in connection.schemas if wanted is None else wanted:
+            if name in self._holder:
+                raise ConfigError(
+                    f"the MCP servers {self._holder[name].name!r} and {connection.name!r} both have a tool {name!r}",
+                    where=_KEY,
+                    fix=f"choose with {_KEY}.{connection.name}.tools",
+                )
+            self._holder[name] = connection
+            self.schemas.append(connection.schemas[name])
+
+    def _wait(self, work: Coroutine[Any, Any, T], limit_s: float) -> T:
+        """The result of `work` in the loop's thread; TimeoutError, and `work` is cancelled, after `limit_s`."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(limit_s)
+        except TimeoutError:
+            future.cancel()
+            raise
+
+
+class _Connection:
+    """One server. `schemas`: of all its tools, by name."""
+
+    def __init__(self, name: str, server: McpServer) -> None:
+        self.name, self.server = name, server
+        self.schemas: dict[str, dict[str, Any]] = {}
+        self._client: Client | None = None
+        self._opening = asyncio.Lock()
+        self._over = asyncio.Event()
+        self._ready: asyncio.Future[Client]  # of the attempt that `_task` is
+        self._task: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Connect, and ask for the tools.
+
+        Raises:
+            ConfigError: names the server, and says what went wrong.
+        """
+        await self.close()
+        self._over = asyncio.Event()
+        self._ready = ready = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._keep(ready, self._over))
+        try:
+            async with asyncio.timeout(self.server.start_s):
+                client = await asyncio.shield(ready)
+                self.schemas = await _tools_of(client)
+        except Exception as error:  # whatever a server, the network or the package raises
+            await self.close()
+            raise ConfigError(
+                f"the MCP server {self.name!r} does not answer",
+                where=f"{_KEY}.{self.name}",
+                found=self.server.url or " ".join([self.server.command or "", *self.server.args]),
+                fix=f"try it on its own; here it gave {_reason(error, self.server.start_s)}",
+            ) from error
+        self._client = client
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
+        """The tool's answer, and whether it is an error.
+
+        Raises:
+            TimeoutError: none within `timeout_s`.
+            ConfigError: the connection was over, and the server does not answer again.
+        """
+        async with self._opening:
+            if self._client is None:
+                await self.open()
+            client = self._client
+        assert client is not None, "open() connects or raises"
+        try:
+            async with asyncio.timeout(timeout_s):
+                return _text_of(await client.call_tool(name, arguments))
+        except TimeoutError:
+            await self._check(client)
+            raise
+        except Exception as error:  # what the server, the connection or the package raises is told to the model
+            await self._check(client)
+            return f"error: {error}", True
+
+    async def close(self) -> None:
+        """End the connection; a program that was started is ended, and killed where it does not heed that."""
+        self._client = None
+        self._over.set()
+        if self._task is not None:
+            if not self._ready.done():  # it waits for a server that has not answered yet, not for `_over`
+                self._task.cancel()
+            await asyncio.wait({self._task}, timeout=_END_S)
+            self._task.cancel()
+            self._task = None
+
+    async def _check(self, client: Client) -> None:
+        """After an error: give up a connection that does not answer any more; the next call makes another."""
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                await _tools_of(client)
+        except Exception:
+            if client is self._client:
+                self._client = None
+
+    async def _keep(self, ready: asyncio.Future[Client], over: asyncio.Event) -> None:
+        """Hold the connection open from its beginning to its end, in one task as the package asks for."""
+        try:
+            async with AsyncExitStack() as stack:
+                ready.set_result(await stack.enter_async_context(await _connect(self.server, stack)))
+                await over.wait()
+        except Exception as error:
+            if not ready.done():
+                ready.set_exception(error)
+
+
+async def _connect(server: McpServer, stack: AsyncExitStack) -> Client:
+    from mcp import Client
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+    from mcp.client.streamable_http import streamable_http_client
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    if server.url is None:
+        given = {name: _variable(name) for name in server.pass_env}
+        program = StdioServerParameters(command=str(server.command), args=server.args, env=given, cwd=server.cwd)
+        # The stream of the process: what a test or a progress bar put in its place has no file descriptor.
+        return Client(stdio_client(program, sys.__stderr__ or sys.stderr), cache=None)
+    headers = {"Authorization": f"Bearer {_variable(server.token_env)}"} if server.token_env else None
+    http = await stack.enter_async_context(create_mcp_http_client(headers))
+    return Client(streamable_http_client(server.url, http_client=http), cache=None)
+
+
+async def _tools_of(client: Client) -> dict[str, dict[str, Any]]:
+    """Schemas by name, of all pages that the server has."""
+    schemas: dict[str, dict[str, Any]] = {}
+    cursor = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        for tool in page.tools:
+            schemas[tool.name] = as_schema(tool.name, tool.description or tool.name, tool.input_schema)
+        cursor = page.next_cursor
+        if cursor is None:
+            return schemas
+
+
+def _text_of(result: CallToolResult) -> tuple[str, bool]:
+    """What a model reads of a result: its texts, else its JSON. Other content is named, not shown."""
+    parts = [str(getattr(part, "text", f"[{part.type}]")) for part in result.content]
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
+    text = "\n".join(parts)
+    return (f"error: {text}" if result.is_error else text), bool(result.is_error)
+
+
+def _reason(error: BaseException, limit_s: float) -> str:
+    """The innermost error of a group in a line."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError):
+        return f"nothing within {limit_s:g} s (start_s)"
+    return f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
+
+
+def _variable(name: str) -> str:
+    value = os.environ.get(name)
+    if value is None:
+        raise LookupError(f"the environment variable {name} is not set")
+    return value
+
+
+def _check_package() -> None:
+    if importlib.util.find_spec("mcp") is None:
+        raise ConfigError("the package mcp is not installed", where=_KEY, fix="pip install 'megarl[mcp]'")

@@ -1,0 +1,171 @@
+"""Tools of MCP servers: real ones, over stdin and stdout and over HTTP."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.envs.registry import load_environment
+from megarl.envs.tools.environment import Tools
+from megarl.envs.tools.mcp_servers import McpServer, McpServers
+from megarl.errors import ConfigError
+
+pytest.importorskip("mcp", reason="the extra mcp is not installed")
+
+SERVER = str(Path(__file__).parent / "mcp_server.py")
+LIMIT_S = 1.0
+
+
+def program(**more: object) -> McpServer:
+    return McpServer.model_validate({"command": sys.executable, "args": [SERVER], **more})
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[McpServers]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SECRET", "42")
+        patch.setenv("OTHER", "not for servers")
+        opened = McpServers({"arithmetic": program(pass_env=["SECRET"])}, LIMIT_S)
+        yield opened
+        opened.close()
+
+
+def test_the_tools_of_a_server_have_schemas_and_are_called(servers):
+    assert servers.schemas[0] == {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "description": "Multiply two whole numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
+        },
+    }
+    assert servers.names == ["multiply", "misbehave", "secret"]
+    assert servers.call("multiply", {"a": 47, "b": 85}) == ("3995", False)
+
+
+def test_what_goes_wrong_is_told_to_the_model(servers):
+    for arguments in ({"a": 1}, {"a": "x", "b": 2}):
+        text, failed = servers.call("multiply", arguments)
+        assert failed
+        assert text.startswith("error: ")
+    text, failed = servers.call("misbehave", {"how": "raise"})
+    assert failed
+    assert "raise" in text
+
+
+def test_a_server_that_ends_is_started_again(servers):
+    text, failed = servers.call("misbehave", {"how": "die"})
+    assert failed
+    assert text.startswith("error: ")
+    assert servers.call("multiply", {"a": 2, "b": 3}) == ("6", False)
+
+
+def test_a_late_result_is_an_error(servers):
+    assert servers.call("misbehave", {"how": "sleep"}) == ("error: no result within 1 s", True)
+    assert servers.call("multiply", {"a": 2, "b": 3}) == ("6", False)
+
+
+def test_a_server_sees_no_variable_that_it_was_not_given(servers):
+    assert servers.call("secret", {}) == ("42", False)
+
+
+def test_a_server_over_http_is_reached_again_after_its_end():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = serve(port)
+    try:
+        servers = McpServers({"web": McpServer(url=f"http://127.0.0.1:{port}/mcp", tools=["multiply"])}, LIMIT_S)
+        assert servers.names == ["multiply"]
+        assert servers.call("multiply", {"a": 47, "b": 85}) == ("3995", False)
+        process.kill()
+        process.wait()
+        text, failed = servers.call("multiply", {"a": 2, "b": 3})
+        assert failed
+        assert text.startswith("error: ")
+        process = serve(port)
+        assert servers.call("multiply", {"a": 2, "b": 3}) == ("6", False)
+        servers.close()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def serve(port: int) -> subprocess.Popen[bytes]:
+    """A server that listens."""
+    process = subprocess.Popen([sys.executable, SERVER, str(port)], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return process
+        except OSError:
+            time.sleep(0.05)
+    raise AssertionError("the server did not start")
+
+
+def test_what_a_model_calls_may_be_functions_and_servers_together():
+    own = {"name": "tools", "mcp": {"arithmetic": {"command": sys.executable, "args": [SERVER], "tools": ["multiply"]}}}
+    functions = [f"{Path(__file__).parent / 'some_tools.py'}:{name}" for name in ("shift", "sums")]
+    _, settings = load_environment({**own, "tools": functions})
+    assert [schema["function"]["name"] for schema in Tools.tools(settings)] == ["shift", "sums", "multiply"]
+    shared = Tools.open(settings)
+    try:
+        assert shared.names == ["shift", "sums", "multiply"]
+        assert shared.call("multiply", {"a": 2, "b": 3}) == ("6", False)
+        assert shared.call("sums", {"numbers": [1, 2]}) == ('{"sum": 3.0}', False)
+    finally:
+        Tools.close(shared)
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({}, "a command or a url, one of the two"),
+        ({"command": "x", "url": "http://a/mcp"}, "a command or a url, one of the two"),
+        ({"url": "ftp://a/mcp"}, "http:// or https://"),
+        ({"url": "https://me:password@a/mcp"}, "token_env"),
+        ({"url": "http://a.example/mcp", "token_env": "T"}, "over https:// only"),
+        ({"url": "http://a/mcp", "args": ["x"]}, "are for a command"),
+        ({"command": "x", "token_env": "T"}, "pass_env"),
+        ({"comand": "x"}, "comand"),
+    ],
+)
+def test_a_server_that_is_described_wrongly_is_refused(server, message):
+    with pytest.raises(ConfigError, match=message):
+        load_environment({"name": "tools", "mcp": {"one": server}})
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (program(command="/nowhere/to/be/found"), "'one' does not answer[\\s\\S]*FileNotFoundError"),
+        (program(args=["-c", "pass"]), "'one' does not answer[\\s\\S]*start it|'one' does not answer"),
+        (program(args=["-c", "import time; time.sleep(60)"], start_s=0.5), "nothing within 0.5 s"),
+        (program(pass_env=["NOT_THERE"]), "NOT_THERE is not set"),
+        (program(tools=["divide"]), "has no such tool[\\s\\S]*divide[\\s\\S]*multiply"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused(server, message):
+    with pytest.raises(ConfigError, match=message):
+        McpServers({"one": server}, LIMIT_S)
+
+
+def test_two_tools_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match=r"both have a tool 'multiply'"):
+        McpServers({"one": program(tools=["multiply"]), "two": program(tools=["multiply"])}, LIMIT_S)
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"megarl\[mcp\]"):
+        McpServers({"one": program()}, LIMIT_S)
