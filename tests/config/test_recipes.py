@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from megarl.config.load import load_config
 from megarl.data.prompts import PromptDataset
 from megarl.data.tokenizer import load_tokenizer
@@ -27,3 +29,15 @@ def test_gsm8k_calculator_never_trains_on_held_out_prompts(tmp_path):
     config = load_config("grpo_gsm8k_calc", overrides)
     assert prompts(config, "train") == {"1+2=", "48/2="}
     assert prompts(config, "val") == {"5*5="}
+
+
+@pytest.mark.parametrize("name", ["grpo_qwen3_8b_8gpu", "grpo_qwen3_30b_a3b_32gpu"])
+def test_recipes_for_gpus_generate_on_servers_that_share_the_trainers_gpus(name):
+    rollout = load_config(name).rollout
+    assert (rollout.engine, rollout.sglang.colocated) == ("sglang", True)
+
+
+def test_the_8b_recipe_keeps_its_activations():
+    """Recomputing all of them costs a quarter of the update, and micro-batches of 8k tokens fit without."""
+    engine = load_config("grpo_qwen3_8b_8gpu").actor.engine
+    assert (engine.recompute, engine.micro_batch_tokens) == ("none", 8192)
