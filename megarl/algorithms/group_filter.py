@@ -84,11 +84,11 @@ def accuracy_filter(
 
 
 def truncated_filter(finish_reason: Sequence[str]) -> Tensor:
-    """bool [B]: samples whose response ended by itself, not at the length limit ("length").
+    """bool [B]: samples whose response ended by itself ("stop"), not at a limit of tokens or seconds.
 
     Source: DAPO (arXiv 2503.14476), overlong filtering.
     """
-    return torch.tensor([reason != "length" for reason in finish_reason], dtype=torch.bool)
+    return torch.tensor([reason == "stop" for reason in finish_reason], dtype=torch.bool)
 
 
 def _numbers(uid: Sequence[Hashable], like: Tensor) -> tuple[Tensor, int]:

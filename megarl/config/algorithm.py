@@ -63,7 +63,7 @@ class FilterConfig(Section):
 
     low: float | None = Field(None, description="smallest mean score of a group that is kept; null: no bound")
     high: float | None = Field(None, description="largest mean score of a group that is kept; null: no bound")
-    truncated: bool = Field(False, description="leave out responses that were cut at the length limit")
+    truncated: bool = Field(False, description="leave out responses that a limit of tokens or seconds cut")
 
     @property
     def active(self) -> bool:

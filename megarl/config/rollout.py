@@ -35,7 +35,9 @@ class LimitsConfig(Section):
         None, description="tokens after the first observation, those of the environment too; null: max_new_tokens"
     )
     seconds: PositiveFloat | None = Field(
-        None, description="seconds of wall time, looked at between turns; null: no limit. Set, runs are not repeatable"
+        None,
+        description="seconds of wall time; turns that are under way then end with what there is. null: no limit. "
+        "Set, runs are not repeatable",
     )
 
     def response_tokens(self, sampling: SamplingConfig) -> int:

@@ -32,10 +32,11 @@ class Trajectory:
         versions: of the weights that drew these tokens, as runs; the environment's count to the turn before them.
         turn_starts, turn_ends: where each turn of the policy begins and ends in `token_ids`.
         turn_rewards: one per turn.
-        finish_reason: `stop` or `length`, of the last turn.
+        finish_reason: `stop`, `length` or `abort`, of the last turn.
         ended_by: done, turns, tokens, seconds or error; empty while it goes on.
         error: what failed, when `ended_by` is error.
-        info: numbers of the environment, added up over the turns.
+        info: numbers of the environment, added up over the turns; with servers also `cached`, the share of the tokens
+            before the policy's turns that was in a prefix cache.
     """
 
     prompt_ids: list[int]
@@ -70,6 +71,22 @@ class Trajectory:
         """End with an error. None of its tokens is trained on, and there is at least one."""
         self.error, self.ended_by = error, "error"
         self.drawn = [False] * len(self.drawn)
+        self._need_token(end_token, version)
+
+    def end_unsaid(self, end_token: int, version: int) -> None:
+        """End, by the limit of seconds, before the policy drew a token of its turn: it ends with the turn before.
+
+        An episode that has no such turn is one end token that is not trained on.
+        """
+        self.ended_by, self.finish_reason = "seconds", "abort"
+        end = self.turn_ends[-1] if self.turn_ends else 0
+        if dropped := len(self.token_ids) - end:
+            self.versions[-1][1] -= dropped  # they counted to the turn before
+        for per_token in (self.token_ids, self.drawn, self.logprobs):
+            del per_token[end:]
+        self._need_token(end_token, version)
+
+    def _need_token(self, end_token: int, version: int) -> None:
         if not self.token_ids:
             self._append([end_token], drawn=False, logprobs=[0.0], versions=[[version, 1]])
             self.turn_starts, self.turn_ends, self.turn_rewards = [1], [1], [0.0]  # a turn without a token

@@ -31,7 +31,8 @@ class Action:
         text: what it said, without special tokens.
         raw: the same with them.
         token_ids: the same as it was drawn, end token included.
-        finish_reason: `stop`, or `length` when the turn was cut; nothing can follow a cut turn.
+        finish_reason: `stop`; `length` or `abort` when the limit of tokens or of seconds cut the turn, and nothing
+            can follow.
         turn: number of the turn, from 0.
     """
 

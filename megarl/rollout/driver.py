@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +22,10 @@ from megarl.data.turns import Turns
 from megarl.envs.host import Host, Reply
 from megarl.envs.protocol import Action
 from megarl.errors import MegarlError, UserError
-from megarl.rollout.engine import Generation, RolloutEngine
+from megarl.rollout.engine import Completion, Generation, RolloutEngine
+
+#: What ends an episode whose environment is not done, by how its last turn ended.
+_ENDED_BY = {"stop": "turns", "length": "tokens", "abort": "seconds"}
 
 
 class EpisodeError(MegarlError):
@@ -94,11 +98,11 @@ class Driver:
             EpisodeError: an environment failed, and `on_error` is `fail`.
         """
         longest = self.limits.prompt_tokens + self.limits.tokens
-        generation = self.engine.open(sampling, eos_ids, len(starts), longest)
-        game = _Game(self, generation, starts, sampling, eos_ids[0], advance or (lambda count: None))
-        game.reset()
-        while generation.any_busy(game.live > 0):
-            game.play_turns()
+        with closing(self.engine.open(sampling, eos_ids, len(starts), longest)) as generation:
+            game = _Game(self, generation, starts, sampling, eos_ids[0], advance or (lambda count: None))
+            game.reset()
+            while generation.any_busy(game.live > 0):
+                game.play_turns()
         return game.trajectories
 
 
@@ -118,6 +122,8 @@ class _Game:
         self._sampling, self._end_token = sampling, end_token
         self.trajectories = [Trajectory(start.prompt_ids) for start in starts]
         self.live = len(starts)
+        self._under_way: set[int] = set()
+        self._read: dict[int, tuple[int, int]] = {}  # tokens before its turns, and those of them that were cached
         self._began = time.monotonic()
 
     def reset(self) -> None:
@@ -133,17 +139,41 @@ class _Game:
 
     def play_turns(self) -> None:
         """Wait until turns are over, let the environments answer them, and let those episodes go on."""
-        finished = self._generation.wait()
-        for number, completion in finished.items():
-            self.trajectories[number].add_turn(
-                completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason
-            )
-        replies = self._ask(lambda host: host.step(self._actions(list(finished))))
+        finished = self._turns()
+        for number, done in finished.items():
+            self._count_cached(number, done)
+            if done.token_ids:
+                self.trajectories[number].add_turn(done.token_ids, done.logprobs, done.versions, done.finish_reason)
+            else:
+                self.trajectories[number].end_unsaid(self._end_token, self._d.engine.weight_version)
+        said = [number for number, done in finished.items() if done.token_ids]
+        replies = self._ask(lambda host: host.step(self._actions(said) if said else {}))
         told = self._tell({i: (reply, self._following(i, reply)) for i, reply in replies.items()})
-        late = self._d.share(self._is_late())
+        late = self._is_late()
         for number, (reply, ids) in told.items():
             self._take(number, reply, ids, late)
         self._go_on(finished)
+
+    def _turns(self) -> dict[int, Completion]:
+        """Turns that are over. When the time of the episodes is, all turns end with what there is of them."""
+        finished = self._generation.wait(None if self._d.limits.seconds is None else self._is_late)
+        self._under_way -= finished.keys()
+        if self._under_way and self._is_late():
+            for number in sorted(self._under_way):
+                self._generation.abort(number)
+            while self._under_way:
+                finished |= self._generation.wait()
+                self._under_way -= finished.keys()
+        return finished
+
+    def _count_cached(self, number: int, done: Completion) -> None:
+        """Keep, where the engine says so, which share of what it had to read was in its prefix cache."""
+        if done.cached is None:
+            return
+        trajectory, (tokens, cached) = self.trajectories[number], self._read.get(number, (0, 0))
+        tokens, cached = tokens + len(trajectory.prompt_ids) + len(trajectory.token_ids), cached + done.cached
+        self._read[number] = tokens, cached
+        trajectory.info["cached"] = cached / tokens
 
     def _go_on(self, numbers: Iterable[int]) -> None:
         """Ask for the next turns of these episodes, or drop them where they are over."""
@@ -157,6 +187,7 @@ class _Game:
             tokens = [*trajectory.prompt_ids, *trajectory.token_ids]
             room = min(self._sampling.max_new_tokens, self._d.limits.tokens - len(trajectory.token_ids))
             self._generation.submit(number, tokens, self._starts[number].turn_seed(trajectory.turns), room)
+            self._under_way.add(number)
         self.live -= len(over)
         if self._d.host is not None:
             self._d.host.forget(over)
@@ -214,7 +245,7 @@ class _Game:
         if reply.done:
             trajectory.ended_by = "done"
         elif ids is None:
-            trajectory.ended_by = "tokens" if trajectory.finish_reason != "stop" else "turns"
+            trajectory.ended_by = _ENDED_BY[trajectory.finish_reason]
         elif len(trajectory.token_ids) + len(ids) >= limits.tokens:
             trajectory.ended_by = "tokens"
         elif late:
@@ -235,5 +266,6 @@ class _Game:
         return trajectory.turns >= self._d.limits.turns
 
     def _is_late(self) -> bool:
+        """Whether the time of the episodes is over, by the clock of the replica's first rank. Collective over it."""
         limit = self._d.limits.seconds
-        return limit is not None and time.monotonic() - self._began > limit
+        return limit is not None and self._d.share(time.monotonic() - self._began > limit)

@@ -9,7 +9,8 @@ from typing import Literal, Protocol
 from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import VersionRuns
 
-FinishReason = Literal["stop", "length"]
+#: An end token was drawn; the limit of tokens was reached; it was ended with what there was.
+FinishReason = Literal["stop", "length", "abort"]
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sample: its tokens (end token included) and their log-probs.
+    """One sample: its tokens (end token included; none at all only after an abort) and their log-probs.
 
     `logprobs[i]` is log p(token_ids[i] | prompt, token_ids[:i]) under the full softmax at the sampling temperature
     (temperature 1 when greedy), before top-k, top-p and min-token masks. `versions` says which weights drew them.
+
+    `cached`: tokens before it whose keys and values were there already; None where nobody counts them.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: FinishReason
     versions: VersionRuns
+    cached: int | None = None
 
 
 class RolloutEngine(Protocol):
@@ -88,8 +92,20 @@ class Generation(Protocol):
         """
         ...
 
-    def wait(self) -> dict[int, Completion]:
-        """Turns that are over, at least one when one is under way; the others go on with the next call."""
+    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
+        """Turns that are over, at least one when one is under way; the others go on with the next call.
+
+        Args:
+            enough: asked now and then, collective over the replica and the same on its ranks: true ends the waiting,
+                whether a turn is over or not.
+        """
+        ...
+
+    def abort(self, sequence: int) -> None:
+        """End the turn of `sequence`, which is under way; the next `wait` gives what there is of it, perhaps nothing.
+
+        Its finish reason is `abort`, unless it came to its own end.
+        """
         ...
 
     def forget(self, sequence: int) -> None:
@@ -98,4 +114,8 @@ class Generation(Protocol):
 
     def any_busy(self, busy: bool) -> bool:
         """Whether a rank that must `wait` together with this one is busy. Collective over those ranks."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more is asked; turns that are under way are given up. Not collective."""
         ...

@@ -25,13 +25,16 @@ class Rounds:
     sampling: SamplingConfig
     eos_ids: Sequence[int]
     _turns: dict[int, tuple[list[int], int, int]] = field(default_factory=dict)
+    _aborted: list[int] = field(default_factory=list)
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
         """See `Generation`."""
         self._turns[sequence] = (tokens, seed, room)
 
-    def wait(self) -> dict[int, Completion]:
-        """See `Generation`."""
+    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
+        """See `Generation`; `enough` is asked before a round."""
+        if self._turns and enough is not None and enough():
+            return {}
         groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
         for sequence, (tokens, _, room) in self._turns.items():
             groups.setdefault((room, tuple(tokens)), []).append(sequence)
@@ -41,11 +44,17 @@ class Rounds:
         ]
         self._turns = {}
         done = self.generate(requests, self.sampling, self.eos_ids)
-        return {
+        aborted, self._aborted = self._aborted, []
+        return {sequence: Completion([], [], "abort", []) for sequence in aborted} | {
             sequence: completion
             for members, completions in zip(groups.values(), done, strict=True)
             for sequence, completion in zip(members, completions, strict=True)
         }
+
+    def abort(self, sequence: int) -> None:
+        """See `Generation`: its round has not begun."""
+        del self._turns[sequence]
+        self._aborted.append(sequence)
 
     def forget(self, sequence: int) -> None:
         """See `Generation`: nothing is kept between rounds."""
@@ -53,3 +62,6 @@ class Rounds:
     def any_busy(self, busy: bool) -> bool:
         """See `Generation`."""
         return self.together(busy)
+
+    def close(self) -> None:
+        """See `Generation`: nothing is under way between rounds."""

@@ -134,7 +134,7 @@ def record_episodes(c: Controller, samples: Batch) -> None:
     m.mean("env/tokens/mean", float(lengths.sum()), len(good))
     m.max("env/tokens/max", float(lengths.max()))
     ends = [(samples["ended_by"][place], samples["finish_reason"][place]) for place in good]
-    m.mean("env/cut", sum(by != "done" or reason == "length" for by, reason in ends), len(good))
+    m.mean("env/cut", sum(by != "done" or reason != "stop" for by, reason in ends), len(good))
     infos = [samples["env_info"][place] for place in good]
     for name in sorted({name for info in infos for name in info}):
         m.mean(f"env/{name}", sum(info.get(name, 0.0) for info in infos), len(good))

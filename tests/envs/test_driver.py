@@ -130,7 +130,6 @@ def test_samples_of_a_prompt_share_a_request_while_they_are_alike(driver):
         ({"turns": 2}, 2, "turns", "stop"),
         ({"tokens": 5}, 2, "tokens", "length"),
         ({"tokens": 3}, 1, "tokens", "stop"),
-        ({"seconds": 1e-9}, 1, "seconds", "stop"),
     ],
 )
 def test_limits_end_an_episode_after_a_turn_of_the_policy(driver, limits, turns, ended_by, reason):

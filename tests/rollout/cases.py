@@ -60,13 +60,15 @@ def logprobs(results: list[list[Completion]]) -> torch.Tensor:
     return torch.tensor([x for group in results for c in group for x in c.logprobs])
 
 
-def full_forward(chunk: Any, prompt: list[int], response: list[int], temperature: float = 1.0) -> torch.Tensor:
+def full_forward(
+    chunk: Any, prompt: list[int], response: list[int], temperature: float = 1.0, grad: bool = False
+) -> torch.Tensor:
     """Log-probs of `response` from one forward pass of the training model over prompt + response."""
     from megarl.models.packing import pack_stream
 
     ids = torch.tensor(prompt + response)
     stream = pack_stream([len(ids)])
-    with torch.no_grad():
+    with torch.set_grad_enabled(grad):
         hidden = chunk(stream.input_ids(ids), stream.position_ids, None, packed_seq_params=stream.params)
         logits = torch.nn.functional.linear(hidden[len(prompt) - 1 : -1, 0], chunk.lm_head_weight).float()
     return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(response)[:, None])[:, 0]

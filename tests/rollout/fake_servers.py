@@ -27,9 +27,11 @@ def token(prompt: list[int], seed: int, place: int) -> int:
 
 
 class FakeServer(ThreadingHTTPServer):
-    """`rule(server, payload)` says how a request is treated: ok, abort, foreign, empty, die, hang, or an HTTP status.
+    """`rule(server, payload)` says how a request is treated: ok, abort, wait, foreign, empty, die, hang, or an HTTP
+    status.
 
-    foreign: with another run's weights; empty: no token, and the length limit is said to be reached.
+    wait: nothing comes until the request is aborted, then half of it; foreign: with another run's weights; empty: no
+    token, and the length limit is said to be reached.
 
     `info`: what it says of itself; bytes go as they are, at None it hangs up.
     """
@@ -42,6 +44,7 @@ class FakeServer(ThreadingHTTPServer):
         self.rule, self.payloads, self.lock = rule, list[dict[str, Any]](), threading.Lock()
         self.running = self.most = 0
         self.hangs = threading.Event()
+        self.aborts, self.aborted = list[str](), threading.Condition()
         self.info: Any = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": None}
 
     @property
@@ -65,11 +68,21 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         assert self.headers["Authorization"] == f"Bearer {KEY}"
         payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/abort_request":
+            with self.server.aborted:
+                self.server.aborts.append(payload["rid"])
+                self.server.aborted.notify_all()
+            self._send(200, {})
+            return
         with self.server.lock:
             self.server.payloads.append(payload)
             self.server.running += 1
             self.server.most = max(self.server.most, self.server.running)
             verdict = self.server.rule(self.server, payload)
+        if verdict == "wait":
+            with self.server.aborted:
+                assert self.server.aborted.wait_for(lambda: payload["rid"] in self.server.aborts, 20)
+            verdict = "abort"
         time.sleep(0.01)
         with self.server.lock:
             self.server.running -= 1

@@ -30,7 +30,7 @@ EOS = [5, 9]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sglang") / "model"
-    save_tiny(folder, "qwen3", vocab_size=VOCAB)
+    save_tiny(folder, "qwen3", vocab_size=VOCAB, max_position_embeddings=2048)
     return folder
 
 
@@ -99,7 +99,7 @@ def test_logprobs_are_those_of_the_full_distribution(
             expected = oracle(model, request.prompt_ids, sample.token_ids, temperature)
             # float32 on both sides, other kernels: the largest gap seen is 2e-6.
             torch.testing.assert_close(torch.tensor(sample.logprobs), expected, atol=2e-5, rtol=0)
-            assert sample.weight_version == 0
+            assert sample.versions == [[0, len(sample.token_ids)]]
 
 
 def test_a_sample_is_a_function_of_its_seed(both: Fleet) -> None:
@@ -127,6 +127,52 @@ def test_end_tokens_are_kept_and_only_the_given_ones_end(both: Fleet) -> None:
 def test_end_tokens_can_be_ignored(both: Fleet) -> None:
     groups = engine(both).generate(requests(2, 4), SamplingConfig(max_new_tokens=30, ignore_eos=True), EOS)
     assert {len(sample.token_ids) for group in groups for sample in group} == {30}
+
+
+def test_turns_find_what_came_before_in_the_cache_of_their_server(both: Fleet, model: Path) -> None:
+    generation = engine(both).open(SamplingConfig(max_new_tokens=12), [], 4, 200)
+    before = {i: [20 + i // 2] * 30 for i in range(4)}  # two pairs that begin alike
+    for i, prompt in before.items():
+        generation.submit(i, prompt, i, 12)
+    cached: dict[int, list[int]] = {i: [] for i in before}
+    while generation.any_busy(any(len(turns) < 3 for turns in cached.values())):
+        for i, done in generation.wait().items():
+            # float32 on both sides, other kernels, as above.
+            expected = oracle(model, before[i], done.token_ids, 1.0)
+            torch.testing.assert_close(torch.tensor(done.logprobs), expected, atol=2e-5, rtol=0)
+            # The last token that was drawn has never been fed, and neither has the answer.
+            known = len(before[i]) - len([40, 41, 42]) - 1 if cached[i] else 0
+            assert done.cached is not None
+            assert done.cached >= known
+            cached[i].append(done.cached)
+            before[i] = [*before[i], *done.token_ids, 40, 41, 42]
+            if len(cached[i]) < 3:
+                generation.submit(i, before[i], 100 + len(before[i]), 12)
+    generation.close()
+
+
+def test_an_aborted_turn_keeps_what_the_server_has_drawn(both: Fleet, model: Path) -> None:
+    made = engine(both)
+    generation = made.open(SamplingConfig(max_new_tokens=1500, ignore_eos=True), [], 2, 2000)
+    for i in range(2):
+        generation.submit(i, [20 + i] * 5, i, 1500)
+    assert generation.any_busy(True)
+    looks = iter([False] * 4)
+    assert generation.wait(lambda: next(looks, True)) == {}  # four looks take a second: some tokens, not 1,500
+    for i in range(2):
+        generation.abort(i)
+    cut: dict[int, Completion] = {}
+    while len(cut) < 2:
+        assert generation.any_busy(True)
+        cut |= generation.wait()
+    generation.close()
+    for i, done in cut.items():
+        assert done.finish_reason == "abort"
+        assert 0 < len(done.token_ids) < 1500
+        kept = [20 + i] * 5, done.token_ids
+        torch.testing.assert_close(torch.tensor(done.logprobs), oracle(model, *kept, 1.0), atol=5e-5, rtol=0)
+    again = tokens(made.generate([Request([20] * 5, [0])], SamplingConfig(max_new_tokens=8, ignore_eos=True), EOS))
+    assert again == [[cut[0].token_ids[:8]]]  # the same sample, and the server goes on
 
 
 def test_servers_listen_on_loopback_alone_and_want_their_key(both: Fleet) -> None:

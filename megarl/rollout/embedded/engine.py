@@ -134,12 +134,16 @@ class _Turns:
         """See `Generation`."""
         self.session.submit(sequence, tokens, seed, room)
 
-    def wait(self) -> dict[int, Completion]:
+    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
         """See `Generation`."""
         return {
             sequence: Completion(tokens, logprobs, reason, [[self.version, len(tokens)]])
-            for sequence, (tokens, logprobs, reason) in self.session.wait().items()
+            for sequence, (tokens, logprobs, reason) in self.session.wait(enough).items()
         }
+
+    def abort(self, sequence: int) -> None:
+        """See `Generation`."""
+        self.session.abort(sequence)
 
     def forget(self, sequence: int) -> None:
         """See `Generation`."""
@@ -148,6 +152,9 @@ class _Turns:
     def any_busy(self, busy: bool) -> bool:
         """See `Generation`: replicas generate each by itself."""
         return busy
+
+    def close(self) -> None:
+        """See `Generation`: nothing decodes between two calls of `wait`."""
 
 
 def _ignore(samples: int) -> None:

@@ -8,7 +8,7 @@ step. What a sequence says depends on its tokens and its seed, as in a session t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,6 +21,7 @@ from megarl.rollout.embedded.session import Session, SessionLimits
 from megarl.rollout.engine import FinishReason
 
 Drawn = tuple[list[int], list[float], FinishReason]
+_LOOK_EVERY = 8  # decode steps between two questions whether to go on: these may be collective
 _TOGETHER = 8  # answers come in groups of at least an eighth of what runs: reading several costs little more than one
 
 
@@ -45,6 +46,7 @@ class TurnSession(Session):
         self._contexts: dict[int, list[int]] = {}
         self._cached: dict[int, int] = {}  # positions of a kept sequence whose keys and values are there
         self._queue: list[int] = []
+        self._aborted: set[int] = set()
         # The rows after the running ones are kept: padded rows of a GPU's buckets write where no sequence reaches.
         self._idle = torch.tensor([[sequences], [0], [self._cache.max_length - 1], [0]], device=device)
 
@@ -60,10 +62,16 @@ class TurnSession(Session):
         if self._cached.pop(sequence, None) is not None and sequence in self._rows.holders:
             self._rows.forget(sequence)
 
+    def abort(self, sequence: int) -> None:
+        """End the turn of `sequence` with what was drawn so far; the next `wait` gives it."""
+        self._aborted.add(sequence)
+
     @torch.inference_mode()
-    def wait(self) -> dict[int, Drawn]:
-        """Decode until turns are over, and give these; nothing when none is under way."""
-        drawn: dict[int, Drawn] = {}
+    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Drawn]:
+        """Decode until turns are over or `enough()` is true, and give these; nothing when none is under way."""
+        drawn = self._cut_aborted()
+        if drawn:
+            return drawn
         steps, wanted = 0, 0
         while True:
             beat()
@@ -76,6 +84,25 @@ class TurnSession(Session):
             steps += 1
             if steps % self._check_every == 0:
                 drawn |= self._retire_turns(rows)
+            if enough is not None and steps % _LOOK_EVERY == 0 and enough():
+                return drawn
+
+    def _cut_aborted(self) -> dict[int, Drawn]:
+        """Aborted turns: those in the queue have nothing, those that run what was drawn of them."""
+        drawn: dict[int, Drawn] = {sequence: ([], [], "abort") for sequence in self._queue if sequence in self._aborted}
+        self._queue = [sequence for sequence in self._queue if sequence not in drawn]
+        rows = [row for row, sequence in enumerate(self._rows.holders) if sequence in self._aborted - drawn.keys()]
+        self._aborted = set()
+        if not rows:
+            return drawn
+        place = torch.tensor([self._rows.holders[row] for row in rows], device=self._stage.device)
+        count, room = self._state.count[rows], self._rooms[place]
+        self._rooms[place] = torch.minimum(count, room)
+        self._state.done[rows] = True
+        cut = set(place[count < room].tolist())
+        for sequence, (tokens, logprobs, reason) in self._retire_turns(self._rows.running).items():
+            drawn[sequence] = tokens, logprobs, "abort" if reason == "length" and sequence in cut else reason
+        return drawn
 
     def _extent(self, rows: int) -> tuple[int, int]:
         kept = max((self._cached.get(s, 0) for s in self._rows.holders[self._rows.running :]), default=0)

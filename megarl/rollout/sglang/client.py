@@ -1,6 +1,7 @@
 """Generation over HTTP: many samples in flight, retried on another server when theirs fails.
 
 samples --Router--> POST /generate --> answer --> finished?  else again, with what is there
+                          |      '-- POST /abort_request: the answer comes now, and what is there is all
                           |
                           '-- refused, too late, or no sign of life: the server is dropped, the sample looks on
 """
@@ -9,7 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.rollout import SamplingConfig
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 _HEALTH_EVERY_S = 5.0
 _PREFILL_ALONE = 256  # prompt tokens from which the first sample's prefill is worth waiting for
 _INTERRUPTIONS = 100  # per sample; more means that a server answers without getting anywhere
+_ABORT_AGAIN_S = 1.0  # a server forgets an abort that overtakes its request
 _REFUSED = range(400, 500)  # a mistake in the request: no other server would take it
 
 
@@ -57,11 +62,36 @@ class GenerationClient:
         Raises:
             ServerError: a server refused a request as wrong.
         """
-        return asyncio.run(_Call(self._config, servers, sampling, stop_ids, advance, tag).run(samples))
+        waiting = [sample for sample in samples if sample.finish_reason is None]
+        left = Counter(sample.prompt for sample in waiting)
+
+        def done(sample: ServedSample) -> None:
+            left[sample.prompt] -= 1
+            if not left[sample.prompt]:
+                call.forget(sample.prompt)
+            advance(1)
+
+        async def finish() -> dict[int, str]:
+            async with call.connected():
+                await _all([call.finish(group) for group in _by_prompt(waiting)])
+            return call.failed
+
+        call = Call(self._config, servers, sampling, stop_ids, tag, done)
+        return asyncio.run(finish())
 
 
-class _Call:
-    """The state of one call."""
+class Call:
+    """Samples on their way to servers, inside one event loop.
+
+    Args:
+        config: concurrency and deadlines.
+        servers: that may be asked, by number.
+        tag: what these are to call their weights.
+        done: called, in the event loop, with every sample that is finished.
+
+    Attributes:
+        failed: servers that failed, by number, with the reason.
+    """
 
     def __init__(
         self,
@@ -69,54 +99,86 @@ class _Call:
         servers: dict[int, ServerApi],
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
-        advance: Callable[[int], None],
         tag: str,
+        done: Callable[[ServedSample], None],
     ) -> None:
-        self._config, self._servers, self._tag = config, servers, tag
-        self._sampling, self._stop_ids, self._advance = sampling, list(stop_ids), advance
+        self._config, self._servers, self._tag, self._done = config, servers, tag, done
+        self._sampling, self._stop_ids = sampling, list(stop_ids)
         self._router: Router[int] = Router(servers, config.max_concurrency)
-        self._failed: dict[int, str] = {}
-        self._open: dict[int, int] = {}  # prompt -> unfinished samples
+        self.failed: dict[int, str] = {}
         self._in_flight: dict[int, set[asyncio.Task[dict[str, Any]]]] = {number: set() for number in servers}
+        self._asked: dict[int, tuple[int, str]] = {}  # identity of a sample -> server, and name of the request there
         self._freed: asyncio.Condition
+        self._session: ClientSession
 
-    async def run(self, samples: Sequence[ServedSample]) -> dict[int, str]:
-        """See GenerationClient.run."""
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Servers can be asked inside; they are watched meanwhile."""
         import aiohttp
 
-        waiting = [sample for sample in samples if sample.finish_reason is None]
-        for sample in waiting:
-            self._open[sample.prompt] = self._open.get(sample.prompt, 0) + 1
         self._freed = asyncio.Condition()
         timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
         connector = aiohttp.TCPConnector(limit=0, ssl=tls_context())
-        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            watches = [asyncio.create_task(self._watch(session, number)) for number in self._servers]
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
+            watches = [asyncio.create_task(self._watch(number)) for number in self._servers]
             try:
-                await _all([self._prompt(session, group) for group in _by_prompt(waiting)])
+                yield
             finally:
                 for watch in watches:
                     watch.cancel()
                 await asyncio.gather(*watches, return_exceptions=True)
-        return self._failed
 
-    async def _prompt(self, session: ClientSession, samples: list[ServedSample]) -> None:
-        """All samples of one prompt; a long prompt is prefilled once, before its samples come."""
+    def forget(self, prompt: int) -> None:
+        """No more samples of `prompt` will come."""
+        self._router.forget(prompt)
+
+    async def finish(self, samples: Sequence[ServedSample]) -> None:
+        """Ask for samples of equal prompts until they are complete or no server is left.
+
+        A long prompt is prefilled once, before its samples come.
+
+        Raises:
+            ServerError: a server refused a request as wrong.
+        """
         if len(samples) > 1 and len(samples[0].prompt_ids) >= _PREFILL_ALONE:
-            await self._prefill(session, samples[0])
-        await _all([self._finish(session, sample) for sample in samples])
+            await self._prefill(samples[0])
+        await _all([self._finish(sample) for sample in samples])
 
-    async def _prefill(self, session: ClientSession, sample: ServedSample) -> None:
+    async def abort(self, sample: ServedSample) -> None:
+        """End `sample`, which `finish` was given, with what there is of it."""
+        sample.aborted = True
+        async with self._freed:
+            self._freed.notify_all()  # it may wait for its turn
+        while (asked := self._asked.get(id(sample))) is not None:
+            await self._stop(*asked)
+            await asyncio.sleep(_ABORT_AGAIN_S)
+
+    async def _stop(self, number: int, request: str) -> None:
+        """Tell a server to answer `request` now. One that cannot be told is found out by its request or its watch."""
+        import aiohttp
+
+        server, timeout = self._servers[number], aiohttp.ClientTimeout(total=self._config.health_timeout_s)
+        settings: Any = {"headers": server.headers, "timeout": timeout, "allow_redirects": False}
+        with suppress(TimeoutError, aiohttp.ClientError, OSError):
+            async with self._session.post(f"{server.url}/abort_request", json={"rid": request}, **settings):
+                pass
+
+    async def _prefill(self, sample: ServedSample) -> None:
         payload = {"input_ids": sample.prompt_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
-        await self._answer(session, sample, payload)
+        await self._answer(sample, payload)
 
-    async def _finish(self, session: ClientSession, sample: ServedSample) -> None:
-        """Ask for `sample` until it is complete or no server is left."""
+    async def _finish(self, sample: ServedSample) -> None:
+        """Ask for `sample` until it is complete, aborted, or no server is left."""
         while sample.finish_reason is None:
-            answer = await self._answer(session, sample, sample.payload(self._sampling, self._stop_ids))
+            answer = await self._answer(sample, sample.payload(self._sampling, self._stop_ids))
             if answer is None:
-                return
+                if not sample.aborted:
+                    return
+                sample.finish_reason = "abort"
+                break
             number, body = answer
+            if sample.aborted and not body.get("output_ids"):
+                continue  # it was still in the server's queue
             try:
                 sample.add(body, self._sampling, self._stop_ids, self._tag)
                 if sample.finish_reason is None and sample.interruptions > _INTERRUPTIONS:
@@ -124,21 +186,18 @@ class _Call:
                     raise BadAnswerError(f"a sample was interrupted more than {_INTERRUPTIONS} times")
             except BadAnswerError as error:
                 self._fail(number, f"/generate: {error}")
-        self._open[sample.prompt] -= 1
-        if not self._open[sample.prompt]:
-            self._router.forget(sample.prompt)
-        self._advance(1)
+        self._done(sample)
 
-    async def _answer(
-        self, session: ClientSession, sample: ServedSample, payload: dict[str, Any]
-    ) -> tuple[int, dict[str, Any]] | None:
-        """Answer of the server it was routed to, and that server's number; None when no server is left."""
+    async def _answer(self, sample: ServedSample, payload: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+        """Answer of the server it was routed to, and that server's number; None: aborted, or no server is left."""
         while True:
-            number = await self._slot(sample.prompt)
+            number = await self._slot(sample)
             if number is None:
                 return None
-            task = asyncio.create_task(self._post(session, self._servers[number], payload))
+            request = uuid.uuid4().hex
+            task = asyncio.create_task(self._post(self._servers[number], payload | {"rid": request}))
             self._in_flight[number].add(task)
+            self._asked[id(sample)] = number, request
             try:
                 return number, await task
             except _LostError as error:
@@ -149,28 +208,32 @@ class _Call:
                     raise
             finally:
                 task.cancel()
+                del self._asked[id(sample)]
                 self._in_flight[number].discard(task)
                 self._router.give_back(number)
                 async with self._freed:
                     self._freed.notify_all()
 
-    async def _slot(self, prompt: int) -> int | None:
+    async def _slot(self, sample: ServedSample) -> int | None:
         async with self._freed:
             while True:
+                if sample.aborted:
+                    return None
                 try:
-                    number = self._router.take(prompt)
+                    number = self._router.take(sample.prompt)
                 except NoServerError:
                     return None
                 if number is not None:
                     return number
                 await self._freed.wait()
 
-    async def _post(self, session: ClientSession, server: ServerApi, payload: dict[str, Any]) -> dict[str, Any]:
+    async def _post(self, server: ServerApi, payload: dict[str, Any]) -> dict[str, Any]:
         import aiohttp
 
         try:
             url = f"{server.url}/generate"
-            async with session.post(url, json=payload, headers=server.headers, allow_redirects=False) as response:
+            settings: Any = {"headers": server.headers, "allow_redirects": False}
+            async with self._session.post(url, json=payload, **settings) as response:
                 await _check(response, server)
                 body: dict[str, Any] = await response.json()
                 return body
@@ -179,18 +242,18 @@ class _Call:
         except (aiohttp.ClientError, ValueError, OSError) as error:
             raise _LostError(f"/generate: {type(error).__name__}: {error}") from error
 
-    async def _watch(self, session: ClientSession, number: int) -> None:
+    async def _watch(self, number: int) -> None:
         """Drop a server that gives no sign of life; one that crashed shows by itself."""
         import aiohttp
 
         server, limit = self._servers[number], self._config.health_timeout_s
         seen = time.monotonic()
-        while number not in self._failed:
+        while number not in self.failed:
             await asyncio.sleep(min(_HEALTH_EVERY_S, limit / 4))
             try:
                 timeout = aiohttp.ClientTimeout(total=max(0.1, seen + limit - time.monotonic()))
                 settings: Any = {"headers": server.headers, "timeout": timeout, "allow_redirects": False}
-                async with session.get(f"{server.url}/health", **settings) as response:
+                async with self._session.get(f"{server.url}/health", **settings) as response:
                     if response.status == 200:
                         seen = time.monotonic()
             except (TimeoutError, aiohttp.ClientError, OSError):
@@ -200,10 +263,17 @@ class _Call:
 
     def _fail(self, number: int, why: str) -> None:
         """Route nothing more to a server, and let its samples look for another one."""
-        self._failed.setdefault(number, why)
+        self.failed.setdefault(number, why)
         self._router.drop(number)
         for task in self._in_flight[number]:
             task.cancel()
+
+
+def for_others(error: BaseException) -> dict[str, Any]:
+    """Fields of the ServerError that stands for `error` on other ranks."""
+    if isinstance(error, ServerError):
+        return vars(error)
+    return {"server": "the client", "url": "", "phase": "generation", "reason": f"{type(error).__name__}: {error}"}
 
 
 class _LostError(Exception):

@@ -27,6 +27,8 @@ class ServedSample:
     Attributes:
         versions: weight version of every token.
         interruptions: answers that did not end the sample.
+        aborted: it is to end with what there is of it.
+        cached: tokens of the prompt that the server had in its prefix cache.
         room: tokens, at most; None: as the sampling settings say.
     """
 
@@ -39,6 +41,8 @@ class ServedSample:
     finish_reason: FinishReason | None = None
     interruptions: int = 0
     room: int | None = None
+    aborted: bool = False
+    cached: int = 0
 
     def _most(self, sampling: SamplingConfig) -> int:
         """Tokens of this sample, at most."""
@@ -80,6 +84,8 @@ class ServedSample:
         except (KeyError, TypeError, ValueError, IndexError) as error:
             what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise BadAnswerError(what) from error
+        if not self.token_ids:
+            self.cached = int(meta.get("cached_tokens") or 0)
         self.token_ids += ids
         self.logprobs += logprobs
         self.versions += versions
@@ -95,7 +101,7 @@ class ServedSample:
     def completion(self) -> Completion:
         """The finished sample."""
         assert self.finish_reason is not None
-        return Completion(self.token_ids, self.logprobs, self.finish_reason, runs_of(self.versions))
+        return Completion(self.token_ids, self.logprobs, self.finish_reason, runs_of(self.versions), self.cached)
 
 
 def samples_of(requests: Sequence[Request]) -> list[ServedSample]:

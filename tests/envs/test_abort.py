@@ -1,0 +1,170 @@
+"""Episodes whose time is over while a turn is under way: they keep what was drawn, and that is trained on."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from megarl.config.rollout import SamplingConfig
+from megarl.data.batch import Batch
+from megarl.data.trajectory import Trajectory, add_fields
+from megarl.data.turns import Turns
+from megarl.envs import Action, Environment, Step
+from megarl.envs.host import Host
+from megarl.rollout.driver import Driver, EpisodeLimits, Start
+from tests.dist import single_process
+from tests.envs.test_driver import TOKENIZER, Scripted, texts
+from tests.rollout.cases import engine, full_forward
+from tests.training import cases
+
+END = 130
+SAMPLING = SamplingConfig(max_new_tokens=30)
+
+
+class Talks(Environment):
+    """Says the same two tokens after every turn."""
+
+    seen: ClassVar[list[str]] = []
+
+    def reset(self, row: dict[str, Any], seed: int) -> None:
+        """The prompt stays as it is."""
+
+    def step(self, action: Action) -> Step:
+        self.seen.append(action.finish_reason)
+        return Step([7, 8], reward=1.0)
+
+
+def play(made: Any, seconds: float | None, prompts: list[list[int]], stops: list[int] | None = None):
+    host = Host(Talks, Talks.Settings())
+    turns = Turns(TOKENIZER, None, [END])  # which are not asked: the environment says token ids
+    driver = Driver(made, host, turns, texts, lambda value: value, EpisodeLimits(2, 16, 70, seconds), "fail")
+    starts = [
+        Start(f"{i}", {}, prompt, 0, lambda turn, i=i: 10 * i + turn)  # type: ignore[misc]
+        for i, prompt in enumerate(prompts)
+    ]
+    try:
+        return driver.play(starts, SAMPLING, stops or [END])
+    finally:
+        host.close()
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock of the driver goes on by a second with every look at it."""
+    ticks = itertools.count()
+    monkeypatch.setattr("megarl.rollout.driver.time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+
+
+@pytest.fixture
+def trained() -> tuple[Any, Any]:
+    """An engine for training, and generation on its weights, two sequences at a time."""
+    torch.set_num_threads(1)
+    single_process()
+    policy = cases.make_engine()
+    return policy, engine(policy.chunks, max_running=2)
+
+
+def test_the_limit_is_looked_at_between_turns(ticking):
+    [over] = play(Scripted("1"), 1.5, [[3]])  # the second look comes after the environment's answer
+    assert (over.ended_by, over.finish_reason, over.turns, over.drawn) == ("seconds", "stop", 1, [True] * 2)
+
+
+def test_turns_that_are_under_way_keep_what_was_drawn(trained, ticking):
+    _, made = trained
+    prompts = [[3, 4, 5], [6, 7], [8]]
+    whole = play(made, None, prompts)
+    Talks.seen = []
+    cut = play(made, 2.5, prompts)  # the third look comes after 24 decode steps
+    assert [t.ended_by for t in cut] == ["seconds"] * 3
+    assert Talks.seen == ["abort"] * 2  # the environment answers what was said
+    for part, full in zip(cut[:2], whole[:2], strict=True):
+        assert len(part.token_ids) == 24
+        assert part.finish_reason == "abort"
+        assert part.token_ids == full.token_ids[:24]
+        assert part.logprobs == full.logprobs[:24]
+        assert (part.drawn, part.turn_ends, part.turn_rewards) == ([True] * 24, [24], [1.0])
+    waited = cut[2]  # for a row: it never said a word
+    assert (waited.token_ids, waited.drawn, waited.turn_ends, waited.finish_reason) == ([END], [False], [1], "abort")
+
+
+#: End tokens that come often enough for second turns.
+OFTEN = [END, *range(0, 130, 9)]
+PROMPTS = [[3, 4, 5], [6, 7], [8]]
+
+
+def test_whenever_the_time_is_over_what_is_kept_is_the_beginning_of_the_episode(trained, ticking):
+    _, made = trained
+    whole, kinds = play(made, None, PROMPTS, OFTEN), set()
+    for seconds in range(10):
+        for part, full in zip(play(made, seconds + 0.5, PROMPTS, OFTEN), whole, strict=True):
+            if part.drawn == [False]:
+                kinds.add("nothing")
+                assert (part.token_ids, part.ended_by, part.finish_reason) == ([END], "seconds", "abort")
+                continue
+            count = len(part.token_ids)
+            assert (part.token_ids, part.drawn) == (full.token_ids[:count], full.drawn[:count])
+            assert part.logprobs == full.logprobs[:count]
+            assert part.turn_ends[-1] == count
+            assert part.drawn[-1]
+            kinds.add((part.ended_by, part.finish_reason, part.turns))
+    assert kinds >= {"nothing", ("seconds", "abort", 1), ("seconds", "abort", 2), ("turns", "stop", 2)}
+
+
+def test_what_is_kept_trains_like_a_brute_force_sum_over_it(trained, ticking):
+    """Log-probs and gradient of the engine against plain autograd over each turn that was kept, in float32."""
+    policy, made = trained
+    plays = (play(made, seconds + 0.5, PROMPTS, OFTEN) for seconds in range(10))
+    cut = next(p for p in plays if any(t.finish_reason == "abort" and t.turns == 2 for t in p))
+    samples = Batch({}, {"sample_id": ["a", "b", "c"]})
+    add_fields(samples, cut)
+    weights = torch.where(samples["response_mask"].values, 0.01, 0.0)
+    samples.set("loss_weights", samples["response_ids"].like(weights))
+
+    chunk = policy.chunks[0]
+    parameters = [p for p in chunk.parameters() if p.requires_grad]
+    total = torch.zeros(())
+    for trajectory in cut:
+        for start, end in zip(trajectory.turn_starts, trajectory.turn_ends, strict=True):
+            before = trajectory.prompt_ids + trajectory.token_ids[:start]
+            logp = full_forward(chunk, before, trajectory.token_ids[start:end], grad=True)
+            # Decoding and one pass over the whole sequence round differently: 1e-6 was measured.
+            torch.testing.assert_close(torch.tensor(trajectory.logprobs[start:end]), logp.detach(), rtol=0, atol=1e-5)
+            total = total - 0.01 * logp.sum()
+    expected = torch.autograd.grad(total, parameters)
+
+    found: list[torch.Tensor] = []
+
+    def capture(batch, groups, losses):
+        found.extend(p.main_grad.clone() for p in parameters)
+        return 0.0, 0.0
+
+    policy._update = capture
+    policy.sft_step(samples).result()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def test_an_engine_in_rounds_ends_before_a_round_that_would_come_too_late():
+    slow = Host(Talks, Talks.Settings())
+    slow.reset = lambda rows, begin=slow.reset: time.sleep(0.02) or begin(rows)  # type: ignore[method-assign]
+    turns = Turns(TOKENIZER, None, [END])
+    driver = Driver(Scripted("1"), slow, turns, texts, lambda value: value, EpisodeLimits(2, 16, 70, 0.01), "fail")
+    try:
+        [over] = driver.play([Start("0", {}, [3], 0, lambda turn: turn)], SAMPLING, [END])
+    finally:
+        slow.close()
+    assert (over.ended_by, over.token_ids, over.drawn) == ("seconds", [END], [False])
+
+
+def test_an_episode_that_said_nothing_in_a_later_turn_drops_what_it_was_told():
+    told = Trajectory([1])
+    told.add_turn([5, 6], [-1.0, -2.0], [[3, 2]], "stop")
+    told.add_observation([7, 8])
+    told.end_unsaid(END, 4)
+    assert (told.token_ids, told.drawn, told.logprobs, told.versions) == ([5, 6], [True] * 2, [-1.0, -2.0], [[3, 2]])
+    assert (told.ended_by, told.finish_reason, told.turns) == ("seconds", "abort", 1)

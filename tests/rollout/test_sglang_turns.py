@@ -1,0 +1,232 @@
+"""Turns of episodes, each sent and aborted by itself, on servers that answer by rule (fake_servers.py)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from megarl.comm import team_world
+from megarl.config.rollout import SamplingConfig
+from megarl.config.sglang import SGLangConfig
+from megarl.errors import ServerError
+from megarl.rollout.engine import Completion
+from megarl.rollout.sglang.engine import Replica, SglangEngine
+from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from tests.dist import run_distributed
+from tests.rollout.fake_servers import RUN, FakeServer, ok, servers, token
+from tests.rollout.test_sglang_engine import acknowledge
+
+SAMPLING = SamplingConfig(max_new_tokens=8)
+TALKS = [[70], [71, 71], [71, 71], [72]]  # sequences 1 and 2 begin alike
+HINT = [5, 6]
+TURNS = 3
+_WAIT_S = 20  # for a request that is on its way
+
+
+def make_engine(urls: list[str], replica: Replica, is_first: bool = True, **config: Any) -> SglangEngine:
+    import os
+    from pathlib import Path
+
+    os.environ["FAKE_KEY"] = "key"
+    settings = SGLangConfig(urls=urls, api_key_env="FAKE_KEY", **config)
+    place = WorkerPlace(is_first=is_first)
+    fleet = open_fleet(settings, place, Path(), Path(), "float32", cuda=False, world=replica.world)
+    acknowledge(fleet, 1)
+    engine = SglangEngine(settings, fleet, replica, lambda: acknowledge(fleet, 1), RUN)
+    engine.weight_version = 1
+    return engine
+
+
+def alone(made: list[FakeServer], **config: Any) -> SglangEngine:
+    return make_engine([server.api.url for server in made], Replica(), **config)
+
+
+def converse(engine: SglangEngine, talks: list[list[int]], turns: int = TURNS) -> list[list[tuple[list[int], int]]]:
+    """`turns` turns of every talk: (tokens before, seed) of each, checked by the servers' rule. Turn t of talk i has
+    the seed 10 i + t."""
+    generation = engine.open(SAMPLING, [], len(talks), 100)
+    said: list[list[tuple[list[int], int]]] = [[] for _ in talks]
+    before = [list(talk) for talk in talks]
+    live = len(talks)
+    for i, talk in enumerate(talks):
+        generation.submit(i, talk, 10 * i, 8)
+    try:
+        while generation.any_busy(live > 0):
+            for i, done in generation.wait().items():
+                seed = 10 * i + len(said[i])
+                assert done.token_ids == [token(before[i], seed, place) for place in range(8)]
+                assert (done.finish_reason, done.versions) == ("length", [[1, 8]])
+                said[i].append((before[i], seed))
+                if len(said[i]) == turns:
+                    generation.forget(i)
+                    live -= 1
+                    continue
+                before[i] = [*before[i], *done.token_ids, *HINT]
+                generation.submit(i, before[i], 10 * i + len(said[i]), 8)
+    finally:
+        generation.close()
+    return said
+
+
+def test_all_turns_of_episodes_that_begin_alike_go_to_one_server():
+    with servers(ok, ok) as made:
+        said = converse(alone(made), TALKS)
+        assert all(len(turns) == TURNS for turns in said)
+        homes = [{p["input_ids"][0] for p in server.payloads} for server in made]
+        assert homes[0] | homes[1] == {70, 71, 72}
+        assert not homes[0] & homes[1]
+        assert sum(len(server.payloads) for server in made) == TURNS * len(TALKS)
+
+
+def test_a_long_turn_holds_up_no_other_episode():
+    """The first turn of episode 0 is answered only after the last turn of episode 3 has come."""
+    last = threading.Event()
+
+    def rule(server: FakeServer, payload: dict[str, Any]) -> str:
+        if payload["sampling_params"]["sampling_seed"] == 30 + TURNS - 1:
+            last.set()
+        return "ok"
+
+    def held(server: FakeServer, payload: dict[str, Any]) -> str:
+        if payload["sampling_params"]["sampling_seed"] == 0:
+            server.lock.release()
+            assert last.wait(_WAIT_S)
+            server.lock.acquire()
+        return rule(server, payload)
+
+    with servers(held, held) as made:
+        assert all(len(turns) == TURNS for turns in converse(alone(made), TALKS))
+
+
+def started(made: FakeServer, count: int) -> None:
+    """Wait until so many requests have come."""
+    pause = threading.Event()
+    for _ in range(_WAIT_S * 100):
+        if len(made.payloads) >= count:
+            return
+        pause.wait(0.01)
+    raise AssertionError(f"{len(made.payloads)} requests came, not {count}")
+
+
+def collect(generation: Any, count: int) -> dict[int, Completion]:
+    found: dict[int, Completion] = {}
+    while len(found) < count:
+        assert generation.any_busy(True)
+        found |= generation.wait()
+    return found
+
+
+def test_an_aborted_turn_keeps_what_the_server_had_and_one_that_waited_has_nothing():
+    with servers(lambda s, p: "ok" if p["sampling_params"]["sampling_seed"] == 0 else "wait") as made:
+        engine = alone(made, max_concurrency=2)
+        generation = engine.open(SAMPLING, [], 3, 100)
+        for i in range(3):
+            generation.submit(i, [20 + i], i, 8)
+        assert list(collect(generation, 1)) == [0]
+        started(made[0], 3)
+        generation.submit(3, [30], 3, 8)
+        assert generation.wait(lambda: True) == {}
+        generation.submit(4, [31], 4, 8)  # not even sent
+        for sequence in (1, 2, 3, 4):
+            generation.abort(sequence)
+        cut = collect(generation, 4)
+        generation.close()
+        for sequence in (1, 2):
+            kept = [token([20 + sequence], sequence, place) for place in range(4)]
+            assert (cut[sequence].token_ids, cut[sequence].logprobs) == (kept, [-1.0] * 4)
+        for sequence in (3, 4):
+            assert (cut[sequence].token_ids, cut[sequence].logprobs) == ([], [])
+        assert {done.finish_reason for done in cut.values()} == {"abort"}
+        assert set(made[0].aborts) == {p["rid"] for p in made[0].payloads if p["sampling_params"]["sampling_seed"]}
+
+
+def test_an_answer_that_comes_before_the_abort_is_whole():
+    with servers(ok) as made:
+        generation = alone(made).open(SAMPLING, [], 1, 100)
+        generation.submit(0, [20], 0, 8)
+        assert generation.any_busy(True)
+        started(made[0], 1)
+        done = generation.wait()
+        generation.close()
+        assert (done[0].finish_reason, len(done[0].token_ids)) == ("length", 8)
+
+
+def test_turns_of_a_server_that_dies_finish_on_another_and_it_is_asked_no_more():
+    def dies(server: FakeServer, payload: dict[str, Any]) -> str:
+        return "die" if len(server.payloads) > 2 else "ok"
+
+    with servers(dies, ok) as made:
+        engine = alone(made)
+        assert all(len(turns) == TURNS for turns in converse(engine, TALKS))
+        assert [server.number for server in engine.servers()] == [1]
+
+
+def test_when_no_server_is_left_they_are_waited_for_and_no_turn_is_lost():
+    def stumbles(server: FakeServer, payload: dict[str, Any]) -> str:
+        return "503" if len(server.payloads) in (3, 7) else "ok"
+
+    with servers(stumbles) as made:
+        assert all(len(turns) == TURNS for turns in converse(alone(made), TALKS))
+
+
+def run_rank(urls: list[str], rank_replica: list[int], deadline_s: float = 120) -> Any:
+    """One rank of a replica; its turns, or what it ended with."""
+    world = team_world(deadline_s)
+    groups = {
+        i: world.subgroup([r for r, at in enumerate(rank_replica) if at == i], "the replica")
+        for i in sorted(set(rank_replica))
+    }
+    index = rank_replica[world.rank]
+    engine = make_engine(urls, Replica(index, len(groups), groups[index], world), world.rank == 0, max_restarts=1)
+    try:
+        return converse(engine, [[talk[0] + 50 * index] * len(talk) for talk in TALKS])
+    except ServerError as error:
+        return str(error)
+
+
+def test_ranks_of_a_replica_learn_the_same_and_only_the_first_asks():
+    with servers(ok) as made:
+        first, second = run_distributed(run_rank, 2, 120, [made[0].api.url], [0, 0])
+        assert first == second
+        assert len(made[0].payloads) == TURNS * len(TALKS)
+
+
+def test_a_replica_waits_for_no_other():
+    """The first turn of each episode of replica 0 is answered only after the last turn of replica 1 has come."""
+    over = threading.Event()
+
+    def slow(server: FakeServer, payload: dict[str, Any]) -> str:
+        server.lock.release()
+        assert over.wait(_WAIT_S)
+        server.lock.acquire()
+        return "ok"
+
+    def quick(server: FakeServer, payload: dict[str, Any]) -> str:
+        if len(server.payloads) == TURNS * len(TALKS):
+            over.set()
+        return "ok"
+
+    with servers(slow, quick) as made:
+        found = run_distributed(run_rank, 2, 120, [server.api.url for server in made], [0, 1])
+        assert [[len(turns) for turns in said] for said in found] == [[TURNS] * len(TALKS)] * 2
+
+
+def rank_failures(rule: Callable[[FakeServer, dict[str, Any]], str]) -> list[Any]:
+    with servers(rule) as made:
+        return run_distributed(run_rank, 2, 120, [made[0].api.url], [0, 1])
+
+
+def test_when_one_rank_is_stuck_all_catch_up():
+    found = rank_failures(lambda server, payload: "503" if len(server.payloads) == 5 else "ok")
+    assert [[len(turns) for turns in said] for said in found] == [[TURNS] * len(TALKS)] * 2
+
+
+def test_a_refused_request_of_one_rank_is_an_error_of_all():
+    for message in rank_failures(lambda server, payload: "400" if payload["input_ids"][0] > 100 else "ok"):
+        assert "HTTP 400" in message
+
+
+def test_an_answer_of_other_weights_is_an_error_that_names_the_server():
+    for message in rank_failures(lambda server, payload: "foreign" if payload["input_ids"][0] > 100 else "ok"):
+        assert "'999@another' of another run" in message
