@@ -78,17 +78,6 @@ def kl_tokens(estimator: str, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> T
     return KL.get(estimator)(torch.where(mask, at_least_float32(logp) - at_least_float32(ref_logp).detach(), 0))
 
 
-def full_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Exact KL(pi || ref) per position, [...]; both inputs are normalised log-probs [..., V].
-
-    Tokens that pi excludes (log-prob -inf) add nothing, to the value and to the gradient.
-    """
-    possible = log_probs > -torch.inf
-    # Before the difference: the gradient of what `where` leaves out is zero times it, and zero times infinity is NaN.
-    log_p, log_q = (torch.where(possible, x, 0) for x in (log_probs, ref_log_probs.detach()))
-    return torch.where(possible, log_p.exp() * (log_p - log_q), 0).sum(-1)
-
-
 @no_grad
 def kl_in_reward(
     token_rewards: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float, estimator: str = "kl"

@@ -114,7 +114,7 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
                 "tokens only",
                 found=estimator,
                 allowed=[*KL.names(), "file.py:fn", "pkg.mod:fn"],
-                fix=f"set {key}=low_var_kl; the full KL is the function megarl.algorithms.kl.full_kl",
+                fix=f"set {key}=low_var_kl",
             )
         else:
             check_function_name(name, estimator, key, KL.names(), KL.kind, checks, files=True)

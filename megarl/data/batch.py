@@ -28,7 +28,7 @@ class Batch:
     """B samples. Fields are tensors [B, ...] or Jagged; columns are lists of B plain JSON values, or of handles of
     work that this process waits for, which cannot be sent.
 
-    Tensors live in a TensorDict (jagged ones as torch nested tensors), `td` gives it out. Operations return new
+    Tensors live in a TensorDict (jagged ones as torch nested tensors). Operations return new
     batches that may share memory with the old one; only `set` changes a batch in place.
 
     >>> b = Batch({"x": Jagged.from_list([[1], [2, 3]])}, {"uid": ["a", "b"]})
@@ -104,11 +104,6 @@ class Batch:
     def names(self) -> list[str]:
         """Names of all fields, then of all columns."""
         return [*map(str, self._td.keys()), *self._columns]
-
-    @property
-    def td(self) -> TensorDict:
-        """The tensor fields, shared with this batch."""
-        return self._td
 
     @property
     def fields(self) -> dict[str, Tensor | Jagged]:

@@ -310,12 +310,6 @@ def named_steps(root: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in root.glob("step_*") if path.name[5:].isdigit())
 
 
-def latest(root: Path) -> Path | None:
-    """Newest complete checkpoint below `root`."""
-    steps = steps_in(root)
-    return root / f"step_{steps[-1]}" if steps else None
-
-
 def best(root: Path) -> Path | None:
     """The checkpoint that was saved as best and is still there."""
     folder = root / f"step_{best_step(root)}"

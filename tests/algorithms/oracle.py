@@ -254,10 +254,3 @@ def covariances(old, advantages, mask):
     x = statistics.fmean(old[i][t] for i, t in valid)
     y = statistics.fmean(advantages[i][t] for i, t in valid)
     return {(i, t): (old[i][t] - x) * (advantages[i][t] - y) for i, t in valid}
-
-
-def forward_kl_topk(logps, teachers):
-    """One position: sum over the tokens that are used."""
-    return sum(
-        math.exp(q) * max(-20.0, min(20.0, q - p)) for p, q in zip(logps, teachers, strict=True) if q > -math.inf
-    )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.kl import KLController, full_kl, kl_in_reward, kl_tokens
+from megarl.algorithms.kl import KLController, kl_in_reward, kl_tokens
 from megarl.errors import ConfigError
 from tests.algorithms import oracle
 from tests.algorithms.cases import cases, close, poisoned
@@ -53,7 +51,7 @@ def test_straight_through_gradient_is_that_of_the_kl_on_average(name):
     logp = logits.log_softmax(0)
     estimate = kl_tokens(name, logp, q, torch.ones(4, dtype=torch.bool))
     (actual,) = torch.autograd.grad((logp.detach().exp() * estimate).sum(), logits, retain_graph=True)
-    (expected,) = torch.autograd.grad(full_kl(logp, q), logits)
+    (expected,) = torch.autograd.grad((logp.exp() * (logp - q)).sum(), logits)
     close(actual, expected, 1e-12)
 
 
@@ -73,37 +71,6 @@ def test_names_of_schulman_are_aliases():
     d, mask = torch.randn(9), torch.ones(9, dtype=torch.bool)
     for alias, name in (("k1", "kl"), ("k2", "mse"), ("k3", "low_var_kl"), ("k3+", "low_var_kl+")):
         assert torch.equal(kl_tokens(alias, d, -d, mask), kl_tokens(name, d, -d, mask))
-
-
-@given(st.integers(0, 999), st.integers(0, 4), st.integers(1, 6))
-@settings(max_examples=40, deadline=None)
-def test_full_kl_equals_its_formula(seed, positions, size):
-    g = torch.Generator().manual_seed(seed)
-    logits, ref = (3 * torch.randn(positions, size, generator=g, dtype=torch.float64) for _ in range(2))
-    logits[:, 1:][torch.rand(positions, size - 1, generator=g) < 0.3] = -torch.inf
-    p, q = logits.log_softmax(-1), ref.log_softmax(-1)
-    expected = [
-        sum(math.exp(a) * (a - b) for a, b in zip(*row, strict=True) if a > -math.inf)
-        for row in zip(p.tolist(), q.tolist(), strict=True)
-    ]
-    close(full_kl(p, q), expected)
-
-
-def test_full_kl_has_a_gradient_where_the_policy_excludes_tokens():
-    """d KL / d logit = p (log p - log q - KL), and 0 for what has no probability."""
-    logits = torch.tensor([1.0, 2.0, -torch.inf], dtype=torch.float64, requires_grad=True)
-    q = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
-    found = full_kl(logits.log_softmax(0), q)
-    found.backward()
-    p = logits.detach().softmax(0)
-    distance = torch.where(p > 0, p.log() - q, 0)
-    close(logits.grad, p * (distance - found.detach()))
-
-
-def test_full_kl_ignores_tokens_the_policy_excludes():
-    p = torch.tensor([0.5, 0.5, 0.0]).log()
-    q = torch.tensor([0.25, 0.25, 0.5]).log()
-    assert full_kl(p, q).item() == pytest.approx(0.6931, abs=1e-4)
 
 
 def test_unknown_estimator_is_refused():

@@ -45,7 +45,7 @@ def estimator(name: str) -> list[str]:
         ([DISTIL, "teacher.path=Qwen/Qwen3-8B"], "teacher.path", ["different vocabularies", "'151936", "32 tokens"]),
         (["algorithm.distillation.coef=0.1"], "teacher.path", ["needs a teacher"]),
         (["algorithm.distillation.estimator=klx"], "algorithm.distillation.estimator", ["did you mean"]),
-        (["algorithm.kl={use: loss, estimator: full}"], "algorithm.kl.estimator", ["both distributions", "kl.full_kl"]),
+        (["algorithm.kl={use: loss, estimator: full}"], "algorithm.kl.estimator", ["both distributions", "low_var_kl"]),
         (["algorithm.distillation.estimator=full"], "algorithm.distillation.estimator", ["both distributions"]),
         (["algorithm.filter.low=0.9", "algorithm.filter.high=0.1"], "algorithm.filter.low", ["between 0.9 and 0.1"]),
         (

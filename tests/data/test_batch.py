@@ -120,13 +120,6 @@ def test_jagged_refuses_offsets_that_do_not_fit(offsets):
         Jagged(torch.zeros(3), torch.tensor(offsets, dtype=torch.int64))
 
 
-def test_fields_are_nested_tensors_in_a_tensordict():
-    batch = Batch({"x": Jagged.from_list([[1], [2, 3]]), "s": torch.zeros(2)}, {"uid": ["a", "b"]})
-    assert batch.td["x"].is_nested
-    assert batch.td.batch_size == torch.Size([2])
-    assert batch.td["x"].values().data_ptr() == batch["x"].values.data_ptr()
-
-
 def test_set_replaces_a_field_by_a_column_and_back():
     batch = Batch({"x": torch.zeros(2)})
     batch.set("x", ["a", "b"])

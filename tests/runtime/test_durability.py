@@ -40,9 +40,7 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_the_same(recipe, undistur
     process = harness.start(recipe, tmp_path)
     harness.wait_for(lambda: at_step(tmp_path, 2), process)
     harness.kill(harness.workers(tmp_path)[1])
-    killed = time.monotonic()
-    output = harness.finish(process, timeout=30)
-    assert time.monotonic() - killed < 30
+    output = harness.finish(process, timeout=30)  # cluster.timeout_s is longer: nobody waits for rank 1
     assert process.returncode == 1
     assert "rank 1" in output
     assert "SIGKILL" in output

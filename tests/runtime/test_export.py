@@ -18,16 +18,16 @@ TEXTS = ["3+4=7", "9+9=18", "12+5=1"]
 
 def trainer_logprobs(run_dir: str) -> torch.Tensor:
     """Log-probs of TEXTS after the "=" from the last checkpoint, loaded into the engine of the run's recipe."""
+    from megarl.artifacts.trained import steps_in
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch, Jagged
     from megarl.runtime.setup import build_controller
-    from megarl.training.checkpoint import latest, load
+    from megarl.training.checkpoint import load
 
     config = RunConfig.model_validate(yaml.safe_load((Path(run_dir) / "config.yaml").read_text()))
     c = build_controller(config, Path(run_dir))
-    folder = latest(Path(run_dir) / "checkpoints")
-    assert folder is not None
-    load(folder, {"actor": c.actor})
+    checkpoints = Path(run_dir) / "checkpoints"
+    load(checkpoints / f"step_{steps_in(checkpoints)[-1]}", {"actor": c.actor})
     encode = c.tokenizer.encode
     split = [text.index("=") + 1 for text in TEXTS]
     batch = Batch(

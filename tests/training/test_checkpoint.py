@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megarl.artifacts.trained import steps_in
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.training import checkpoint, shards
@@ -149,12 +150,12 @@ def test_each_parameter_has_its_own_step(alone, tmp_path):
 
 def test_newest_and_best_are_kept(alone, tmp_path):
     engine = _engine("dense", {})
-    assert checkpoint.latest(tmp_path) is None
+    assert steps_in(tmp_path) == []
     assert checkpoint.best(tmp_path) is None
     for step in range(1, 6):
         checkpoint.save(tmp_path, step, {"actor": engine}, {}, keep_last=2, best=step == 2)
     assert checkpoint.steps_in(tmp_path) == [2, 4, 5]
-    assert checkpoint.latest(tmp_path).name == "step_5"
+    assert steps_in(tmp_path)[-1] == 5
     assert checkpoint.best(tmp_path).name == "step_2"
     checkpoint.save(tmp_path, 5, {"actor": engine}, {"again": 1})
     assert checkpoint.load(tmp_path / "step_5", {"actor": engine}) == (5, {"again": 1})
@@ -167,12 +168,12 @@ def test_interrupted_save_is_not_seen_and_goes_away(alone, tmp_path):
     left = tmp_path / "step_2.tmp-1234"  # a killed run
     left.mkdir()
     (left / "meta.json").write_text("{}")
-    assert checkpoint.latest(tmp_path).name == "step_1"
+    assert steps_in(tmp_path)[-1] == 1
     (tmp_path / "step_9").mkdir()
-    assert checkpoint.latest(tmp_path).name == "step_1"
+    assert steps_in(tmp_path)[-1] == 1
     checkpoint.save(tmp_path, 3, {"actor": engine}, {})
     assert not list(tmp_path.glob("*.tmp-*"))
-    assert checkpoint.latest(tmp_path).name == "step_3"
+    assert steps_in(tmp_path)[-1] == 3
 
 
 @pytest.fixture
@@ -225,7 +226,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(alone, tmp_path, monkeyp
     beats = []
     monkeypatch.setattr("megarl.training.saving.beat", lambda: beats.append(1))
     assert not saving.poll()
-    assert checkpoint.latest(tmp_path) is None
+    assert steps_in(tmp_path) == []
     assert not beats  # a file system that hangs looks stuck
     go_on.set()
     saving.wait()
@@ -266,7 +267,7 @@ def test_a_kill_while_a_checkpoint_is_written_loses_only_that_checkpoint(alone, 
         run_distributed(_killed_while_writing, 2, 120, str(tmp_path))
     names = sorted(path.name.partition(".tmp-")[0] for path in tmp_path.iterdir())
     assert names == ["step_1", "step_2"]
-    assert checkpoint.latest(tmp_path).name == "step_1"
+    assert steps_in(tmp_path)[-1] == 1
     engine = _engine("dense", {}, seed=8)
     assert checkpoint.load(tmp_path / "step_1", {"actor": engine}) == (1, {"at": 1})
     checkpoint.save(tmp_path, 2, {"actor": engine}, {})
