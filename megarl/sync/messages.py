@@ -18,6 +18,7 @@ from typing import Any
 
 _NONCE = 32
 _PROOF_S = 30.0
+_AGAIN_S = 0.1  # until connections are accepted again after one that failed
 _LIMIT = 64 << 30  # bytes of a message; more is not a message of ours
 
 Handler = Callable[[dict[str, Any], list[bytearray]], dict[str, Any]]
@@ -134,8 +135,11 @@ def answer(listener: socket.socket, opened: Opened, key: str, name: str) -> None
     while True:
         try:
             sock, _ = listener.accept()
-        except OSError:
-            return
+        except OSError:  # a trainer that hung up at once, too many open files; or the listener is closed
+            time.sleep(_AGAIN_S)
+            if listener.fileno() < 0:
+                return
+            continue
         threading.Thread(target=_converse, args=(opened, sock, key, name), daemon=True).start()
 
 

@@ -1,6 +1,7 @@
 """Weights to embedded engines in processes of their own: bit for bit by every transport, and what goes wrong."""
 
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import Iterator
@@ -165,7 +166,7 @@ def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkey
         assert report.failed == {1: f"{where}: bucket: rank 0: RuntimeError: no memory left"}
         with inboxes[0].generating(1.0) as version:
             assert version == 1
-        with pytest.raises(WorkerError, match=r"rank 0 of .*: paused for 0\.1 s, holding no weights"):
+        with pytest.raises(WorkerError, match=r"within 0\.1 s: rank 0 of .* is paused, holding no weights"):
             inboxes[1].generating(0.1).__enter__()
         assert sync.catch_up().updated == []  # it gets no updates until somebody says that it is back
         receivers.retry(1)
@@ -179,7 +180,8 @@ def test_weights_wait_for_the_end_of_a_generation(tmp_path):
     with engines_here(tmp_path, 1) as (_, (inbox,), receivers):
         (receiver,) = receivers.all
         step = UpdateStep("update to version 1", 0.5)
-        inbox.version = "0@run"
+        inbox._missing.clear()
+        inbox.set_version("0@run")
         receiver.resume(step)
         refused = pytest.raises(ServerError, match=r"engine 0 .*update to version 1: rank 0: it still generates")
         with inbox.generating(1.0), refused:
@@ -211,3 +213,157 @@ def test_an_engine_says_what_it_cannot_take(tmp_path):
             receiver.set_version("1@run", step)
         with pytest.raises(OSError):
             MessageClient(inbox.address, "another key", 5.0, "engine")
+
+
+def hold_whole(inbox, version: str) -> None:
+    """As after an update."""
+    inbox._missing.clear()
+    inbox.set_version(version)
+
+
+def test_what_was_half_written_has_no_name_and_must_come_whole(tmp_path):
+    from megarl.sync.plan import Entry
+    from megarl.sync.shared import handle_of, shared_buffer
+
+    with engines_here(tmp_path, 1) as (_, (inbox,), receivers):
+        (receiver,) = receivers.all
+        step, flat = UpdateStep("update", 30.0), shared_buffer(256, torch.device("cpu"))
+        hold_whole(inbox, "3@run")
+        receiver.begin(step)
+        assert receiver.held_version(step) == "3@run"  # what changes are added to
+        receiver.take_shared(
+            [handle_of(flat)], [[Entry("model.norm.weight", (64,), "float32", 0, 256, "")]], None, step
+        )
+        with pytest.raises(ServerError, match="it holds no whole weights"):
+            receiver.resume(step)
+        with pytest.raises(WorkerError, match="holding no weights"):
+            inbox.generating(0.1).__enter__()
+        receiver.begin(step)  # another trainer, or the same one again
+        assert receiver.held_version(step) == ""
+        with pytest.raises(ServerError, match="tensors never came"):
+            receiver.set_version("4@run", step)
+
+
+def test_a_bucket_that_comes_after_its_update_is_refused(tmp_path, monkeypatch):
+    from megarl.sync.plan import Entry
+    from megarl.sync.shared import handle_of, shared_buffer
+
+    with engines_here(tmp_path, 1) as (_, (inbox,), receivers):
+        (receiver,) = receivers.all
+        step, flat = UpdateStep("update", 30.0), shared_buffer(256, torch.device("cpu"))
+        take, arrived, go = inbox.take_flat, threading.Event(), threading.Event()
+
+        def late(*arguments) -> None:
+            arrived.set()
+            assert go.wait(30.0)
+            take(*arguments)
+
+        monkeypatch.setattr(inbox, "take_flat", late)
+        entries = [[Entry("model.norm.weight", (64,), "float32", 0, 256, "")]]
+        errors: list[str] = []
+
+        def send() -> None:
+            with pytest.raises(ServerError) as error:
+                receiver.take_shared([handle_of(flat)], entries, None, step)
+            errors.append(error.value.reason)
+
+        receiver.begin(step)
+        sender = threading.Thread(target=send)
+        sender.start()
+        assert arrived.wait(30.0)
+        inbox.begin()  # the next update, of a trainer that does not wait for the sender
+        go.set()
+        sender.join(30.0)
+        assert errors == ["rank 0: tensors outside of an update"]
+        assert "model.norm.weight" in str(sorted(inbox._missing))
+
+
+def push_to(folder: str, port: int, version: int, dies: bool) -> list[int]:
+    """A trainer that brings a version over a broadcast, or is killed in the middle of a bucket of it."""
+    import os
+    import signal
+
+    from megarl.rollout.embedded.receiver import EngineReceivers
+    from megarl.sync.updater import WeightSync
+
+    fresh_parallel()
+    chunks = build_tiny(folder)
+    receivers = EngineReceivers.connect([[("127.0.0.1", port)]], KEY, chunks[0].hf_config, 30.0)
+    config = SyncConfig(transport="distributed", timeout_s=30.0, bucket_mb=5)
+    sync = WeightSync(chunks, receivers, config, Path(folder), world())
+
+    def dying(group, flat) -> None:
+        time.sleep(0.5)  # the engine has been told of the broadcast then, and waits in it
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dies:
+        sync.transport._broadcast = dying
+    return sync.push(version).updated
+
+
+@pytest.mark.procs
+def test_a_trainer_that_is_killed_in_a_broadcast_holds_nothing_up(tmp_path):
+    with engines_here(tmp_path, 1) as (_, (inbox,), _):
+        hold_whole(inbox, "1@run")
+        inbox.resume()
+        trainer = functools.partial(run_distributed, push_to, 1, 60, str(tmp_path / "model"), inbox.address[1])
+        with pytest.raises(AssertionError, match="-9"):
+            trainer(2, True)
+        with pytest.raises(WorkerError, match="is paused, holding 1@run"):
+            inbox.generating(0.1).__enter__()  # nothing was written, and who began the update should end it
+        assert trainer(3, False) == [[0]]
+        with inbox.generating(1.0) as version:
+            assert version == 3
+
+
+class GroupOfTwo:
+    """The first of two ranks, whose partner is gone."""
+
+    rank, size, name, deadline_s = 0, 2, "the engine", 1.0
+
+    def broadcast_json(self, value):
+        raise WorkerError("a partner is gone")
+
+
+def test_a_generation_that_cannot_begin_leaves_nothing_running(tmp_path):
+    with engines_here(tmp_path, 1) as (_, (inbox,), _):
+        hold_whole(inbox, "0@run")
+        inbox.resume()
+        group, inbox._group = inbox._group, GroupOfTwo()
+        with pytest.raises(WorkerError, match="a partner is gone"):
+            inbox.generating(1.0).__enter__()
+        inbox._group = group
+        inbox.pause(1.0)
+
+
+def take_turns(folder: str, deadline_s: float) -> list:
+    """Two ranks of an engine; the trainer brings weights to the second one late, and then never."""
+    import torch.distributed as dist
+
+    from megarl.comm import WorkerGroup
+    from megarl.rollout.embedded.inbox import WeightInbox
+
+    fresh_parallel(tp=2)
+    chunks, both = build_tiny(folder, tp=2), WorkerGroup("the engine", dist.group.WORLD, deadline_s)
+    inbox, found = WeightInbox(chunks, KEY, both), []
+    hold_whole(inbox, "5@run")
+    if both.rank == 1:
+        threading.Timer(0.3, inbox.resume).start()
+    else:
+        inbox.resume()
+    with inbox.generating(10.0) as version:
+        found.append(version)
+    inbox.pause(1.0)
+    with pytest.raises(WorkerError) as error:
+        inbox.generating(0.2).__enter__()
+    inbox.close()
+    return [*found, str(error.value)]
+
+
+@pytest.mark.procs
+def test_ranks_of_an_engine_begin_together_or_not_at_all(tmp_path):
+    save_tiny(tmp_path, "qwen3")
+    first, second = run_distributed(take_turns, 2, 120, str(tmp_path), 20.0)
+    assert first == second
+    assert first[0] == 5
+    assert "within 0.2 s: rank 0 of the engine is paused, holding 5@run" in first[1]

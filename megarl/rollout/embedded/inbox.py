@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,7 +36,7 @@ from megarl.models.weights.receive import WeightWriter
 from megarl.sync.checksum import HostChecksum
 from megarl.sync.messages import Refused, answer
 from megarl.sync.shared import open_handle
-from megarl.sync.transports.distributed import join, leave
+from megarl.sync.transports.distributed import broadcast_within, join, leave
 from megarl.sync.versions import read_tag
 
 PEER = "engine"  # what this side is called in proofs and messages
@@ -63,6 +64,8 @@ class WeightInbox:
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._running, self._paused, self._open = 0, True, False
+        self._update = 0  # counts updates: what an earlier one still wants to write is refused
+        self._whole = False  # the parameters are those of `version`, all of them
         self.version = ""
         self._listener = socket.create_server((host, 0))
         self.address: tuple[str, int] = (host, self._listener.getsockname()[1])
@@ -76,21 +79,32 @@ class WeightInbox:
             The version of the weights, as the trainer counts it.
 
         Raises:
-            WorkerError: on every rank, when there were no whole weights for `deadline_s` seconds.
+            WorkerError: on every rank, when there were no whole weights for `deadline_s` seconds, whatever the deadline
+                of the engine's group.
         """
-        # The first rank decides, and trainers pause it first: no rank begins what another one has to wait with.
-        why = self._enter(deadline_s) if self._group.rank == 0 else None
-        why = self._group.broadcast_json(why)
-        if why is None and self._group.rank != 0:
-            why = self._enter(deadline_s)
-        if why is not None:
-            raise WorkerError(why)
+        # The first rank decides: trainers pause it first and let it go on last, so no rank begins what another one has
+        # to wait with.
+        entered, why = False, None
+        at_a_time = self._group.deadline_s / 2 if self._group.size > 1 else deadline_s
         try:
+            end = time.monotonic() + deadline_s
+            while True:
+                if self._group.rank == 0:
+                    entered, why = self._enter(min(end - time.monotonic(), at_a_time))
+                waits, why = self._group.broadcast_json([not entered and time.monotonic() < end, why])
+                if not waits:
+                    break
+            if self._group.rank != 0 and why is None:
+                entered, why = self._enter(at_a_time)
+            whys = [text for text in self._group.all_gather_json(why) if text is not None]
+            if whys:
+                raise WorkerError(f"no whole weights came within {deadline_s:g} s: {whys[0]}")
             yield read_tag(self.version)[0]
         finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
+            if entered:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
 
     def close(self) -> None:
         """Take nothing more."""
@@ -98,15 +112,14 @@ class WeightInbox:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _enter(self, deadline_s: float) -> str | None:
-        """None, or why generation cannot begin."""
+    def _enter(self, deadline_s: float) -> tuple[bool, str | None]:
+        """Whether generation has begun here, and why not."""
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._paused, deadline_s):
-                held = self.version or "no weights"
-                where = f"rank {self._group.rank} of {self._group.name}"
-                return f"{where}: paused for {deadline_s:g} s, holding {held}; the trainer brought no whole weights"
+            if not self._changed.wait_for(lambda: not self._paused, max(deadline_s, 0.0)):
+                held = f"holding {self.version}" if self._whole else "holding no weights"
+                return False, f"rank {self._group.rank} of {self._group.name} is paused, {held}"
             self._running += 1
-        return None
+        return True, None
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -133,9 +146,12 @@ class WeightInbox:
                 raise Refused(f"it still generates after {deadline_s:g} s")
 
     def begin(self) -> None:
-        """Tensors come; what a dead trainer left open ends here."""
+        """Tensors come; what a dead trainer left open ends here, and what it left half written must come whole."""
         self._need(self._paused, "it was not paused")
-        self._open = True
+        with self._writing:
+            if not self._whole:
+                self.version, self._missing = "", set(self._writer.held)
+            self._update, self._open = self._update + 1, True
 
     def end(self) -> None:
         """No more tensors."""
@@ -146,7 +162,7 @@ class WeightInbox:
         """All of this version has come."""
         if self._missing:
             raise Refused(f"{len(self._missing)} tensors never came, for example {min(self._missing)}")
-        self.version = version
+        self.version, self._whole = version, True
 
     def held_version(self) -> dict[str, str]:
         """What the weights are called."""
@@ -154,14 +170,20 @@ class WeightInbox:
 
     def resume(self) -> None:
         """Generation may begin."""
+        self._need(self._whole, "it holds no whole weights")
         with self._changed:
             self._paused = False
             self._changed.notify_all()
 
-    def take_flat(self, flat: Tensor, tensors: Sequence[Sequence[Any]]) -> None:
-        """Whole tensors (name, shape, dtype, first byte, bytes) in a flat buffer."""
-        self._need(self._open, "tensors outside of an update")
+    @property
+    def update(self) -> int:
+        """Number of the update that is open or was the last one."""
+        return self._update
+
+    def take_flat(self, flat: Tensor, tensors: Sequence[Sequence[Any]], update: int) -> None:
+        """Whole tensors (name, shape, dtype, first byte, bytes) in a flat buffer, of this update."""
         with self._on_device():
+            self._need_open(update)
             for name, shape, dtype, start, nbytes in tensors:
                 if dtype.startswith("float8"):
                     raise Refused(f"{name} comes in {dtype}: sync.fp8 is for servers with a block-FP8 configuration")
@@ -169,11 +191,11 @@ class WeightInbox:
                 self._writer.write(name, part)
                 self._missing.discard(name)
 
-    def take_changes(self, flat: Tensor, header: Sequence[Sequence[Any]]) -> None:
-        """Distances and values of changed elements, see `megarl.sync.delta`."""
-        self._need(self._open, "tensors outside of an update")
+    def take_changes(self, flat: Tensor, header: Sequence[Sequence[Any]], update: int) -> None:
+        """Distances and values of changed elements, see `megarl.sync.delta`, of this update."""
         steps, values = flat, flat[sum(count for *_, count in header) :]
         with self._on_device():
+            self._need_open(update)
             for name, shape, dtype, count in header:
                 kind = getattr(torch, dtype)
                 elements = values[: count * kind.itemsize].clone().view(kind)  # where they lie they may not be aligned
@@ -185,6 +207,7 @@ class WeightInbox:
         """A folder of safetensors."""
         self._need(self._paused, "it was not paused")
         with self._on_device():
+            self._whole = False
             self._missing = set(self._writer.held)  # of two versions until it is read to its end
             self._writer.read_folder(Path(folder))
             self._missing = set()
@@ -211,6 +234,11 @@ class WeightInbox:
         if not held:
             raise Refused(why)
 
+    def _need_open(self, update: int) -> None:
+        """Called by who writes next: from here on the parameters are of two versions."""
+        self._need(self._open and update == self._update, "tensors outside of an update")
+        self._whole = False
+
     @contextlib.contextmanager
     def _on_device(self) -> Iterator[None]:
         """One writer at a time; the sender's buffer is free when the block is over."""
@@ -231,7 +259,7 @@ class _Conversation:
 
     def handle(self, header: dict[str, Any], bodies: list[bytearray]) -> dict[str, Any]:
         """Answer one message. Whatever goes wrong is an answer, and the engine lives on."""
-        inbox = self._inbox
+        inbox, update = self._inbox, self._inbox.update
         actions: dict[str, Any] = {
             "layout": inbox.layout,
             "pause": inbox.pause,
@@ -240,8 +268,8 @@ class _Conversation:
             "set_version": inbox.set_version,
             "held_version": inbox.held_version,
             "resume": inbox.resume,
-            "shared": lambda handle, tensors: inbox.take_flat(open_handle(handle), tensors),
-            "changes": lambda handle, header: inbox.take_changes(open_handle(handle), header),
+            "shared": lambda handle, tensors: inbox.take_flat(open_handle(handle), tensors, update),
+            "changes": lambda handle, header: inbox.take_changes(open_handle(handle), header, update),
             "join": self._join,
             "broadcast": self._broadcast,
             "folder": inbox.read_folder,
@@ -266,7 +294,11 @@ class _Conversation:
         store = dist.TCPStore(address, port, size, False, limit)
         self._groups[name] = join(store, name, 1 + self._inbox.rank, size, backend, limit), store
 
-    def _broadcast(self, name: str, tensors: list[list[Any]], nbytes: int) -> None:
-        flat = self._inbox.empty(nbytes)
-        dist.broadcast(flat, src=0, group=self._groups[name][0])
-        self._inbox.take_flat(flat, tensors)
+    def _broadcast(self, name: str, tensors: list[list[Any]], nbytes: int, deadline_s: float) -> None:
+        update, flat = self._inbox.update, self._inbox.empty(nbytes)
+        try:
+            broadcast_within(flat, self._groups[name][0], deadline_s)
+        except TimeoutError:
+            leave(self._groups.pop(name)[0])  # takes nccl's kernel off the device
+            raise Refused(f"the trainer's broadcast did not come within {deadline_s:g} s") from None
+        self._inbox.take_flat(flat, tensors, update)

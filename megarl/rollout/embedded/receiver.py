@@ -119,8 +119,9 @@ class EngineReceiver:
         """No cache outlives a generation."""
 
     def resume(self, step: UpdateStep) -> None:
-        """Generate again."""
-        self._ranks.ask({"op": "resume"}, step)
+        """Generate again; the first rank is the last one told, since the others follow it."""
+        self._ranks.ask({"op": "resume"}, step, range(1, self.layout.ranks))
+        self._ranks.ask({"op": "resume"}, step, range(1))
 
     def done(self, version: str, folder: Path | None) -> None:
         """Nobody keeps account."""
@@ -151,7 +152,8 @@ class EngineReceiver:
     def take_broadcast(self, group: str, entries: Sequence[Entry], step: UpdateStep) -> None:
         """Every rank gets the whole bucket, and copies what it holds."""
         size = sum(entry.nbytes for entry in entries)
-        self._ranks.ask({"op": "broadcast", "name": group, "tensors": _placed(entries), "nbytes": size}, step)
+        bucket = {"tensors": _placed(entries), "nbytes": size, "deadline_s": _SHARE * step.deadline_s}
+        self._ranks.ask({"op": "broadcast", "name": group} | bucket, step)
 
     def read_folder(self, folder: Path, step: UpdateStep) -> None:
         """Each rank reads its own parts."""

@@ -86,6 +86,10 @@ class DiskTransport(Transport):
         """The receiver reads the folder."""
         target.receiver.read_folder(self.folder_held(), UpdateStep("reading the weights", self.deadline_s))
 
+    def drop(self, target: Target) -> None:
+        """Under its address there may be another engine the next time."""
+        target.receiver.forget()
+
     def folder_held(self) -> Path:
         """The folder of this version."""
         return (self.folder / _name(self._version)).resolve()

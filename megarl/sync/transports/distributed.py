@@ -96,6 +96,7 @@ class DistributedTransport(Transport):
     def drop(self, target: Target) -> None:
         """Leave the group of a receiver that is gone."""
         self._leave(target.number, abort=True)
+        target.receiver.forget()
 
     def _leave(self, number: int, *, abort: bool = False) -> None:
         link = self._links.pop(number, None)
@@ -112,26 +113,7 @@ class DistributedTransport(Transport):
             self._leave(number)
 
     def _broadcast(self, group: dist.ProcessGroup, flat: Tensor) -> None:
-        """Returns when the device has sent everything.
-
-        Raises:
-            RuntimeError: the other side is gone, or gloo's deadline passed, which is the group's.
-            TimeoutError: it was not done before the deadline.
-        """
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)  # this thread begins on device 0
-        if self.backend == "gloo":
-            dist.broadcast(flat, src=0, group=group)
-            return
-        end = time.monotonic() + self.deadline_s
-        work = dist.broadcast(flat, src=0, group=group, async_op=True)
-        while not work.is_completed():
-            if time.monotonic() > end:
-                raise TimeoutError
-            time.sleep(_POLL_S)
-        error = work.exception()  # nccl's wait() does not raise it
-        if error is not None:
-            raise error
+        broadcast_within(flat, group, self.deadline_s)
 
     def _connect(self, target: Target) -> _Link:
         """Make the group of this sender and the receiver: rank 0 is the sender, 1 and on are the receiver's ranks."""
@@ -190,6 +172,28 @@ def join(
         )
     _world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
+
+
+def broadcast_within(flat: Tensor, group: dist.ProcessGroup, deadline_s: float) -> None:
+    """Send or take `flat`, from rank 0 of `group`; returns when the device is done with it.
+
+    Raises:
+        RuntimeError: the other side is gone, or gloo's deadline passed, which is the group's.
+        TimeoutError: nccl was not done before the deadline. `leave` ends what it does.
+    """
+    if flat.device.type != "cuda":
+        dist.broadcast(flat, src=0, group=group)
+        return
+    torch.cuda.set_device(flat.device)  # a new thread begins on device 0
+    end = time.monotonic() + deadline_s
+    work = dist.broadcast(flat, src=0, group=group, async_op=True)
+    while not work.is_completed():
+        if time.monotonic() > end:
+            raise TimeoutError
+        time.sleep(_POLL_S)
+    error = work.exception()  # nccl's wait() does not raise it
+    if error is not None:
+        raise error
 
 
 def leave(group: dist.ProcessGroup) -> None:
