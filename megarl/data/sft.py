@@ -37,6 +37,7 @@ class SFTDataset(PromptDataset):
         split: Split = "train",
         max_tokens: int | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        stop_ids: Sequence[int] = (),
     ) -> None:
         """Read, render and tokenise both columns; see PromptDataset for what is refused.
 
@@ -44,6 +45,8 @@ class SFTDataset(PromptDataset):
             max_tokens: what the model takes; longer examples (prompt, response and end token) are dropped and counted
                 in `too_long`, or refused when data.overlong is `error`. None: no limit.
             tools: as in PromptDataset.
+            stop_ids: tokens that end a turn, in addition to the tokenizer's. Of these a response of several turns
+                learns the one that the chat template writes.
 
         Raises:
             DataError: the response column is missing, or holds neither text nor an integer; the row is named. An
@@ -58,7 +61,8 @@ class SFTDataset(PromptDataset):
             ids = [[*tokens, tokenizer.eos_token_id] for tokens in ids]
             learnt = [[True] * len(tokens) for tokens in ids]
         else:
-            ids, learnt = _of_turns(talks, self.rows, tokenizer, config, tools)
+            stops = [tokenizer.eos_token_id, *stop_ids]
+            ids, learnt = _of_turns(talks, self.rows, tokenizer, config, tools, stops)
         responses = ["".join(message["content"] for message in talk) for talk in talks]
         self.max_tokens = max_tokens
         kept = list(range(len(ids))) if max_tokens is None else self._that_fit(ids, max_tokens)
@@ -119,12 +123,13 @@ def _of_turns(
     tokenizer: PreTrainedTokenizerBase,
     config: DataConfig,
     tools: Sequence[dict[str, Any]],
+    stops: Sequence[int],
 ) -> tuple[list[list[int]], list[list[bool]]]:
     """Tokens of responses of several turns, and which of them the assistant says."""
     render = chat_renderer(tokenizer, config.override_chat_template, tools) if uses_chat(config) else None
-    end, ids, learnt = tokenizer.eos_token_id, list[list[int]](), list[list[bool]]()
+    ids, learnt = list[list[int]](), list[list[bool]]()
     for talk, row in zip(talks, rows, strict=True):
-        turns = Turns(tokenizer, None if render is None else partial(_render, render, row), [end])
+        turns = Turns(tokenizer, None if render is None else partial(_render, render, row), stops)
         tokens: list[int] = []
         said: list[bool] = []
         answers: list[dict[str, Any]] = []
@@ -134,7 +139,7 @@ def _of_turns(
                 continue
             between = turns.following(answers, ended=True) if answers else []
             [own] = tokenize(tokenizer, [message["content"]], [row], special=False)
-            tokens += [*between, *own, end]
+            tokens += [*between, *own, turns.end]
             said += [False] * len(between) + [True] * (len(own) + 1)
             answers = []
         ids.append(tokens)

@@ -27,7 +27,10 @@ class Turns:
     Args:
         tokenizer: of the policy.
         render: messages to text that ends where the assistant begins; None: no chat template is in use.
-        stop_ids: tokens that end a turn.
+        stop_ids: tokens that end a turn, the tokenizer's own first.
+
+    Attributes:
+        end: the one that the template writes after a turn; the first of `stop_ids` without a template.
 
     Raises:
         ConfigError: the template does not write a turn of the assistant as it is, or does not end it with one of
@@ -37,6 +40,7 @@ class Turns:
     def __init__(self, tokenizer: Any, render: Render | None, stop_ids: Sequence[int]) -> None:
         self._tokenizer, self._render, self._stops = tokenizer, render, set(stop_ids)
         self._size = len(tokenizer)
+        self.end = stop_ids[0]
         if render is not None:
             self._check()
 
@@ -113,6 +117,7 @@ class Turns:
                 allowed="a template that writes an assistant's content once, and an end token right after it",
                 fix="add the token that ends a turn to rollout.sampling.stop_token_ids, or name another template",
             )
+        self.end = ids[0]
 
 
 def _are_messages(observation: str | Messages | list[int]) -> TypeGuard[Messages]:

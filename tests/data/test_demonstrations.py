@@ -9,7 +9,7 @@ import pytest
 from megarl.config.data import DataConfig
 from megarl.data.sft import SFTDataset
 from megarl.data.tokenizer import character_tokenizer
-from megarl.errors import DataError
+from megarl.errors import ConfigError, DataError
 
 TOKENIZER = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789*=[]")
 TEMPLATE = (
@@ -19,11 +19,12 @@ TEMPLATE = (
 TALK = [("assistant", "times"), ("tool", "42"), ("assistant", "is42")]
 
 
-def dataset(tmp_path, talk) -> SFTDataset:
+def dataset(tmp_path, talk, template: str = TEMPLATE, stop_ids: tuple[int, ...] = ()) -> SFTDataset:
     file = tmp_path / "rows.jsonl"
     rows = [{"prompt": "6*7=", "answer": [{"role": r, "content": c} for r, c in talk]}, {"prompt": "1=", "answer": "1"}]
     file.write_text("\n".join(map(json.dumps, rows)))
-    return SFTDataset(DataConfig(train_files=[str(file)], override_chat_template=TEMPLATE), TOKENIZER)
+    config = DataConfig(train_files=[str(file)], override_chat_template=template)
+    return SFTDataset(config, TOKENIZER, stop_ids=stop_ids)
 
 
 def test_answers_of_tools_stand_between_the_turns_and_are_not_learnt(tmp_path):
@@ -33,6 +34,15 @@ def test_answers_of_tools_stand_between_the_turns_and_are_not_learnt(tmp_path):
     assert TOKENIZER.decode(ids[0][mask[0]]) == "times<eos>is42<eos>"
     assert TOKENIZER.decode(ids[1]) == "1<eos>"
     assert mask[1].all()
+
+
+def test_turns_end_with_the_token_that_the_template_writes(tmp_path):
+    """As those of models whose templates end a turn with another token than the tokenizer's end token."""
+    template, star = TEMPLATE.replace("<eos>", "*"), TOKENIZER.convert_tokens_to_ids("*")
+    ids = dataset(tmp_path, TALK, template, (star,)).batch([0])["response_ids"].unbind()[0]
+    assert TOKENIZER.decode(ids) == "times*[42]is42*"
+    with pytest.raises(ConfigError, match=r"rollout\.sampling\.stop_token_ids"):
+        dataset(tmp_path, TALK, template)
 
 
 def test_a_talk_that_does_not_end_with_the_assistant_is_refused(tmp_path):
