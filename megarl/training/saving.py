@@ -87,7 +87,7 @@ class Saving:
     def _give_up(self, errors: list[str]) -> None:
         self._stop.set()
         self._thread.join()
-        self._world.barrier()  # nobody writes any more
+        self._world.all_gather_json(None)  # nobody writes any more; like `poll` off the device, which may be busy
         free = shutil.disk_usage(self._folder.parent).free / 1e9
         if self._world.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
