@@ -76,11 +76,11 @@ class GenerationClient:
                 await _all([call.finish(group) for group in _by_prompt(waiting)])
             return call.failed
 
-        call = Call(self._config, servers, sampling, stop_ids, tag, done)
+        call = Dispatch(self._config, servers, sampling, stop_ids, tag, done)
         return asyncio.run(finish())
 
 
-class Call:
+class Dispatch:
     """Samples on their way to servers, inside one event loop.
 
     Args:

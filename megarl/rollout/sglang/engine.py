@@ -26,7 +26,7 @@ from megarl.errors import ServerError
 from megarl.phase import beat
 from megarl.rollout.engine import Completion, Generation, Request
 from megarl.rollout.sglang.api import ServerApi
-from megarl.rollout.sglang.client import Call, GenerationClient, for_others
+from megarl.rollout.sglang.client import Dispatch, GenerationClient, for_others
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.rollout.sglang.samples import ServedSample, samples_of
 from megarl.rollout.sglang.turns import ServerTurns
@@ -119,9 +119,11 @@ class SglangEngine:
         sampling: SamplingConfig,
         stop_ids: Sequence[int],
         done: Callable[[ServedSample], None],
-    ) -> Call:
+    ) -> Dispatch:
         """Requests to `servers` for the weights of now; `done` is told of every sample that is finished."""
-        return Call(self._config, servers, sampling, stop_ids, version_tag(self.weight_version, self._run_name), done)
+        return Dispatch(
+            self._config, servers, sampling, stop_ids, version_tag(self.weight_version, self._run_name), done
+        )
 
     def mark_failed(self, failed: dict[int, str]) -> None:
         """Ask these servers no more until they are restarted."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.errors import ServerError
 from megarl.phase import beat
 from megarl.rollout.engine import Completion
-from megarl.rollout.sglang.client import Call, for_others
+from megarl.rollout.sglang.client import Dispatch, for_others
 from megarl.rollout.sglang.samples import ServedSample
 
 if TYPE_CHECKING:
@@ -40,14 +40,14 @@ class TurnClient:
     """Samples that are sent, finished and aborted one by one, in a thread with an event loop.
 
     Args:
-        make: a Call that calls its argument with every sample that is finished.
+        make: a Dispatch that calls its argument with every sample that is finished.
 
     Attributes:
         running: groups of samples that are under way.
         error: what ended one of them.
     """
 
-    def __init__(self, make: Callable[[Callable[[ServedSample], None]], Call]) -> None:
+    def __init__(self, make: Callable[[Callable[[ServedSample], None]], Dispatch]) -> None:
         self._changed = threading.Condition()
         self._fresh = self.running = 0
         self.error: BaseException | None = None
