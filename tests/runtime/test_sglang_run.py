@@ -15,8 +15,8 @@ from megarl.config.load import load_config
 from megarl.config.sglang import SGLangConfig
 from megarl.models.hf import load_hf_config
 from megarl.models.weights.export import write_metadata
-from megarl.rollout.sglang.fleet import Fleet
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+from tests.rollout.forked import forked_servers
 from tests.rollout.servers import need_interpreter
 from tests.runtime.harness import metrics, run, start, wait_for, write_recipe
 
@@ -42,17 +42,13 @@ def external(recipe: Path) -> Iterator[tuple[str, ...]]:
     model.mkdir()
     write_metadata(model, load_hf_config(load_config(str(recipe), []).model), None, torch.float32)
     settings = SGLangConfig(max_total_tokens=4096)
-    fleet: Fleet
-    with open_fleet(
-        settings,
-        WorkerPlace(),
-        recipe.parent,
-        model,
-        "float32",
-        cuda=False,
-        random_weights=True,
-        world=WorkerGroup.alone(),
-    ) as fleet:
+    alone = WorkerGroup.alone()
+    with (
+        forked_servers(),
+        open_fleet(
+            settings, WorkerPlace(), recipe.parent, model, "float32", cuda=False, random_weights=True, world=alone
+        ) as fleet,
+    ):
         api = fleet.servers[0].api
         os.environ[KEY_NAME] = api.api_key or ""
         yield (f"rollout.sglang.urls=[{api.url}]", f"rollout.sglang.api_key_env={KEY_NAME}")

@@ -14,6 +14,7 @@ from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.probe import greedy_probe
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
+from tests.rollout.forked import forked_servers
 from tests.sync.receivers import weight_sync
 
 KEY = "-a key of the test"
@@ -41,7 +42,8 @@ def serving(folder: Path, name: str, dtype: str = "float32", tp_size: int = 1, *
     config = SGLangConfig(max_total_tokens=4096, context_length=128, tp_size=tp_size)
     spec = ServerSpec(0, config, folder / "model", dtype, "127.0.0.1", KEY, folder, cuda=False)
     server = ServerProcess(spec)
-    server.start()
+    with forked_servers():
+        server.start()
     try:
         end = time.monotonic() + 300
         while why := health(server.api, end):

@@ -9,6 +9,7 @@ import pytest
 from megarl.rollout.sglang.api import ServerApi
 from tests.dist import fresh_parallel, run_distributed
 from tests.models.tiny import build_tiny, save_tiny
+from tests.rollout.forked import forked_servers
 from tests.rollout.servers import engine, need_interpreter, start
 from tests.sync.receivers import weight_sync
 from tests.sync.test_keeper import wait_for_log
@@ -50,7 +51,7 @@ def kill_and_return(folder: str) -> dict:
     fresh_parallel()
     chunks = build_tiny(run_dir / "model")
     requests = [Request([10 + i, 20, 30], [7 * i, 7 * i + 1]) for i in range(4)]
-    with start(run_dir, run_dir / "model", servers=2) as fleet:
+    with forked_servers(), start(run_dir, run_dir / "model", servers=2) as fleet:
         config = SyncConfig(transport="tensor", bucket_mb=5, timeout_s=60.0)
         sync = weight_sync(chunks, fleet, config, run_dir)
 
@@ -58,7 +59,7 @@ def kill_and_return(folder: str) -> dict:
             made = engine(fleet, version=2, run=sync.run)
             made._catch_up = sync.catch_up
             groups = made.generate(requests, SamplingConfig(max_new_tokens=4), [2])
-            return [sample.weight_version for group in groups for sample in group]
+            return [version for group in groups for sample in group for version, _ in sample.versions]
 
         found = {"first": sync.push(1).verified}
         negate_head(chunks)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -155,14 +156,7 @@ class ServerProcess:
         spec.log_dir.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
             self._log_start = _end(log)
-            self._process = subprocess.Popen(
-                server_command(self._python, spec.arguments(port)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # one group of its own, ended as a whole
-            )
+            self._process = _start_process(server_command(self._python, spec.arguments(port)), environment, log)
 
     @property
     def pid(self) -> int | None:
@@ -225,6 +219,13 @@ def health(api: ServerApi, end: float) -> str | None:
     except ServerError as error:
         return error.reason
     return None
+
+
+def _start_process(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """`command` as a child of this process that writes to `log`, in a group of its own, which is ended as a whole."""
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+    )
 
 
 def _end(file: IO[bytes]) -> int:
