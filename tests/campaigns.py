@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-CAMPAIGNS = ("durability", "servers")
+CAMPAIGNS = ("durability", "kernels", "servers")
 
 
 def add_option(parser: pytest.Parser) -> None:

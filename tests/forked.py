@@ -1,7 +1,7 @@
 """`megarl ...` in a process that is forked with its imports done, and so are the workers that it starts.
 
-    command = Command(["train", "tiny.yaml"], folder)      # used like a subprocess.Popen
-    output, code = command.communicate()[0], command.returncode
+    ended = run(["train", "tiny.yaml"], folder)           # ended.code, ended.output
+    command = Command(["train", "tiny.yaml"], folder)     # goes on beside the test; used like a subprocess.Popen
 
 The program and two workers would import torch and Megatron three times: 17 CPU-seconds, most of a tiny run. To the
 command its workers are what they always are: children in sessions of their own, with their environment, pipe, signals
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -73,6 +74,22 @@ class Command:
     def kill(self) -> None:
         """kill -9."""
         self.send_signal(signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a command left: its exit code, and all that it printed."""
+
+    code: int
+    output: str
+
+
+def run(arguments: Sequence[object], folder: Path, **environment: str) -> Ended:
+    """A command to its end, which comes within five minutes."""
+    command = Command(arguments, folder, **environment)
+    output = command.communicate()[0]
+    assert command.returncode is not None
+    return Ended(command.returncode, output)
 
 
 def _command_main(arguments: list[str], folder: str, environment: dict[str, str], output: str) -> NoReturn:

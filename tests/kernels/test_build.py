@@ -34,7 +34,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("level", ["-O1", "-O3"])
+@pytest.mark.parametrize("level", [pytest.param("-O1", marks=pytest.mark.campaign("kernels")), "-O3"])
 @pytest.mark.parametrize("processor", PROCESSORS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_kernel_file_compiled_for_a_processor(name, processor, level, tmp_path):

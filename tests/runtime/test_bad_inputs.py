@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Command
+from tests import forked
+from tests.forked import Ended
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
@@ -97,12 +98,6 @@ sys.modules.update(dict.fromkeys(filter(None, os.environ.get("HIDDEN_PACKAGES", 
 }
 
 
-@dataclass
-class Ended:
-    code: int
-    output: str
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the commands run: recipe, and all bad files."""
@@ -121,9 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(folder: Path, *arguments: str) -> Ended:
     """`megarl train tiny.yaml ...`, to its end."""
-    command = Command(["train", "tiny.yaml", *arguments], folder)
-    output = command.communicate()[0]
-    return Ended(command.returncode, output)
+    return forked.run(["train", "tiny.yaml", *arguments], folder)
 
 
 # -- refused before anything starts ----------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.forked import Command
+from tests import forked
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
@@ -21,10 +21,9 @@ pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
 
 def megarl(folder: Path, *arguments: object) -> str:
     """Run a command that must succeed; its output."""
-    command = Command(arguments, folder)
-    output = command.communicate()[0]
-    assert command.returncode == 0, output[-4000:]
-    return output
+    ended = forked.run(arguments, folder)
+    assert ended.code == 0, ended.output[-4000:]
+    return ended.output
 
 
 def lines(path: Path) -> list[dict]:
