@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +16,15 @@ import psutil
 import pytest
 
 from megarl.config.run import ClusterConfig, RunConfig
-from megarl.errors import ConfigError, WorkerError
+from megarl.errors import ConfigError
 from megarl.launchers.common import run_workers
 from megarl.processes import free_port
 
 HERE = Path(__file__).parent
-LAUNCHERS = ["local", "torchrun", "ray"]
+LAUNCHERS = ["local", "torchrun"]
 DEADLINE_S = 100.0  # a run of these tests takes 2 to 10 s; the rest is for a machine that is busy with other things
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
+pytestmark = pytest.mark.procs
 
 
 @dataclass
@@ -71,32 +70,11 @@ def alive(pids: list[int]) -> list[int]:
     return found
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ray_cluster() -> Iterator[None]:
-    """One Ray for the whole module, found by RAY_ADDRESS; starting one per test would double the time."""
-    import ray
-
-    before = os.environ.pop("RAY_ADDRESS", None)
-    context = ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-    )
-    os.environ["RAY_ADDRESS"] = context.address_info["address"]
-    yield
-    ray.shutdown()
-    del os.environ["RAY_ADDRESS"]
-    if before is not None:
-        os.environ["RAY_ADDRESS"] = before
-
-
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_ranks_meet_and_the_run_folder_tells_what_happened(
     launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a cluster that runs already does not know it
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # a cluster of Ray that runs already does not know it
     result = launch(launcher, "write_environment", tmp_path, "3")
 
     assert result.code == 0, result.err
@@ -187,29 +165,6 @@ def test_workers_go_with_their_launcher(launcher: str, number: int, tmp_path: Pa
     assert alive(pids) == []
     process.communicate(timeout=15)
     assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 128 + signal.SIGTERM)
-
-
-def test_ray_is_started_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS")
-    assert launch("ray", "write_environment", tmp_path, "3").code == 0  # three workers, also on two cores
-
-
-@pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_a_ray_cluster_that_is_gone_is_named_at_once(
-    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{free_port()}")
-    with pytest.raises(ConfigError, match="RAY_ADDRESS: no Ray cluster answers at this address"):
-        run_workers("ray", "m:f", RunConfig(name="x"), tmp_path)
-
-
-def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
-    from megarl.launchers.ray import within
-
-    with pytest.raises(WorkerError, match=r"Ray at x was not ready within cluster\.start_timeout_s = 0\.1 s"):
-        within(0.1, "Ray at x", lambda: time.sleep(5))
-    with pytest.raises(ZeroDivisionError):
-        within(5, "Ray at x", lambda: 1 // 0)
 
 
 def test_a_port_in_use_is_named_before_torchrun_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

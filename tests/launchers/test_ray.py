@@ -1,0 +1,91 @@
+"""The Ray launcher, on a cluster that runs already and on none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megarl.config.run import RunConfig
+from megarl.errors import ConfigError, WorkerError
+from megarl.launchers.common import run_workers
+from megarl.processes import free_port
+from tests.launchers import test_launchers as every
+from tests.runtime import harness
+
+pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ray_cluster() -> Iterator[None]:
+    """One Ray for the whole module, found by RAY_ADDRESS; starting one per test would double the time."""
+    import ray
+
+    before = os.environ.pop("RAY_ADDRESS", None)
+    context = ray.init(
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
+    os.environ["RAY_ADDRESS"] = context.address_info["address"]
+    yield
+    ray.shutdown()
+    del os.environ["RAY_ADDRESS"]
+    if before is not None:
+        os.environ["RAY_ADDRESS"] = before
+
+
+def test_ranks_meet_and_the_run_folder_tells_what_happened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every.test_ranks_meet_and_the_run_folder_tells_what_happened("ray", tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        every.test_an_exception_is_shown_with_rank_phase_and_step,
+        every.test_a_killed_rank_is_the_first_error_although_its_peer_fails_too,
+        every.test_a_rank_without_progress_is_reported_with_every_phase_and_stack,
+        every.test_a_mistake_of_the_user_ends_with_2_and_no_traceback,
+    ],
+)
+def test_a_failure_is_told_as_by_every_launcher(same: Callable[[str, Path], None], tmp_path: Path) -> None:
+    same("ray", tmp_path)
+
+
+def test_workers_go_with_their_launcher(tmp_path: Path) -> None:
+    every.test_workers_go_with_their_launcher("ray", signal.SIGKILL, tmp_path)
+
+
+def test_a_run_has_the_metrics_of_one_of_the_local_launcher(tmp_path: Path) -> None:
+    recipe = harness.write_recipe(tmp_path)
+    local = harness.run(recipe, tmp_path / "local")
+    assert harness.run(recipe, tmp_path / "ray", program="ray") == local
+
+
+def test_ray_is_started_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS")
+    assert every.launch("ray", "write_environment", tmp_path, "3").code == 0  # three workers, also on two cores
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_ray_cluster_that_is_gone_is_named_at_once(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{free_port()}")
+    with pytest.raises(ConfigError, match="RAY_ADDRESS: no Ray cluster answers at this address"):
+        run_workers("ray", "m:f", RunConfig(name="x"), tmp_path)
+
+
+def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
+    from megarl.launchers.ray import within
+
+    with pytest.raises(WorkerError, match=r"Ray at x was not ready within cluster\.start_timeout_s = 0\.1 s"):
+        within(0.1, "Ray at x", lambda: time.sleep(5))
+    with pytest.raises(ZeroDivisionError):
+        within(5, "Ray at x", lambda: 1 // 0)
