@@ -28,6 +28,14 @@ LEARNING = ("sft.steps=0", "trainer.steps=6", "trainer.save_every=0", "validatio
 COLOCATED = ("rollout.sglang.colocated=true", "actor.engine.offload=true")
 SGLANG = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", *LEARNING)
 
+#: Episodes of the environment in tests/envs/guess.py; digits end a turn, so that a model that knows nothing ends some.
+GUESSING = (
+    f"env.name={Path(__file__).parents[1] / 'envs' / 'guess.py'}:Guess",
+    "rollout.sampling={n: 4, max_new_tokens: 4, stop_token_ids: [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]}",
+    "rollout.limits.tokens=20",
+    "algorithm.kl.use=none",
+)
+
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -81,6 +89,20 @@ def test_every_transport_trains_like_the_embedded_engine(transport, recipe, exte
     assert steps[1]["critic/score/mean"] == pytest.approx(embedded[1]["critic/score/mean"], abs=0.3)
     assert gain(embedded) > 0.05
     assert gain(steps) > 0.05
+
+
+def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_path):
+    """Two replicas that play against one server; what it drew is what the trainer computes."""
+    steps = run(recipe, tmp_path, *SGLANG, *external, *GUESSING, "trainer.steps=2")
+    for step in (1, 2):
+        numbers = steps[step]
+        assert numbers["env/turns/max"] == 3
+        assert 1 < numbers["env/turns/mean"] <= 3
+        assert numbers["env/errors"] == 0
+        assert 0 < numbers["env/cached"] < 1  # later turns find what came before
+        assert numbers["rollout_corr/logp_diff_max"] < 1e-4
+        assert numbers["rollout_corr/staleness_max"] == 0
+        assert numbers["actor/grad_norm"] > 0
 
 
 def test_own_server_ends_with_a_killed_run_and_the_resumed_run_starts_another(recipe):
