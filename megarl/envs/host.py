@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,7 @@ class Host:
         self._kind, self._settings, self._answer_s = kind, settings, answer_s
         self._shared = kind.open(settings)
         self._episodes: dict[int, Environment] = {}
+        self._answers: dict[int, Future[Reply]] = {}
         self._threads = ThreadPoolExecutor(_THREADS, "environment")
         self._free = asyncio.Semaphore(_THREADS)  # a call waits here, not in the pool, so its time begins with it
         self._loop = asyncio.new_event_loop()
@@ -79,8 +81,42 @@ class Host:
         return self._all({number: self._reset(number, *rows[number]) for number in rows})
 
     def step(self, actions: Mapping[int, Action]) -> dict[int, Reply]:
-        """Answers to a turn of each of these episodes."""
+        """Answers to a turn of each of these episodes.
+
+        Raises:
+            HostError: nothing can be answered any more.
+        """
         return self._all({number: self._step(number, action) for number, action in actions.items()})
+
+    def begin(self, actions: Mapping[int, Action]) -> None:
+        """Start to answer a turn of each of these episodes; `answers` gives what comes."""
+        if not self._answers:
+            self._looped_at = time.monotonic()
+        for number, action in actions.items():
+            self._answers[number] = asyncio.run_coroutine_threadsafe(self._step(number, action), self._loop)
+
+    def any_answer(self) -> bool:
+        """Whether an answer to what was begun is there.
+
+        Raises:
+            HostError: as in `step`.
+        """
+        if self._answers:
+            self._check_loop()
+        return any(answer.done() for answer in self._answers.values())
+
+    def answers(self, wait_s: float) -> dict[int, Reply]:
+        """Answers that are there, after a wait for all of them of at most `wait_s` seconds.
+
+        Raises:
+            HostError: as in `step`.
+        """
+        wait_for(self._answers.values(), wait_s)
+        if not self.any_answer():
+            return {}
+        there = {number: answer.result() for number, answer in self._answers.items() if answer.done()}
+        self._answers = {number: answer for number, answer in self._answers.items() if number not in there}
+        return there
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Drop episodes that are over."""

@@ -24,6 +24,7 @@ from megarl.envs.protocol import Action
 from megarl.errors import MegarlError, UserError
 from megarl.rollout.engine import Completion, Generation, RolloutEngine
 
+_SOON_S = 0.1  # most environments answer within; of the others the answers are taken when they come
 #: What ends an episode whose environment is not done, by how its last turn ended.
 _ENDED_BY = {"stop": "turns", "length": "tokens", "abort": "seconds"}
 
@@ -146,17 +147,26 @@ class _Game:
                 self.trajectories[number].add_turn(done.token_ids, done.logprobs, done.versions, done.finish_reason)
             else:
                 self.trajectories[number].end_unsaid(self._end_token, self._d.engine.weight_version)
-        said = [number for number, done in finished.items() if done.token_ids]
-        replies = self._ask(lambda host: host.step(self._actions(said) if said else {}))
+        unsaid = [number for number, done in finished.items() if not done.token_ids]
+        replies = self._ask(lambda host: self._answers(host, [number for number in finished if number not in unsaid]))
         told = self._tell({i: (reply, self._following(i, reply)) for i, reply in replies.items()})
         late = self._is_late()
         for number, (reply, ids) in told.items():
             self._take(number, reply, ids, late)
-        self._go_on(finished)
+        self._go_on([*unsaid, *told])
+
+    def _answers(self, host: Host, said: list[int]) -> Mapping[int, Reply]:
+        """Answers to these turns; where other turns go on meanwhile, those that are there, also to earlier ones."""
+        actions = self._actions(said) if said else {}
+        if not self._generation.goes_on:
+            return host.step(actions)
+        host.begin(actions)
+        return host.answers(_SOON_S)
 
     def _turns(self) -> dict[int, Completion]:
         """Turns that are over. When the time of the episodes is, all turns end with what there is of them."""
-        finished = self._generation.wait(None if self._d.limits.seconds is None else self._is_late)
+        goes_on, limited = self._generation.goes_on, self._d.limits.seconds is not None
+        finished = self._generation.wait(self._is_due if goes_on else self._is_late if limited else None)
         self._under_way -= finished.keys()
         if self._under_way and self._is_late():
             for number in sorted(self._under_way):
@@ -267,5 +277,13 @@ class _Game:
 
     def _is_late(self) -> bool:
         """Whether the time of the episodes is over, by the clock of the replica's first rank. Collective over it."""
+        return self._d.limits.seconds is not None and self._d.share(self._over_time())
+
+    def _is_due(self) -> bool:
+        """Whether the time is over or an environment has answered. Collective over the replica."""
+        host = self._d.host
+        return self._d.share(self._over_time() or (host is not None and host.any_answer()))
+
+    def _over_time(self) -> bool:
         limit = self._d.limits.seconds
-        return limit is not None and self._d.share(time.monotonic() - self._began > limit)
+        return limit is not None and time.monotonic() - self._began > limit

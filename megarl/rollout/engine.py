@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from megarl.config.rollout import SamplingConfig
 from megarl.data.versions import VersionRuns
@@ -79,8 +79,12 @@ class RolloutEngine(Protocol):
 class Generation(Protocol):
     """Turns of sequences that come and go. Every rank of a model replica makes the same calls in the same order.
 
-    Which turns are over first depends on nothing but the turns, so all ranks learn it alike, and so does a second run.
+    Attributes:
+        goes_on: turns go on between two calls of `wait`, so that nothing is lost by a look at other things. Otherwise
+            which turns are over first depends on nothing but the turns, and a second run learns it alike.
     """
+
+    goes_on: ClassVar[bool]
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
         """Ask for the next turn of `sequence` (a number below `sequences`), which is `tokens` so far.

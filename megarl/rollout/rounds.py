@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Completion, Request
@@ -24,6 +25,7 @@ class Rounds:
     together: Callable[[bool], bool]
     sampling: SamplingConfig
     eos_ids: Sequence[int]
+    goes_on: ClassVar[bool] = False
     _turns: dict[int, tuple[list[int], int, int]] = field(default_factory=dict)
     _aborted: list[int] = field(default_factory=list)
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from megarl.comm import team_world
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
+from megarl.data.tokenizer import character_tokenizer
+from megarl.data.turns import Turns
+from megarl.envs import Action, Environment, Step
+from megarl.envs.host import Host
 from megarl.errors import ServerError
+from megarl.rollout.driver import Driver, EpisodeLimits, Start
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang.engine import Replica, SglangEngine
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
@@ -115,6 +120,39 @@ def collect(generation: Any, count: int) -> dict[int, Completion]:
         assert generation.any_busy(True)
         found |= generation.wait()
     return found
+
+
+class Patient(Environment):
+    """Two turns. Episode 0 is answered in its first turn only after the last episode has come to its end."""
+
+    last: ClassVar[threading.Event]
+
+    def reset(self, row: dict[str, Any], seed: int) -> None:
+        self.number = row["number"]
+
+    def step(self, action: Action) -> Step:
+        if self.number == 3 and action.turn == 1:
+            self.last.set()
+        if self.number == 0 and action.turn == 0:
+            assert self.last.wait(_WAIT_S)
+        return Step([5, 6], reward=1.0, done=action.turn == 1)
+
+
+def test_an_environment_that_takes_its_time_holds_up_no_other_episode():
+    Patient.last = threading.Event()
+    host = Host(Patient, Patient.Settings(), 100.0)
+    limits = EpisodeLimits(4, 16, 100, None)
+    with servers(ok) as made:
+        nothing = lambda ids: ([""] * len(ids), [""] * len(ids))  # noqa: E731
+        turns = Turns(character_tokenizer("0123456789"), None, [2])
+        driver = Driver(alone(made), host, turns, nothing, lambda value: value, limits, "fail")
+        starts = [Start(f"{i}", {"number": i}, talk, 0, lambda turn: turn) for i, talk in enumerate(TALKS)]
+        try:
+            played = driver.play(starts, SAMPLING, list(range(1000)))  # whatever is drawn ends a turn
+        finally:
+            host.close()
+    assert [(t.ended_by, t.turns, t.turn_rewards) for t in played] == [("done", 2, [1.0, 1.0])] * 4
+    assert all(t.drawn == [True] * 8 + [False] * 2 + [True] * 8 for t in played)
 
 
 def test_an_aborted_turn_keeps_what_the_server_had_and_one_that_waited_has_nothing():

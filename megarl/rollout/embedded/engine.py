@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -129,6 +129,7 @@ class _Turns:
 
     session: TurnSession
     version: int
+    goes_on: ClassVar[bool] = False
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
         """See `Generation`."""

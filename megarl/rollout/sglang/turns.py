@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megarl.errors import ServerError
 from megarl.phase import beat
@@ -150,6 +150,8 @@ class ServerTurns:
         engine: servers, this rank's place, deadlines.
         stop_ids: end tokens.
     """
+
+    goes_on: ClassVar[bool] = True
 
     def __init__(self, engine: SglangEngine, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
         self._engine, self._sampling, self._stop_ids = engine, sampling, list(stop_ids)
