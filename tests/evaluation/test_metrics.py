@@ -97,3 +97,18 @@ def test_from_reward_prefers_the_accuracy_part_and_the_extracted_answer():
         "u", 1.0, "24", "s"
     )
     assert from_reward("u", {"overall": 0.4}, " is 24 ") == Scored("u", 0.4, "is 24")
+
+
+@given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=5), st.randoms())
+def test_prompts_with_different_numbers_of_samples_count_alike(groups, shuffle):
+    samples = [Scored(uid, value, None) for uid, values in enumerate(groups) for value in values]
+    shuffle.shuffle(samples)
+    numbers = validation_metrics(samples).result()
+    wanted: dict[str, list[float]] = {"val/acc": [mean(values) for values in groups]}
+    for values in groups:
+        for k in {2, 4, len(values)} & set(range(2, len(values) + 1)):
+            subsets = list(combinations(values, k))
+            wanted.setdefault(f"val/pass@{k}", []).append(mean(max(some) for some in subsets))
+    assert {name for name in numbers if "pass" in name} == {name for name in wanted if "pass" in name}
+    for name, shares in wanted.items():
+        assert numbers[name] == pytest.approx(mean(shares)), name
