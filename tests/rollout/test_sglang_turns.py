@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 from megarl.comm import team_world
 from megarl.config.rollout import SamplingConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.data.tokenizer import character_tokenizer
+from megarl.data.trajectory import Trajectory
 from megarl.data.turns import Turns
 from megarl.envs import Action, Environment, Step
 from megarl.envs.host import Host
@@ -138,19 +139,36 @@ class Patient(Environment):
         return Step([5, 6], reward=1.0, done=action.turn == 1)
 
 
+def play(engine: SglangEngine, seconds: float | None, stops: Sequence[int]) -> list[Trajectory]:
+    """Episodes of TALKS with the environment above."""
+    host = Host(Patient, Patient.Settings(), 100.0)
+    turns = Turns(character_tokenizer("0123456789"), None, [2])
+    limits = EpisodeLimits(4, 16, 100, seconds)
+    driver = Driver(engine, host, turns, lambda ids: ([""] * len(ids),) * 2, lambda value: value, limits, "fail")
+    starts = [Start(f"{i}", {"number": i}, talk, 0, lambda turn: turn) for i, talk in enumerate(TALKS)]
+    try:
+        return driver.play(starts, SAMPLING, stops)
+    finally:
+        host.close()
+
+
+def test_turns_that_servers_do_not_end_in_time_keep_what_there_is():
+    """Those of the talks that two requests at a time let begin; the others are one end token that is not trained on."""
+    Patient.last = threading.Event()
+    Patient.last.set()
+    with servers(lambda server, payload: "wait") as made:
+        played = play(alone(made, max_concurrency=2), 0.5, [2])
+    assert [(t.ended_by, t.finish_reason) for t in played] == [("seconds", "abort")] * 4
+    assert sorted(t.drawn for t in played) == [[False]] * 2 + [[True] * 4] * 2
+    for trajectory in played:
+        kept = [token(trajectory.prompt_ids, 0, place) for place in range(4)]
+        assert trajectory.token_ids == (kept if trajectory.drawn[0] else [2])
+
+
 def test_an_environment_that_takes_its_time_holds_up_no_other_episode():
     Patient.last = threading.Event()
-    host = Host(Patient, Patient.Settings(), 100.0)
-    limits = EpisodeLimits(4, 16, 100, None)
     with servers(ok) as made:
-        nothing = lambda ids: ([""] * len(ids), [""] * len(ids))  # noqa: E731
-        turns = Turns(character_tokenizer("0123456789"), None, [2])
-        driver = Driver(alone(made), host, turns, nothing, lambda value: value, limits, "fail")
-        starts = [Start(f"{i}", {"number": i}, talk, 0, lambda turn: turn) for i, talk in enumerate(TALKS)]
-        try:
-            played = driver.play(starts, SAMPLING, list(range(1000)))  # whatever is drawn ends a turn
-        finally:
-            host.close()
+        played = play(alone(made), None, range(1000))  # whatever is drawn ends a turn
     assert [(t.ended_by, t.turns, t.turn_rewards) for t in played] == [("done", 2, [1.0, 1.0])] * 4
     assert all(t.drawn == [True] * 8 + [False] * 2 + [True] * 8 for t in played)
 
