@@ -49,6 +49,8 @@ def replace(seen: Any, graph: type, capture: type) -> None:
             "device_count": lambda: 1,
             "current_device": lambda: 0,
             "get_device_capability": lambda *_: (9, 0),
+            "get_device_name": lambda *_: "pretended",
+            "get_device_properties": lambda *_: types.SimpleNamespace(name="pretended", uuid="0"),
             "mem_get_info": lambda *_: (10**9, 10**9),
             "max_memory_allocated": lambda *_: 0,
             "memory_stats": lambda *_: Counter(),

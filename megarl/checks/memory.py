@@ -19,6 +19,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.stage import Role
+from megarl.residency import ACTOR, CRITIC, EMBEDDED, GRADIENTS, PARAMETERS, REFERENCE, TEACHER, needed
 
 _BYTES = {"fp32": 4, "bf16": 2}
 ROUGH = 1.5
@@ -254,17 +255,8 @@ def device_memory(
         dp: data parallel size of the actor.
         roles: whose work the nodes of the task graph are.
     """
-    actor, split, dtype = config.actor, "actor.parallel", config.model.dtype
-    state = _state_terms("actor", facts, actor.parallel, actor.engine, dtype, dp)
-    weights, rest = state[0], state[1:]
-    frozen: list[Term] = []
-    if Role.REFERENCE in (roles or ()):
-        frozen.append(term("reference parameters", weights.bytes, split))
-    if Role.TEACHER in (roles or ()):
-        frozen.append(term("teacher parameters (if as large as the policy)", weights.bytes, split))
-    critic: list[Term] = []
-    if Role.CRITIC in (roles or ()):
-        critic = _state_terms("critic", facts, actor.parallel, config.critic.engine, dtype, dp)
+    actor, models = config.actor, _Models(config, facts, dp, roles, gpu=gpu)
+    weights = models.state[ACTOR][PARAMETERS]
     learning = _learning_terms("actor", config, facts, actor.engine, dp, gpu=gpu, job=job)
     cache: list[Term] = []
     if config.rollout.engine == "embedded":
@@ -273,31 +265,61 @@ def device_memory(
         keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
         cache.append(Term("key/value cache (generation)", rows, keys, row, shrinks=True))
     if job in ("eval", "generate"):
-        drawing = Moment("generation", (weights, *cache, *_responses(config, dp, job)))
-        return Memory((drawing, *(_server_moments(config, facts, [weights]) if gpu else ())))
+        alone = Moment("generation", (weights, *cache, *_responses(config, dp, job)))
+        return Memory((alone, *(_server_moments(config, facts, [weights]) if gpu else ())))
     if job == "sft":
-        return Memory((Moment("the update", (weights, *rest, *learning)),))
-    stays = [] if config.critic.engine.offload else critic
-    idle = [] if actor.engine.offload else [*rest, *frozen]
+        return Memory((Moment("the update", (*models.resident("update", ACTOR), *learning)),))
+    drawing = [*models.resident("generate"), *(cache if EMBEDDED in needed("generate") else ())]
     moments = [
-        Moment("the actor's update", (weights, *rest, *([] if actor.engine.offload else frozen), *stays, *learning)),
-        Moment("generation", (weights, *idle, *stays, *cache, *_responses(config, dp, job))),
+        Moment("the actor's update", (*models.resident("update", ACTOR), *learning)),
+        Moment("generation", (*drawing, *_responses(config, dp, job))),
     ]
     if gpu:
-        moments += _server_moments(config, facts, [weights, *idle, *stays])
-    if frozen:
-        moments.append(Moment("log-probs", (weights, *idle, *(frozen if actor.engine.offload else ()), *stays)))
-    if critic:
+        moments += _server_moments(config, facts, models.resident("generate"))
+        moments.append(Moment("a checkpoint", tuple(models.resident("checkpoint"))))
+    for role in (REFERENCE, TEACHER):
+        if role in models.state:
+            moments.append(Moment("log-probs", tuple(models.resident("score", role))))
+    if CRITIC in models.state:
         values = _learning_terms("critic", config, facts, config.critic.engine, dp, gpu=gpu)
-        moments.append(Moment("the critic's update", (weights, *idle, *critic, *values)))
+        moments.append(Moment("the critic's update", (*models.resident("update", CRITIC), *values)))
     return Memory(tuple(moments))
 
 
-def _state_terms(
+class _Models:
+    """Parts of the run's models, by role; a role that no node works for has none."""
+
+    def __init__(self, config: RunConfig, facts: ModelFacts, dp: int, roles: Roles, *, gpu: bool) -> None:
+        actor, critic, dtype = config.actor, config.critic, config.model.dtype
+        self._gpu, present = gpu, roles or ()
+        self.state = {ACTOR: _parts("actor", facts, actor.parallel, actor.engine, dtype, dp)}
+        size = self.state[ACTOR][PARAMETERS].bytes
+        if Role.REFERENCE in present:
+            self.state[REFERENCE] = {PARAMETERS: term("reference parameters", size, "actor.parallel")}
+        if Role.TEACHER in present:
+            what = "teacher parameters (if as large as the policy)"
+            self.state[TEACHER] = {PARAMETERS: term(what, size, "actor.parallel")}
+        if Role.CRITIC in present:
+            self.state[CRITIC] = _parts("critic", facts, actor.parallel, critic.engine, dtype, dp)
+        self._offloads = dict.fromkeys(self.state, actor.engine.offload) | {CRITIC: critic.engine.offload}
+
+    def resident(self, phase: str, role: str | None = None) -> list[Term]:
+        """What is on the device in a phase, see `megarl.residency`. On a CPU gradients are all that can leave."""
+        wanted = needed(phase, role)
+        return [
+            part
+            for name, parts in self.state.items()
+            for kind, part in parts.items()
+            if kind in wanted.get(name, ()) or not self._offloads[name] or not (self._gpu or kind == GRADIENTS)
+        ]
+
+
+def _parts(
     role: str, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dtype: str, dp: int
-) -> list[Term]:
+) -> dict[str, Term]:
+    """Parameters, gradients and optimizer state of a model that learns."""
     state = state_bytes(facts, parallel, engine, dtype, dp)
-    return [term(f"{role} {name}", size, "the model's size, actor.parallel") for name, size in state.items()]
+    return {name: term(f"{role} {name}", size, "the model's size, actor.parallel") for name, size in state.items()}
 
 
 def _learning_terms(
@@ -338,8 +360,8 @@ def host_memory(
         for moment in device_memory(config, facts, dp, gpu=False, job=job, roles=roles).moments
     ]
     if job in ("train", "sft"):
-        held = _state_terms("actor", facts, config.actor.parallel, config.actor.engine, config.model.dtype, dp)
-        moments.append(Moment("a checkpoint", (*around, *(_times(ranks, part) for part in held), staging)))
+        held = _parts("actor", facts, config.actor.parallel, config.actor.engine, config.model.dtype, dp)
+        moments.append(Moment("a checkpoint", (*around, *(_times(ranks, part) for part in held.values()), staging)))
     return Memory(tuple(moments))
 
 

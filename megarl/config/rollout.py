@@ -60,6 +60,11 @@ class RolloutConfig(Section):
     stale_steps: NonNegativeInt = Field(0, description="training steps that the generating weights lag behind")
     cuda_graphs: bool = Field(True, description="capture decode steps on GPUs (embedded)")
 
+    @property
+    def colocated(self) -> bool:
+        """Samples are drawn on servers that share the trainer's devices."""
+        return self.engine == "sglang" and self.sglang.colocated
+
 
 SINGLE_TURN = "single_turn"
 ON_ERROR = ("fail", "mark")

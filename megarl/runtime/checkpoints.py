@@ -154,7 +154,8 @@ class Checkpoints:
         assert self.source is not None, "find() comes first"
         c = self._c
         assert c.loader is not None, "only training runs resume"
-        c.step, state = load(self.source, c.trained, self._meta)
+        with c.residency.phase("resume"):
+            c.step, state = load(self.source, c.trained, self._meta)
         c.loader.load_state_dict(state["loader"])
         c.kl_controller.load_state_dict(state["kl"])
         c.surplus = read_surplus(c, self.source, state["surplus_parts"])
@@ -251,16 +252,17 @@ class Checkpoints:
         }
         with phase("checkpoint"):
             self._wait()
-            self._saving = begin(
-                self._root,
-                step,
-                c.trained,
-                extra,
-                files=surplus_file(c),
-                config=c.config.model_dump(mode="json"),
-                keep_last=settings.keep_last,
-                best=is_best,
-            )
+            with c.residency.phase("checkpoint"):
+                self._saving = begin(
+                    self._root,
+                    step,
+                    c.trained,
+                    extra,
+                    files=surplus_file(c),
+                    config=c.config.model_dump(mode="json"),
+                    keep_last=settings.keep_last,
+                    best=is_best,
+                )
 
     def _wait(self) -> None:
         if self._saving is not None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.run import RunConfig
 from megarl.metrics import Metrics
+from megarl.residency import Residency
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
     from megarl.rollout.sglang.fleet import Fleet
-    from megarl.rollout.sglang.memory import ServerMemory
     from megarl.runtime.episodes import Episodes
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.tracking.flops import FlopCounter
@@ -54,11 +54,11 @@ class Controller:
 
     Attributes:
         sync: brings the parameters to where samples are drawn; see `megarl.runtime.generation`.
+        residency: has on the device what each phase needs; see there.
         reward: scores samples; only on the first rank of a replica.
         kl_controller: weight of the KL penalty in the reward.
         reference, critic: present when a node of the graph has that role.
         fleet: the servers that generate, when there are any.
-        server_memory: theirs, when they share the trainer's devices.
         episodes: the recipe's environment; None when a sample is one prompt and one response.
         stale: generates training samples with older weights (`rollout.stale_steps`).
         step: the training step that runs (1-based; 0 before the first).
@@ -75,6 +75,7 @@ class Controller:
     actor: MegatronEngine
     rollout: RolloutEngine
     sync: NullSync | WeightSync
+    residency: Residency
     reward: RewardRunner | None
     loader: PromptLoader | None
     val_data: PromptDataset | None
@@ -83,7 +84,6 @@ class Controller:
     teacher: MegatronEngine | None = None
     critic: MegatronEngine | None = None
     fleet: Fleet | None = None
-    server_memory: ServerMemory | None = None
     episodes: Episodes | None = None
     stale: StaleWeights | None = None
     step: int = 0

@@ -9,6 +9,7 @@ import torch
 
 from megarl.dag.stage import Role
 from megarl.phase import phase
+from megarl.residency import CRITIC
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
@@ -31,7 +32,7 @@ def add_critic(c: Controller, graph: TaskGraph) -> None:
     if all(node.role is not Role.CRITIC for node in graph):
         return
     config, source = c.config.critic, c.config.critic.path
-    with phase("load_critic"):
+    with phase("load_critic"), c.residency.phase("load"):
         hf_config = c.hf_config
         if source is not None:  # not the policy's configuration: RoPE or windows may differ
             own = c.config.model.model_copy(update={"path": source, "hf_config": None})
@@ -51,8 +52,7 @@ def add_critic(c: Controller, graph: TaskGraph) -> None:
             seed=c.config.trainer.seed,
             value_head=True,
         )
-        if config.engine.offload:
-            c.critic.offload()
+        c.residency.add(CRITIC, c.critic, offloads=config.engine.offload)
 
 
 @torch.no_grad()

@@ -34,8 +34,7 @@ def export(c: Controller, checkpoints: Path) -> None:
     with phase("export"):
         _write(c, c.actor, LAST)
         if c.critic is not None:
-            with c.critic.onloaded():
-                _write(c, c.critic, CRITIC)
+            _write(c, c.critic, CRITIC)
         written = [Exported(LAST, c.step, "last")]
         if c.layout.rank == 0:
             write_exported(c.run_dir, written)
@@ -57,7 +56,8 @@ def _load_best(c: Controller, source: Path) -> int | None:
     from megarl.training.shards import CheckpointError
 
     try:
-        return load(source, {"actor": c.actor})[0]
+        with c.residency.phase("resume"):
+            return load(source, {"actor": c.actor})[0]
     except CheckpointError as error:  # on all ranks alike
         if c.layout.rank == 0:
             print(f"WARNING: the best checkpoint cannot be read, so {BEST} is not written: {error}", flush=True)
@@ -77,4 +77,5 @@ def show_export(c: Controller) -> None:
 def _write(c: Controller, engine: MegatronEngine, name: str) -> None:
     from megarl.models.weights import export_weights
 
-    export_weights(engine.chunks, c.run_dir / name, c.hf_config, c.tokenizer, world=engine.layout.world)
+    with c.residency.phase("export", engine.name):
+        export_weights(engine.chunks, c.run_dir / name, c.hf_config, c.tokenizer, world=engine.layout.world)

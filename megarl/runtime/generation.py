@@ -44,23 +44,21 @@ def use_servers(c: Controller) -> None:
         urls, logs = config.rollout.sglang.urls, c.run_dir / "servers"
         what = f"at {', '.join(urls)}" if urls else f"usually half a minute; their logs: {logs}"
         print(f"waiting for SGLang servers {what}", flush=True)
-    if config.rollout.sglang.colocated and config.actor.engine.offload:
-        c.actor.offload(parameters=False)  # a starting server takes its share of what is free then
-    with phase("start_servers"), keep_beating(), _addresses_are_the_users(config.rollout.sglang.urls):
-        c.fleet = open_fleet(
-            config.rollout.sglang,
-            WorkerPlace.from_environment(config.cluster),
-            c.run_dir,
-            _write_model_config(c),
-            str(DTYPES[dtype]).removeprefix("torch."),
-            cuda=has_cuda(),
-            random_weights=True,
-            longest=config.longest_sequence(),
-            world=layout.world,
-        )
-    if config.rollout.sglang.colocated:
-        c.server_memory = ServerMemory(c.fleet, config.sync.timeout_s, layout.world)
-        make_room(c)  # until the first `publish`: a checkpoint may come back before
+    with c.residency.phase("start_servers"):  # a starting server takes its share of what is free then
+        with phase("start_servers"), keep_beating(), _addresses_are_the_users(config.rollout.sglang.urls):
+            c.fleet = open_fleet(
+                config.rollout.sglang,
+                WorkerPlace.from_environment(config.cluster),
+                c.run_dir,
+                _write_model_config(c),
+                str(DTYPES[dtype]).removeprefix("torch."),
+                cuda=has_cuda(),
+                random_weights=True,
+                longest=config.longest_sequence(),
+                world=layout.world,
+            )
+        if config.rollout.colocated:
+            c.residency.add_servers(ServerMemory(c.fleet, config.sync.timeout_s, layout.world))
     sizes = config.rollout.sglang.tp_size, config.rollout.sglang.ep_size
     receivers = SglangReceivers(c.fleet, ServerLayout.of(c.hf_config, *sizes, on_gpu=has_cuda()))
     sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, layout.world)
@@ -97,8 +95,11 @@ def publish(c: Controller, version: int) -> None:
     """From here on samples are drawn with the weights as they are now, and carry `version`. Collective."""
     if c.fleet is not None:
         _look_after_servers(c)
-    make_room(c, "weights")
-    _account(c, c.sync.push(version))
+        with c.residency.phase("publish"):
+            report = c.sync.push(version)
+    else:
+        report = c.sync.push(version)  # the parameters are where they are drawn with
+    _account(c, report)
     c.rollout.weight_version = version
 
 
@@ -108,24 +109,13 @@ def _look_after_servers(c: Controller) -> None:
     A colocated one starts while the actor is away: it takes its share of the memory that is free when it starts.
     """
     assert c.fleet is not None
-    if c.server_memory is None:
+    if not c.config.rollout.colocated:
         c.fleet.refresh()
         return
-    if c.config.actor.engine.offload:
-        c.actor.offload(parameters=False)
-    c.fleet.refresh()
-    if any(server.state == "starting" for server in c.fleet.servers):  # the same on all ranks, after `refresh`
-        c.fleet.wait_started()
-
-
-def make_room(c: Controller, *parts: str) -> None:
-    """Keep these parts of colocated servers (`weights`, `kv_cache`) on the devices, free the others. Collective."""
-    if c.server_memory is None:
-        return
-    if parts and c.config.actor.engine.offload:
-        c.actor.offload(parameters=False)
-    with phase("server_memory"):
-        c.server_memory.hold(*parts)
+    with c.residency.phase("start_servers"):
+        c.fleet.refresh()
+        if any(server.state == "starting" for server in c.fleet.servers):  # the same on all ranks, after `refresh`
+            c.fleet.wait_started()
 
 
 def _write_model_config(c: Controller) -> Path:
@@ -151,8 +141,7 @@ def _account(c: Controller, report: SyncReport) -> None:
     from megarl.sync.updater import WeightSync
     from megarl.sync.versions import version_tag
 
-    make_room(c, "weights", "kv_cache")  # a probe is generated
-    with phase("probe"):
+    with phase("probe"), c.residency.phase("probe"):
         assert isinstance(c.sync, WeightSync), "servers get their weights from it"
         tag = version_tag(report.version, c.sync.run)
         vocabulary, limit = c.hf_config.vocab_size, c.config.sync.timeout_s

@@ -73,7 +73,7 @@ def _restore(c: Controller) -> None:
 
     resume = c.config.trainer.resume
     if resume not in ("auto", "never"):
-        with phase("resume"):
+        with phase("resume"), c.residency.phase("resume"):
             c.step, _ = load(Path(resume), {"actor": c.actor})
         set_step(c.step)
     use_servers(c)

@@ -77,7 +77,8 @@ def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resu
         _begin(c, graph, checkpoints)
         sft.cold_start(c, examples)
     resting = config.critic.warmup_steps if any(node.role is Role.CRITIC for node in graph) else 0
-    c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
+    with c.residency.phase("update", "actor"):
+        c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
     if resumed_at is None and config.sft.steps:
         checkpoints.save_start()
     elif resumed_at == 0:

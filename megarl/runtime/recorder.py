@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megarl import phase as phases
 from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
+from megarl.residency import MOVES
 from megarl.runtime.alarms import Alarms
 from megarl.runtime.controller import no_progress
 from megarl.runtime.health import report
@@ -144,10 +145,10 @@ class Recorder:
 
 
 def _stage_seconds(events: list[phases.PhaseEvent]) -> dict[str, float]:
-    """Seconds of the phases right below the outermost one, by name."""
+    """Seconds of the phases right below the outermost one, by name, and of all moves of `megarl.residency`."""
     spent: dict[str, float] = {}
     for event in events:
         parts = event.path.split("/")
-        if len(parts) == 2:
-            spent[parts[1]] = spent.get(parts[1], 0.0) + event.seconds
+        if len(parts) == 2 or parts[-1] == MOVES:
+            spent[parts[-1]] = spent.get(parts[-1], 0.0) + event.seconds
     return spent

@@ -11,6 +11,7 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.phase import phase
 from megarl.processes import write_atomically
+from megarl.residency import REFERENCE
 from megarl.runtime.setup import build_engine, check_embeddings
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None,
     if all(node.role is not Role.REFERENCE for node in graph):
         return
     c.layout.world.barrier()
-    with phase("load_reference"):
+    with phase("load_reference"), c.residency.phase("load"):
         kept, origin = following, None
         if c.config.reference.path is None and resumed_from is not None and begun:
             kept = kept_reference(resumed_from)
@@ -80,8 +81,7 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None,
             write_atomically(following / _ORIGIN, json.dumps({"path": origin}))
         elif origin is None and not goes_on and kept != following:
             export_weights(c.reference.chunks, following, hf_config, c.tokenizer, world=c.layout.world)
-        if c.config.actor.engine.offload:
-            c.reference.offload()
+        c.residency.add(REFERENCE, c.reference, offloads=c.config.actor.engine.offload)
 
 
 def take_up_reference(run_dir: Path) -> None:

@@ -22,6 +22,7 @@ from megarl.models.hf import check_trainable
 from megarl.models.weights import init_random, load_weights
 from megarl.phase import keep_beating, phase
 from megarl.rendezvous import join
+from megarl.residency import ACTOR, Residency
 from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
@@ -69,6 +70,8 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
     with phase("load_model"):
         actor = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
         rollout = EmbeddedEngine(actor.chunks, config.rollout, layout)
+    residency = Residency(layout.world.barrier) if config.rollout.colocated else Residency()
+    residency.add(ACTOR, actor, offloads=config.actor.engine.offload)
     lag = config.rollout.stale_steps
     kl = config.algorithm.kl
     return Controller(
@@ -80,6 +83,7 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
         actor,
         rollout,
         NullSync(),
+        residency,
         reward,
         loader,
         val_data,

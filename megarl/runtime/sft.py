@@ -26,7 +26,8 @@ def cold_start(c: Controller, examples: PromptLoader) -> None:
     """
     if c.layout.rank == 0:
         print("first phase: supervised fine-tuning; reinforcement learning follows", flush=True)
-    c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
+    with c.residency.phase("update", "actor"):
+        c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
     with Recorder(c, "sft", c.config.sft.steps, part="first") as recorder:
         _steps(c, recorder, examples, checkpoints=None)
 
@@ -41,7 +42,8 @@ def train(config: RunConfig, run_dir: Path) -> None:
         c.loader = load_examples(c)
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find("sft.steps", config.sft.steps)
-        c.actor.reset_optimizer(config.sft.optim, config.sft.steps)
+        with c.residency.phase("update", "actor"):
+            c.actor.reset_optimizer(config.sft.optim, config.sft.steps)
         if resumed_at is not None:  # before the record is opened: a refused start leaves the run as it was
             with phase("resume"):
                 checkpoints.load()
@@ -118,8 +120,8 @@ def sft_step(c: Controller, batch: Batch) -> None:
     mask = batch["response_mask"]
     tokens = c.all_sum(mask.values.sum(dtype=torch.float64))
     batch.set("loss_weights", mask.like(mask.values / tokens.float()))
-    c.actor.onload()  # an evaluation before this step may have used its memory
-    metrics = c.actor.sft_step(batch)
+    with c.residency.phase("update", "actor"):
+        metrics = c.actor.sft_step(batch)
     c.count_pass(batch, train=True)
     if c.layout.rank == 0:  # already merged over all ranks
         c.metrics.merge(metrics)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.phase import phase
+from megarl.residency import TEACHER
 from megarl.runtime.setup import build_engine, check_embeddings
 
 if TYPE_CHECKING:
@@ -30,15 +31,14 @@ def add_teacher(c: Controller, graph: TaskGraph) -> None:
         return
     path = c.config.teacher.path
     assert path is not None, "the checks ask for it"
-    with phase("load_teacher"):
+    with phase("load_teacher"), c.residency.phase("load"):
         hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
         check_same_tokens(c.tokenizer, _tokenizer(c.config.model, path), path)
         check_embeddings(hf_config, c.hf_config, "teacher.path")
         c.teacher = build_engine(
             c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
         )
-        if c.config.actor.engine.offload:
-            c.teacher.offload()
+        c.residency.add(TEACHER, c.teacher, offloads=c.config.actor.engine.offload)
 
 
 def check_same_tokens(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:

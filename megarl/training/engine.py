@@ -12,7 +12,6 @@ compute the same loss, but each passes back only the gradient of the tokens it h
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -30,6 +29,7 @@ from megarl.models.build import build_policy
 from megarl.models.config import transformer_config
 from megarl.models.policy import PolicyModel
 from megarl.phase import beat, phase
+from megarl.residency import PARAMETERS, PARTS
 from megarl.training import microbatch, offload, optimizer
 from megarl.training.guard import check_finite
 from megarl.training.heads import Head, LogProbs, Values
@@ -87,8 +87,7 @@ class MegatronEngine:
         self.model_config.variable_seq_lengths = parallel.vpp is None  # see microbatch.build_all
         self.chunks = build_policy(hf_config, self.model_config, value_head=value_head)
         weights(self.chunks)
-        self._parked: offload.Parked | None = None
-        self._parameters_parked = False
+        self._away: dict[str, offload.Parked] = {}
         if optim is None:
             self.wrapped: list[Any] = list(self.chunks)
             for chunk in self.chunks:
@@ -106,7 +105,7 @@ class MegatronEngine:
         """Start a new phase of training from the current parameters: fresh moments, schedule, and step count."""
         if self.optimizer is None:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
-        self.onload()
+        self.require(*PARTS)
         self.optim, self.total_steps, self.step = optim, total_steps, 0
         self.optimizer = optimizer.build_optimizer(self.wrapped, optim, self.config, self.dtype)
 
@@ -128,7 +127,7 @@ class MegatronEngine:
 
     @torch.no_grad()
     def _evaluate(self, batch: Batch, head: Head) -> list[Jagged]:
-        self._require_parameters()
+        self.require(PARAMETERS)
         groups = microbatch.plan(batch, self.config.micro_batch_tokens, self.layout, self.device)
         micros, length = microbatch.build_all(batch, groups, self.layout, self.device)
         self._train_mode(False)
@@ -207,7 +206,7 @@ class MegatronEngine:
     def _step(self, batch: Batch, loss_fn: LossFn, head: Head, divisor: str | None = None) -> Metrics:
         if self.optimizer is None:
             raise RuntimeError(f"the {self.name} engine is frozen: it was built without optimizer settings")
-        self._require_onloaded()
+        self.require(*PARTS)
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -303,36 +302,47 @@ class MegatronEngine:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def offload(self, parameters: bool = True) -> None:
-        """Free the gradient buffers and move optimizer state (and parameters) to host memory. Idempotent."""
-        if self._parked is None:
-            self._parked = offload.park(self.wrapped, self.optimizer, parameters=parameters)
-            self._parameters_parked = parameters
+    @property
+    def parts(self) -> frozenset[str]:
+        """What the engine has of `megarl.residency.PARTS`; a frozen one has parameters only."""
+        return frozenset((PARAMETERS,) if self.optimizer is None else PARTS)
 
-    def onload(self) -> None:
-        """Undo `offload`; training goes on bit for bit."""
-        if self._parked is not None:
-            self._parked.restore()
-            self._parked, self._parameters_parked = None, False
+    @property
+    def held(self) -> frozenset[str]:
+        """Its parts that are on the device."""
+        return self.parts - self._away.keys()
 
-    @contextlib.contextmanager
-    def onloaded(self) -> Iterator[None]:
-        """Everything in place inside the block, and offloaded after it if it was before."""
-        parked, parameters = self._parked is not None, self._parameters_parked
-        self.onload()
-        try:
-            yield
-        finally:
-            if parked:
-                self.offload(parameters)
+    def hold(self, *parts: str) -> None:
+        """Have these of its parts on the device, and none of the others. Training goes on bit for bit.
 
-    def _require_parameters(self) -> None:
-        if self._parameters_parked:
-            raise RuntimeError(f"the {self.name} engine's parameters are offloaded: call onload() first")
+        Optimizer state and parameters are in host memory meanwhile; gradients are not kept.
 
-    def _require_onloaded(self) -> None:
-        if self._parked is not None:
-            raise RuntimeError(f"the {self.name} engine is offloaded: call onload() first")
+        Raises:
+            ValueError: a part without the parameters, whose storage it may share.
+        """
+        wanted = self.parts.intersection(parts)
+        if wanted and PARAMETERS not in wanted:
+            raise ValueError(f"the {self.name} engine holds its {' and '.join(sorted(wanted))} with the parameters")
+        for part in reversed(PARTS):
+            if part in self.parts - wanted and part not in self._away:
+                self._away[part] = offload.park(self.wrapped, self.optimizer, part)
+        for part in PARTS:
+            if part in wanted and part in self._away:
+                self._away[part].restore()
+                del self._away[part]
+
+    def require(self, *parts: str) -> None:
+        """Check that these of its parts are on the device.
+
+        Raises:
+            RuntimeError: one is not; names it.
+        """
+        missing = [part for part in PARTS if part in self.parts.intersection(parts) - self.held]
+        if missing:
+            raise RuntimeError(
+                f"the {self.name} engine's {' and '.join(missing)} are not on the device: this belongs into a phase of "
+                "megarl.residency that needs them"
+            )
 
 
 def _unwrap(chunk: Any) -> PolicyModel:

@@ -1,4 +1,4 @@
-"""Gives a model's device memory to another role and takes it back, without a tensor changing its identity.
+"""Gives a part of a model's device memory to another role and takes it back, without a tensor changing its identity.
 
 Every tensor that shares a storage (a DDP buffer and the parameters and gradients that are views into it) stays valid,
 because only the storage is emptied and filled again. Gradients are not kept: a training step starts by clearing them.
@@ -16,61 +16,63 @@ import torch
 from torch import Tensor
 
 from megarl.device import empty_cache, synchronize
+from megarl.residency import GRADIENTS, PARAMETERS
 from megarl.training.optimizer import parts
 
 
 @dataclass(frozen=True)
-class _Emptied:
+class _Block:
     storage: torch.UntypedStorage
     nbytes: int
     copy: Tensor | None  # uint8 on the host; None for storages whose contents are not kept
 
 
 class Parked:
-    """What `park` took away; `restore` brings it back."""
+    """Storages that are empty from here on; `restore` brings them back. All copies are complete before one is emptied,
+    so that an error on the way leaves the model whole."""
 
-    def __init__(self, emptied: list[_Emptied]) -> None:
-        self._emptied = emptied
+    def __init__(self, blocks: list[_Block]) -> None:
+        self._blocks = blocks
+        synchronize()
+        for block in blocks:
+            block.storage.resize_(0)
+        empty_cache()
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that were freed."""
-        return sum(item.nbytes for item in self._emptied)
+        return sum(block.nbytes for block in self._blocks)
 
     def restore(self) -> None:
-        """Allocate every storage again: kept ones with their contents, gradients with zeros."""
-        for item in self._emptied:
-            item.storage.resize_(item.nbytes)
-            view = torch.empty(0, dtype=torch.uint8, device=item.storage.device).set_(item.storage)
-            if item.copy is None:
+        """Allocate every storage again: kept ones with their contents, gradients with zeros.
+
+        After an error (the device is full) it can be called again.
+        """
+        for block in self._blocks:
+            block.storage.resize_(block.nbytes)
+            view = torch.empty(0, dtype=torch.uint8, device=block.storage.device).set_(block.storage)
+            if block.copy is None:
                 view.zero_()
             else:
-                view.copy_(item.copy, non_blocking=True)
+                view.copy_(block.copy, non_blocking=True)
         synchronize()
-        self._emptied = []
+        self._blocks = []
 
 
-def park(wrapped: Iterable[Any], optimizer: Any | None, *, parameters: bool) -> Parked:
-    """Empty the storages of gradients, optimizer state and, if asked, parameters of (DDP-wrapped) model chunks."""
+def park(wrapped: Iterable[Any], optimizer: Any | None, part: str) -> Parked:
+    """Empty the storages of one part (`megarl.residency.PARTS`) of (DDP-wrapped) model chunks and their optimizer.
+
+    The parameters are there when another part leaves.
+    """
     wrapped = list(wrapped)
-    buffers = (
-        [b for c in wrapped for b in (*getattr(c, "buffers", ()), *getattr(c, "expert_parallel_buffers", ()))]
-        if optimizer is not None
-        else []
-    )
-    emptied = [_empty(b.grad_data, keep=False) for b in buffers]
-    kept: dict[int, Tensor] = {}
-    weights = {p.untyped_storage().data_ptr(): p for c in wrapped for p in c.parameters()}
-    if parameters:
-        kept |= weights
-    for tensor in _optimizer_tensors(optimizer):
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer not in weights:  # float32 masters of float32 parameters are views of the parameters
-            kept[pointer] = tensor
-    emptied += [_empty(tensor, keep=True) for tensor in kept.values() if tensor.is_cuda]
-    synchronize()
-    empty_cache()
-    return Parked(emptied)
+    if part == GRADIENTS:
+        both = [b for c in wrapped for b in (*getattr(c, "buffers", ()), *getattr(c, "expert_parallel_buffers", ()))]
+        return Parked([_block(buffer.grad_data, keep=False) for buffer in (both if optimizer is not None else [])])
+    kept = {p.untyped_storage().data_ptr(): p for c in wrapped for p in c.parameters()}
+    if part != PARAMETERS:  # float32 masters of float32 parameters are views of the parameters
+        state = {tensor.untyped_storage().data_ptr(): tensor for tensor in _optimizer_tensors(optimizer)}
+        kept = {pointer: tensor for pointer, tensor in state.items() if pointer not in kept}
+    return Parked([_block(tensor, keep=True) for tensor in kept.values() if tensor.is_cuda])
 
 
 def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
@@ -81,14 +83,12 @@ def _optimizer_tensors(optimizer: Any | None) -> Iterable[Tensor]:
                 yield from (v for v in part.optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
 
 
-def _empty(tensor: Tensor, keep: bool) -> _Emptied:
+def _block(tensor: Tensor, keep: bool) -> _Block:
+    """The storage of `tensor`, with a copy that is on its way to the host when its contents are to be kept."""
     storage = tensor.untyped_storage()
-    nbytes = storage.nbytes()
     copy = None
     if keep:
         view = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        copy = torch.empty(nbytes, dtype=torch.uint8, pin_memory=tensor.is_cuda)
+        copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=tensor.is_cuda)
         copy.copy_(view, non_blocking=True)
-        synchronize()
-    storage.resize_(0)
-    return _Emptied(storage, nbytes, copy)
+    return _Block(storage, storage.nbytes(), copy)

@@ -11,7 +11,6 @@ state that it owns, and reads the state it owns and the parameters it needs stra
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megarl.comm import WorkerGroup
+from megarl.residency import OPTIMIZER, PARAMETERS
 from megarl.training.boxes import Box, BoxPlace, boxes_of, places_of
 from megarl.training.intact import few
 from megarl.training.optimizer import parts
@@ -38,10 +38,8 @@ Sharded: TypeAlias = ShardedTensor | ShardedTensorFactory
 
 
 def snapshot(engines: Mapping[str, MegatronEngine], label: dict[str, Any]) -> Snapshot:
-    """A copy of what this rank writes of all engines, in host memory; offloaded ones come back for it."""
-    with _onloaded(engines.values()):
-        boxes = [box for name, engine in engines.items() for box in engine_boxes(name, engine, writing=True)]
-        return Snapshot(boxes, label)
+    """A copy of what this rank writes of all engines, in host memory."""
+    return Snapshot(_all_boxes(engines, writing=True), label)
 
 
 def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Index, steps: Mapping[str, int]) -> None:
@@ -52,15 +50,20 @@ def load_engines(engines: Mapping[str, MegatronEngine], folder: Path, index: Ind
     Raises:
         CheckpointError: they hold another model; nothing has been loaded.
     """
-    with _onloaded(engines.values()):
-        boxes = [box for name, engine in engines.items() for box in engine_boxes(name, engine, writing=False)]
-        refuse_foreign(boxes, index, folder, world_of(engines))
-        with torch.no_grad():
-            fill(boxes, index, folder)
-        for name, engine in engines.items():
-            engine.step = steps[name]
-            for part in _optimizers(engine):
-                _set_step(part, engine.step)
+    boxes = _all_boxes(engines, writing=False)
+    refuse_foreign(boxes, index, folder, world_of(engines))
+    with torch.no_grad():
+        fill(boxes, index, folder)
+    for name, engine in engines.items():
+        engine.step = steps[name]
+        for part in _optimizers(engine):
+            _set_step(part, engine.step)
+
+
+def _all_boxes(engines: Mapping[str, MegatronEngine], *, writing: bool) -> list[Box]:
+    for engine in engines.values():
+        engine.require(PARAMETERS, OPTIMIZER)
+    return [box for name, engine in engines.items() for box in engine_boxes(name, engine, writing=writing)]
 
 
 def world_of(engines: Mapping[str, MegatronEngine]) -> WorkerGroup:
@@ -89,14 +92,6 @@ def refuse_foreign(
             fix="give the recipe the model that was trained (config.yaml of that run has it), or train this one in a "
             "new run folder; trainer.resume=never in this folder moves its checkpoints to checkpoints.old-K",
         )
-
-
-@contextlib.contextmanager
-def _onloaded(engines: Iterable[MegatronEngine]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for engine in engines:
-            stack.enter_context(engine.onloaded())
-        yield
 
 
 # -- engine to boxes ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from megarl.algorithms.kl import KLController
 from megarl.config.fields import iter_keys
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
+from megarl.residency import Residency
 from megarl.runtime import changes, checkpoints
 from megarl.runtime.changes import EFFECTS, announcements, changed_keys
 from megarl.runtime.checkpoints import Checkpoints
@@ -111,6 +112,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         kl_controller=controller,
         loader=loader,
         trained={},
+        residency=Residency(),
     )
     found = Checkpoints(c)
     found.source = checkpoints.Path()

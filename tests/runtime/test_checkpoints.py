@@ -16,6 +16,7 @@ from megarl.config.load import load_config
 from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
 from megarl.errors import ConfigError, DataError, UserError
+from megarl.residency import Residency
 from megarl.runtime import export, loop
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import kept_reference, put_aside, unchanged_model
@@ -149,6 +150,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=None, layout=layout, actor=actor)
+    c.residency = Residency()
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda config, run_dir: c)
     monkeypatch.setattr(loop, "add_reference", add_reference)
@@ -201,6 +203,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     trainer = SimpleNamespace(best_metric="val/acc", resume="auto")
     config = SimpleNamespace(trainer=trainer, model_dump=lambda mode: {})
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=part, kl_controller=part)
+    c.residency = Residency()
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     part.check_state = lambda state: None
     checkpoints = Checkpoints(c)
@@ -230,7 +233,7 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
     monkeypatch.setattr(export, "_write", write)
     c = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True)), run_dir=run_dir, step=3)
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
-    c.actor, c.critic = SimpleNamespace(layout=c.layout), None
+    c.actor, c.critic, c.residency = SimpleNamespace(layout=c.layout), None, Residency()
     export.export(c, root)
     assert [model.folder for model in exported(run_dir)] == (["hf"] if damaged else ["hf", "hf_best"])
     assert ("WARNING: the best checkpoint cannot be read" in capsys.readouterr().out) == damaged
@@ -300,7 +303,7 @@ def saving(monkeypatch, tmp_path):
     part = SimpleNamespace(state_dict=dict)
     trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
     c = SimpleNamespace(config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path)
-    c.loader, c.kl_controller, c.surplus, c.trained = part, part, None, {}
+    c.loader, c.kl_controller, c.surplus, c.trained, c.residency = part, part, None, {}, Residency()
     c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer
 

@@ -18,6 +18,7 @@ from megarl.config.rollout import RolloutConfig, SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
+from megarl.residency import Residency
 from megarl.runtime.stages import logprob
 from megarl.runtime.stages.sampling import dynamic_sampling
 from megarl.runtime.stages.update import token_inputs
@@ -68,6 +69,7 @@ def worker(**sections: Any) -> SimpleNamespace:
         layout=SimpleNamespace(dp_group=WorkerGroup.alone(), dp_rank=0, dp_size=1),
         loader=([next(names) for _ in range(3)] for _ in itertools.count()),
         surplus=None,
+        residency=Residency(),
         metrics=Metrics(),
         step=1,
         temperature=1.0,

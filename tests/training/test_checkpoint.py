@@ -125,14 +125,17 @@ def test_resume_is_bit_for_bit(alone, tmp_path, dtype):
     assert len({path.stat().st_mode for path in folder.iterdir() if path.is_file()}) == 1  # readable by the same people
 
 
-def test_offloaded_engines_are_saved_and_stay_offloaded(alone, tmp_path):
+def test_a_checkpoint_needs_optimizer_state_and_no_gradients(alone, tmp_path):
     engine = _engine("dense", {})
     _steps(engine, 0)
-    engine.offload()
+    engine.hold("parameters")
+    with pytest.raises(RuntimeError, match="optimizer are not on the device"):
+        checkpoint.save(tmp_path, 2, {"actor": engine}, {})
+    engine.hold("parameters", "optimizer")
     folder = checkpoint.save(tmp_path, 2, {"actor": engine}, {})
-    with pytest.raises(RuntimeError, match="offloaded"):
+    with pytest.raises(RuntimeError, match="gradients are not on the device"):
         _steps(engine, 2)
-    engine.onload()
+    engine.hold(*engine.parts)
     other = _engine("dense", {}, seed=5)
     checkpoint.load(folder, {"actor": other})
     assert _steps(other, 2) == _steps(engine, 2)

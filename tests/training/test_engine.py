@@ -107,8 +107,8 @@ def test_same_seed_and_layout_are_bit_identical(alone):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("distributed", [True, False])
-@pytest.mark.parametrize("parameters", [True, False])
-def test_training_goes_on_bit_for_bit_after_offload(alone, dtype, distributed, parameters):
+@pytest.mark.parametrize("kept", [(), ("parameters",), ("parameters", "optimizer")])
+def test_training_goes_on_bit_for_bit_after_parts_were_away(alone, dtype, distributed, kept):
     settings = EngineConfig(micro_batch_tokens=64, distributed_optimizer=distributed)
     ends = []
     for offloads in (False, True):
@@ -116,12 +116,13 @@ def test_training_goes_on_bit_for_bit_after_offload(alone, dtype, distributed, p
         engine.train_step(cases.make_batch(), cases.loss_fn)
         if offloads:
             buffers = [b.grad_data for b in (*engine.wrapped[0].buffers, *engine.wrapped[0].expert_parallel_buffers)]
-            engine.offload(parameters)
-            engine.offload(parameters)
+            engine.hold(*kept)
+            engine.hold(*kept)
+            assert engine.held == set(kept)
             assert sum(b.untyped_storage().nbytes() for b in buffers) == 0
-            with pytest.raises(RuntimeError, match="offloaded"):
+            with pytest.raises(RuntimeError, match="not on the device"):
                 engine.train_step(cases.make_batch(), cases.loss_fn)
-            engine.onload()
+            engine.hold(*engine.parts)
         metrics = [engine.train_step(cases.make_batch(seed=s), cases.loss_fn).result() for s in (1, 2)]
         ends.append((metrics, _hashes(engine)))
     assert ends[0] == ends[1]

@@ -2,15 +2,14 @@
 
 import torch
 
-from megarl.training.offload import Parked, _empty
+from megarl.training.offload import Parked, _block
 
 
 def test_kept_storages_come_back_with_their_contents_under_every_view():
     whole = torch.arange(12.0)
     view = whole[4:8].view(2, 2)
-    emptied = _empty(whole, keep=True)
+    parked = Parked([_block(whole, keep=True)])
     assert whole.untyped_storage().nbytes() == 0
-    parked = Parked([emptied])
     assert parked.nbytes == 48
     parked.restore()
     assert torch.equal(whole, torch.arange(12.0))
@@ -21,5 +20,5 @@ def test_kept_storages_come_back_with_their_contents_under_every_view():
 def test_other_storages_come_back_as_zeros():
     whole = torch.ones(5, dtype=torch.bfloat16)
     view = whole[1:]
-    Parked([_empty(whole, keep=False)]).restore()
+    Parked([_block(whole, keep=False)]).restore()
     assert view.tolist() == [0.0] * 4

@@ -44,6 +44,7 @@ def logits_of(engine, batch) -> list[str]:
 
 def live(model: str) -> dict:
     """An engine's life in bf16."""
+    from megarl.residency import PARTS
     from megarl.training import checkpoint
     from tests.pretend_cuda import SEEN, Pretend
 
@@ -51,8 +52,8 @@ def live(model: str) -> dict:
         engine, batch = make_engine(model, layers=2, dtype=torch.bfloat16), make_batch()
         found: dict = {"on host": left_on_host(engine), "before": numbers(engine, batch)}
         found["logits"] = logits_of(engine, batch)
-        engine.offload()
-        engine.onload()
+        engine.hold()
+        engine.hold(*PARTS)
         found["after"] = numbers(engine, batch)
         SEEN.clear()
         found["losses"] = [train(engine, batch).result()["loss"]]

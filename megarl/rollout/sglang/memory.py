@@ -1,12 +1,8 @@
-"""Servers that share their devices with the trainer: what of them is on the devices, and when.
+"""Servers that share their devices with the trainer: parts of them leave the devices, and come back.
 
-                     publish                generate            scores            update
-    weights          ====================================================
-    cache                    ===========================                            (free)
-    actor's optimizer                                                   ================
-
-Weights that leave a device are not kept anywhere: the next synchronisation brings the new ones. Needs SGLang's memory
-saver, which the servers are started with when `rollout.sglang.colocated` is set; on a CPU the calls free nothing.
+`megarl.residency` says which parts are there in which phase. Weights that leave a device are not kept anywhere: the
+next synchronisation brings the new ones. Needs SGLang's memory saver, which the servers are started with when
+`rollout.sglang.colocated` is set; on a CPU the calls free nothing.
 """
 
 from __future__ import annotations
@@ -15,9 +11,8 @@ from collections.abc import Iterable
 
 from megarl.comm import WorkerGroup
 from megarl.errors import ServerError
+from megarl.residency import CACHE, WEIGHTS
 from megarl.rollout.sglang.fleet import Fleet, Server
-
-CACHE, WEIGHTS = "kv_cache", "weights"
 
 
 class ServerMemory:

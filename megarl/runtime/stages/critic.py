@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 def value(c: Controller, samples: Batch) -> Batch:
     """Predict the return at every response token, from the tokens before it."""
     assert c.critic is not None, "the loop adds a critic when a node has the role"
-    c.critic.onload()
-    samples.set("values", c.critic.values(samples))
-    if c.config.critic.engine.offload:
-        c.critic.offload()
+    with c.residency.phase("score", "critic"):
+        samples.set("values", c.critic.values(samples))
     c.count_pass(samples, head=False)
     return samples
 
@@ -35,24 +33,18 @@ def value(c: Controller, samples: Batch) -> Batch:
 )
 def critic_train(c: Controller, samples: Batch) -> Batch:
     """`critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch."""
-    from megarl.runtime.generation import make_room
     from megarl.runtime.stages.update import mini_batches
 
     assert c.critic is not None, "the loop adds a critic when a node has the role"
     settings = c.config.critic
-    if c.config.actor.engine.offload:
-        c.actor.offload(parameters=False)  # one model's gradients and optimizer at a time
-    make_room(c)
-    c.critic.onload()
     _record(c, samples)
-    for _ in range(settings.ppo_epochs):
-        for mini in mini_batches(c, samples, settings.mini_batch_size):
-            metrics = critic_step(c, mini)
-            c.count_pass(mini, train=True, head=False)
-            if c.layout.rank == 0:  # already merged over all ranks
-                c.metrics.merge(metrics)
-    if settings.engine.offload:
-        c.critic.offload()
+    with c.residency.phase("update", "critic"):  # one model's gradients and optimizer at a time
+        for _ in range(settings.ppo_epochs):
+            for mini in mini_batches(c, samples, settings.mini_batch_size):
+                metrics = critic_step(c, mini)
+                c.count_pass(mini, train=True, head=False)
+                if c.layout.rank == 0:  # already merged over all ranks
+                    c.metrics.merge(metrics)
     return samples
 
 

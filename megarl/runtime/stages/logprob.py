@@ -95,12 +95,14 @@ def _scored_once(c: Controller, samples: Batch, known: str, score: Callable[[Con
 
 def _logp(c: Controller, samples: Batch) -> Jagged:
     c.count_pass(samples)
-    return c.actor.logprobs(samples, c.temperature, entropy=False)[0]
+    with c.residency.phase("score", "actor"):
+        return c.actor.logprobs(samples, c.temperature, entropy=False)[0]
 
 
 def _sum_pi_squared(c: Controller, samples: Batch) -> Jagged:
     c.count_pass(samples)
-    sharper, _ = c.actor.logprobs(samples, c.temperature / 2, entropy=False)
+    with c.residency.phase("score", "actor"):
+        sharper, _ = c.actor.logprobs(samples, c.temperature / 2, entropy=False)
     old = samples["old_logp"]
     return old.like((2 * old.values - sharper.values).exp().clamp(max=1))
 
@@ -123,8 +125,5 @@ def teacher_logp(c: Controller, samples: Batch) -> Batch:
 
 
 def _frozen_logp(c: Controller, engine: MegatronEngine, samples: Batch) -> Jagged:
-    engine.onload()
-    logp, _ = engine.logprobs(samples, c.temperature, entropy=False)
-    if c.config.actor.engine.offload:
-        engine.offload()
-    return logp
+    with c.residency.phase("score", engine.name):
+        return engine.logprobs(samples, c.temperature, entropy=False)[0]

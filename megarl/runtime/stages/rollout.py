@@ -127,14 +127,9 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig) -> Batch:
 def _drawing(c: Controller, count: int) -> Iterator[Callable[[int], None]]:
     """Memory and the console are ready for `count` samples inside the block; gives the function that counts them."""
     from megarl import phase
-    from megarl.runtime.generation import make_room
 
-    if c.config.actor.engine.offload:
-        c.actor.offload(parameters=False)  # generation reads the parameters, and wants the rest of the memory
-    with c.progress(phase.current().rpartition("/")[2], count) as advance:
-        make_room(c, "weights", "kv_cache")
+    with c.residency.phase("generate"), c.progress(phase.current().rpartition("/")[2], count) as advance:
         yield advance
-        make_room(c, "weights")
 
 
 def _respond(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]) -> Batch:

@@ -44,18 +44,15 @@ def actor_train(c: Controller, samples: Batch) -> Batch:
     Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1, except for samples that
     waited since an earlier step. While a critic warms up the policy rests.
     """
-    from megarl.runtime.generation import make_room
-
     if c.critic is not None and c.step <= c.config.critic.warmup_steps:
         return samples
-    make_room(c)  # generation is over
-    c.actor.onload()
-    for _ in range(c.config.actor.ppo_epochs):
-        for mini in mini_batches(c, samples, c.config.actor.mini_batch_size):
-            metrics = actor_step(c, mini)
-            c.count_pass(mini, train=True)
-            if c.layout.rank == 0:  # already merged over all ranks
-                c.metrics.merge(metrics)
+    with c.residency.phase("update", "actor"):
+        for _ in range(c.config.actor.ppo_epochs):
+            for mini in mini_batches(c, samples, c.config.actor.mini_batch_size):
+                metrics = actor_step(c, mini)
+                c.count_pass(mini, train=True)
+                if c.layout.rank == 0:  # already merged over all ranks
+                    c.metrics.merge(metrics)
     return samples
 
 

@@ -1,4 +1,4 @@
-"""What is on a device when servers start there, come back, or samples are drawn for a validation."""
+"""What is on a device when servers start there, come back, or samples are drawn: the order of calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.data.batch import Batch, Jagged
+from megarl.residency import PARTS, Residency
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang import launch
 from megarl.runtime import generation
@@ -28,6 +29,15 @@ def controller(tmp_path) -> Any:
 
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     settings = ["rollout.engine=sglang", "rollout.sglang.colocated=true", "actor.engine.offload=true"]
+    actor = SimpleNamespace(parts=frozenset(PARTS), held=frozenset(PARTS))
+
+    def hold(*parts: str) -> None:
+        if actor.held != set(parts):
+            calls.append(" ".join(["actor", *sorted(parts)]))
+            actor.held = frozenset(parts)
+
+    actor.hold, residency = hold, Residency()
+    residency.add("actor", actor, offloads=True)
     fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[])
     return SimpleNamespace(
         calls=calls,
@@ -35,9 +45,10 @@ def controller(tmp_path) -> Any:
         layout=SimpleNamespace(rank=1, world=WorkerGroup.alone()),
         episodes=None,
         run_dir=tmp_path,
-        actor=SimpleNamespace(offload=told("offload")),
+        actor=actor,
+        residency=residency,
+        servers=SimpleNamespace(hold=told("servers")),
         fleet=fleet,
-        server_memory=SimpleNamespace(hold=told("hold")),
         sync=SimpleNamespace(
             push=lambda version: calls.append("push") or SimpleNamespace(updated=[], failed={}, to_probe=[])
         ),
@@ -46,7 +57,7 @@ def controller(tmp_path) -> Any:
     )
 
 
-OFFLOAD = "offload ('parameters', False)"
+OFFLOAD = "actor parameters"
 
 
 def test_the_actor_is_away_before_servers_start(controller, monkeypatch) -> None:
@@ -65,9 +76,9 @@ def test_the_actor_is_away_before_servers_start(controller, monkeypatch) -> None
 
 def test_a_server_that_comes_back_starts_while_the_actor_is_away(controller) -> None:
     controller.fleet.servers = [SimpleNamespace(state="starting")]
+    controller.residency.add_servers(controller.servers)
     generation.publish(controller, 3)
-    assert controller.calls[:3] == [OFFLOAD, "refresh", "wait"]
-    assert controller.calls.index("push") > controller.calls.index("wait")
+    assert controller.calls == [OFFLOAD, "servers", "refresh", "wait", "servers weights", "push"]
 
 
 def test_servers_that_are_there_are_not_waited_for(controller) -> None:
@@ -76,7 +87,7 @@ def test_servers_that_are_there_are_not_waited_for(controller) -> None:
     assert "wait" not in controller.calls
 
 
-def test_gradients_and_optimizer_leave_before_any_generation(controller) -> None:
+def test_any_generation_has_the_servers_cache(controller) -> None:
     """Validation draws samples through the same function as training, and needs the same memory."""
 
     def answer(requests: Any, *args: Any) -> list[list[Completion]]:
@@ -86,14 +97,21 @@ def test_gradients_and_optimizer_leave_before_any_generation(controller) -> None
     controller.rollout.generate = answer
     controller.eos_ids, controller.decode = [2], lambda ids: ["x"] * len(ids)
     prompts = Batch({"prompt_ids": Jagged.from_list([[4, 5]]), "uid": ["a"]})
-    generate(controller, prompts, controller.config.validation.sampling)
-    assert controller.calls[0] == OFFLOAD
-    assert [call for call in controller.calls if call != OFFLOAD] == [
-        "hold weights kv_cache",
-        "generate",
-        "hold weights",
-    ]
-    controller.server_memory = None  # the embedded engine reads the actor's parameters, and wants the same room
+    controller.residency.add_servers(controller.servers)
+    generation.publish(controller, 0)
+    with controller.residency.phase("update", "actor"):
+        pass
+    generation.publish(controller, 1)
     controller.calls.clear()
+    generate(controller, prompts, controller.config.validation.sampling)
+    assert controller.calls == ["servers kv_cache weights", "generate"]
+
+
+def test_the_embedded_engine_draws_while_gradients_and_optimizer_are_away(controller) -> None:
+    controller.rollout.generate = lambda requests, *args: (
+        controller.calls.append("generate") or [[Completion([3], [-1.0], "stop", [[0, 1]])] for _ in requests]
+    )
+    controller.eos_ids, controller.decode = [2], lambda ids: ["x"] * len(ids)
+    prompts = Batch({"prompt_ids": Jagged.from_list([[4, 5]]), "uid": ["a"]})
     generate(controller, prompts, controller.config.validation.sampling)
     assert controller.calls == [OFFLOAD, "generate"]

@@ -1,0 +1,203 @@
+"""What is on the device in which phase, in one table, and the one object that moves it.
+
+    phase           actor                    critic              reference, teacher   colocated servers
+    load            parameters               .                   .                    .
+    start_servers   parameters               .                   .                    .
+    resume          parameters, optimizer    the same            .                    .
+    publish         parameters               .                   .                    weights
+    probe           parameters               .                   .                    weights, cache
+    generate        parameters               .                   .                    weights, cache
+    score ROLE      parameters               parameters if it is the role             weights
+    update ROLE     all if it is the role, else as in `load`     .                    .
+    checkpoint      parameters, optimizer    the same            .                    weights
+    export ROLE     parameters               parameters if it is the role             weights
+
+This is what a phase needs. Everything else leaves, where the recipe lets it: `actor.engine.offload` for the actor and
+the frozen models, `critic.engine.offload` for the critic, and always for servers that share the trainer's devices. The
+table is plain data, which the dry run's estimate of memory reads as well (`megarl.checks.memory`).
+
+Server weights that leave are kept nowhere: the next `publish` brings the new ones, and a phase between that needs them
+is an error. The embedded engine makes its cache when generation begins and gives it back when it ends, so that nothing
+has to be moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+from megarl import phase as phases
+
+PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
+"""Parts of a model. `PARTS` is the order in which they come back; they leave in the reverse order."""
+PARTS = (PARAMETERS, OPTIMIZER, GRADIENTS)
+WEIGHTS, CACHE = "weights", "kv_cache"
+"""Parts of a server; an embedded engine has a cache."""
+
+ACTOR, CRITIC, REFERENCE, TEACHER = "actor", "critic", "reference", "teacher"
+SERVERS, EMBEDDED = "servers", "embedded"
+MODELS = (ACTOR, CRITIC, REFERENCE, TEACHER)
+ROLE = "role"
+"""Stands in the table for the model that the phase is entered for."""
+
+_STARTS, _PUBLISHES = "start_servers", "publish"
+MOVES = "residency"
+"""Name of the phase in timings and traces that all moves are counted in."""
+
+Parts = tuple[str, ...]
+PHASES: Mapping[str, Mapping[str, Parts]] = {
+    "load": {},
+    "start_servers": {},
+    "resume": {ACTOR: (PARAMETERS, OPTIMIZER), CRITIC: (PARAMETERS, OPTIMIZER)},
+    "publish": {SERVERS: (WEIGHTS,)},
+    "probe": {SERVERS: (WEIGHTS, CACHE)},
+    "generate": {SERVERS: (WEIGHTS, CACHE), EMBEDDED: (CACHE,)},
+    "score": {ROLE: (PARAMETERS,), SERVERS: (WEIGHTS,)},
+    "update": {ROLE: PARTS},
+    "checkpoint": {ACTOR: (PARAMETERS, OPTIMIZER), CRITIC: (PARAMETERS, OPTIMIZER), SERVERS: (WEIGHTS,)},
+    "export": {ROLE: (PARAMETERS,), SERVERS: (WEIGHTS,)},
+}
+ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
+"""Embedded generation and every synchronisation read the actor's parameters."""
+
+
+def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
+    """Parts that must be on the device, by holder.
+
+    Args:
+        phase: a key of `PHASES`.
+        role: one of `MODELS`, for a phase that is entered for a model.
+
+    Raises:
+        ValueError: no such phase or role, or a phase of one model without its name; names those that there are.
+    """
+    if phase not in PHASES:
+        raise ValueError(f"there is no phase {phase!r} of residency; allowed: {', '.join(PHASES)}")
+    row = PHASES[phase]
+    if (ROLE in row) != (role is not None) or (role is not None and role not in MODELS):
+        allowed = f"one of {', '.join(MODELS)}" if ROLE in row else "none"
+        raise ValueError(f"phase {phase!r} was entered for the role {role!r}; allowed: {allowed}")
+    found = dict(ALWAYS)
+    for holder, parts in row.items():
+        name = role if holder == ROLE and role is not None else holder
+        found[name] = tuple(dict.fromkeys((*found.get(name, ()), *parts)))
+    return found
+
+
+class Holder(Protocol):
+    """Something with parts on the device."""
+
+    def hold(self, *parts: str) -> None:
+        """Have these parts on the device and no others."""
+        ...
+
+
+class Model(Holder, Protocol):
+    """A holder that knows what it holds, and whose calls concern this process only."""
+
+    @property
+    def parts(self) -> frozenset[str]:
+        """Parts that it has."""
+        ...
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Parts that are on the device."""
+        ...
+
+
+class Residency:
+    """Moves models and servers on and off the device, as the table says. Every rank enters the same phases.
+
+    What a phase needs is moved when it begins. A phase inside another one gives way to it again at its end; after the
+    outermost one everything stays where it is until the next begins. An error in a phase moves nothing, because other
+    ranks may not come to a collective: what the holders say they hold is true, and the next phase starts from there.
+
+    Args:
+        meet: waits for all ranks; called after models have left and before servers take their place. A server on
+            several devices must not grow on one whose rank has not made room yet.
+    """
+
+    def __init__(self, meet: Callable[[], None] = lambda: None) -> None:
+        self._meet = meet
+        self._models: dict[str, Model] = {}
+        self._servers: Holder | None = None
+        self._granted: frozenset[str] | None = None  # what servers were told to hold last; None: nothing yet
+        self._published = False
+        self._open: list[tuple[str, dict[str, Parts]]] = []
+
+    def add(self, name: str, model: Model, *, offloads: bool) -> None:
+        """A model that there is from now on. It is put where the phase that is open wants it.
+
+        Args:
+            name: one of `MODELS`.
+            model: has all its parts on the device.
+            offloads: its parts may leave.
+        """
+        if name not in MODELS:
+            raise ValueError(f"no role {name!r}; allowed: {', '.join(MODELS)}")
+        if not offloads:
+            return
+        self._models[name] = model
+        if self._open:
+            self._settle()
+
+    def add_servers(self, servers: Holder) -> None:
+        """Servers that share the trainer's devices. They hold no usable weights before the first `publish`."""
+        self._servers, self._granted = servers, None
+        if self._open:
+            self._settle()
+
+    @contextmanager
+    def phase(self, name: str, role: str | None = None) -> Iterator[None]:
+        """Inside the block, what the phase needs is on the device, and what may leave has left.
+
+        Args:
+            name: a key of `PHASES`.
+            role: the model, for `score`, `update` and `export`.
+
+        Raises:
+            ValueError: as `needed`.
+            RuntimeError: the phase needs weights of servers that were given up and not published again.
+        """
+        wanted = needed(name, role)
+        weights = self._servers is not None and WEIGHTS in wanted.get(SERVERS, ())
+        if weights and not self._published and name != _PUBLISHES:
+            raise RuntimeError(f"phase {name!r} needs the servers' weights, which have left: `publish` comes first")
+        self._open.append((name, wanted))
+        try:
+            self._settle()
+            yield
+        except BaseException:
+            self._open.pop()
+            raise
+        self._open.pop()
+        self._published |= name == _PUBLISHES
+        if self._open:
+            self._settle()
+
+    @property
+    def resident(self) -> dict[str, frozenset[str]]:
+        """Parts on the device, of the models that may leave it."""
+        return {name: model.held for name, model in self._models.items()}
+
+    def _settle(self) -> None:
+        """Have what the innermost phase wants. What leaves goes first, on all ranks."""
+        name, wanted = self._open[-1]
+        parts = {role: model.parts.intersection(wanted.get(role, ())) for role, model in self._models.items()}
+        servers = frozenset(wanted.get(SERVERS, ()))
+        told = self._servers is None or servers == self._granted
+        if told and name != _STARTS and all(parts[role] == model.held for role, model in self._models.items()):
+            return
+        with phases.phase(MOVES):
+            for role, model in self._models.items():
+                model.hold(*(parts[role] & model.held))
+            if name == _STARTS or (not told and servers - (self._granted or frozenset())):
+                self._meet()
+            if self._servers is not None and not told:  # one that was restarted holds everything until it is told
+                self._servers.hold(*sorted(servers))
+                self._granted = servers
+                self._published &= WEIGHTS in servers
+            for role, model in self._models.items():
+                model.hold(*parts[role])
