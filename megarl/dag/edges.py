@@ -35,7 +35,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from megarl.dag.node import Node
-from megarl.dag.stage import Kind, Role
+from megarl.dag.stage import Role
 from megarl.errors import UserError, close_matches
 
 
@@ -92,9 +92,8 @@ class _History:
             before += [] if writer is None else [writer]
         for name in contract.changes:
             before += self._value(name).after()
-        if node.model is not None:
-            before += [self._trained[node.model]] if node.model in self._trained else []
-            before += self._users.get(node.model, []) if node.kind is Kind.MODEL_TRAIN else []
+        before += [self._trained[model] for model in node.models if model in self._trained]
+        before += [] if node.trains is None else self._users.get(node.trains, [])
         return before
 
     def add(self, node: Node) -> None:
@@ -112,10 +111,11 @@ class _History:
         if contract.resamples:
             self._values = {name: _Value(node.id, value.there) for name, value in self._values.items()}
             self._resampler, self._since = node.id, []
-        if node.model is not None and node.kind is Kind.MODEL_TRAIN:
-            self._trained[node.model], self._users[node.model] = node.id, []
-        elif node.model is not None:
-            self._users.setdefault(node.model, []).append(node.id)
+        for model in node.models:
+            if model != node.trains:
+                self._users.setdefault(model, []).append(node.id)
+        if node.trains is not None:
+            self._trained[node.trains], self._users[node.trains] = node.id, []
 
 
 def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str, list[str]]:

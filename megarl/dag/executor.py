@@ -13,7 +13,7 @@ what is there when a node runs is what it should read.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.graph import TaskGraph
@@ -30,14 +30,19 @@ class NodeError(MegarlError):
 
 
 class Executor:
-    """Runs a graph again and again; `statuses` and `seconds` tell about the nodes in the last walk."""
+    """Runs a graph again and again; `statuses` and `seconds` tell about the nodes in the last walk.
 
-    def __init__(self, graph: TaskGraph) -> None:
-        self.graph = graph
+    Args:
+        graph: to walk.
+        roles: by the names under which stages take them (`megarl.dag.stage.ROLES`).
+    """
+
+    def __init__(self, graph: TaskGraph, roles: Mapping[str, Any] | None = None) -> None:
+        self.graph, self._roles = graph, roles or {}
         self.statuses: dict[str, Status] = {}
         self.seconds: dict[str, float] = {}
 
-    def run(self, worker: Any, prompts: Batch, more: Iterator[Batch] | None = None) -> Batch:
+    def run(self, context: Any, prompts: Batch, more: Iterator[Batch] | None = None) -> Batch:
         """One walk.
 
         Args:
@@ -56,15 +61,15 @@ class Executor:
         self.seconds = {}
         board = prompts.copy()
         for id in self.graph.order():
-            board = self._run_node(self.graph[id], worker, board, more)
+            board = self._run_node(self.graph[id], context, board, more)
         return board
 
-    def _run_node(self, node: Node, worker: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
+    def _run_node(self, node: Node, context: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
         self.statuses[node.id] = Status.RUNNING
         start = time.perf_counter()
         try:
             with phase(node.id):
-                board = self._call(node, worker, board, more)
+                board = self._call(node, context, board, more)
         except BaseException:
             self.statuses[node.id] = Status.FAILED
             self.statuses |= dict.fromkeys(self.graph.downstream(node.id), Status.SKIPPED)
@@ -77,14 +82,17 @@ class Executor:
                 self.statuses[child] = Status.READY
         return board
 
-    def _call(self, node: Node, worker: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
+    def _call(self, node: Node, context: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
         """The samples after the node."""
         from megarl.dag.guard import GuardedBatch, settle, writes_in_place
 
         before = writes_in_place(node, board)
-        extra = {"more": lambda: self._refill(node, worker, more)} if node.declared.refills else {}
+        extra: dict[str, Any] = {name: self._roles[name] for name in node.may_take if name in self._roles}
+        extra |= {name: self._roles[name] for name in node.needs_roles}
+        if node.declared.refills:
+            extra["more"] = lambda: self._refill(node, context, more)
         try:
-            output = node.func(worker, GuardedBatch.of(board, node), **extra, **node.config)  # type: ignore[operator]
+            output = node.func(context, GuardedBatch.of(board, node), **extra, **node.config)  # type: ignore[operator]
             return settle(node, board, output, before)
         except Exception as error:
             story = f"node {node.id!r} ({node.func_name}) failed"
@@ -93,7 +101,7 @@ class Executor:
                 raise
             raise NodeError(f"{story}: {type(error).__name__}: {error}") from error
 
-    def _refill(self, node: Node, worker: Any, more: Iterator[Batch] | None) -> Batch:
+    def _refill(self, node: Node, context: Any, more: Iterator[Batch] | None) -> Batch:
         """The next prompts after all nodes before `node`, as that one sees them."""
         from megarl.dag.guard import GuardedBatch
 
@@ -101,5 +109,5 @@ class Executor:
             raise NodeError(f"node {node.id!r} asks for more prompts, and this walk has only those it was given")
         board = next(more).copy()
         for id in self.graph.upstream(node.id):
-            board = self._call(self.graph[id], worker, board, more)
+            board = self._call(self.graph[id], context, board, more)
         return GuardedBatch.of(board, node)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from megarl.dag.edges import derive
 from megarl.dag.node import Node
-from megarl.dag.stage import LOADER_FIELDS, Role
+from megarl.dag.stage import LOADER_FIELDS, ROLES, Role
 from megarl.errors import UserError
 
 
@@ -48,8 +48,8 @@ class TaskGraph:
 
     @property
     def roles(self) -> set[Role]:
-        """Whose work its nodes are."""
-        return {node.role for node in self}
+        """Whose work its nodes are, and what they work with."""
+        return {node.role for node in self} | {ROLES[name] for node in self for name in node.needs_roles}
 
     def __iter__(self) -> Iterator[Node]:
         return iter(self.nodes.values())

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from megarl.dag.stage import Contract, Kind, Role, contract_of
-from megarl.errors import UserError
+from megarl.dag.stage import ROLES, Contract, Kind, Role, contract_of
+from megarl.errors import UserError, close_matches
 from megarl.imports import import_callable
 
 _WITH_MODEL = (Role.ACTOR, Role.CRITIC, Role.ROLLOUT, Role.REFERENCE, Role.TEACHER)
@@ -33,11 +33,13 @@ class Node:
 
     Attributes:
         id: name, unique in its graph; also the name of its phase in traces and errors.
-        func: called as `func(worker, batch, **config)`, returns a batch. A callable, or "pkg.mod:Class.method",
-            "pkg.mod:fn" or "pkg.mod.fn".
+        func: called as `func(context, batch, **roles, **config)`, returns a batch. A callable, or
+            "pkg.mod:Class.method", "pkg.mod:fn" or "pkg.mod.fn".
         deps: ids of nodes that it comes after although no field says so.
         config: further keyword arguments of `func`.
         contract: what it reads and writes; None: what the callable declares with `@stage`.
+        needs_roles: names of the roles that a resolved node's function needs.
+        may_take: names of those that it takes if the run has them.
     """
 
     id: str
@@ -45,6 +47,8 @@ class Node:
     deps: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     contract: Contract | None = None
+    needs_roles: tuple[str, ...] = ()
+    may_take: tuple[str, ...] = ()
 
     def resolved(self, settings: Any = None) -> Node:
         """This node with `func` imported and the whole contract filled in.
@@ -53,14 +57,25 @@ class Node:
             settings: the run's configuration, for stages whose fields depend on it.
 
         Raises:
-            UserError: a path that does not import, `config` keys that `func` does not take, or a stage whose fields
-                depend on the settings where none are given.
+            UserError: a path that does not import, `config` keys that `func` does not take, an argument that is neither
+                such a key nor a role, roles without a declared one, or a stage whose fields depend on the settings
+                where none are given.
         """
         where = f"node {self.id!r}"
         func = import_callable(self.func, where=f"{where}, func")
         contract = contract_of(func) if self.contract is None else self.contract
-        _check_call(func, {**({"more": None} if contract.refills else {}), **self.config}, where)
-        return dataclasses.replace(self, func=func, contract=_settled(contract, settings, where))
+        given = {**({"more": None} if contract.refills else {}), **self.config}
+        needed, possible = _roles(func, given, where)
+        _check_call(func, {**given, **dict.fromkeys(needed)}, where)
+        if needed and contract.role is Role.DEFAULT:
+            raise UserError(
+                f"this stage works with the {' and the '.join(needed)}, and does not declare whose work it is",
+                where=where,
+                allowed=[role.name for role in Role if role is not Role.DEFAULT],
+                fix=f"@stage(..., role=Role.{ROLES[needed[0]].name})",
+            )
+        contract = _settled(contract, settings, where)
+        return dataclasses.replace(self, func=func, contract=contract, needs_roles=needed, may_take=possible)
 
     @property
     def declared(self) -> Contract:
@@ -100,6 +115,17 @@ class Node:
         """Name of the model that the node works on; None for roles without one."""
         return self.role.value if self.role in _WITH_MODEL else None
 
+    @property
+    def models(self) -> list[str]:
+        """Names of all models that it works with."""
+        roles = [self.role, *(ROLES[name] for name in self.needs_roles)]
+        return list(dict.fromkeys(role.value for role in roles if role in _WITH_MODEL))
+
+    @property
+    def trains(self) -> str | None:
+        """Name of the model that it changes."""
+        return self.model if self.kind is Kind.MODEL_TRAIN else None
+
 
 def _settled(contract: Contract, settings: Any, where: str) -> Contract:
     """`contract` with what follows from the settings in its lists."""
@@ -123,8 +149,33 @@ def _settled(contract: Contract, settings: Any, where: str) -> Contract:
     )
 
 
+def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names of the roles that `func` needs, and of those that it takes if they are there.
+
+    Raises:
+        UserError: it needs an argument that is no role; names it.
+    """
+    try:
+        arguments = list(inspect.signature(func).parameters.values())[2:]
+    except ValueError:
+        return (), ()
+    named = [a for a in arguments if a.kind in (a.KEYWORD_ONLY, a.POSITIONAL_OR_KEYWORD) and a.name not in given]
+    needed = tuple(a.name for a in named if a.default is a.empty)
+    unknown = next((name for name in needed if name not in ROLES), None)
+    if unknown is not None:
+        near = close_matches(unknown, ROLES)
+        raise UserError(
+            f"the stage takes {unknown!r}, which is neither a role nor a key of the node's config",
+            where=where,
+            found=", ".join(inspect.signature(func).parameters),
+            allowed=ROLES,
+            fix=f"did you mean {near[0]!r}?" if near else f"p.add(stage, config={{{unknown!r}: ...}}), or a default",
+        )
+    return needed, tuple(a.name for a in named if a.name in ROLES and a.default is not a.empty)
+
+
 def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str) -> None:
-    """`func(worker, batch, **config)` must fit the signature; builtins without one are taken at their word."""
+    """`func(context, batch, **config)` must fit the signature; builtins without one are taken at their word."""
     try:
         signature = inspect.signature(func)
     except ValueError:
@@ -133,8 +184,8 @@ def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str)
         signature.bind(None, None, **config)
     except TypeError as error:
         raise UserError(
-            f"func cannot be called as func(worker, batch{''.join(f', {k}=...' for k in config)}): {error}",
+            f"func cannot be called as func(context, batch{''.join(f', {k}=...' for k in config)}): {error}",
             where=where,
             found=f"{getattr(func, '__qualname__', func)}{signature}",
-            fix="take (worker, batch) and the keys of the node's config",
+            fix="take (context, batch) and the keys of the node's config",
         ) from error

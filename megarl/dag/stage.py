@@ -37,6 +37,17 @@ class Role(Enum):
     DYNAMIC_SAMPLING = "dynamic_sampling"
 
 
+#: Name of an argument of a stage -> the role that it stands for.
+ROLES = {
+    "actor": Role.ACTOR,
+    "critic": Role.CRITIC,
+    "reference": Role.REFERENCE,
+    "teacher": Role.TEACHER,
+    "rollout": Role.ROLLOUT,
+    "scorer": Role.REWARD,
+}
+
+
 @dataclass(frozen=True)
 class Contract:
     """What a stage does to a batch; see `stage`."""
@@ -80,7 +91,9 @@ def stage(
 ) -> Callable[[F], F]:
     """Declare what a stage callable does; the callable itself stays as it is.
 
-    Nothing else reaches the stage, and nothing else that it writes is taken: an undeclared read or write is an error.
+    It is called as `fn(context, batch, **roles, **config)`: the roles are those that its signature names (`ROLES`), one
+    with a default only if the run has it. Nothing else reaches the stage, and nothing else that it writes is taken: an
+    undeclared read or write is an error.
 
     Args:
         reads: fields that it needs.

@@ -14,6 +14,7 @@ from megarl.runtime.validate import due
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
+    from megarl.runtime.context import StepContext
     from megarl.runtime.controller import Controller
     from megarl.training.saving import Saving
 
@@ -155,10 +156,10 @@ class Checkpoints:
         c = self._c
         assert c.loader is not None, "only training runs resume"
         with c.residency.phase("resume"):
-            c.step, state = load(self.source, c.trained, self._meta)
+            c.context.step, state = load(self.source, c.trained, self._meta)
         c.loader.load_state_dict(state["loader"])
-        c.kl_controller.load_state_dict(state["kl"])
-        c.surplus = read_surplus(c, self.source, state["surplus_parts"])
+        c.context.kl_controller.load_state_dict(state["kl"])
+        c.context.surplus = read_surplus(c.context, self.source, state["surplus_parts"])
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare
         if same and state["best"] is not None and self._has(state.get("best_step")):
@@ -243,8 +244,8 @@ class Checkpoints:
             self.best, self.best_step = value, step
         extra: dict[str, Any] = {
             "loader": c.loader.state_dict(),
-            "kl": c.kl_controller.state_dict(),
-            "surplus_parts": 0 if c.surplus is None else c.layout.dp_size,
+            "kl": c.context.kl_controller.state_dict(),
+            "surplus_parts": 0 if c.context.surplus is None else c.layout.dp_size,
             "best": None if math.isinf(self.best) else self.best,
             "best_step": self.best_step,
             "best_metric": settings.best_metric,
@@ -258,7 +259,7 @@ class Checkpoints:
                     step,
                     c.trained,
                     extra,
-                    files=surplus_file(c),
+                    files=surplus_file(c.context),
                     config=c.config.model_dump(mode="json"),
                     keep_last=settings.keep_last,
                     best=is_best,
@@ -296,14 +297,14 @@ def check_best_metric(name: str | None, numbers: dict[str, float]) -> None:
     )
 
 
-def surplus_file(c: Controller) -> dict[str, bytes]:
+def surplus_file(c: StepContext) -> dict[str, bytes]:
     """Name and content of this replica's share of the surplus; only its first rank writes it."""
     if c.surplus is None or not c.layout.is_lead:
         return {}
     return {_surplus_name(c.layout.dp_rank): c.surplus.to_bytes()}
 
 
-def read_surplus(c: Controller, folder: Path, parts: int) -> Batch | None:
+def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:
     """This rank's share of a surplus that `parts` replicas wrote; group k belongs to replica k modulo their number.
 
     Raises:

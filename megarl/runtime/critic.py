@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megarl.dag.stage import Role
 from megarl.phase import phase
-from megarl.residency import CRITIC
+from megarl.runtime.roles import CriticRole
 
 if TYPE_CHECKING:
-    from megarl.dag.graph import TaskGraph
     from megarl.models.policy import PolicyModel
     from megarl.runtime.controller import Controller
 
 
-def add_critic(c: Controller, graph: TaskGraph) -> None:
-    """Give the controller a critic when a node of the graph works for one.
+def make_critic(c: Controller) -> CriticRole:
+    """The critic of this run.
 
     It starts from `critic.path`, else from the actor as it is now; a resumed run then reads it from its checkpoint.
     """
@@ -29,8 +27,6 @@ def add_critic(c: Controller, graph: TaskGraph) -> None:
     from megarl.runtime.setup import check_embeddings
     from megarl.training.engine import MegatronEngine
 
-    if all(node.role is not Role.CRITIC for node in graph):
-        return
     config, source = c.config.critic, c.config.critic.path
     with phase("load_critic"), c.residency.phase("load"):
         hf_config = c.hf_config
@@ -39,7 +35,7 @@ def add_critic(c: Controller, graph: TaskGraph) -> None:
             hf_config = load_hf_config(own, "critic.path")
             check_trainable(hf_config, source)
             check_embeddings(hf_config, c.hf_config, "critic.path")
-        c.critic = MegatronEngine(
+        engine = MegatronEngine(
             hf_config,
             c.config.actor.parallel,
             config.engine,
@@ -52,7 +48,7 @@ def add_critic(c: Controller, graph: TaskGraph) -> None:
             seed=c.config.trainer.seed,
             value_head=True,
         )
-        c.residency.add(CRITIC, c.critic, offloads=config.engine.offload)
+        return CriticRole(engine, c.context, offloads=config.engine.offload)
 
 
 @torch.no_grad()

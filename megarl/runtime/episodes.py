@@ -14,7 +14,6 @@ from megarl.data.turns import Turns
 from megarl.envs.host import Host
 from megarl.envs.registry import load_environment
 from megarl.rollout.driver import Driver, EpisodeLimits, Start
-from megarl.rollout.seeds import env_seed, sample_seed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +23,8 @@ if TYPE_CHECKING:
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import RolloutRole
     from megarl.training.parallel import Layout
 
 
@@ -70,40 +70,41 @@ def build_episodes(config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout
     return Episodes(kind.scores, tools, turns, host)
 
 
-def play(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]) -> Batch:
+def play(
+    c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]
+) -> Batch:
     """`sampling.n` episodes of each of `prompts`, with the fields of samples and of turns."""
-    episodes, limits, layout = c.episodes, c.config.rollout.limits, c.layout
+    episodes, limits, layout = rollout.episodes, c.config.rollout.limits, c.layout
     assert episodes is not None, "only a run with an environment plays"
     driver = Driver(
-        c.rollout,
+        rollout.engine,
         episodes.host,
         episodes.turns,
-        lambda ids: (c.decode(ids), c.tokenizer.batch_decode(ids) if ids else []),
+        lambda ids: (rollout.decode(ids), rollout.tokenizer.batch_decode(ids) if ids else []),
         layout.mp_group.broadcast_json,
         EpisodeLimits(limits.turns, c.config.data.max_prompt_tokens, limits.response_tokens(sampling), limits.seconds),
         env_section(c.config.env)[1],
     )
-    trajectories = driver.play(_starts(c, prompts, sampling.n), sampling, c.eos_ids, advance)
+    trajectories = driver.play(_starts(c, prompts, sampling.n), sampling, rollout.eos_ids, advance)
     samples = prompts.repeat(sampling.n)
     if len(samples):
-        samples.set("prompt_text", _prompt_texts(c, samples, trajectories))
+        samples.set("prompt_text", _prompt_texts(rollout.tokenizer, samples, trajectories))
     add_fields(samples, trajectories)
     samples.set("sample_id", [f"{uid}#{i % sampling.n}" for i, uid in enumerate(samples["uid"])])
-    samples.set("response_text", c.decode([t.last_turn for t in trajectories]))
-    samples.set("transcript", c.decode([t.token_ids for t in trajectories]))
+    samples.set("response_text", rollout.decode([t.last_turn for t in trajectories]))
+    samples.set("transcript", rollout.decode([t.token_ids for t in trajectories]))
     return samples
 
 
-def _starts(c: Controller, prompts: Batch, n: int) -> list[Start]:
-    seed = c.config.trainer.seed
+def _starts(c: StepContext, prompts: Batch, n: int) -> list[Start]:
     columns = ("uid", "prompt_text", "answer", "data_source", "row")
     return [
         Start(
             f"{uid}#{i}",
             {**row, "prompt": text, "answer": answer, "data_source": source},
             ids.tolist(),
-            env_seed(seed, uid),
-            partial(sample_seed, seed, uid, i),
+            c.seeds.env(uid),
+            partial(c.seeds.sample, uid, i),
         )
         for ids, uid, text, answer, source, row in zip(
             prompts["prompt_ids"].unbind(), *(prompts[name] for name in columns), strict=True
@@ -112,16 +113,16 @@ def _starts(c: Controller, prompts: Batch, n: int) -> list[Start]:
     ]
 
 
-def _prompt_texts(c: Controller, samples: Batch, trajectories: list[Trajectory]) -> list[str]:
+def _prompt_texts(tokenizer: PreTrainedTokenizerBase, samples: Batch, trajectories: list[Trajectory]) -> list[str]:
     """The prompts of the data as they were, first observations of environments as text."""
     given = [ids.tolist() for ids in samples["prompt_ids"].unbind()]
     return [
-        text if t.prompt_ids == ids else c.tokenizer.decode(t.prompt_ids)
+        text if t.prompt_ids == ids else tokenizer.decode(t.prompt_ids)
         for text, ids, t in zip(samples["prompt_text"], given, trajectories, strict=True)
     ]
 
 
-def record_episodes(c: Controller, samples: Batch) -> None:
+def record_episodes(c: StepContext, samples: Batch) -> None:
     """Metrics `env/...` of what `play` made. Episodes whose environment failed are only counted."""
     m, good = c.metrics, [place for place, error in enumerate(samples["env_error"]) if not error]
     m.sum("env/errors", len(samples) - len(good))

@@ -12,7 +12,7 @@ from megarl.phase import phase
 
 if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
-    from megarl.training.engine import MegatronEngine
+    from megarl.runtime.roles import ModelRole
 
 CRITIC = "hf_critic"
 
@@ -33,14 +33,14 @@ def export(c: Controller, checkpoints: Path) -> None:
         return
     with phase("export"):
         _write(c, c.actor, LAST)
-        if c.critic is not None:
-            _write(c, c.critic, CRITIC)
-        written = [Exported(LAST, c.step, "last")]
+        if "critic" in c.models:
+            _write(c, c.models["critic"], CRITIC)
+        written = [Exported(LAST, c.context.step, "last")]
         if c.layout.rank == 0:
             write_exported(c.run_dir, written)
         # One rank looks for all: on a shared file system two ranks may see different folders.
         source = c.layout.world.broadcast_json(str(best(checkpoints) or "") if c.layout.rank == 0 else None)
-        other = source and Path(source).name != f"step_{c.step}"
+        other = source and Path(source).name != f"step_{c.context.step}"
         step = _load_best(c, Path(source)) if other else None
         if step is not None:
             _write(c, c.actor, BEST)
@@ -57,7 +57,7 @@ def _load_best(c: Controller, source: Path) -> int | None:
 
     try:
         with c.residency.phase("resume"):
-            return load(source, {"actor": c.actor})[0]
+            return load(source, {"actor": c.actor.engine})[0]
     except CheckpointError as error:  # on all ranks alike
         if c.layout.rank == 0:
             print(f"WARNING: the best checkpoint cannot be read, so {BEST} is not written: {error}", flush=True)
@@ -74,8 +74,8 @@ def show_export(c: Controller) -> None:
         print(f"  to try it: {shlex.join(['megarl', 'generate', str(c.run_dir)])} --prompt TEXT", flush=True)
 
 
-def _write(c: Controller, engine: MegatronEngine, name: str) -> None:
+def _write(c: Controller, model: ModelRole, name: str) -> None:
     from megarl.models.weights import export_weights
 
-    with c.residency.phase("export", engine.name):
-        export_weights(engine.chunks, c.run_dir / name, c.hf_config, c.tokenizer, world=engine.layout.world)
+    with c.residency.phase("export", model.name):
+        export_weights(model.chunks, c.run_dir / name, c.hf_config, c.tokenizer, world=c.layout.world)

@@ -64,7 +64,9 @@ def use_servers(c: Controller) -> None:
     sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, layout.world)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
     c.sync = sync
-    c.rollout = SglangEngine(config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()), sync.run)
+    c.rollout.engine = SglangEngine(
+        config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()), sync.run
+    )
     if layout.rank == 0:
         where = ", ".join(server.api.url for server in c.fleet.servers)
         print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
@@ -100,7 +102,7 @@ def publish(c: Controller, version: int) -> None:
     else:
         report = c.sync.push(version)  # the parameters are where they are drawn with
     _account(c, report)
-    c.rollout.weight_version = version
+    c.rollout.engine.weight_version = version
 
 
 def _look_after_servers(c: Controller) -> None:
@@ -154,15 +156,15 @@ def _account(c: Controller, report: SyncReport) -> None:
                 "response_ids": Jagged.from_list([probe.token_ids for probe in probes]),
             }
         )
-        ours, _ = c.actor.logprobs(batch, entropy=False)
-    c.metrics.max("sync/probe_gap", probe_gap(probes, [row.tolist() for row in ours.unbind()]))
+        ours, _ = c.actor.engine.logprobs(batch, entropy=False)
+    c.context.metrics.max("sync/probe_gap", probe_gap(probes, [row.tolist() for row in ours.unbind()]))
 
 
 def _record(c: Controller, report: SyncReport) -> None:
     """Metrics of a synchronisation; the report is the same on every rank."""
     if not report.updated and not report.failed:
         return
-    m = c.metrics
+    m = c.context.metrics
     m.max("sync/gb", report.nbytes / 1e9)
     m.max("sync/seconds", report.seconds)
     m.max("sync/gb_per_s", report.nbytes / 1e9 / max(report.seconds, 1e-9))

@@ -28,11 +28,11 @@ def evaluate(config: RunConfig, run_dir: Path) -> None:
     c = build_controller(config, run_dir, trainable=False)
     try:
         _restore(c)
-        with Recorder(c, "eval", total_steps=c.step) as recorder:
+        with Recorder(c, "eval", total_steps=c.context.step) as recorder:
             recorder.start_step()
             with phase("step"):
-                evaluate_controller(c, recorder, c.step)
-            recorder.end_step(c.step)
+                evaluate_controller(c, recorder, c.context.step)
+            recorder.end_step(c.context.step)
     finally:
         c.close()
 
@@ -56,7 +56,7 @@ def _write_responses(c: Controller) -> None:
     # A server's answer may hold half a surrogate pair; backslashreplace writes the escape that JSON has for it.
     with output.open("w", encoding="utf-8", errors="backslashreplace") as file, phase("generate"):
         for prompts in rounds(c.val_data, size, c.layout.dp_rank, c.layout.dp_size):
-            samples = draw(c, prompts, config.validation_sampling)
+            samples = draw(c.context, c.rollout, prompts, config.validation_sampling)
             mine = [dict(zip(columns, row, strict=True)) for row in zip(*(samples[n] for n in columns), strict=True)]
             parts = c.layout.dp_group.all_gather_json(mine)
             lines = [line for part in parts for line in part]
@@ -74,10 +74,10 @@ def _restore(c: Controller) -> None:
     resume = c.config.trainer.resume
     if resume not in ("auto", "never"):
         with phase("resume"), c.residency.phase("resume"):
-            c.step, _ = load(Path(resume), {"actor": c.actor})
-        set_step(c.step)
+            c.context.step, _ = load(Path(resume), {"actor": c.actor.engine})
+        set_step(c.context.step)
     use_servers(c)
-    publish(c, c.step)
+    publish(c, c.context.step)
 
 
 def _show(lines: list[dict[str, str]]) -> None:

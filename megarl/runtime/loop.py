@@ -8,6 +8,7 @@ export, report
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,18 +21,19 @@ from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.checkpoints import FOLDER, Checkpoints
-from megarl.runtime.critic import add_critic
+from megarl.runtime.critic import make_critic
 from megarl.runtime.export import export, show_export
 from megarl.runtime.generation import publish, use_servers
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.reference import add_reference
+from megarl.runtime.reference import drop_refused_reference, make_reference
 from megarl.runtime.setup import build_controller
-from megarl.runtime.teacher import add_teacher
+from megarl.runtime.teacher import make_teacher
 from megarl.runtime.validate import due, evaluate
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
+    from megarl.runtime.roles import ModelRole
     from megarl.tracking.tracker import Part
 
 
@@ -45,9 +47,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
         _start_model(c, graph, checkpoints, resumed_at)
         begun = bool(resumed_at)
-        add_reference(c, graph, resumed_from=checkpoints.source, begun=begun)
-        add_teacher(c, graph)
-        add_critic(c, graph)
+        _make_models(c, graph, checkpoints.source, begun=begun)
         use_servers(c)
         if begun:
             _load(checkpoints)
@@ -55,10 +55,10 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         part: Part = "second" if config.sft.steps else "whole"
         # Opened last: a start that is refused leaves the run's record as it was. Step 0 is measured again.
         with Recorder(c, "train", config.trainer.steps, -1 if resumed_at == 0 else resumed_at, part) as recorder:
-            publish(c, c.step)
+            publish(c, c.context.step)
             if not begun:
                 _before_first_step(c, recorder, checkpoints)
-            _steps(c, Executor(graph), recorder, checkpoints)
+            _steps(c, Executor(graph, c.roles), recorder, checkpoints)
             export(c, run_dir / FOLDER)
         show_export(c)
     finally:
@@ -76,13 +76,25 @@ def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resu
         examples = sft.load_examples(c)
         _begin(c, graph, checkpoints)
         sft.cold_start(c, examples)
-    resting = config.critic.warmup_steps if any(node.role is Role.CRITIC for node in graph) else 0
-    with c.residency.phase("update", "actor"):
-        c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
+    resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
+    c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
     if resumed_at is None and config.sft.steps:
         checkpoints.save_start()
     elif resumed_at == 0:
         _load(checkpoints)
+
+
+def _make_models(c: Controller, graph: TaskGraph, resumed_from: Path | None, *, begun: bool) -> None:
+    """The models that nodes of the graph work with, in addition to the actor."""
+    drop_refused_reference(c)
+    makers: dict[Role, Callable[[], ModelRole]] = {
+        Role.REFERENCE: lambda: make_reference(c, resumed_from=resumed_from, begun=begun),
+        Role.TEACHER: lambda: make_teacher(c),
+        Role.CRITIC: lambda: make_critic(c),
+    }
+    for role, make in makers.items():
+        if role in graph.roles:
+            c.models[role.value] = make()
 
 
 def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
@@ -115,8 +127,8 @@ def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoin
 def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: Checkpoints) -> None:
     config = c.config
     assert c.loader is not None, "checks refuse a training run without data"
-    for step in range(c.step + 1, config.trainer.steps + 1):
-        c.step = step
+    for step in range(c.context.step + 1, config.trainer.steps + 1):
+        c.context.step = step
         set_step(step)
         last = step == config.trainer.steps
         accuracy = None
@@ -124,7 +136,7 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
         with phase("step"):
             with phase("load"):
                 prompts = next(c.loader)
-            executor.run(c, prompts, more=c.loader)
+            executor.run(c.context, prompts, more=c.loader)
             publish(c, step)
             if last or due(step, config.validation.every):
                 accuracy = evaluate(c, recorder, step)

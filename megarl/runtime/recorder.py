@@ -12,7 +12,7 @@ from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
 from megarl.residency import MOVES
 from megarl.runtime.alarms import Alarms
-from megarl.runtime.controller import no_progress
+from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
 from megarl.runtime.heap import heap_bound, resident_bytes
 from megarl.tracking.perf import peak_flops, perf_metrics
@@ -63,11 +63,11 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         if self._tracker is not None:
-            self._c.progress = self._tracker.progress
+            self._c.context.progress = self._tracker.progress
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._c.progress = no_progress
+        self._c.context.progress = no_progress
         if error is None:
             self._finish("finished")
             return
@@ -105,8 +105,8 @@ class Recorder:
         events = phases.drain()
         self._trace.write(events)
         # The ranks of one replica saw the same samples: only its first one speaks for them.
-        local = c.metrics if c.layout.is_lead else Metrics()
-        c.metrics = Metrics()
+        local = c.context.metrics if c.layout.is_lead else Metrics()
+        c.context.metrics = Metrics()
         local.max("timing_s/step", seconds)
         for name, spent in _stage_seconds(events).items():
             local.max(f"timing_s/{name}", spent)

@@ -7,16 +7,14 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.phase import phase
 from megarl.processes import write_atomically
-from megarl.residency import REFERENCE
+from megarl.runtime.roles import ReferenceRole
 from megarl.runtime.setup import build_engine, check_embeddings
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
-    from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
 
 FOLDER = "reference"
@@ -24,8 +22,8 @@ _NEXT = "reference.next"  # of a start that may still be refused
 _ORIGIN = "origin.json"  # in the place of a model: where it is
 
 
-def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None, begun: bool) -> None:
-    """Give the controller a reference when a node of the graph works for one.
+def make_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> ReferenceRole:
+    """The reference of this run. Collective.
 
     Its weights are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a
     resumed run starts from a later actor; where they are those of `model.path`, that path is kept instead. A run that
@@ -34,7 +32,6 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None,
 
     Args:
         c: the controller.
-        graph: of the recipe.
         resumed_from: RUN_DIR/checkpoints/step_N; None: no resume.
         begun: it is of a step of RL; the actor of step 0 is where RL starts.
 
@@ -45,11 +42,6 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None,
     from megarl.models.weights import export_weights, load_weights
 
     following = c.run_dir / _NEXT
-    if c.layout.rank == 0:
-        shutil.rmtree(following, ignore_errors=True)  # of a start that was refused
-    if all(node.role is not Role.REFERENCE for node in graph):
-        return
-    c.layout.world.barrier()
     with phase("load_reference"), c.residency.phase("load"):
         kept, origin = following, None
         if c.config.reference.path is None and resumed_from is not None and begun:
@@ -65,7 +57,7 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None,
             c.config.model.model_copy(update={"path": source, "hf_config": None}), "reference.path"
         )
         check_embeddings(hf_config, c.hf_config, "reference.path")
-        c.reference = build_engine(
+        engine = build_engine(
             c.config,
             hf_config,
             c.layout,
@@ -80,8 +72,15 @@ def add_reference(c: Controller, graph: TaskGraph, *, resumed_from: Path | None,
             following.mkdir()
             write_atomically(following / _ORIGIN, json.dumps({"path": origin}))
         elif origin is None and not goes_on and kept != following:
-            export_weights(c.reference.chunks, following, hf_config, c.tokenizer, world=c.layout.world)
-        c.residency.add(REFERENCE, c.reference, offloads=c.config.actor.engine.offload)
+            export_weights(engine.chunks, following, hf_config, c.tokenizer, world=c.layout.world)
+        return ReferenceRole(engine, c.context, offloads=c.config.actor.engine.offload)
+
+
+def drop_refused_reference(c: Controller) -> None:
+    """Forget what a start that was refused has made. Collective."""
+    if c.layout.rank == 0:
+        shutil.rmtree(c.run_dir / _NEXT, ignore_errors=True)
+    c.layout.world.barrier()
 
 
 def take_up_reference(run_dir: Path) -> None:

@@ -22,12 +22,14 @@ from megarl.models.hf import check_trainable
 from megarl.models.weights import init_random, load_weights
 from megarl.phase import keep_beating, phase
 from megarl.rendezvous import join
-from megarl.residency import ACTOR, Residency
+from megarl.residency import Residency
 from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
+from megarl.runtime.context import StepContext
 from megarl.runtime.controller import Controller
 from megarl.runtime.episodes import build_episodes
+from megarl.runtime.roles import ActorRole, RolloutRole, ScorerRole
 from megarl.sync.updater import NullSync
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
@@ -68,28 +70,25 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
         val_data = PromptDataset(config.data, tokenizer, "val", tools) if config.data.val_files else None
         reward = build_reward(config.reward) if scored and layout.is_lead else None
     with phase("load_model"):
-        actor = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
-        rollout = EmbeddedEngine(actor.chunks, config.rollout, layout)
-    residency = Residency(layout.world.barrier) if config.rollout.colocated else Residency()
-    residency.add(ACTOR, actor, offloads=config.actor.engine.offload)
-    lag = config.rollout.stale_steps
-    kl = config.algorithm.kl
-    return Controller(
+        engine = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
+        embedded = EmbeddedEngine(engine.chunks, config.rollout, layout)
+    kl, lag = config.algorithm.kl, config.rollout.stale_steps
+    context = StepContext(
         config,
-        run_dir,
         layout,
         hf_config,
-        tokenizer,
-        actor,
-        rollout,
+        Residency(layout.world.barrier) if config.rollout.colocated else Residency(),
+        KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
+    )
+    return Controller(
+        context,
+        run_dir,
+        ActorRole(engine, context, offloads=config.actor.engine.offload),
+        RolloutRole(embedded, tokenizer, episodes, StaleWeights(engine.chunks, embedded, lag) if lag else None),
+        ScorerRole(reward, episodes is not None and episodes.scores),
         NullSync(),
-        residency,
-        reward,
         loader,
         val_data,
-        KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
-        episodes=episodes,
-        stale=StaleWeights(actor.chunks, rollout, lag) if lag else None,
     )
 
 

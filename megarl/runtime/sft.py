@@ -26,8 +26,7 @@ def cold_start(c: Controller, examples: PromptLoader) -> None:
     """
     if c.layout.rank == 0:
         print("first phase: supervised fine-tuning; reinforcement learning follows", flush=True)
-    with c.residency.phase("update", "actor"):
-        c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
+    c.actor.reset_optimizer(c.config.sft.optim, c.config.sft.steps)
     with Recorder(c, "sft", c.config.sft.steps, part="first") as recorder:
         _steps(c, recorder, examples, checkpoints=None)
 
@@ -42,8 +41,7 @@ def train(config: RunConfig, run_dir: Path) -> None:
         c.loader = load_examples(c)
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find("sft.steps", config.sft.steps)
-        with c.residency.phase("update", "actor"):
-            c.actor.reset_optimizer(config.sft.optim, config.sft.steps)
+        c.actor.reset_optimizer(config.sft.optim, config.sft.steps)
         if resumed_at is not None:  # before the record is opened: a refused start leaves the run as it was
             with phase("resume"):
                 checkpoints.load()
@@ -69,7 +67,7 @@ def load_examples(c: Controller) -> PromptLoader:
         c.tokenizer,
         config.sft.response_key,
         max_tokens=c.hf_config.max_position_embeddings,
-        tools=() if c.episodes is None else c.episodes.tools,
+        tools=() if c.rollout.episodes is None else c.rollout.episodes.tools,
         stop_ids=config.rollout.sampling.stop_token_ids,
     )
     if layout.rank == 0:
@@ -87,9 +85,9 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
     resumed_with = None if checkpoints is None else checkpoints.accuracy
     if goal is not None and resumed_with is not None and resumed_with >= goal:
         if c.layout.rank == 0:
-            print(f"sft.stop_at_accuracy was met at step {c.step}: there is nothing left to train", flush=True)
+            print(f"sft.stop_at_accuracy was met at step {c.context.step}: there is nothing left to train", flush=True)
         return
-    for step in range(c.step + 1, settings.steps + 1):
+    for step in range(c.context.step + 1, settings.steps + 1):
         set_step(step)
         recorder.start_step()
         last = step == settings.steps
@@ -107,7 +105,7 @@ def _steps(c: Controller, recorder: Recorder, loader: PromptLoader, checkpoints:
                 print(f"sft.stop_at_accuracy = {goal:g} is reached: {accuracy:.3f} at step {step}", flush=True)
         numbers = recorder.end_step(step)
         if checkpoints is not None:
-            c.step = step
+            c.context.step = step
             checkpoints.after_step(step, numbers, accuracy, last=last)
         if last:
             break
@@ -118,11 +116,11 @@ def sft_step(c: Controller, batch: Batch) -> None:
     import torch
 
     mask = batch["response_mask"]
-    tokens = c.all_sum(mask.values.sum(dtype=torch.float64))
+    tokens = c.context.all_sum(mask.values.sum(dtype=torch.float64))
     batch.set("loss_weights", mask.like(mask.values / tokens.float()))
-    with c.residency.phase("update", "actor"):
-        metrics = c.actor.sft_step(batch)
-    c.count_pass(batch, train=True)
+    metrics = c.actor.sft_step(batch)
+    c.context.count_pass(batch, train=True)
     if c.layout.rank == 0:  # already merged over all ranks
-        c.metrics.merge(metrics)
-    c.metrics.sum("perf/total_tokens", float(batch["prompt_ids"].lengths.sum() + batch["response_ids"].lengths.sum()))
+        c.context.metrics.merge(metrics)
+    tokens = batch["prompt_ids"].lengths.sum() + batch["response_ids"].lengths.sum()
+    c.context.metrics.sum("perf/total_tokens", float(tokens))

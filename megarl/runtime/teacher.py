@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.phase import phase
-from megarl.residency import TEACHER
+from megarl.runtime.roles import TeacherRole
 from megarl.runtime.setup import build_engine, check_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config.model import ModelConfig
-    from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
 
 
-def add_teacher(c: Controller, graph: TaskGraph) -> None:
-    """Give the controller a teacher when a node of the graph works for one.
+def make_teacher(c: Controller) -> TeacherRole:
+    """The teacher of this run.
 
     Raises:
         ConfigError: token ids of the policy mean other things to the teacher, or nothing.
@@ -27,18 +25,16 @@ def add_teacher(c: Controller, graph: TaskGraph) -> None:
     from megarl.models.config import load_hf_config
     from megarl.models.weights import load_weights
 
-    if all(node.role is not Role.TEACHER for node in graph):
-        return
     path = c.config.teacher.path
     assert path is not None, "the checks ask for it"
     with phase("load_teacher"), c.residency.phase("load"):
         hf_config = load_hf_config(c.config.model.model_copy(update={"path": path, "hf_config": None}), "teacher.path")
         check_same_tokens(c.tokenizer, _tokenizer(c.config.model, path), path)
         check_embeddings(hf_config, c.hf_config, "teacher.path")
-        c.teacher = build_engine(
+        engine = build_engine(
             c.config, hf_config, c.layout, lambda chunks: load_weights(chunks, path), trainable=False, name="teacher"
         )
-        c.residency.add(TEACHER, c.teacher, offloads=c.config.actor.engine.offload)
+        return TeacherRole(engine, c.context, offloads=c.config.actor.engine.offload)
 
 
 def check_same_tokens(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, path: str) -> None:

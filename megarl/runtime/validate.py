@@ -38,9 +38,9 @@ def validate(c: Controller) -> Validation | None:
     settings = c.config.validation
     with phase("validate"):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
-            samples = generate(c, prompts, c.config.validation_sampling)
-            results = collect(c, submit(c, samples), samples)
-            failed_episodes += sum(map(bool, samples["env_error"])) if c.episodes is not None else 0
+            samples = generate(c.context, c.rollout, prompts, c.config.validation_sampling)
+            results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
+            failed_episodes += sum(map(bool, samples["env_error"])) if c.rollout.episodes is not None else 0
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             for uid, result, text, source in zip(
                 samples["uid"], results, samples["response_text"], samples["data_source"], strict=True
@@ -51,7 +51,7 @@ def validate(c: Controller) -> Validation | None:
     metrics = validation_metrics(scored)
     if c.config.reward.on_error != "raise":
         metrics.sum("val/reward_errors", failed)
-    if c.episodes is not None:
+    if c.rollout.episodes is not None:
         metrics.sum("val/env_errors", failed_episodes)
     return Validation(metrics, rows)
 
@@ -73,7 +73,7 @@ def evaluate(c: Controller, recorder: Recorder, step: int) -> float | None:
         return None
     recorder.samples(step, result.rows)
     accuracy = c.layout.dp_group.reduce_metrics(result.metrics).result()["val/acc"]
-    c.metrics.merge(result.metrics)
+    c.context.metrics.merge(result.metrics)
     return accuracy
 
 

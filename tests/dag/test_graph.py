@@ -142,8 +142,8 @@ def test_config_must_fit_the_signature():
     assert "got an unexpected keyword argument 'k'" in refusal(Pipeline("p").add(same, "a", config={"k": 1}))
 
 
-def test_func_must_take_worker_and_batch():
-    assert "(worker, batch)" in refusal(Pipeline("p").add(lambda batch: batch, "a"))
+def test_func_must_take_context_and_batch():
+    assert "(context, batch)" in refusal(Pipeline("p").add(lambda batch: batch, "a"))
 
 
 def test_missing_field_names_node_field_and_who_would_write_it():

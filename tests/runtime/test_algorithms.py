@@ -231,6 +231,7 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         assert lines[0]["actor/distillation_loss"] > 0
     if name == "stage of a user":
         assert 0.01 <= lines[0]["price/per_sample"] <= 0.04
+        assert lines[0]["price/surprise"] == pytest.approx(math.log(20), rel=0.1)  # of a fresh model with 20 tokens
     if name.endswith("remax"):
         assert 0 <= lines[0]["critic/greedy_score/mean"] <= 2
     if name == "filters":

@@ -114,6 +114,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         trained={},
         residency=Residency(),
     )
+    c.context = c
     found = Checkpoints(c)
     found.source = checkpoints.Path()
     found.load()

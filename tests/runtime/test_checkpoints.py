@@ -15,6 +15,7 @@ from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError, DataError, UserError
 from megarl.residency import Residency
 from megarl.runtime import export, loop
@@ -136,7 +137,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     def refuse(*_):
         raise ConfigError("no such thing", where="its.key")
 
-    def add_reference(c, graph, **_):
+    def make_reference(c, **_):
         (run_dir / "reference.next").mkdir()
         (run_dir / "reference.next" / "config.json").write_text("of this start")
 
@@ -150,16 +151,15 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=None, layout=layout, actor=actor)
-    c.residency = Residency()
+    c.residency, c.models = Residency(), {}
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda config, run_dir: c)
-    monkeypatch.setattr(loop, "add_reference", add_reference)
-    monkeypatch.setattr(loop, "add_teacher", lambda *_: None)
-    monkeypatch.setattr(loop, "add_critic", refuse)  # after a cold start this would be a run that has begun
+    monkeypatch.setattr(loop, "make_reference", make_reference)
+    monkeypatch.setattr(loop, "make_critic", refuse)  # after a cold start this would be a run that has begun
     monkeypatch.setattr(loop.sft, "load_examples", refuse)
     before = files_in(run_dir)
     with pytest.raises(ConfigError, match="no such thing"):
-        loop.train(config, run_dir, [])
+        loop.train(config, run_dir, SimpleNamespace(roles={Role.REFERENCE, Role.CRITIC}))
     assert {path: text for path, text in files_in(run_dir).items() if "reference.next" not in str(path)} == before
 
 
@@ -203,7 +203,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     trainer = SimpleNamespace(best_metric="val/acc", resume="auto")
     config = SimpleNamespace(trainer=trainer, model_dump=lambda mode: {})
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=part, kl_controller=part)
-    c.residency = Residency()
+    c.residency, c.context = Residency(), c
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     part.check_state = lambda state: None
     checkpoints = Checkpoints(c)
@@ -231,9 +231,10 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
         (run_dir / name / "config.json").touch()
 
     monkeypatch.setattr(export, "_write", write)
-    c = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True)), run_dir=run_dir, step=3)
+    c = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True)), run_dir=run_dir)
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
-    c.actor, c.critic, c.residency = SimpleNamespace(layout=c.layout), None, Residency()
+    c.actor, c.models, c.residency = SimpleNamespace(engine=SimpleNamespace(layout=c.layout)), {}, Residency()
+    c.context = SimpleNamespace(step=3)
     export.export(c, root)
     assert [model.folder for model in exported(run_dir)] == (["hf"] if damaged else ["hf", "hf_best"])
     assert ("WARNING: the best checkpoint cannot be read" in capsys.readouterr().out) == damaged
@@ -304,6 +305,7 @@ def saving(monkeypatch, tmp_path):
     trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
     c = SimpleNamespace(config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path)
     c.loader, c.kl_controller, c.surplus, c.trained, c.residency = part, part, None, {}, Residency()
+    c.context = c
     c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer
 

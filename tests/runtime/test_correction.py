@@ -18,6 +18,9 @@ from megarl.data.batch import Batch
 from megarl.data.versions import set_versions
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
+from megarl.residency import Residency
+from megarl.runtime.context import Seeds
+from megarl.runtime.roles import ActorRole
 from tests.dist import layout_for, run_distributed, single_process, world
 from tests.runtime import harness
 from tests.training import cases
@@ -78,15 +81,16 @@ def test_each_preset_trains_three_steps(controller, preset):
     # advantage: the step would train on nothing.
     wide = {"rs_threshold": 1.02} if PRESETS[preset].get("rs_level") == "geometric" else {}
     section = RolloutCorrectionConfig(preset=preset, **wide)
-    c.config = c.config.model_copy(update={"rollout_correction": section})
-    knobs, executor = section.resolved(), Executor(build_task_graph(c.config))
+    context = c.context
+    context.config = context.config.model_copy(update={"rollout_correction": section})
+    knobs, executor = section.resolved(), Executor(build_task_graph(context.config), c.roles)
     norms = []
     for _ in range(3):
-        c.step += 1
-        c.metrics = Metrics()
-        executor.run(c, next(c.loader), c.step)
-        c.rollout.weight_version = c.step
-        numbers = c.metrics.result()
+        context.step += 1
+        context.metrics = Metrics()
+        executor.run(context, next(c.loader))
+        c.rollout.engine.weight_version = context.step
+        numbers = context.metrics.result()
         assert all(math.isfinite(value) for value in numbers.values()), numbers
         assert numbers["rollout_corr/k3_kl"] > 0
         assert numbers["rollout_corr/staleness_mean"] <= 2
@@ -131,15 +135,18 @@ def worker(engine, layout, mode: str, correction: dict) -> SimpleNamespace:
     def all_sum(values):
         return layout.dp_group.all_reduce(values.clone())
 
-    return SimpleNamespace(
+    c = SimpleNamespace(
         config=config.model_copy(update={"algorithm": algorithm}),
         layout=layout,
-        actor=engine,
         all_sum=all_sum,
         temperature=1.0,
         metrics=Metrics(),
+        residency=Residency(),
+        seeds=Seeds(0),
         step=3,
     )
+    c.actor = ActorRole(engine, c, offloads=False)
+    return c
 
 
 def one_update(mode: str, correction: dict, budget: int, uneven: bool) -> dict:
@@ -157,7 +164,7 @@ def one_update(mode: str, correction: dict, budget: int, uneven: bool) -> dict:
     c = worker(engine, layout, mode, correction)
     if not c.config.rollout_correction.resolved().bypass:
         batch = rollout_correction(c, batch)
-    metrics = actor_step(c, batch).merge(c.metrics).result()
+    metrics = actor_step(c, batch, c.actor).merge(c.metrics).result()
     grads = [p.main_grad.clone() for chunk in engine.chunks for p in chunk.parameters()]
     return {"grads": torch.cat([g.flatten() for g in grads]), "metrics": metrics if layout.rank == 0 else {}}
 
@@ -226,7 +233,7 @@ def test_counts_that_come_late_divide_like_counts_known_before(alone, mode):
         batch = samples(engine)
         c = worker(engine, alone, mode, TIGHT["bypass"])
         if late:
-            metrics = actor_step(c, batch)
+            metrics = actor_step(c, batch, c.actor)
         else:
             mask, rollout = batch["response_mask"], batch["rollout_logp"]
             out = correct(batch["old_logp"].values, rollout.values, mask.values, offsets=mask.offsets,

@@ -27,7 +27,7 @@ def trainer_logprobs(run_dir: str) -> torch.Tensor:
     config = RunConfig.model_validate(yaml.safe_load((Path(run_dir) / "config.yaml").read_text()))
     c = build_controller(config, Path(run_dir))
     checkpoints = Path(run_dir) / "checkpoints"
-    load(checkpoints / f"step_{steps_in(checkpoints)[-1]}", {"actor": c.actor})
+    load(checkpoints / f"step_{steps_in(checkpoints)[-1]}", {"actor": c.actor.engine})
     encode = c.tokenizer.encode
     split = [text.index("=") + 1 for text in TEXTS]
     batch = Batch(
@@ -37,7 +37,7 @@ def trainer_logprobs(run_dir: str) -> torch.Tensor:
         },
         {},
     )
-    return c.actor.logprobs(batch)[0].values
+    return c.actor.engine.logprobs(batch)[0].values
 
 
 def transformers_logprobs(folder: Path) -> torch.Tensor:

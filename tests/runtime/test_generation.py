@@ -14,7 +14,8 @@ from megarl.residency import PARTS, Residency
 from megarl.rollout.engine import Completion
 from megarl.rollout.sglang import launch
 from megarl.runtime import generation
-from megarl.runtime.controller import no_progress
+from megarl.runtime.context import Seeds, no_progress
+from megarl.runtime.roles import RolloutRole
 from megarl.runtime.stages.rollout import generate
 from tests.runtime.harness import RECIPE
 
@@ -39,11 +40,10 @@ def controller(tmp_path) -> Any:
     actor.hold, residency = hold, Residency()
     residency.add("actor", actor, offloads=True)
     fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[])
-    return SimpleNamespace(
+    c = SimpleNamespace(
         calls=calls,
         config=load_config(tmp_path / "recipe.yaml", settings),
         layout=SimpleNamespace(rank=1, world=WorkerGroup.alone()),
-        episodes=None,
         run_dir=tmp_path,
         actor=actor,
         residency=residency,
@@ -52,9 +52,16 @@ def controller(tmp_path) -> Any:
         sync=SimpleNamespace(
             push=lambda version: calls.append("push") or SimpleNamespace(updated=[], failed={}, to_probe=[])
         ),
-        rollout=SimpleNamespace(weight_version=0),
+        rollout=RolloutRole(SimpleNamespace(weight_version=0), SimpleNamespace(eos_token_id=2, batch_decode=decode)),
+        seeds=Seeds(0),
         progress=no_progress,
     )
+    c.context = c
+    return c
+
+
+def decode(rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
+    return ["x"] * len(rows)
 
 
 OFFLOAD = "actor parameters"
@@ -94,8 +101,7 @@ def test_any_generation_has_the_servers_cache(controller) -> None:
         controller.calls.append("generate")
         return [[Completion([3], [-1.0], "stop", [[0, 1]])] for _ in requests]
 
-    controller.rollout.generate = answer
-    controller.eos_ids, controller.decode = [2], lambda ids: ["x"] * len(ids)
+    controller.rollout.engine.generate = answer
     prompts = Batch({"prompt_ids": Jagged.from_list([[4, 5]]), "uid": ["a"]})
     controller.residency.add_servers(controller.servers)
     generation.publish(controller, 0)
@@ -103,15 +109,14 @@ def test_any_generation_has_the_servers_cache(controller) -> None:
         pass
     generation.publish(controller, 1)
     controller.calls.clear()
-    generate(controller, prompts, controller.config.validation.sampling)
+    generate(controller, controller.rollout, prompts, controller.config.validation.sampling)
     assert controller.calls == ["servers kv_cache weights", "generate"]
 
 
 def test_the_embedded_engine_draws_while_gradients_and_optimizer_are_away(controller) -> None:
-    controller.rollout.generate = lambda requests, *args: (
+    controller.rollout.engine.generate = lambda requests, *args: (
         controller.calls.append("generate") or [[Completion([3], [-1.0], "stop", [[0, 1]])] for _ in requests]
     )
-    controller.eos_ids, controller.decode = [2], lambda ids: ["x"] * len(ids)
     prompts = Batch({"prompt_ids": Jagged.from_list([[4, 5]]), "uid": ["a"]})
-    generate(controller, prompts, controller.config.validation.sampling)
+    generate(controller, controller.rollout, prompts, controller.config.validation.sampling)
     assert controller.calls == [OFFLOAD, "generate"]

@@ -104,11 +104,19 @@ def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.Monke
     for name in ("prompt_text", "answer", "data_source", "row"):
         samples.set(name, samples["uid"])
     samples.set("prompt_ids", samples["number"])
-    monkeypatch.setattr(rollout, "generate", lambda c, prompts, sampling: prompts)
+    monkeypatch.setattr(rollout, "generate", lambda c, rollout, prompts, sampling: prompts)
     monkeypatch.setattr(rollout, "_record_work", lambda c, samples: None)
-    monkeypatch.setattr(reward, "submit", lambda c, samples: samples["uid"])
-    monkeypatch.setattr(reward, "collect", lambda c, asked, samples: [{"overall": scores[uid]} for uid in asked])
+    monkeypatch.setattr(reward, "submit", lambda scorer, samples: samples["uid"])
+    monkeypatch.setattr(
+        reward, "collect", lambda c, scorer, asked, samples: [{"overall": scores[uid]} for uid in asked]
+    )
     sampling = SimpleNamespace(model_copy=lambda update: None)
     c = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(sampling=sampling)), metrics=Metrics())
-    assert rollout.greedy_rollout(c, samples)["greedy_score"].tolist() == [3.0, 5.0, 3.0, 5.0, 5.0]
+    assert rollout.greedy_rollout(c, samples, rollout=None, scorer=None)["greedy_score"].tolist() == [
+        3.0,
+        5.0,
+        3.0,
+        5.0,
+        5.0,
+    ]
     assert c.metrics.result()["critic/greedy_score/mean"] == 4.0

@@ -8,7 +8,7 @@ import pytest
 from megarl.comm import WorkerGroup
 from megarl.metrics import Metrics
 from megarl.runtime import health, recorder
-from megarl.runtime.controller import no_progress
+from megarl.runtime.context import no_progress
 from megarl.runtime.recorder import Recorder
 
 
@@ -31,6 +31,7 @@ def make(tmp_path, monkeypatch):
             config=config,
             progress=no_progress,
         )
+        c.context = c
         return c, Recorder(c, "train", total_steps=1)
 
     return build

@@ -19,6 +19,7 @@ from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
 from megarl.residency import Residency
+from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages import logprob
 from megarl.runtime.stages.sampling import dynamic_sampling
 from megarl.runtime.stages.update import token_inputs
@@ -63,9 +64,8 @@ def worker(**sections: Any) -> SimpleNamespace:
         },
     )
     names = (f"p{k}" for k in itertools.count())
-    return SimpleNamespace(
+    c = SimpleNamespace(
         config=config,
-        actor=Policy(),
         layout=SimpleNamespace(dp_group=WorkerGroup.alone(), dp_rank=0, dp_size=1),
         loader=([next(names) for _ in range(3)] for _ in itertools.count()),
         surplus=None,
@@ -75,14 +75,16 @@ def worker(**sections: Any) -> SimpleNamespace:
         temperature=1.0,
         count_pass=lambda samples: None,
     )
+    c.actor = ActorRole(Policy(), c, offloads=False)
+    return c
 
 
 def steps(c: SimpleNamespace, count: int) -> list[Batch]:
     """The batch of each step; the weights are 1, 2, ... in them."""
     batches = []
     for step in range(1, count + 1):
-        c.step, c.actor.weights = step, float(step)
-        batches.append(dynamic_sampling(c, drawn(next(c.loader)), lambda: drawn(next(c.loader))))
+        c.step, c.actor.engine.weights = step, float(step)
+        batches.append(dynamic_sampling(c, drawn(next(c.loader)), lambda: drawn(next(c.loader)), actor=c.actor))
     return batches
 
 
@@ -95,28 +97,28 @@ def logp_of(weights: list[float], temperature: float = 1.0) -> list[float]:
 def test_old_log_probs_are_those_of_the_policy_that_drew_the_sample():
     c = worker()
     first, second = steps(c, 2)
-    assert logprob.old_logp(c, second)["old_logp"].values.tolist() == pytest.approx(logp_of([1, 2]))
+    assert logprob.old_logp(c, second, actor=c.actor)["old_logp"].values.tolist() == pytest.approx(logp_of([1, 2]))
     assert "drawn_logp" not in first
     assert second["uid"] == ["p2"] * N + ["p3"] * N
-    assert c.actor.scored == [f"{p}#{i}" for p in ("p2", "p4", "p5", "p3") for i in range(N)], "once each"
+    assert c.actor.engine.scored == [f"{p}#{i}" for p in ("p2", "p4", "p5", "p3") for i in range(N)], "once each"
 
 
 def test_a_group_may_wait_more_than_once():
     c = worker()
     third = steps(c, 3)[-1]  # 3 groups a step for 2: p2 | p4 p5 | p6 p7 p8 wait
-    fourth = dynamic_sampling(c, drawn(next(c.loader)), lambda: drawn(next(c.loader)))
+    fourth = dynamic_sampling(c, drawn(next(c.loader)), lambda: drawn(next(c.loader)), actor=c.actor)
     assert third["drawn_logp"].values.tolist() == pytest.approx(logp_of([2, 2]))
     assert fourth["drawn_logp"].values.tolist() == pytest.approx(logp_of([3, 3]))
     waits = set(c.surplus["uid"])
     assert waits == {"p8", "p9", "p10", "p11"}
     assert c.surplus["drawn_logp"].values.tolist() == pytest.approx(logp_of([3, 3, 3, 3]))
-    assert len(set(c.actor.scored)) == len(c.actor.scored)
+    assert len(set(c.actor.engine.scored)) == len(c.actor.engine.scored)
 
 
 def test_the_optimal_baselines_see_one_policy():
     c = worker(algorithm={"advantage": AdvantageConfig(name="optimal_token_baseline")})
     _, second = steps(c, 2)
-    second = logprob.sum_pi_squared(c, logprob.old_logp(c, second))
+    second = logprob.sum_pi_squared(c, logprob.old_logp(c, second, actor=c.actor), actor=c.actor)
     exact = [2 * a - b for a, b in zip(logp_of([1, 2]), logp_of([1, 2], 0.5), strict=True)]
     assert second["sum_pi_squared"].values.log().tolist() == pytest.approx(exact, abs=1e-6)
 
@@ -125,7 +127,7 @@ def test_in_bypass_the_rollout_has_said_it_already():
     c = worker(rollout_correction=RolloutCorrectionConfig(preset="ppo_is_bypass"))
     _, second = steps(c, 2)
     assert "drawn_logp" not in second
-    assert c.actor.scored == []
+    assert c.actor.engine.scored == []
 
 
 def test_what_is_dropped_is_not_scored():
@@ -133,7 +135,7 @@ def test_what_is_dropped_is_not_scored():
     c.config.algorithm.dynamic_sampling.__dict__["surplus"] = "drop"
     steps(c, 2)
     assert c.surplus is None
-    assert c.actor.scored == []
+    assert c.actor.engine.scored == []
 
 
 def test_one_update_of_all_samples_clips_those_that_waited():

@@ -25,7 +25,7 @@ class SeenError(Exception):
     ],
 )
 def test_end_tokens_of_training_also_end_held_out_responses(module, call, monkeypatch, tmp_path: Path) -> None:
-    def generate(c: object, prompts: object, sampling: SamplingConfig) -> None:
+    def generate(c: object, rollout: object, prompts: object, sampling: SamplingConfig) -> None:
         raise SeenError(sampling)
 
     monkeypatch.setattr("megarl.data.loader.rounds", lambda *args: [["prompt"]])
@@ -38,7 +38,7 @@ def test_end_tokens_of_training_also_end_held_out_responses(module, call, monkey
     )
     layout = SimpleNamespace(rank=0, dp_rank=0, dp_size=1, dp_group=WorkerGroup.alone())
     with pytest.raises(SeenError) as caught:
-        call(SimpleNamespace(config=config, layout=layout, val_data=[1], run_dir=tmp_path))
+        call(SimpleNamespace(config=config, layout=layout, val_data=[1], run_dir=tmp_path, context=None, rollout=None))
     (sampling,) = caught.value.args
     assert sampling.stop_token_ids == [9, 5, 7]
     assert sampling.temperature == 0

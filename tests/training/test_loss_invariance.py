@@ -17,6 +17,9 @@ from megarl.config.algorithm import Aggregation
 from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
 from megarl.data.versions import set_versions
+from megarl.residency import Residency
+from megarl.runtime.context import Seeds
+from megarl.runtime.roles import ActorRole, CriticRole
 from tests.dist import fresh_layout, run_distributed
 from tests.training import cases
 
@@ -65,7 +68,13 @@ def controller(engine, loss: dict):
     correction = {"preset": "pg_is"} if loss.get("name") == "pg_is" else {}
     config = RunConfig(name="invariance", algorithm=algorithm, rollout_correction=correction)
     return SimpleNamespace(
-        config=config, actor=engine, critic=engine, all_sum=all_sum, temperature=1.0, step=1, layout=engine.layout
+        config=config,
+        all_sum=all_sum,
+        temperature=1.0,
+        step=1,
+        layout=engine.layout,
+        residency=Residency(),
+        seeds=Seeds(0),
     )
 
 
@@ -74,6 +83,7 @@ def step(engine, batch: Batch, loss: dict, budget: int, step_on=None) -> tuple[t
     from megarl.runtime.stages import update
 
     engine.config = engine.config.model_copy(update={"micro_batch_tokens": budget})
+    c, model = controller(engine, loss), ActorRole if step_on is None else CriticRole
     seen = []
 
     def capture(batch, groups, losses):
@@ -85,7 +95,7 @@ def step(engine, batch: Batch, loss: dict, budget: int, step_on=None) -> tuple[t
         return 0.0, 0.0
 
     engine._update = capture
-    metrics = (step_on or update.actor_step)(controller(engine, loss), batch).result()
+    metrics = (step_on or update.actor_step)(c, batch, model(engine, c, offloads=False)).result()
     return seen[0], metrics, seen[1]
 
 

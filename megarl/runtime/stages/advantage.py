@@ -9,7 +9,7 @@ from megarl.runtime.stages.needs import estimator_fields
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch, Jagged
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.context import StepContext
 
 
 @stage(
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     writes=["advantages", "returns"],
     role=Role.ADVANTAGE,
 )
-def advantage(c: Controller, samples: Batch) -> Batch:
+def advantage(c: StepContext, samples: Batch) -> Batch:
     """Estimate advantages with `algorithm.advantage`; groups lie whole on one rank, other statistics span all ranks."""
     from megarl.algorithms.advantages import ADVANTAGES, estimate
     from megarl.data.batch import Jagged
@@ -62,7 +62,7 @@ def _mask(samples: Batch, *, grouped: bool) -> Jagged:
 
 
 @stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"], role=Role.ADVANTAGE)
-def kl_in_reward(c: Controller, samples: Batch) -> Batch:
+def kl_in_reward(c: StepContext, samples: Batch) -> Batch:
     """Subtract coef * KL(policy || reference) from every token's reward, then let the controller move coef."""
     from megarl.algorithms.kl import kl_in_reward as penalise
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megarl.config.correction import ResolvedCorrection
     from megarl.data.batch import Batch
     from megarl.metrics import Metrics
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.context import StepContext
 
 
 #: What the distance between two policies, and the age of the older one, is measured with.
@@ -24,7 +24,7 @@ _MEASURED = ["old_logp", "rollout_logp", "response_mask", *VERSION_FIELDS]
 
 
 @stage(reads=_MEASURED, writes=["loss_mask", "keep", "is_weights"], role=Role.ACTOR)
-def rollout_correction(c: Controller, samples: Batch) -> Batch:
+def rollout_correction(c: StepContext, samples: Batch) -> Batch:
     """Importance weights and rejection from pi_old / pi_rollout; the samples themselves stay as they are.
 
     `loss_mask` is what losses and their normalisers use, `keep` is false for samples that leave their group's baseline.
@@ -39,20 +39,20 @@ def rollout_correction(c: Controller, samples: Batch) -> Batch:
 
 
 @stage(reads=_MEASURED, writes=[], role=Role.ACTOR)
-def rollout_gap(c: Controller, samples: Batch) -> Batch:
+def rollout_gap(c: StepContext, samples: Batch) -> Batch:
     """Measure pi_old / pi_rollout and change nothing."""
     _measure(c, samples, c.config.rollout_correction.resolved())
     return samples
 
 
 @stage(reads=["rollout_logp"], writes=["old_logp"], role=Role.ACTOR)
-def rollout_as_old(c: Controller, samples: Batch) -> Batch:
+def rollout_as_old(c: StepContext, samples: Batch) -> Batch:
     """Bypass: the policy that drew the samples is the one that the update starts from; nothing is computed."""
     samples.set("old_logp", samples["rollout_logp"])
     return samples
 
 
-def _measure(c: Controller, samples: Batch, knobs: ResolvedCorrection) -> Correction:
+def _measure(c: StepContext, samples: Batch, knobs: ResolvedCorrection) -> Correction:
     from megarl.algorithms.correction import correct, finish, rules_of
 
     mask = samples["response_mask"]
@@ -75,7 +75,7 @@ def _measure(c: Controller, samples: Batch, knobs: ResolvedCorrection) -> Correc
     return result
 
 
-def ages(c: Controller, samples: Batch) -> Metrics:
+def ages(c: StepContext, samples: Batch) -> Metrics:
     """How old the weights were that drew the tokens of this rank's samples; those of an environment have no age."""
     from megarl.algorithms.correction import staleness
     from megarl.data.versions import tokens_by_version

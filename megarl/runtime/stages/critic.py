@@ -11,16 +11,14 @@ if TYPE_CHECKING:
 
     from megarl.data.batch import Batch
     from megarl.metrics import Metrics
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import CriticRole
 
 
 @stage(reads=["prompt_ids", "response_ids"], writes=["values"], kind=Kind.MODEL_INFERENCE, role=Role.CRITIC)
-def value(c: Controller, samples: Batch) -> Batch:
+def value(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
     """Predict the return at every response token, from the tokens before it."""
-    assert c.critic is not None, "the loop adds a critic when a node has the role"
-    with c.residency.phase("score", "critic"):
-        samples.set("values", c.critic.values(samples))
-    c.count_pass(samples, head=False)
+    samples.set("values", critic.values(samples))
     return samples
 
 
@@ -31,29 +29,26 @@ def value(c: Controller, samples: Batch) -> Batch:
     kind=Kind.MODEL_TRAIN,
     role=Role.CRITIC,
 )
-def critic_train(c: Controller, samples: Batch) -> Batch:
+def critic_train(c: StepContext, samples: Batch, *, critic: CriticRole) -> Batch:
     """`critic.ppo_epochs` passes over the samples, one optimizer step per mini-batch."""
     from megarl.runtime.stages.update import mini_batches
 
-    assert c.critic is not None, "the loop adds a critic when a node has the role"
     settings = c.config.critic
     _record(c, samples)
-    with c.residency.phase("update", "critic"):  # one model's gradients and optimizer at a time
-        for _ in range(settings.ppo_epochs):
-            for mini in mini_batches(c, samples, settings.mini_batch_size):
-                metrics = critic_step(c, mini)
-                c.count_pass(mini, train=True, head=False)
-                if c.layout.rank == 0:  # already merged over all ranks
-                    c.metrics.merge(metrics)
+    for _ in range(settings.ppo_epochs):
+        for mini in mini_batches(c, samples, settings.mini_batch_size):
+            metrics = critic_step(c, mini, critic)
+            c.count_pass(mini, train=True, head=False)
+            if c.layout.rank == 0:  # already merged over all ranks
+                c.metrics.merge(metrics)
     return samples
 
 
-def critic_step(c: Controller, mini: Batch) -> Metrics:
+def critic_step(c: StepContext, mini: Batch, critic: CriticRole) -> Metrics:
     """One optimizer step on the mean value loss over the valid tokens of the mini-batch, over all ranks."""
     from megarl.algorithms.aggregation import aggregation_weights, local_counts
     from megarl.algorithms.losses import value_loss
 
-    assert c.critic is not None, "the loop adds a critic when a node has the role"
     mask = mini["response_mask"]
     counts = c.all_sum(local_counts(mask.values, mask.offsets))
     mini.set("value_weights", mask.like(aggregation_weights("token-mean", mask.values, counts, offsets=mask.offsets)))
@@ -68,10 +63,10 @@ def critic_step(c: Controller, mini: Batch) -> Metrics:
         metrics.mean("critic/vf_loss", total.item(), float(valid.sum()) / max(float(counts[0]), 1.0))
         return total, metrics
 
-    return c.critic.value_step(mini, loss)
+    return critic.train_step(mini, loss)
 
 
-def _record(c: Controller, samples: Batch) -> None:
+def _record(c: StepContext, samples: Batch) -> None:
     """What the values of before the update were worth."""
     from megarl.algorithms.explained_variance import explained_variance
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megarl.data.batch import Batch, Jagged
-    from megarl.runtime.controller import Controller
-    from megarl.training.engine import MegatronEngine
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import ActorRole, ReferenceRole, TeacherRole
 
 
 #: What the policy of its own step said of a sample that waited for this one (dynamic sampling); NaN: a fresh sample.
@@ -26,9 +26,9 @@ DRAWN_LOGP, DRAWN_SUM = "drawn_logp", "drawn_sum_pi_squared"
     kind=Kind.MODEL_INFERENCE,
     role=Role.ACTOR,
 )
-def old_logp(c: Controller, samples: Batch) -> Batch:
+def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Score the responses with the policy that is about to be trained; samples that waited keep what theirs said."""
-    samples.set("old_logp", _scored_once(c, samples, DRAWN_LOGP, _logp))
+    samples.set("old_logp", _scored_once(samples, DRAWN_LOGP, actor.log_probs))
     return samples
 
 
@@ -39,17 +39,17 @@ def old_logp(c: Controller, samples: Batch) -> Batch:
     kind=Kind.MODEL_INFERENCE,
     role=Role.ACTOR,
 )
-def sum_pi_squared(c: Controller, samples: Batch) -> Batch:
+def sum_pi_squared(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """Sum over the vocabulary of pi(v)^2 at every response token, for the optimal token baselines.
 
     At half the temperature a token's log-prob is 2 log pi(y) - log sum pi(v)^2, so a second scoring pass gives the sum
     without looking at the vocabulary again. Both passes are of one policy, for samples that waited, too.
     """
-    samples.set("sum_pi_squared", _scored_once(c, samples, DRAWN_SUM, _sum_pi_squared))
+    samples.set("sum_pi_squared", _scored_once(samples, DRAWN_SUM, lambda some: _sum_pi_squared(c, some, actor)))
     return samples
 
 
-def score_waiting(c: Controller, samples: Batch) -> Batch:
+def score_waiting(c: StepContext, samples: Batch, actor: ActorRole) -> Batch:
     """`samples`, which wait for a later step, with all that this step's policy has to say of them.
 
     The ratio of PPO and its clip are against the policy that drew a sample, and that one is gone by then. In bypass
@@ -59,15 +59,15 @@ def score_waiting(c: Controller, samples: Batch) -> Batch:
 
     if c.config.rollout_correction.resolved().bypass:
         return samples.drop([DRAWN_LOGP, DRAWN_SUM])
-    samples.set(DRAWN_LOGP, _scored_once(c, samples, DRAWN_LOGP, _logp))
+    samples.set(DRAWN_LOGP, _scored_once(samples, DRAWN_LOGP, actor.log_probs))
     if "sum_pi_squared" in component_fields(c.config.algorithm):
         samples.set("old_logp", samples[DRAWN_LOGP])
-        samples.set(DRAWN_SUM, _scored_once(c, samples, DRAWN_SUM, _sum_pi_squared))
+        samples.set(DRAWN_SUM, _scored_once(samples, DRAWN_SUM, lambda some: _sum_pi_squared(c, some, actor)))
         return samples.drop(["old_logp"])
     return samples.drop([DRAWN_SUM])
 
 
-def like_waiting(c: Controller, fresh: Batch) -> Batch:
+def like_waiting(c: StepContext, fresh: Batch) -> Batch:
     """`fresh` samples, in the form of those that waited and stand in one batch with them."""
     if c.surplus is None:
         return fresh
@@ -80,50 +80,33 @@ def like_waiting(c: Controller, fresh: Batch) -> Batch:
     return fresh
 
 
-def _scored_once(c: Controller, samples: Batch, known: str, score: Callable[[Controller, Batch], Jagged]) -> Jagged:
+def _scored_once(samples: Batch, known: str, score: Callable[[Batch], Jagged]) -> Jagged:
     """`score` of the samples, and of those that bring one in field `known` that one. Collective, as `score` is."""
     import torch
 
     if known not in samples:
-        return score(c, samples)
+        return score(samples)
     before = samples[known]
     new = before.values[before.offsets[:-1]].isnan()  # no response is empty
     values = before.values.clone()
-    values[torch.repeat_interleave(new, before.lengths)] = score(c, samples.select(new)).values
+    values[torch.repeat_interleave(new, before.lengths)] = score(samples.select(new)).values
     return before.like(values)
 
 
-def _logp(c: Controller, samples: Batch) -> Jagged:
-    c.count_pass(samples)
-    with c.residency.phase("score", "actor"):
-        return c.actor.logprobs(samples, c.temperature, entropy=False)[0]
-
-
-def _sum_pi_squared(c: Controller, samples: Batch) -> Jagged:
-    c.count_pass(samples)
-    with c.residency.phase("score", "actor"):
-        sharper, _ = c.actor.logprobs(samples, c.temperature / 2, entropy=False)
-    old = samples["old_logp"]
+def _sum_pi_squared(c: StepContext, samples: Batch, actor: ActorRole) -> Jagged:
+    sharper, old = actor.log_probs(samples, c.temperature / 2), samples["old_logp"]
     return old.like((2 * old.values - sharper.values).exp().clamp(max=1))
 
 
 @stage(reads=["prompt_ids", "response_ids"], writes=["ref_logp"], kind=Kind.MODEL_INFERENCE, role=Role.REFERENCE)
-def ref_logp(c: Controller, samples: Batch) -> Batch:
+def ref_logp(c: StepContext, samples: Batch, *, reference: ReferenceRole) -> Batch:
     """Score the responses with the frozen reference."""
-    assert c.reference is not None, "a graph with ref_logp needs a reference; the checks guard this"
-    samples.set("ref_logp", _frozen_logp(c, c.reference, samples))
-    c.count_pass(samples)
+    samples.set("ref_logp", reference.log_probs(samples))
     return samples
 
 
 @stage(reads=["prompt_ids", "response_ids"], writes=["teacher_logp"], kind=Kind.MODEL_INFERENCE, role=Role.TEACHER)
-def teacher_logp(c: Controller, samples: Batch) -> Batch:
+def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
     """Score the responses with the frozen teacher."""
-    assert c.teacher is not None, "a graph with teacher_logp needs a teacher; the checks guard this"
-    samples.set("teacher_logp", _frozen_logp(c, c.teacher, samples))
+    samples.set("teacher_logp", teacher.log_probs(samples))
     return samples
-
-
-def _frozen_logp(c: Controller, engine: MegatronEngine, samples: Batch) -> Jagged:
-    with c.residency.phase("score", engine.name):
-        return engine.logprobs(samples, c.temperature, entropy=False)[0]

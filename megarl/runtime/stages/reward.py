@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.data.batch import Batch
-    from megarl.rewards.runner import RewardHandle
-    from megarl.runtime.controller import Controller
+    from megarl.rewards.runner import RewardHandle, RewardRunner
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import ScorerRole
 
 
 _COLUMNS = ("uid", "prompt_text", "response_text", "answer", "data_source", "finish_reason", "row")
@@ -36,9 +37,9 @@ class Pending:
     writes=[PENDING],
     role=Role.REWARD,
 )
-def reward_submit(c: Controller, samples: Batch) -> Batch:
+def reward_submit(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
     """Hand the samples to the reward function; only the first rank of a replica runs it."""
-    samples.set(PENDING, submit(c, samples))
+    samples.set(PENDING, submit(scorer, samples))
     return samples
 
 
@@ -50,12 +51,12 @@ def reward_submit(c: Controller, samples: Batch) -> Batch:
     gives=part_fields,
     role=Role.REWARD,
 )
-def reward(c: Controller, samples: Batch) -> Batch:
+def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
     """Wait for the scores and give them to all ranks of the replica; the score sits on the last response token."""
     from megarl.rewards.runner import reward_metrics
 
-    results = collect(c, samples[PENDING], samples)
-    set_scores(samples, results, by_turn=_scored_by_environment(c))
+    results = collect(c, scorer, samples[PENDING], samples)
+    set_scores(samples, results, by_turn=scorer.by_environment)
     parts = list(c.config.algorithm.advantage.parts)
     if parts:
         samples.set("reward_parts", part_table(results, parts))
@@ -64,18 +65,18 @@ def reward(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-def submit(c: Controller, samples: Batch) -> list[Pending | None]:
+def submit(scorer: ScorerRole, samples: Batch) -> list[Pending | None]:
     """Start scoring; one handle per sample on the rank that has the reward function, None on the others.
 
     There is nothing to start when the environment gives the rewards.
     """
-    if c.reward is None or _scored_by_environment(c):
+    if scorer.runner is None or scorer.by_environment:
         return [None] * len(samples)
-    handle = c.reward.submit(reward_inputs(samples))
+    handle = scorer.runner.submit(reward_inputs(samples))
     return [Pending(handle, place) for place in range(len(samples))]
 
 
-def collect(c: Controller, pending: list[Pending | None], samples: Batch) -> list[dict[str, Any]]:
+def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], samples: Batch) -> list[dict[str, Any]]:
     """Results of what `submit` started for `samples`, on every rank of the replica.
 
     Where the environment gives the rewards a result is their sum. An episode whose environment failed has a result that
@@ -83,27 +84,23 @@ def collect(c: Controller, pending: list[Pending | None], samples: Batch) -> lis
     """
     from megarl.rewards.scoring import ERROR_KEY
 
-    if _scored_by_environment(c):
+    if scorer.by_environment:
         results = [{"overall": float(row.double().sum())} for row in samples["turn_rewards"].unbind()]
     else:
-        results = c.layout.mp_group.broadcast_json(_own_results(c, pending))
+        results = c.layout.mp_group.broadcast_json(_own_results(scorer.runner, pending))
     if "env_error" not in samples:
         return results
     failed = {"overall": 0.0, ERROR_KEY: 1.0}
     return [failed if error else result for result, error in zip(results, samples["env_error"], strict=True)]
 
 
-def _own_results(c: Controller, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
+def _own_results(runner: RewardRunner | None, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
     """What this rank's reward function says; None where it has none."""
-    if c.reward is None:
+    if runner is None:
         return None
     mine = [one for one in pending if one is not None]
-    done = {handle: c.reward.result(handle) for handle in dict.fromkeys(one.handle for one in mine)}
+    done = {handle: runner.result(handle) for handle in dict.fromkeys(one.handle for one in mine)}
     return [done[one.handle][one.place] for one in mine]
-
-
-def _scored_by_environment(c: Controller) -> bool:
-    return c.episodes is not None and c.episodes.scores
 
 
 def reward_inputs(samples: Batch) -> list[dict[str, Any]]:
@@ -173,7 +170,7 @@ def part_table(results: list[dict[str, Any]], parts: list[str]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32).view(len(results), len(parts))
 
 
-def _record_scores(c: Controller, samples: Batch) -> None:
+def _record_scores(c: StepContext, samples: Batch) -> None:
     score = samples["score"]
     if len(score) == 0:
         return

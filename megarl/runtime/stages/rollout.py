@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
@@ -10,12 +10,13 @@ from megarl.data.versions import VERSION_FIELDS
 from megarl.errors import MegarlError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import RolloutRole, ScorerRole
 
 SAMPLE_FIELDS = (
     "response_ids",
@@ -58,12 +59,12 @@ class RolloutError(MegarlError):
     role=Role.ROLLOUT,
     resamples=True,
 )
-def rollout(c: Controller, prompts: Batch) -> Batch:
+def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     """Draw `rollout.sampling.n` responses for every prompt of this rank."""
-    with nullcontext() if c.stale is None else c.stale.installed():
-        samples = generate(c, prompts, c.config.rollout.sampling)
+    with nullcontext() if rollout.stale is None else rollout.stale.installed():
+        samples = generate(c, rollout, prompts, c.config.rollout.sampling)
     _record_lengths(c, samples)
-    if c.episodes is not None:
+    if rollout.episodes is not None:
         from megarl.runtime.episodes import record_episodes
 
         record_episodes(c, samples)
@@ -76,7 +77,7 @@ def rollout(c: Controller, prompts: Batch) -> Batch:
     kind=Kind.MODEL_INFERENCE,
     role=Role.ACTOR,
 )
-def greedy_rollout(c: Controller, samples: Batch) -> Batch:
+def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scorer: ScorerRole) -> Batch:
     """Score of a greedy response to every sample's prompt, the baseline of ReMax."""
     import torch
 
@@ -87,8 +88,9 @@ def greedy_rollout(c: Controller, samples: Batch) -> Batch:
     first = samples.select([group[0] for group in group_places(samples["uid"])])
     prompts = Batch({"prompt_ids": first["prompt_ids"]}, {name: first[name] for name in _OF_PROMPTS}, size=len(first))
     greedy = c.config.rollout.sampling.model_copy(update={"n": 1, "temperature": 0.0})
-    best = generate(c, prompts, greedy)
-    score = torch.tensor([result["overall"] for result in collect(c, submit(c, best), best)], dtype=torch.float32)
+    best = generate(c, rollout, prompts, greedy)
+    results = collect(c, scorer, submit(scorer, best), best)
+    score = torch.tensor([result["overall"] for result in results], dtype=torch.float32)
     number = {uid: place for place, uid in enumerate(prompts["uid"])}
     samples.set("greedy_score", score[[number[uid] for uid in samples["uid"]]])
     c.metrics.mean("critic/greedy_score/mean", float(score.double().sum()), len(score))
@@ -96,11 +98,12 @@ def greedy_rollout(c: Controller, samples: Batch) -> Batch:
     return samples
 
 
-def generate(c: Controller, prompts: Batch, sampling: SamplingConfig) -> Batch:
+def generate(c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig) -> Batch:
     """`sampling.n` samples of each of `prompts`, one prompt after the other.
 
     Args:
-        c: this rank's controller.
+        c: of the step.
+        rollout: draws them.
         prompts: B prompts.
         sampling: how tokens are drawn.
 
@@ -112,40 +115,32 @@ def generate(c: Controller, prompts: Batch, sampling: SamplingConfig) -> Batch:
         RolloutError: a log-prob is not finite.
         EpisodeError: an environment failed, and `env.on_error` is `fail`.
     """
-    with _drawing(c, len(prompts) * sampling.n) as advance:
-        if c.episodes is None:
-            samples = _respond(c, prompts, sampling, advance)
+    with rollout.drawing(c, len(prompts) * sampling.n) as advance:
+        if rollout.episodes is None:
+            samples = _respond(c, rollout, prompts, sampling, advance)
         else:
             from megarl.runtime.episodes import play
 
-            samples = play(c, prompts, sampling, advance)
+            samples = play(c, rollout, prompts, sampling, advance)
     _refuse_broken_logprobs(samples)
     return samples
 
 
-@contextmanager
-def _drawing(c: Controller, count: int) -> Iterator[Callable[[int], None]]:
-    """Memory and the console are ready for `count` samples inside the block; gives the function that counts them."""
-    from megarl import phase
-
-    with c.residency.phase("generate"), c.progress(phase.current().rpartition("/")[2], count) as advance:
-        yield advance
-
-
-def _respond(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]) -> Batch:
+def _respond(
+    c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]
+) -> Batch:
     """One response to each prompt, `sampling.n` times."""
     import torch
 
     from megarl.data.batch import Jagged
     from megarl.data.versions import set_versions
     from megarl.rollout.engine import Request
-    from megarl.rollout.seeds import sample_seed
 
     requests = [
-        Request(ids.tolist(), [sample_seed(c.config.trainer.seed, uid, i) for i in range(sampling.n)])
+        Request(ids.tolist(), [c.seeds.sample(uid, i) for i in range(sampling.n)])
         for ids, uid in zip(prompts["prompt_ids"].unbind(), prompts["uid"], strict=True)
     ]
-    groups = c.rollout.generate(requests, sampling, c.eos_ids, advance)
+    groups = rollout.engine.generate(requests, sampling, rollout.eos_ids, advance)
     done = [completion for group in groups for completion in group]
     samples = prompts.repeat(sampling.n)
     response_ids = Jagged.from_list([d.token_ids for d in done], dtype=torch.int64)
@@ -154,7 +149,7 @@ def _respond(c: Controller, prompts: Batch, sampling: SamplingConfig, advance: C
     samples.set("rollout_logp", Jagged.from_list([d.logprobs for d in done], dtype=torch.float32))
     set_versions(samples, [d.versions for d in done])
     samples.set("sample_id", [f"{uid}#{i % sampling.n}" for i, uid in enumerate(samples["uid"])])
-    samples.set("response_text", c.decode([d.token_ids for d in done]))
+    samples.set("response_text", rollout.decode([d.token_ids for d in done]))
     samples.set("finish_reason", [d.finish_reason for d in done])
     return samples
 
@@ -181,7 +176,7 @@ def _refuse_broken_logprobs(samples: Batch) -> None:
     )
 
 
-def _record_lengths(c: Controller, samples: Batch) -> None:
+def _record_lengths(c: StepContext, samples: Batch) -> None:
     from megarl.data.trajectory import policy_tokens
 
     lengths, prompt_lengths = policy_tokens(samples, by_turn=c.config.has_turns), samples["prompt_ids"].lengths
@@ -198,7 +193,7 @@ def _record_lengths(c: Controller, samples: Batch) -> None:
     _record_work(c, samples)
 
 
-def _record_work(c: Controller, samples: Batch) -> None:
+def _record_work(c: StepContext, samples: Batch) -> None:
     """Count the generation of samples; the prompt of a group is prefilled once."""
     from megarl.data.groups import group_places
     from megarl.data.trajectory import policy_tokens

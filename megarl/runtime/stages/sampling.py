@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import ActorRole
 
 
 def _of_turns(config: RunConfig) -> list[str]:
@@ -35,7 +36,7 @@ class NoSignalError(MegarlError):
     resamples=True,
     refills=True,
 )
-def dynamic_sampling(c: Controller, samples: Batch, more: Callable[[], Batch]) -> Batch:
+def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], *, actor: ActorRole) -> Batch:
     """This rank's share of `data.batch_size` groups that vary in their score, the same groups on any number of ranks.
 
     Groups beyond that wait for the next step (`algorithm.dynamic_sampling.surplus`), with the log-probs of this step's
@@ -67,13 +68,13 @@ def dynamic_sampling(c: Controller, samples: Batch, more: Callable[[], Batch]) -
         raise NoSignalError(_no_signal(c, seen, len(pool)))
     batch, rest = pool.deal(wanted)
     left = len(pool) - wanted
-    c.surplus = logprob.score_waiting(c, rest) if left and settings.surplus == "keep" else None
+    c.surplus = logprob.score_waiting(c, rest, actor) if left and settings.surplus == "keep" else None
     c.metrics.max("sampling/rounds", round_)
     c.metrics.max("sampling/surplus", left)
     return batch
 
 
-def _signal(c: Controller, samples: Batch, seen: list[list[float]]) -> list[bool]:
+def _signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
     """Which groups vary in their score; adds the scores of this rank's groups to `seen`."""
     from megarl.algorithms.group_filter import group_filter, live_rows
     from megarl.data.groups import group_places
@@ -90,7 +91,7 @@ def _signal(c: Controller, samples: Batch, seen: list[list[float]]) -> list[bool
     return keep
 
 
-def _no_signal(c: Controller, seen: list[list[float]], have: int) -> str:
+def _no_signal(c: StepContext, seen: list[list[float]], have: int) -> str:
     from megarl.algorithms.group_filter import score_histogram
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size

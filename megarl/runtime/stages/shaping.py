@@ -8,11 +8,11 @@ from megarl.dag.stage import Role, stage
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.context import StepContext
 
 
 @stage(reads=["token_rewards"], writes=["token_rewards"], role=Role.REWARD)
-def overlong(c: Controller, samples: Batch) -> Batch:
+def overlong(c: StepContext, samples: Batch) -> Batch:
     """Subtract the soft penalty of responses near the length limit from the reward of their last token.
 
     `score` stays what the reward function said, so dynamic sampling and accuracy do not see the penalty.
@@ -36,7 +36,7 @@ def overlong(c: Controller, samples: Batch) -> Batch:
 
 
 @stage(reads=["score", "uid", "finish_reason", "response_mask"], writes=["response_mask"], role=Role.ADVANTAGE)
-def filter_samples(c: Controller, samples: Batch) -> Batch:
+def filter_samples(c: StepContext, samples: Batch) -> Batch:
     """Mask out the samples that `algorithm.filter` leaves out: they take no part in baselines, loss and its divisor."""
     from megarl.algorithms.group_filter import accuracy_filter, live_rows, truncated_filter
     from megarl.algorithms.rows import Rows

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from megarl.algorithms.objective import TokenInputs
     from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
-    from megarl.runtime.controller import Controller
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import ActorRole, CriticRole
 
 
 @stage(
@@ -38,25 +39,24 @@ if TYPE_CHECKING:
     kind=Kind.MODEL_TRAIN,
     role=Role.ACTOR,
 )
-def actor_train(c: Controller, samples: Batch) -> Batch:
+def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole, critic: CriticRole | None = None) -> Batch:
     """`ppo_epochs` passes over the samples, one optimizer step per mini-batch.
 
     Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1, except for samples that
     waited since an earlier step. While a critic warms up the policy rests.
     """
-    if c.critic is not None and c.step <= c.config.critic.warmup_steps:
+    if critic is not None and c.step <= c.config.critic.warmup_steps:
         return samples
-    with c.residency.phase("update", "actor"):
-        for _ in range(c.config.actor.ppo_epochs):
-            for mini in mini_batches(c, samples, c.config.actor.mini_batch_size):
-                metrics = actor_step(c, mini)
-                c.count_pass(mini, train=True)
-                if c.layout.rank == 0:  # already merged over all ranks
-                    c.metrics.merge(metrics)
+    for _ in range(c.config.actor.ppo_epochs):
+        for mini in mini_batches(c, samples, c.config.actor.mini_batch_size):
+            metrics = actor_step(c, mini, actor)
+            c.count_pass(mini, train=True)
+            if c.layout.rank == 0:  # already merged over all ranks
+                c.metrics.merge(metrics)
     return samples
 
 
-def mini_batches(c: Controller, samples: Batch, size: int | None) -> Iterator[Batch]:
+def mini_batches(c: StepContext, samples: Batch, size: int | None) -> Iterator[Batch]:
     """This rank's part of each mini-batch of `size` prompts (null: of all), in order, with all samples of each prompt.
 
     They are equally many on every rank, and the last ones may be empty.
@@ -76,7 +76,7 @@ def mini_batches(c: Controller, samples: Batch, size: int | None) -> Iterator[Ba
     yield from samples.split(sizes)
 
 
-def actor_step(c: Controller, mini: Batch) -> Metrics:
+def actor_step(c: StepContext, mini: Batch, actor: ActorRole) -> Metrics:
     """One optimizer step on this rank's part of a mini-batch; the maths is in `megarl.algorithms.objective`."""
     from megarl.algorithms.correction import finish
     from megarl.algorithms.objective import DIVISOR, Objective
@@ -91,7 +91,7 @@ def actor_step(c: Controller, mini: Batch) -> Metrics:
         mini.set("loss_weights", mask.like(weights))
     own = {name: name for name in objective.reads}
     if objective.prepares:
-        for name, values in objective.prepare(inputs, _keys(c, mini), c.all_sum).items():
+        for name, values in objective.prepare(inputs, _keys(c, mini, actor.step), c.all_sum).items():
             own[name] = f"prepared_{name}"
             mini.set(own[name], mask.like(values))
 
@@ -99,7 +99,7 @@ def actor_step(c: Controller, mini: Batch) -> Metrics:
         return objective.loss(logp, entropy, token_inputs(micro, own, logp.device), tokens)
 
     divisor = DIVISOR if objective.divides_late(inputs) else None
-    metrics = c.actor.train_step(mini, loss, c.temperature, divisor=divisor)
+    metrics = actor.train_step(mini, loss, divisor)
     objective.settle(metrics, inputs)
     if objective.measures(inputs):
         metrics.merge(c.layout.dp_group.reduce_metrics(ages(c, mini)))
@@ -134,17 +134,16 @@ def token_inputs(
     )
 
 
-def _keys(c: Controller, mini: Batch) -> Tensor:
+def _keys(c: StepContext, mini: Batch, update: int) -> Tensor:
     """int64 [N]: what a loss draws for each token. It depends on the sample's name and the optimizer step, not on rank
     or place in the batch."""
     import torch
 
     from megarl.algorithms.rows import Rows
     from megarl.algorithms.select import drawn
-    from megarl.rollout.seeds import token_seed
 
     mask = mini["loss_mask"]
-    seeds = [token_seed(c.config.trainer.seed, c.actor.step, sample) for sample in mini["sample_id"]]
+    seeds = [c.seeds.tokens(update, sample) for sample in mini["sample_id"]]
     return drawn(torch.tensor(seeds, dtype=torch.int64), Rows.of(mask.values, mask.offsets))
 
 

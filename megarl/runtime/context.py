@@ -1,0 +1,103 @@
+"""What every stage is given first: the settings, and what belongs to the step that runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from megarl.config.run import RunConfig
+from megarl.metrics import Metrics
+from megarl.residency import Residency
+from megarl.rollout import seeds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+    from megarl.algorithms.kl import KLController
+    from megarl.data.batch import Batch
+    from megarl.tracking.flops import FlopCounter
+    from megarl.training.parallel import Layout
+
+
+@contextlib.contextmanager
+def no_progress(description: str, total: int | None) -> Iterator[Callable[[float], None]]:
+    """Show nothing; see `megarl.tracking.tracker.Tracker.progress`."""
+    yield lambda units: None
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """What is drawn at random in a run comes from its seed and from names; ranks and places in a batch do not enter."""
+
+    run: int
+
+    def sample(self, uid: str, sample: int, turn: int = 0) -> int:
+        """Seed of one turn of sample number `sample` of prompt `uid`."""
+        return seeds.sample_seed(self.run, uid, sample, turn)
+
+    def env(self, uid: str) -> int:
+        """Seed of the environment of prompt `uid`."""
+        return seeds.env_seed(self.run, uid)
+
+    def tokens(self, update: int, sample_id: str) -> int:
+        """Seed of what a loss draws for the tokens of a sample in optimizer step `update`."""
+        return seeds.token_seed(self.run, update, sample_id)
+
+
+@dataclass
+class StepContext:
+    """The first argument of every stage. Models and servers are not here: a stage names the roles that it works with.
+
+    Attributes:
+        config: of the run.
+        layout: the ranks of this run, and this one among them.
+        hf_config: of the policy.
+        residency: has on the device what each phase needs; roles enter its phases by themselves.
+        kl_controller: weight of the KL penalty in the reward.
+        step: the training step that runs (1-based; 0 before the first).
+        metrics: this rank's part of the step's metrics.
+        progress: shows long work on the console; only on the rank that has a tracker, while it has one.
+        surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
+    """
+
+    config: RunConfig
+    layout: Layout
+    hf_config: PretrainedConfig
+    residency: Residency
+    kl_controller: KLController
+    step: int = 0
+    metrics: Metrics = field(default_factory=Metrics)
+    progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
+    surplus: Batch | None = None
+
+    @property
+    def seeds(self) -> Seeds:
+        """Of all that is drawn at random."""
+        return Seeds(self.config.trainer.seed)
+
+    @property
+    def temperature(self) -> float:
+        """Temperature that samples are drawn and scored at."""
+        return self.config.rollout.sampling.temperature
+
+    @cached_property
+    def flops(self) -> FlopCounter:
+        """Counts what the policy computes, for `perf/flops` and with it MFU."""
+        from megarl.tracking.flops import FlopCounter
+
+        return FlopCounter.from_hf(self.hf_config)
+
+    def count_pass(self, samples: Batch, *, train: bool = False, head: bool = True) -> None:
+        """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward, with the vocabulary."""
+        responses = samples["response_ids"].lengths
+        count = self.flops.train if train else self.flops.forward
+        lengths = (samples["prompt_ids"].lengths + responses).tolist()
+        self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum()) if head else 0))
+
+    def all_sum(self, values: Tensor) -> Tensor:
+        """Sum of a small CPU tensor over the data-parallel ranks."""
+        return self.layout.dp_group.all_reduce(values.clone())

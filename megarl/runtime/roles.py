@@ -1,0 +1,175 @@
+"""The roles that stages name in their signatures: the models of a run, where samples come from, and who scores them.
+
+    role         has on the device while it works (megarl.residency)          gives
+    actor        parameters; in an update also optimizer state and gradients  log_probs, train_step
+    critic       the same                                                     values, train_step
+    reference    parameters                                                   log_probs
+    teacher      parameters                                                   log_probs
+    rollout      the actor's parameters or a server's weights, and a cache    drawing, engine
+    scorer       nothing                                                      runner, by_environment
+
+A model enters its phase of residency by itself, so that a stage cannot forget to. Which models there are follows from
+the nodes of the graph. All methods of models are collective over the ranks of the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megarl import phase, residency
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from megarl.config.training import OptimConfig
+    from megarl.data.batch import Batch, Jagged
+    from megarl.metrics import Metrics
+    from megarl.models.policy import PolicyModel
+    from megarl.rewards.runner import RewardRunner
+    from megarl.rollout.embedded.stale import StaleWeights
+    from megarl.rollout.engine import RolloutEngine
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.episodes import Episodes
+    from megarl.training.engine import LossFn, MegatronEngine
+
+
+class ModelRole:
+    """A model of the run under its role; `offloads` says whether its parts may leave the device."""
+
+    name: str
+
+    def __init__(self, engine: MegatronEngine, c: StepContext, *, offloads: bool) -> None:
+        self.engine, self._c = engine, c
+        c.residency.add(self.name, engine, offloads=offloads)
+
+    @property
+    def chunks(self) -> list[PolicyModel]:
+        """This rank's parts of the model."""
+        return self.engine.chunks
+
+    def _log_probs(self, samples: Batch, temperature: float | None) -> Jagged:
+        with self._c.residency.phase("score", self.name):
+            wanted = self._c.temperature if temperature is None else temperature
+            return self.engine.logprobs(samples, wanted, entropy=False)[0]
+
+
+class ActorRole(ModelRole):
+    """The policy that is trained."""
+
+    name = residency.ACTOR
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps so far."""
+        return self.engine.step
+
+    def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
+        """Log-prob of every response token (float32) at `temperature`; None: the one that samples are drawn at."""
+        self._c.count_pass(samples)
+        return self._log_probs(samples, temperature)
+
+    def train_step(self, mini: Batch, loss: LossFn, divisor: str | None = None) -> Metrics:
+        """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.train_step`."""
+        with self._c.residency.phase("update", self.name):
+            return self.engine.train_step(mini, loss, self._c.temperature, divisor=divisor)
+
+    def sft_step(self, batch: Batch) -> Metrics:
+        """One supervised optimizer step; see `MegatronEngine.sft_step`."""
+        with self._c.residency.phase("update", self.name):
+            return self.engine.sft_step(batch)
+
+    def reset_optimizer(self, optim: OptimConfig, total_steps: int) -> None:
+        """Start a new phase of training from the current parameters."""
+        with self._c.residency.phase("update", self.name):
+            self.engine.reset_optimizer(optim, total_steps)
+
+
+class CriticRole(ModelRole):
+    """The value model of PPO."""
+
+    name = residency.CRITIC
+
+    def values(self, samples: Batch) -> Jagged:
+        """The return that it predicts at every response token (float32), from the tokens before it."""
+        with self._c.residency.phase("score", self.name):
+            values = self.engine.values(samples)
+        self._c.count_pass(samples, head=False)
+        return values
+
+    def train_step(self, mini: Batch, loss: LossFn) -> Metrics:
+        """One optimizer step on this rank's part of a mini-batch; see `MegatronEngine.value_step`."""
+        with self._c.residency.phase("update", self.name):
+            return self.engine.value_step(mini, loss)
+
+
+class ReferenceRole(ModelRole):
+    """The frozen policy that RL starts from."""
+
+    name = residency.REFERENCE
+
+    def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
+        """As `Actor.log_probs`."""
+        logp = self._log_probs(samples, temperature)
+        self._c.count_pass(samples)
+        return logp
+
+
+class TeacherRole(ModelRole):
+    """The frozen model that a policy is distilled from. It has a shape of its own: its work is not in `perf/flops`."""
+
+    name = residency.TEACHER
+
+    def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
+        """As `Actor.log_probs`."""
+        return self._log_probs(samples, temperature)
+
+
+@dataclass
+class RolloutRole:
+    """Where samples come from.
+
+    Attributes:
+        engine: the trainer's own parameters or servers; `weight_version` is that of the weights that it draws with.
+        tokenizer: of the policy.
+        episodes: the recipe's environment; None when a sample is one prompt and one response.
+        stale: generates training samples with older weights (`rollout.stale_steps`).
+    """
+
+    engine: RolloutEngine
+    tokenizer: PreTrainedTokenizerBase
+    episodes: Episodes | None = None
+    stale: StaleWeights | None = None
+
+    @property
+    def eos_ids(self) -> list[int]:
+        """Tokens that end a response: the tokenizer's own."""
+        return [self.tokenizer.eos_token_id]
+
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """Response texts without special tokens."""
+        if not token_ids:
+            return []  # batch_decode takes an empty list for one empty sequence
+        return self.tokenizer.batch_decode(list(token_ids), skip_special_tokens=True)
+
+    @contextmanager
+    def drawing(self, c: StepContext, count: int) -> Iterator[Callable[[int], None]]:
+        """Memory and the console are ready for `count` samples inside; gives the function that counts them."""
+        name = phase.current().rpartition("/")[2]
+        with c.residency.phase("generate"), c.progress(name, count) as advance:
+            yield advance
+
+
+@dataclass(frozen=True)
+class ScorerRole:
+    """Who scores samples.
+
+    Attributes:
+        runner: the reward function; only on the first rank of a replica, None elsewhere.
+        by_environment: the environment gives the rewards.
+    """
+
+    runner: RewardRunner | None
+    by_environment: bool = False
