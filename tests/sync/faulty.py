@@ -1,25 +1,21 @@
 """A receiver with a fault.
 
-python -m tests.sync.faulty PORT_FILE die:3      dies at its third bucket
-                                      refuse:3   refuses it with success=false under HTTP 200
-                                      hang:3     does not answer
-                                      open:0     was left with an open session by a dead trainer
-                                      mute:0     does not answer when a group is to be made
-                                      absent:0   answers and does not come to the group
-                                      from:DIR   no fault: it was started with the weights in DIR and can say so
+FaultyReceiver("die:3")      dies at its third bucket
+               "refuse:3"    refuses it with success=false under HTTP 200
+               "hang:3"      does not answer
+               "open:0"      was left with an open session by a dead trainer
+               "mute:0"      does not answer when a group is to be made
+               "absent:0"    answers and does not come to the group
+               "from:DIR"    no fault: it was started with the weights in DIR and can say so
 """
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from megarl.benchmarks.sync.receiver import Receiver, Refused, serve
+from megarl.benchmarks.sync.receiver import Receiver, Refused
 
 
 class FaultyReceiver(Receiver):
@@ -50,8 +46,3 @@ class FaultyReceiver(Receiver):
         """What it was started with."""
         model = {"model_path": self.value, "load_format": "auto"} if self.kind == "from" else {"load_format": "dummy"}
         return super().do_server_info() | {"model_path": "", "weight_version": "default"} | model
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    serve(FaultyReceiver(sys.argv[2]), Path(sys.argv[1]))

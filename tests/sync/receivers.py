@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from typing import Any
 from megarl.config.sglang import SGLangConfig
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
-from tests.dist import world
+from tests.dist import start, world
 
 
 class ToldFleet(Fleet):
@@ -62,18 +60,15 @@ def server_receiver(api: Any, number: int = 0, **layout: int):
 def receivers(folder: Path, count: int, faults: dict[int, str] | None = None) -> Iterator[list[str]]:
     """URLs of `count` receiver processes; `faults` as in tests/sync/faulty.py, by number."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
     processes, urls = [], []
     try:
         for number in range(count):
-            fault = (faults or {}).get(number)
-            module = ["tests.sync.faulty"] if fault else ["megarl.benchmarks.sync.receiver"]
-            command = [sys.executable, "-m", *module, str(folder / f"port{number}"), *([fault] if fault else [])]
-            processes.append(subprocess.Popen(command, env=environment, cwd=folder))
+            task = (str(folder / f"port{number}"), (faults or {}).get(number), dict(os.environ))
+            processes.append(start(number, _receive, task, "tests.preload"))
         end = time.monotonic() + 60
         for number in range(count):
             while not (folder / f"port{number}").exists():
-                if time.monotonic() > end or processes[number].poll() is not None:
+                if time.monotonic() > end or not processes[number].is_alive():
                     raise AssertionError(f"receiver {number} did not start")
                 time.sleep(0.05)
             urls.append(f"http://127.0.0.1:{(folder / f'port{number}').read_text()}")
@@ -81,4 +76,17 @@ def receivers(folder: Path, count: int, faults: dict[int, str] | None = None) ->
     finally:
         for process in processes:
             process.kill()
-            process.wait(10)
+            process.join(10)
+
+
+def _receive(port_file: str, fault: str | None, environment: dict[str, str]) -> None:
+    """The life of a receiver, in a process that is forked with its imports done."""
+    os.environ.clear()
+    os.environ.update(environment, OMP_NUM_THREADS="1")
+    import torch
+
+    from megarl.benchmarks.sync.receiver import Receiver, serve
+    from tests.sync.faulty import FaultyReceiver
+
+    torch.set_num_threads(1)
+    serve(Receiver() if fault is None else FaultyReceiver(fault), Path(port_file))

@@ -70,8 +70,15 @@ def lose_the_relay(folder: str, run_dir: str, urls: list[str], op: str, how: int
     return [report.updated, report.failed, [server.state for server in fleet.servers], fleet.told, len(connected)]
 
 
-@pytest.mark.parametrize("op", ["delta", "patch"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("op", "how"),
+    [
+        ("delta", signal.SIGKILL),
+        ("patch", signal.SIGSTOP),
+        pytest.param("delta", signal.SIGSTOP, marks=pytest.mark.campaign("durability")),
+        pytest.param("patch", signal.SIGKILL, marks=pytest.mark.campaign("durability")),
+    ],
+)
 def test_a_relay_that_is_lost_during_an_update_fails_its_servers(tmp_path, op, how):
     save_tiny(tmp_path / "model", "qwen3", vocab_size=VOCABULARY)
     with receivers(tmp_path / "r", 2) as urls:
