@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
-from tests.turns import Turns
+from tests.turns import Turns, files_alone, longest_first
 
 
 def wants(turns: Turns, *, alone: bool) -> threading.Event:
@@ -34,3 +35,12 @@ def test_one_is_alone_after_those_before_it_and_before_those_after_it(tmp_path: 
     late.leave()
     late.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_files_alone_come_first_then_servers_then_groups_of_processes() -> None:
+    def item(path: str, *marks: str) -> SimpleNamespace:
+        return SimpleNamespace(path=Path(path), get_closest_marker=lambda name: name in marks)
+
+    items = [item("a"), item("b", "procs"), item("c", "servers", "procs"), item("c"), item("d", "alone"), item("e")]
+    ordered = longest_first(items, files_alone(items))
+    assert [str(one.path) for one in ordered] == ["d", "c", "c", "b", "a", "e"]

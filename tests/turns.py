@@ -49,6 +49,13 @@ def files_alone(items: list[pytest.Item]) -> set[Path]:
 
 
 def longest_first(items: list[pytest.Item], alone: set[Path]) -> list[pytest.Item]:
-    """Files that are alone, then those with groups of processes, then the rest: the processes end at about one time."""
-    procs = {item.path for item in items if item.get_closest_marker("procs")}
-    return sorted(items, key=lambda item: (item.path not in alone, item.path not in procs))
+    """Files that are alone, then those with servers, with groups of processes, then the rest.
+
+    So the processes end at about one time.
+    """
+
+    def marked(name: str) -> set[Path]:
+        return {item.path for item in items if item.get_closest_marker(name)}
+
+    order = (alone, marked("servers"), marked("procs"))
+    return sorted(items, key=lambda item: [item.path not in files for files in order])

@@ -2,8 +2,6 @@
 
 import contextlib
 import math
-import subprocess
-import sys
 import types
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from megarl.runtime import parity_job
 from megarl.runtime.parity import compare
 from tests.dist import no_parallel, single_process
+from tests.forked import Command
 from tests.models.tiny import build_tiny, save_tiny
 from tests.rollout.servers import need_interpreter
 
@@ -90,12 +89,12 @@ class Api:
 
 
 @pytest.mark.procs
-@pytest.mark.alone
+@pytest.mark.servers
 @pytest.mark.timeout(600)
 def test_command_compares_a_server_too(tmp_path):
     need_interpreter()
     save_tiny(tmp_path, "qwen3")
-    arguments = ["doctor", "parity", str(tmp_path)]
-    done = subprocess.run([sys.executable, "-m", "megarl", *arguments], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "log-probs, server" in done.stdout
+    command = Command(["doctor", "parity", tmp_path], tmp_path)
+    output, _ = command.communicate(timeout=500)
+    assert command.returncode == 0, output[-2000:]
+    assert "log-probs, server" in output

@@ -20,7 +20,7 @@ from tests.rollout.forked import forked_servers
 from tests.rollout.servers import need_interpreter
 from tests.runtime.harness import metrics, run, start, wait_for, write_recipe
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(900)]
 KEY_NAME = "MEGARL_TEST_SERVER_KEY"
 #: A rate at which the dense score moves within a few steps.
 LEARNING = ("sft.steps=0", "trainer.steps=6", "trainer.save_every=0", "validation.every=0", "actor.optim.lr=1e-2")

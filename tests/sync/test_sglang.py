@@ -28,7 +28,7 @@ try:
 except ConfigError as error:
     MISSING = str(error)
 pytestmark = [
-    *(pytest.mark.procs, pytest.mark.alone),
+    *(pytest.mark.procs, pytest.mark.servers),
     pytest.mark.skipif(bool(MISSING), reason=f"no SGLang to test with: {MISSING}"),
 ]
 
@@ -253,17 +253,24 @@ def test_other_architectures_and_layouts(tmp_path, name, changes, layouts, param
         assert_all_verified(tmp_path, url, runs, 1, parameters)
 
 
+EVERY = {2: [{"tp": 2}, PP2, VPP2], 4: [TP2_PP2]}  # layouts by the number of the trainer's processes
+
+
 @pytest.mark.parametrize(
-    ("name", "tied", "dtype", "wire", "parameters"),
-    [("qwen3", False, "float32", "fp32", PARAMETERS), ("qwen2", True, "bfloat16", "bf16", 30)],
+    ("name", "tied", "dtype", "wire", "parameters", "layouts"),
+    [
+        ("qwen3", False, "float32", "fp32", PARAMETERS, EVERY),
+        ("qwen2", True, "bfloat16", "bf16", 30, {4: [TP2_PP2]}),
+        pytest.param("qwen2", True, "bfloat16", "bf16", 30, EVERY, marks=pytest.mark.campaign("servers")),
+    ],
 )
-def test_a_server_of_two_ranks_holds_every_parameter_on_both(tmp_path, name, tied, dtype, wire, parameters):
+def test_a_server_of_two_ranks_holds_every_parameter_on_both(tmp_path, name, tied, dtype, wire, parameters, layouts):
     # 128: on a CPU the server pads the width of the MLP to a multiple of 32 on each rank
     changes = {"tie_word_embeddings": tied, "intermediate_size": 128}
-    tensor, distributed = ({"transport": transport, "dtype": wire} for transport in ("tensor", "distributed"))
+    ways = [{"transport": transport, "dtype": wire} for transport in ("tensor", "distributed")]
     runs = [
-        (2, [(layout, settings) for layout in ({"tp": 2}, PP2, VPP2) for settings in (tensor, distributed)]),
-        (4, [(TP2_PP2, tensor), (TP2_PP2, distributed)]),
+        (processes, [(layout, settings) for layout in several for settings in ways])
+        for processes, several in layouts.items()
     ]
     with serving(tmp_path, name, dtype, tp_size=2, **changes) as url:
         assert_all_verified(tmp_path, url, runs, 2, parameters)

@@ -15,7 +15,7 @@ from tests.sync.receivers import weight_sync
 from tests.sync.test_keeper import wait_for_log
 from tests.sync.test_sglang import KEY, PARAMETERS, TRANSPORTS, assert_answers, negate_head, serving
 
-pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(900)]
 
 
 def kill_at_second_bucket(fleet, transport, number: int) -> None:
