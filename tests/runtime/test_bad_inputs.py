@@ -43,7 +43,7 @@ def constant(samples):
     "syntax.py": "def score(samples:\n",
     "graphs.py": """
 from megarl.dag.pipeline import Pipeline
-from megarl.dag.stage import stage
+from megarl.dag.stage import Role, stage
 from megarl.runtime.stages import rollout
 def same(worker, batch):
     return batch
@@ -62,15 +62,16 @@ def raises(config):
     raise KeyError("oops")
 def forgetful(config):
     return Pipeline("mine", config=config).add(rollout.rollout).add(nothing, "lost").build()
-@stage(reads=["prompt_ids", "uid"], writes=rollout.SAMPLE_FIELDS, resamples=True)
-def poison(worker, batch):
-    generate = worker.rollout.generate
+draw = rollout.rollout
+@stage(reads=["prompt_ids", "uid"], writes=rollout.SAMPLE_FIELDS, role=Role.ROLLOUT, resamples=True)
+def poison(c, batch, *, rollout):
+    generate = rollout.engine.generate
     def broken(*arguments):
         groups = generate(*arguments)
         groups[1][2].logprobs[0] = float("-inf")
         return groups
-    worker.rollout.generate = broken
-    return rollout.rollout(worker, batch)
+    rollout.engine.generate = broken
+    return draw(c, batch, rollout=rollout)
 def poisoned(config):
     return Pipeline("mine").add(poison, "rollout").build()
 """,

@@ -22,6 +22,9 @@ from megarl.config.training import EngineConfig
 from megarl.data.batch import Batch
 from megarl.data.trajectory import Trajectory, add_fields
 from megarl.metrics import Metrics
+from megarl.residency import Residency
+from megarl.runtime.context import Seeds
+from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages.advantage import advantage
 from megarl.runtime.stages.correction import rollout_correction
 from megarl.runtime.stages.reward import set_scores
@@ -160,15 +163,18 @@ def worker(engine, mode: str) -> SimpleNamespace:
     )
     layout = engine.layout
     all_sum = lambda values: layout.dp_group.all_reduce(values.clone())  # noqa: E731
-    return SimpleNamespace(
+    c = SimpleNamespace(
         config=config,
         layout=layout,
-        actor=engine,
         all_sum=all_sum,
         metrics=Metrics(),
+        residency=Residency(),
+        seeds=Seeds(0),
         temperature=1.0,
         step=8,
     )
+    c.actor = ActorRole(engine, c, offloads=False)
+    return c
 
 
 def errors(engine, want: dict[str, torch.Tensor]) -> float:
@@ -206,7 +212,7 @@ def all_errors(made: dict, layouts: list[dict]) -> dict[str, list[float]]:
                 seen: list[float] = []
                 for mini, want in zip(minis, made["gradients"][mode], strict=True):
                     engine._update = functools.partial(look, engine, want, seen)
-                    actor_step(c, mini)
+                    actor_step(c, mini, c.actor)
                 found[f"{sizes or 'dp'}, {budget} tokens, {mode}"] = seen
     return found
 
