@@ -6,8 +6,10 @@ import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import linecache
 import re
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -49,29 +51,54 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
     if not module_name or not qualname:
         raise UserError("this is not an import path", where=where, found=path, allowed=_FORMS)
     is_file = module_name.endswith(".py")
+    if is_file and not Path(module_name).expanduser().is_file():
+        raise UserError(
+            f"there is no file {module_name}",
+            where=where,
+            found=path,
+            fix=f"relative paths start at the current folder, {Path.cwd()}",
+        )
     try:
         target: Any = import_file(module_name) if is_file else import_module(module_name)
     except Exception as error:
+        line = location(error, str(Path(module_name).expanduser().resolve()) if is_file else "")
         raise UserError(
-            f"{'file' if is_file else 'module'} {module_name!r} does not import: {type(error).__name__}: {error}",
+            f"{'file' if is_file else 'module'} {module_name!r} does not import: {type(error).__name__}: {error}"
+            f"{f' ({line})' if line else ''}",
             where=where,
             found=path,
             allowed=_FORMS,
-            fix="install the module, put its folder on PYTHONPATH, or correct the name",
+            fix="correct the file"
+            if is_file
+            else "install the module, put its folder on PYTHONPATH, or correct the name",
         ) from error
     for part in qualname.split("."):
         if not hasattr(target, part):
             near = close_matches(part, dir(target), n=3)
+            public = [key for key, value in vars(target).items() if callable(value) and not key.startswith("_")]
             raise UserError(
-                f"{target.__name__!r} has no {part!r}",
+                f"{module_name!r} has no {part!r}",
                 where=where,
                 found=path,
-                fix=f"did you mean {' or '.join(near)}?" if near else None,
+                allowed=public or "it defines no function",
+                fix=f"did you mean {' or '.join(near)}?" if near else "name one of these",
             )
         target = getattr(target, part)
     if not callable(target):
         raise UserError("this is not callable", where=where, found=path, allowed=_FORMS)
     return target
+
+
+def location(error: BaseException, file: str) -> str | None:
+    """`file:line: code` of the innermost frame of `error` inside `file`, else of its innermost frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
+    inside = [frame for frame in frames if frame.filename == file] or list(frames)
+    if not inside:
+        return None
+    frame = inside[-1]
+    return f"{frame.filename}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"
 
 
 def import_module(name: str) -> ModuleType:

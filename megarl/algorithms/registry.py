@@ -117,7 +117,7 @@ class Registry(Generic[S]):
             f"unknown {self.kind} {name!r}",
             where=self.key,
             allowed=[*self.names(), "file.py:fn", "pkg.mod:fn"],
-            fix=f"did you mean {near[0]!r}?" if near else None,
+            fix=f"did you mean {near[0]!r}?" if near else f"set {self.key} to one of these",
         )
 
     def spec(self, name: str) -> S:
@@ -155,12 +155,15 @@ class Registry(Generic[S]):
         """
         spec = self.spec(section.name)
         path = self.key.rpartition(".")[0]
-        settings, problems = settle(path, section, spec.settings, self.readers)
+        shared = list(type(section).model_fields)
+        settings, problems = settle(
+            path, section.name, section.own, spec.settings, self.readers, name_key=self.key, shared=shared
+        )
         raise_problems(problems)
         function = self.get(section.name)
         if settings is not None and not hasattr(function, "__component__"):
-            shared = {key: getattr(section, key) for key in type(section).model_fields if key != "name"}
-            settings = settings.model_copy(update=shared)
+            values = {key: getattr(section, key) for key in shared if key != "name"}
+            settings = settings.model_copy(update=values)
         return Chosen(function, spec, settings)
 
     def required(self, name: str) -> list[str]:

@@ -14,6 +14,7 @@ from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_function
 from megarl.checks.references import check_reference, check_reward_kwargs, strings
 from megarl.checks.weights import check_weights
+from megarl.config.base import ConfigErrors
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
@@ -21,7 +22,8 @@ from megarl.data.hub import HUB_DATA
 from megarl.data.sources import SUFFIXES, TEXT
 from megarl.errors import ConfigError, close_files, close_matches
 from megarl.imports import is_file_reference, is_module_reference
-from megarl.rewards.registry import REWARDS
+from megarl.rewards import REWARDS
+from megarl.rewards.registry import reward_settings
 
 CHARACTERS = "chars:"
 # A character tokenizer has these tokens in addition to its alphabet: padding, start, end, unknown.
@@ -215,28 +217,34 @@ def _check_source(source: str, key: str, checks: Checklist) -> None:
 
 def check_reward(config: RunConfig, checks: Checklist) -> None:
     """The reward's name, or the function it refers to; its arguments; and its parts, as far as its source tells."""
-    name = config.reward.name
-    if name in REWARDS or is_file_reference(name) or is_module_reference(name):
-        reference = REWARDS.get(name, name)
+    name, included = config.reward.name, config.reward.name in REWARDS.names()
+    if included or is_file_reference(name) or is_module_reference(name):
+        tree = None
         try:
-            tree = check_reference(reference, "reward.name")
-            if tree is not None:
-                check_reward_kwargs(tree, reference, name, config.reward.kwargs)
+            if included:
+                reward_settings(name, config.reward.kwargs, REWARDS.spec(name))
+            else:
+                tree = check_reference(name, "reward.name")
+                if tree is not None:
+                    check_reward_kwargs(tree, name, config.reward.kwargs)
+        except ConfigErrors as errors:
+            for problem in errors.problems:
+                checks.from_error("reward", problem)
         except ConfigError as error:
             checks.from_error("reward", error)
         else:
-            checks.ok("reward", name if name in REWARDS else f"reward.name: {name}")
+            checks.ok("reward", name if included else f"reward.name: {name}")
             if "reward_parts" in estimator_fields(config.algorithm):
                 _check_parts(config, strings(tree) if tree is not None else None, checks)
     else:
-        close = close_matches(name, REWARDS)
+        close = close_matches(name, REWARDS.names())
         missing_function = name.endswith(".py")
         checks.fail(
             "reward",
             "reward.name",
             "the function in the file is not named" if missing_function else "unknown reward",
             found=name,
-            allowed=[*REWARDS, "file.py:function", "pkg.mod:fn"],
+            allowed=[*REWARDS.names(), "file.py:function", "pkg.mod:fn"],
             fix=f"write {name}:function"
             if missing_function
             else _did_you_mean(close) or "set reward.name to one of these",
@@ -247,7 +255,7 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
     """Parts that the estimator weighs; `names` are those that the source of the reward could give, None: not known."""
     reward, key = config.reward.name, "algorithm.advantage.parts"
     parts = [name for name in config.algorithm.advantage.parts if name != "overall"]
-    if reward in REWARDS and parts:
+    if reward in REWARDS.names() and parts:
         checks.fail(
             "reward parts",
             key,
@@ -257,7 +265,7 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
             fix="write a reward function that returns them, and name it: reward.name=file.py:function",
         )
     missing = [name for name in parts if names is not None and name not in names]
-    if reward not in REWARDS and missing:
+    if reward not in REWARDS.names() and missing:
         checks.warn(
             "reward parts",
             key,

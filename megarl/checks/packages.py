@@ -6,6 +6,7 @@ import importlib.util
 
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
+from megarl.rewards import REWARDS
 
 
 def check_packages(config: RunConfig, checks: Checklist, launcher: str | None, job: str) -> None:
@@ -16,8 +17,10 @@ def check_packages(config: RunConfig, checks: Checklist, launcher: str | None, j
         _need("ray", "--launcher", "ray", "use --launcher local or torchrun", checks)
     if job != "generate" and config.tracking.mlflow:
         _need("mlflow", "tracking.mlflow", True, "set tracking.mlflow=false", checks)
-    if job != "generate" and config.reward.name == "math":
-        _need("math-verify", "reward.name", "math", "choose another reward, for example numeric", checks)
+    reward = config.reward.name
+    package = REWARDS.spec(reward).package if reward in REWARDS.names() else None
+    if job != "generate" and package is not None:
+        _need(package, "reward.name", reward, "choose another reward, for example numeric", checks)
     if tables is not None:
         _need("pyarrow", tables, sources[tables], "convert the data to .jsonl", checks)
 

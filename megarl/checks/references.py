@@ -53,13 +53,12 @@ def check_reference(text: str, key: str) -> ast.Module | None:
     return tree
 
 
-def check_reward_kwargs(tree: ast.Module, reference: str, name: str, kwargs: dict[str, object]) -> None:
+def check_reward_kwargs(tree: ast.Module, reference: str, kwargs: dict[str, object]) -> None:
     """Refuse keyword arguments that a reward function does not take, as far as its source tells.
 
     Args:
         tree: the source that holds the function.
         reference: `file.py:fn` or `pkg.mod:fn`.
-        name: the reward's name in the recipe.
         kwargs: `reward.kwargs`.
     """
     function = reference.rpartition(":")[2]
@@ -71,7 +70,7 @@ def check_reward_kwargs(tree: ast.Module, reference: str, name: str, kwargs: dic
         signature.bind(None, **kwargs)
     except TypeError as error:
         text = f"{function}({ast.unparse(found[0].args)})"
-        raise kwargs_error(name, kwargs, signature, text, error) from error
+        raise kwargs_error(reference, kwargs, signature, text, error) from error
 
 
 def strings(tree: ast.Module) -> set[str]:

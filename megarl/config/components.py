@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from megarl.config.base import ComponentSection, Section
+from megarl.config.base import Section
 from megarl.config.fields import wrong_value
 from megarl.errors import ConfigError, close_matches
 
@@ -32,20 +32,26 @@ class Components(Protocol):
 
 def settle(
     path: str,
-    section: ComponentSection,
+    name: str,
+    own: Mapping[str, Any],
     model: type[M],
     readers: Callable[[str], Mapping[str, type[Section]]],
     *,
+    name_key: str,
+    shared: Collection[str] = (),
     where: Callable[[str], str] | None = None,
     inherited: Collection[str] = (),
 ) -> tuple[M | None, list[ConfigError]]:
-    """The settings of the component that a section names, out of the section's keys.
+    """The settings of a component, out of the keys that are given for it.
 
     Args:
-        path: dotted path of the section.
-        section: name, shared keys and the component's own.
+        path: dotted path of the section that holds the keys.
+        name: of the component.
+        own: the keys that are given, but for those of all components.
         model: what the component has for keys of its own.
         readers: the components that have a key, for the message, with their settings.
+        name_key: dotted key that names the component.
+        shared: keys of the section that all components have.
         where: says where a key of the section was given; None: its path.
         inherited: keys that were given for another component, in a layer below the one that names this one. Those
             that this one does not have are left out.
@@ -56,11 +62,12 @@ def settle(
     """
     where = where or (lambda key: f"{path}.{key}")
     problems, known = [], {}
-    for key, value in section.own.items():
+    for key, value in own.items():
         if key in model.model_fields:
             known[key] = value
         elif key not in inherited and not _is_default(value, key, readers(key)):
-            problems.append(_unknown(path, key, section, model, list(readers(key)), where(key)))
+            allowed, others = [*model.model_fields, *shared], list(readers(key))
+            problems.append(_unknown(f"{path}.{key}", name, allowed, others, name_key, where(key)))
     try:
         return (None if problems else model.model_validate(known, strict=True)), problems
     except ValidationError as error:
@@ -76,16 +83,12 @@ def _is_default(value: Any, key: str, readers: Mapping[str, type[Section]]) -> b
     return any(value == model.model_fields[key].get_default(call_default_factory=True) for model in readers.values())
 
 
-def _unknown(
-    path: str, key: str, section: ComponentSection, model: type[Section], readers: list[str], where: str
-) -> ConfigError:
-    allowed = [*model.model_fields, *type(section).model_fields]
+def _unknown(path: str, name: str, allowed: list[str], readers: list[str], name_key: str, where: str) -> ConfigError:
+    above, _, key = path.rpartition(".")
     near = close_matches(key, allowed)
-    fix = "remove it, or use one of the keys above"
+    fix = "remove it, or use one of the keys above" if allowed else "remove it"
     if near:
-        fix = f"did you mean {path}.{near[0]}?"
+        fix = f"did you mean {above}.{near[0]}?"
     elif readers:
-        fix = f"remove it, or set {path}.name to one that reads it: {', '.join(readers)}"
-    return ConfigError(
-        f"unknown key {path}.{key}: {section.name} does not read it", where=where, allowed=allowed, fix=fix
-    )
+        fix = f"remove it, or set {name_key} to one that reads it: {', '.join(readers)}"
+    return ConfigError(f"unknown key {path}: {name} does not read it", where=where, allowed=allowed or "none", fix=fix)

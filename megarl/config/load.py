@@ -354,9 +354,12 @@ def _settle(
             continue  # the checks say what is wrong with the name
         settings, found = settle(
             dotted,
-            section,
+            section.name,
+            section.own,
             model,
             functools.partial(components.readers, dotted),
+            name_key=f"{dotted}.name",
+            shared=list(type(section).model_fields),
             where=lambda key, path=path: _origin(document, (*path, key), file),  # type: ignore[misc]
             inherited={key for *above, key in document.inherited if tuple(above) == path},
         )

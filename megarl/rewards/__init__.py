@@ -1,6 +1,14 @@
-"""Scores of responses: included scorers, users' functions, and the runner that overlaps them with other work."""
+"""Scores of responses: included rewards, users' functions, and the runner that overlaps them with other work."""
 
-from megarl.rewards.registry import scorer_names
+from megarl.rewards import exact_match as _exact_match
+from megarl.rewards import format as _format
+from megarl.rewards import gsm8k as _gsm8k
+from megarl.rewards import math as _math
+from megarl.rewards import numeric as _numeric
+from megarl.rewards.registry import REWARDS
 from megarl.rewards.runner import RewardHandle, RewardRunner, build_reward, reward_metrics
 
-__all__ = ["RewardHandle", "RewardRunner", "build_reward", "reward_metrics", "scorer_names"]
+#: Modules of the included rewards, which register when they are imported.
+INCLUDED = (_exact_match, _format, _gsm8k, _math, _numeric)
+
+__all__ = ["INCLUDED", "REWARDS", "RewardHandle", "RewardRunner", "build_reward", "reward_metrics"]

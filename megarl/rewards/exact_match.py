@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+from pydantic import Field
 
+from megarl.algorithms.registry import Settings
+from megarl.rewards.registry import REWARDS
+
+
+class ExactMatchSettings(Settings):
+    """How texts are compared."""
+
+    ignore_case: bool = Field(False, description="count upper and lower case as equal")
+
+
+@REWARDS.register("exact_match", settings=ExactMatchSettings)
 def exact_match(sample: dict[str, Any], *, ignore_case: bool = False) -> dict[str, Any]:
     """1.0 when response and answer are the same text, white space at the ends and runs of it aside."""
     response, answer = (" ".join(str(sample[key]).split()) for key in ("response", "answer"))

@@ -5,10 +5,23 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from pydantic import Field
+
+from megarl.algorithms.registry import Settings
+from megarl.rewards.registry import REWARDS
+
 _BOX = re.compile(r"\\f?box(?:ed)?\s*\{")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character, or a brace that counts
 
 
+class FormatSettings(Settings):
+    """What a response must hold."""
+
+    think: bool = Field(True, description="one <think>...</think> at the start that is not empty")
+    boxed: bool = Field(True, description=r"a closed \boxed{...} that is not empty in what follows")
+
+
+@REWARDS.register("format", settings=FormatSettings)
 def format_reward(sample: dict[str, Any], *, think: bool = True, boxed: bool = True) -> float:
     """1.0 when the response has the asked form.
 

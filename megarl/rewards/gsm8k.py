@@ -5,11 +5,24 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any, Literal
 
+from pydantic import Field
+
+from megarl.algorithms.registry import Settings
 from megarl.rewards.numbers import canonical, find_numbers, parse_number
+from megarl.rewards.registry import REWARDS
 
 _MARK = "####"
 
 
+class GSM8KSettings(Settings):
+    """Which number of a response counts."""
+
+    method: Literal["strict", "flexible"] = Field(
+        "strict", description="strict: the number after the last #### that one follows; flexible: the last number"
+    )
+
+
+@REWARDS.register("gsm8k", settings=GSM8KSettings)
 def gsm8k(sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict") -> dict[str, Any]:
     """1.0 when the response ends in the reference number (Cobbe et al. 2021, arXiv:2110.14168).
 

@@ -2,7 +2,8 @@
 
 SymPy can run for ever on a hostile expression, so every sample has its own limit of CPU time: an alarm that interrupts
 Python code here, and then the reward pool, which kills a process that hangs inside one C call. This scorer
-therefore always runs in a worker process (an alarm needs the main thread of one), the only place that imports it.
+therefore always runs in a worker process (an alarm needs the main thread of one), the only place that imports
+`math-verify`: before the first sample, because that takes longer than a sample may.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
 
-from math_verify import parse, verify  # here, because importing it takes longer than a sample may
+from pydantic import Field
 
+from megarl.algorithms.registry import Settings
 from megarl.rewards.format import last_boxed
+from megarl.rewards.registry import REWARDS
 
 _TAIL = 600  # characters of an unboxed response that are searched, the answer stands at the end
 
@@ -42,6 +45,20 @@ class _TimeLimit(BaseException):
     """Raised by the alarm. Not an Exception: SymPy and math-verify swallow those."""
 
 
+class MathSettings(Settings):
+    """Which expression of a response counts, and how long it may be compared."""
+
+    method: Literal["strict", "flexible"] = Field(
+        "strict", description=r"strict: the last \boxed{}; flexible: without one, the last expression"
+    )
+    timeout_s: float = Field(5.0, gt=0, description="CPU seconds per sample; what takes longer is wrong")
+
+
+def _import() -> None:
+    import math_verify  # noqa: F401
+
+
+@REWARDS.register("math", settings=MathSettings, package="math-verify", prepare=_import, limit="timeout_s")
 def math(
     sample: dict[str, Any], *, method: Literal["strict", "flexible"] = "strict", timeout_s: float = 5.0
 ) -> dict[str, Any]:
@@ -76,6 +93,8 @@ def math(
 
 
 def _equal(gold: str, candidate: str, boxed: bool) -> bool:
+    from math_verify import parse, verify
+
     (bare_gold, gold_unit), (bare, unit) = _without_unit(gold), _without_unit(candidate) if boxed else (candidate, "")
     if not gold_unit or not unit or gold_unit == unit:  # 5 dollars are not 5 euros
         gold, candidate = bare_gold, bare
@@ -97,6 +116,8 @@ def _without_unit(text: str) -> tuple[str, str]:
 
 @functools.lru_cache(maxsize=4096)
 def _parse_gold(gold: str) -> list[Any]:
+    from math_verify import parse
+
     return parse(_box(gold), parsing_timeout=None)
 
 

@@ -5,9 +5,24 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any, Literal
 
+from pydantic import Field
+
+from megarl.algorithms.registry import Settings
 from megarl.rewards.numbers import canonical, find_numbers, parse_number
+from megarl.rewards.registry import REWARDS
 
 
+class NumericSettings(Settings):
+    """Which number of a response counts, and how near it must be."""
+
+    tolerance: float = Field(1e-6, ge=0, description="largest error, times max(1, |answer|)")
+    extract: Literal["whole", "first", "last"] = Field(
+        "whole", description="whole: the response is nothing but the number; first or last: that number of it"
+    )
+    evaluated: bool = Field(False, description="refuse a response written as a quotient")
+
+
+@REWARDS.register("numeric", settings=NumericSettings)
 def numeric(
     sample: dict[str, Any],
     *,

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UserError
 from megarl.rewards.registry import load_scorer
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def answer(work: Callable[[], object]) -> None:
     parts: dict[str, object] = {}
     try:
         work()
-    except ConfigError as error:
+    except UserError as error:
         parts = {name: getattr(error, name) for name in _PARTS}
         found = parts["found"]
         parts["found"] = found if found is None or isinstance(found, str | int | float | dict) else repr(found)

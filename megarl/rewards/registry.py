@@ -1,33 +1,50 @@
-"""Scorers by name: the included ones, and functions of the user's own files and packages."""
+"""Rewards by name, or by the import path of a user's own; and one of them with its settings, ready to call.
+
+    class GSM8KSettings(Settings):
+        method: Literal["strict", "flexible"] = Field("strict", description="...")
+
+    @REWARDS.register("gsm8k", settings=GSM8KSettings)
+    def gsm8k(sample, *, method="strict"): ...
+
+The settings are keys of `reward.kwargs`, and come to the function as keyword arguments. A function without the
+decorator takes what its parameters name, which nothing checks but Python.
+"""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-from megarl.errors import ConfigError, close_matches
+from megarl.algorithms.registry import Registry, Settings, Spec
+from megarl.config.base import raise_problems
+from megarl.config.components import settle
+from megarl.errors import ConfigError
 
 Mode = Literal["batch", "sequential"]
+KWARGS = "reward.kwargs"
 
-#: The included rewards: the function of each name.
-REWARDS = {
-    "exact_match": "megarl.rewards.exact_match:exact_match",
-    "format": "megarl.rewards.format:format_reward",
-    "gsm8k": "megarl.rewards.gsm8k:gsm8k",
-    "math": "megarl.rewards.math:math",
-    "numeric": "megarl.rewards.numeric:numeric",
-}
-#: Default of the scorer's `timeout_s` per sample. It is kept by an alarm, so such a scorer runs in the main thread of a
-#: process of its own.
-_TIME_LIMIT_S = {"math": 5.0}
+
+@dataclass(frozen=True)
+class RewardSpec(Spec):
+    """What a reward declares.
+
+    Attributes:
+        package: distribution that it needs and that megarl does not install; None: none.
+        prepare: called once in the process that scores, before the first sample.
+        limit: the setting that holds its CPU seconds per sample, which it keeps by an alarm. An alarm needs the main
+            thread of a process, so such a reward gets one. For included ones: whoever starts processes does not load a
+            user's file.
+    """
+
+    package: str | None = None
+    prepare: Callable[[], object] | None = None
+    limit: str | None = None
+
+
+#: fn(sample, **settings) or, of a user with `reward.mode: batch`, fn(samples, **settings)
+REWARDS = Registry("reward", "reward.name", RewardSpec)
 
 
 @dataclass(frozen=True)
@@ -39,6 +56,7 @@ class Scorer:
         function: `(samples: list[dict], **kwargs) -> list` in batch mode, `(sample: dict, **kwargs)` in sequential
             mode; a result is a number or a dict with `overall`.
         file: source file, to find the user's line in a traceback.
+        kwargs: all settings of a function that declares some, else those given.
     """
 
     name: str
@@ -50,63 +68,82 @@ class Scorer:
 
 def mode_of(name: str, mode: Mode) -> Mode:
     """How the function of `reward.name` is called: included ones always take one sample at a time."""
-    return "sequential" if name in REWARDS else mode
+    return "sequential" if name in REWARDS.names() else mode
 
 
-def scorer_names() -> list[str]:
-    """Names of the included scorers."""
-    return sorted(REWARDS)
+def reward_settings(name: str, kwargs: dict[str, Any], spec: RewardSpec) -> Settings:
+    """`reward.kwargs` as the settings of the reward that declares `spec`.
+
+    Raises:
+        ConfigError: a key that it does not have, or a value that does not fit.
+    """
+    settings, problems = settle(KWARGS, name, kwargs, spec.settings, lambda key: {}, name_key=REWARDS.key)
+    raise_problems(problems)
+    assert settings is not None
+    raise_problems(settings.problems(KWARGS))
+    return settings
 
 
 def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
-    """CPU seconds per sample of a scorer that must run in a process of its own; None for every other one.
+    """CPU seconds per sample of an included reward that must run in a process of its own; None for every other one.
 
     Raises:
-        ConfigError: `timeout_s` in `kwargs` is not a positive number.
+        ConfigError: `kwargs` are not its settings.
     """
-    default = _TIME_LIMIT_S.get(name)
-    if default is None:
-        return None
-    limit = kwargs.get("timeout_s", default)
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
-        raise ConfigError(
-            "not a number of seconds", where="reward.kwargs.timeout_s", found=limit, allowed="a number above 0"
-        )
-    return float(limit)
+    spec = REWARDS.spec(name) if name in REWARDS.names() else RewardSpec()
+    return None if spec.limit is None else float(getattr(reward_settings(name, kwargs, spec), spec.limit))
 
 
 def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
-    """Find the function that `name` names and check that it takes `kwargs`.
+    """Find the function behind `name`, and give it its settings.
 
     Args:
-        name: an included scorer, `path/to/file.py:function`, or `package.module:function`.
-        mode: how the user's function is called; included scorers take one sample at a time.
-        kwargs: keyword arguments of every call.
+        name: an included reward, `path/to/file.py:function`, or `package.module:function`.
+        mode: how the user's function is called; included ones take one sample at a time.
+        kwargs: `reward.kwargs`.
 
     Raises:
-        ConfigError: unknown name, missing file or function, an error while importing, or arguments it does not take.
+        UserError: unknown name, missing file or function, an error while importing, or arguments it does not take.
     """
-    path = REWARDS.get(name, name)
-    if ":" not in path:
-        near = close_matches(name, REWARDS)
+    function = REWARDS.get(name)
+    spec = declared(function)
+    if spec is None:
+        _check_kwargs(name, function, kwargs)
+    else:
+        settings = reward_settings(name, kwargs, spec)
+        kwargs = {key: getattr(settings, key) for key in spec.settings.model_fields}
+        if spec.prepare is not None:
+            spec.prepare()
+    source = getattr(inspect.getmodule(function), "__file__", None)
+    return Scorer(name, function, mode_of(name, mode), source or "", kwargs)
+
+
+def declared(function: Callable[..., Any]) -> RewardSpec | None:
+    """What a function declares as a reward; None: nothing.
+
+    Raises:
+        ConfigError: it declares that it is something else.
+    """
+    spec = getattr(function, "__component__", None)
+    if spec is not None and not isinstance(spec, RewardSpec):
         raise ConfigError(
-            "unknown reward",
-            where="reward.name",
-            found=name,
-            allowed=[*scorer_names(), "file.py:function", "pkg.mod:fn"],
-            fix=f"did you mean {near[0]!r}?" if near else None,
+            "this function is registered, and not as a reward",
+            where=REWARDS.key,
+            found=getattr(function, "__name__", repr(function)),
+            fix="register it with megarl.rewards.REWARDS.register",
         )
-    module_name, _, function_name = path.rpartition(":")
-    module = _import_file(Path(module_name)) if module_name.endswith(".py") else _import_module(module_name)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        local = [n for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__]
-        raise ConfigError(
-            f"{module_name} has no function {function_name!r}", where="reward.name", found=name, allowed=local or None
-        )
-    scorer = Scorer(name, function, mode_of(name, mode), str(module.__file__), kwargs)
-    _check_kwargs(scorer)
-    return scorer
+    return spec
+
+
+def own_keys(name: str) -> Collection[str]:
+    """Keys of `reward.kwargs` that a reward has for itself; a user's own is imported.
+
+    Raises:
+        UserError: it cannot be found.
+    """
+    function = REWARDS.get(name)
+    spec = declared(function)
+    return spec.settings.model_fields if spec is not None else [p.name for p in _named(_signature(function))]
 
 
 def kwargs_error(
@@ -121,14 +158,14 @@ def kwargs_error(
         text: the function and its parameters as the user reads them.
         error: why Python refuses the call.
     """
-    named = [p for p in list(signature.parameters.values())[1:] if p.kind in _NAMED]
+    named = _named(signature)
     missing = [p.name for p in named if p.default is p.empty and p.name not in kwargs]
     known = {p.name for p in named}
     any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     unknown = [] if any_name else [key for key in kwargs if key not in known]
     fixes = []
     if missing:
-        fixes.append(f"set {' and '.join(f'reward.kwargs.{key}' for key in missing)}")
+        fixes.append(f"set {' and '.join(f'{KWARGS}.{key}' for key in missing)}")
     if unknown:
         fixes.append(
             f"remove {', '.join(unknown)}; on the command line, reward='!replace {{name: {name}}}' drops the arguments "
@@ -136,67 +173,32 @@ def kwargs_error(
         )
     return ConfigError(
         f"{name} {'does not take' if unknown or not missing else 'needs more than'} these arguments: {error}",
-        where="reward.kwargs",
+        where=KWARGS,
         found=kwargs,
         allowed=f"{text}, whose first argument is the sample or the list of samples",
         fix=", and ".join(fixes) or "write its parameters so that one may be given by position and the others by name",
     )
 
 
-#: Parameters that `reward.kwargs` can give.
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+def _named(signature: inspect.Signature) -> list[inspect.Parameter]:
+    """Parameters that `reward.kwargs` can give."""
+    after_the_samples = list(signature.parameters.values())[1:]
+    return [p for p in after_the_samples if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def _import_file(path: Path) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(
-            "the reward file does not exist",
-            where="reward.name",
-            found=str(path),
-            fix=f"relative paths start at the current folder, {os.getcwd()}",
-        )
-    path = path.resolve()
-    name = f"megarl_reward_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # helper modules beside the file
-    sys.modules[name] = module  # dataclasses and pickles look their module up here
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise _import_error(str(path), error) from error
-    return module
+        return inspect.signature(function)
+    except ValueError:  # a built-in without one: its own error will do
+        return inspect.Signature([inspect.Parameter(name, kind) for name, kind in _ANYTHING])
 
 
-def _import_module(name: str) -> ModuleType:
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())  # a console script does not put it there
+_ANYTHING = (("samples", inspect.Parameter.VAR_POSITIONAL), ("kwargs", inspect.Parameter.VAR_KEYWORD))
+
+
+def _check_kwargs(name: str, function: Callable[..., Any], kwargs: dict[str, Any]) -> None:
+    signature = _signature(function)
     try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise _import_error(name, error) from error
-
-
-def _import_error(where: str, error: Exception) -> ConfigError:
-    from megarl.rewards.scoring import location
-
-    line = location(error, where)
-    at = f" ({line})" if line else ""
-    return ConfigError(
-        f"importing {where} failed: {type(error).__name__}: {error}{at}", where="reward.name", fix="correct the file"
-    )
-
-
-def _check_kwargs(scorer: Scorer) -> None:
-    try:
-        signature = inspect.signature(scorer.function)
-    except ValueError:  # a built-in without a signature: its own error will do
-        return
-    try:
-        signature.bind(None, **scorer.kwargs)
+        signature.bind(None, **kwargs)
     except TypeError as error:
-        raise kwargs_error(scorer.name, scorer.kwargs, signature, f"{scorer.name}{signature}", error) from error
+        raise kwargs_error(name, kwargs, signature, f"{name}{signature}", error) from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import linecache
 import math
-import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from megarl.imports import location
 from megarl.rewards.registry import Scorer
 
 Sample = dict[str, Any]
@@ -135,18 +134,6 @@ def _finite(value: Any, part: str) -> float:
     if not math.isfinite(number):
         raise _Refused(f"returned {number}{part}")
     return number
-
-
-def location(error: BaseException, file: str) -> str | None:
-    """`file:line: code` of the innermost frame of `error` inside `file`, else of its innermost frame."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{error.filename}:{error.lineno}: {(error.text or '').strip()}"
-    inside = [frame for frame in frames if frame.filename == file] or list(frames)
-    if not inside:
-        return None
-    frame = inside[-1]
-    return f"{frame.filename}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"
 
 
 def _short(value: Any) -> str:

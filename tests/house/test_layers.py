@@ -29,7 +29,6 @@ BY_NAME = {
     "megarl/envs/registry.py": "an environment of the user, or an included one, of the same folder",
     "megarl/envs/tools/mcp_servers.py": "is an optional package installed?",
     "megarl/imports.py": "what the others call",
-    "megarl/rewards/registry.py": "a function of the user, or an included one, of the same folder",
     "megarl/runtime/worker.py": "the program runs the function that its command line names",
     "recipes/build.py": "a function of the user",
 }
@@ -44,7 +43,6 @@ NAMES = {
     "megarl/envs/registry.py": "the included environments, of the same folder",
     "megarl/envs/tools/functions.py": "starts a program",
     "megarl/rewards/pool.py": "starts a program",
-    "megarl/rewards/registry.py": "the included rewards, of the same folder",
     "megarl/rollout/sglang/keeper.py": "starts a program",
     "megarl/sync/transports/delta.py": "starts a program",
     "megarl/tracking/report.py": "files of its own folder",

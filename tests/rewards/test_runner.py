@@ -1,3 +1,4 @@
+import inspect
 import os
 import signal
 import subprocess
@@ -10,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from megarl.config.data import RewardConfig
-from megarl.errors import ConfigError, RewardError
-from megarl.rewards import build_reward, reward_metrics
+from megarl.errors import ConfigError, RewardError, UserError
+from megarl.rewards import REWARDS, build_reward, reward_metrics
 from megarl.rewards.pool import ScorerPool
+from megarl.rewards.preflight import check_import
+from tests.house.test_docs import code_with
 
 HELPERS = """
 import ctypes, os, time, math, struct, subprocess, sys
@@ -299,7 +302,7 @@ def test_an_extracted_number_votes_like_its_text(tmp_path):
 
 
 def test_importing_rewards_is_light():
-    code = "import sys, megarl.rewards; print([m for m in ('torch', 'pydantic', 'sympy', 'ray') if m in sys.modules])"
+    code = "import sys, megarl.rewards; print([m for m in ('torch', 'math_verify', 'ray') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
 
 
@@ -327,9 +330,10 @@ def test_a_hostile_expression_costs_one_sample_not_the_run():
     ("name", "message"),
     [
         ("gsm8", "did you mean 'gsm8k'"),
-        ("missing.py:f", "does not exist"),
-        ("{file}:lenght", "no function 'lenght'"),
-        ("no.such.module:f", "importing no.such.module failed"),
+        ("missing.py:f", "there is no file missing.py"),
+        ("{file}:lenght", "has no 'lenght'"),
+        ("no.such.module:f", "'no.such.module' does not import"),
+        ("tests.runtime.test_algorithms:on_the_likely", "registered, and not as a reward"),
         ("{dir}/syntax.py:f", "syntax.py:1"),
         ("{dir}/crash.py:f", "crash.py:3"),
     ],
@@ -344,7 +348,7 @@ def test_functions_that_cannot_be_loaded(file, workers, name, message):
         .lstrip("\n")
         .replace("value = {}", "\nvalue = {}")
     )
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(UserError) as caught:
         build_reward(config(name.format(file=file, dir=file.parent), workers=workers))
     assert message in str(caught.value)
 
@@ -352,6 +356,44 @@ def test_functions_that_cannot_be_loaded(file, workers, name, message):
 def test_unknown_kwargs_are_refused_before_the_run():
     with pytest.raises(ConfigError, match="tolerence"):
         build_reward(config("numeric", kwargs={"tolerence": 1}))
+
+
+@pytest.fixture
+def documented(tmp_path):
+    """The reward that docs/tracking.md shows; tests/runtime/test_algorithms.py trains with it."""
+    (tmp_path / "my_rewards.py").write_text(code_with("def nearness(", "tracking.md"))
+    return f"{tmp_path}/my_rewards.py:nearness"
+
+
+@BOTH
+def test_a_reward_declares_its_settings(documented, workers):
+    batch = [{**sample, "answer": "12"} for sample in samples("12", "7", "x")]
+    results = run(config(documented, "batch", workers=workers, kwargs={"width": 20}), batch)
+    assert [result["overall"] for result in results] == [1.0, 0.75, 0.0]
+    assert run(config(documented, "batch", workers=workers), batch)[1]["overall"] == 0.5
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"witdh": 20}, ["unknown key reward.kwargs.witdh", "allowed: width", "did you mean reward.kwargs.width?"]),
+        ({"width": 0}, ["reward.kwargs.width is out of range", "number > 0"]),
+        ({"width": "wide"}, ["reward.kwargs.width has a wrong type"]),
+    ],
+)
+def test_what_is_no_setting_of_a_reward_is_refused(documented, workers, kwargs, words):
+    for refuse in (lambda cfg: build_reward(cfg), lambda cfg: check_import(cfg, limit_s=60)):
+        with pytest.raises(ConfigError) as caught:
+            refuse(config(documented, "batch", workers=workers, kwargs=kwargs))
+        assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("name", REWARDS.names())
+def test_settings_of_an_included_reward_are_parameters_of_its_function(name):
+    _, *parameters = inspect.signature(REWARDS.get(name)).parameters.values()
+    fields = REWARDS.spec(name).settings.model_fields
+    assert {p.name: p.default for p in parameters} == {key: info.default for key, info in fields.items()}
 
 
 def test_included_scorers_ignore_batch_mode():

@@ -65,9 +65,10 @@ RECIPES = {
         for name in POLICY_LOSSES.names()
     },
     "loss of a user, prepared": ["algorithm.loss.name=tests.runtime.test_algorithms:on_the_likely"],
-    "loss and estimator of the documentation": [
+    "loss, estimator and reward of the documentation": [
         "algorithm.loss={name: 'FOLDER/my_losses.py:leash', pull: 0.05, aggregation: seq-mean-token-mean}",
         "algorithm.advantage={name: 'FOLDER/my_estimators.py:above_the_batch', share: 0.5}",
+        "reward={name: 'FOLDER/my_rewards.py:nearness', kwargs: {width: 20}}",
     ],
     "distillation": DISTILLATION,
     "filters": ["rollout.sampling.max_new_tokens=12", "algorithm.filter.low=0.01", "algorithm.filter.truncated=true"],
@@ -130,6 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "parts.py").write_text(REWARD)
     for name, file in (("leash", "my_losses.py"), ("above_the_batch", "my_estimators.py")):
         (here / file).write_text(code_with(f"def {name}(", "algorithms.md"))
+    (here / "my_rewards.py").write_text(code_with("def nearness(", "tracking.md"))
     return here
 
 
