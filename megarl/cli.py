@@ -18,7 +18,7 @@ from megarl import __version__
 from megarl.benchmarks import algorithms, checkpoint, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.credentials import mask
-from megarl.errors import MegarlError, UserError
+from megarl.errors import ConfigError, MegarlError, UserError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -125,38 +125,59 @@ def _add_job(parser: argparse.ArgumentParser, job: str) -> None:
     parser.set_defaults(run=_job)
 
 
-def _job(arguments: argparse.Namespace) -> int:
-    from megarl.algorithms.components import COMPONENTS
-    from megarl.checks.hub import check_hub
+def _read_recipe(arguments: argparse.Namespace) -> RunConfig:
+    """The recipe with its overrides, or that of the run folder in its place; without credentials."""
+    from megarl.components import COMPONENTS
     from megarl.config.load import find_recipe, hide_credentials, load_config
 
     takes_runs = hasattr(arguments, "weights")
-    if takes_runs and Path(arguments.recipe).is_dir():
+    of_run = takes_runs and Path(arguments.recipe).is_dir()
+    if of_run:
         _use_run(arguments)
     find_recipe(arguments.recipe, takes_runs=takes_runs)
-    config = hide_credentials(load_config(arguments.recipe, arguments.overrides, components=COMPONENTS))
+    try:
+        config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS)
+    except ConfigError as error:
+        if not of_run:
+            raise
+        # Keys of loss and estimator, which this command does not use; whatever else is wrong is raised again.
+        config = load_config(arguments.recipe, arguments.overrides)
+        print(f"megarl: warning: not used by megarl {arguments.command}: {error}", file=sys.stderr)
+    config = hide_credentials(config)
     if getattr(arguments, "prompt", None):
         from megarl.data.sources import as_prompts
 
         config = config.model_copy(update={"data": as_prompts(config.data, arguments.prompt)})
-    if arguments.dry_run:
-        from megarl.checks.checklist import Checklist
-        from megarl.checks.plan import make_plan
-        from megarl.config.base import raise_problems
+    return config
 
-        rows = Checklist()
-        try:
-            if _check_inputs(config, arguments.command):
-                rows.ok("rows", "columns and tokens, as far as they can be read here")
-            else:
-                rows.skip("rows", "these sources are read when the run starts")
-        except UserError as error:
-            rows.from_error("rows", error)
-        plan = make_plan(config, arguments.launcher, arguments.command, rows.items)
-        print(plan.text, flush=True)
-        raise_problems(plan.problems)
-        check_hub(config, arguments.command, ask=False)
-        return 0
+
+def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
+    """Print what the command would do, and raise what stands in its way."""
+    from megarl.checks.checklist import Checklist
+    from megarl.checks.hub import check_hub
+    from megarl.checks.plan import make_plan
+    from megarl.config.base import raise_problems
+
+    rows = Checklist()
+    try:
+        if _check_inputs(config, arguments.command):
+            rows.ok("rows", "columns and tokens, as far as they can be read here")
+        else:
+            rows.skip("rows", "these sources are read when the run starts")
+    except UserError as error:
+        rows.from_error("rows", error)
+    plan = make_plan(config, arguments.launcher, arguments.command, rows.items)
+    print(plan.text, flush=True)
+    raise_problems(plan.problems)
+    check_hub(config, arguments.command, ask=False)
+    return 0
+
+
+def _job(arguments: argparse.Namespace) -> int:
+    config = _read_recipe(arguments)
+    if arguments.dry_run:
+        return _dry_run(config, arguments)
+    from megarl.checks.hub import check_hub
     from megarl.checks.recipe import validate
     from megarl.launchers.common import make_run_dir, run_workers
 
@@ -204,6 +225,7 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
         Whether there was a row that can be read here.
     """
     from megarl.checks.arguments import check_arguments
+    from megarl.checks.recipe import ConfigWarning
     from megarl.checks.rows import check_rows
     from megarl.envs.preflight import check_environment
     from megarl.rewards.preflight import check_import
@@ -215,7 +237,9 @@ def _check_inputs(config: RunConfig, job: str) -> bool:
     check_arguments(config)
     if job != "generate":
         check_import(config.reward)
-    check_environment(config)
+    ignored = check_environment(config)
+    if ignored is not None and job in ("train", "eval"):
+        warnings.warn(str(ignored), ConfigWarning, stacklevel=2)
     return read
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import PydanticUndefined
 
-from megarl.algorithms.components import COMPONENTS
+from megarl.components import COMPONENTS
 from megarl.config.base import Section
 from megarl.config.fields import Key, describe_allowed, iter_keys, names_component
 from megarl.config.run import RunConfig
@@ -28,7 +28,9 @@ def reference() -> str:
             inside = [other for other in keys if other.path.rpartition(".")[0] == key.path]
             lines += _table(f"`{key.path}`", _sentence(key.section), inside, defaults)
             if names_component(key.section):
-                lines += _own_keys(key.path)
+                lines += _own_keys(key.path, key.path)
+            elif key.path == "reward":
+                lines += _own_keys(key.path, "reward.kwargs")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -71,8 +73,9 @@ def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any])
     return [f"### {title}", "", sentence, "", "| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""]
 
 
-def _own_keys(path: str) -> list[str]:
-    """Markdown: the keys that the components of a section have for themselves; one row where several share a key."""
+def _own_keys(path: str, place: str) -> list[str]:
+    """Markdown: the keys that the components of a section have for themselves, at `place`; one row where several share
+    a key."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for name in COMPONENTS.names(path):
         model = COMPONENTS.settings_of(path, name)
@@ -83,7 +86,8 @@ def _own_keys(path: str) -> list[str]:
             )
     lines = [_cells([key, ", ".join(names), *rest]) for (key, *rest), names in rows.items()]
     head = ["| Key | Read by | Values | Default | Meaning |", "|---|---|---|---|---|"]
-    return [f"Keys of the components that `{path}.name` may choose:", "", *head, *lines, ""]
+    where = "" if place == path else f", in `{place}`"
+    return [f"Keys of the components that `{path}.name` may choose{where}:", "", *head, *lines, ""]
 
 
 def _cells(cells: list[str]) -> str:

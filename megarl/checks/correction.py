@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.needs import component_fields, estimator_fields
 from megarl.checks.checklist import Checklist
+from megarl.config.algorithm import AdvantageConfig, PolicyLossConfig
 from megarl.config.correction import ResolvedCorrection
 from megarl.config.run import RunConfig
 
@@ -23,7 +25,9 @@ def check_correction(config: RunConfig, checks: Checklist) -> None:
 
 
 def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist) -> None:
-    name = config.algorithm.loss.name
+    name, default = config.algorithm.loss.name, PolicyLossConfig.model_fields["name"].default
+    losses = POLICY_LOSSES.names()
+    correcting = [other for other in losses if POLICY_LOSSES.spec(other).corrects]
     if knobs.bypass and knobs.loss == "ppo" and knobs.is_level != "none":
         checks.fail(
             _NAME,
@@ -42,18 +46,20 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
             allowed="ppo, or pg with mode: bypass",
             fix=f"set {_KEY}.mode=bypass, or {_KEY}.loss=ppo",
         )
-    if knobs.loss == "pg" and name not in ("ppo", "pg_is"):
+    if knobs.loss == "pg" and name not in (default, *correcting):
         checks.fail(
             _NAME,
             "algorithm.loss.name",
             f"{_KEY}.loss: pg replaces the policy loss, and another one is named",
             found=name,
-            allowed=["pg_is", "ppo (the default)"],
+            allowed=[*correcting, f"{default} (the default)"],
             fix=f"remove algorithm.loss.name, or set {_KEY}.loss=ppo",
         )
     if knobs.bypass and "sum_pi_squared" in component_fields(config.algorithm):
         estimates = "sum_pi_squared" in estimator_fields(config.algorithm)
-        kind, key, instead = ("estimator", "advantage", "grpo") if estimates else ("loss", "loss", "ppo")
+        kind, key = ("estimator", "advantage") if estimates else ("loss", "loss")
+        section = AdvantageConfig if estimates else PolicyLossConfig
+        instead = section.model_fields["name"].default
         reader = config.algorithm.advantage.name if estimates else name
         checks.fail(
             _NAME,
@@ -63,12 +69,12 @@ def _check_mode(config: RunConfig, knobs: ResolvedCorrection, checks: Checklist)
             allowed=f"decoupled, or another {kind}",
             fix=f"set {_KEY}.mode=decoupled, or algorithm.{key}.name={instead}",
         )
-    if name == "pg_is" and knobs.loss != "pg":
+    if name in correcting and knobs.loss != "pg":
         checks.fail(
             _NAME,
             "algorithm.loss.name",
-            f"pg_is takes its weights from {_KEY}, which does not ask for it",
-            found=f"pg_is with {_KEY}.loss: {knobs.loss}",
+            f"{name} takes its weights from {_KEY}, which does not ask for it",
+            found=f"{name} with {_KEY}.loss: {knobs.loss}",
             allowed=f"{_KEY}.loss: pg",
             fix=f"set {_KEY}.preset=pg_is and remove algorithm.loss.name",
         )

@@ -18,13 +18,16 @@ M = TypeVar("M", bound=Section)
 
 
 class Components(Protocol):
-    """The components that there are for each `ComponentSection`, by its dotted path."""
+    """The components that there are for each section that names one, by its dotted path."""
 
     def names(self, path: str) -> Sequence[str]:
         """Names that the section may give, a user's own left out."""
 
     def settings_of(self, path: str, name: str) -> type[Section] | None:
         """Model of the keys that a component has for itself; None when it cannot be found."""
+
+    def own_keys(self, path: str, name: str) -> Collection[str] | None:
+        """Keys of the reward (path `reward`) or environment (`env`) of this name; None when it cannot be found."""
 
     def readers(self, path: str, key: str) -> Mapping[str, type[Section]]:
         """The named components that have this key, with their settings."""

@@ -41,6 +41,10 @@ _PATHS = (
 _NULLS = ("null", "~")
 #: Sections that name a component.
 _COMPONENTS = [key.path for key in iter_keys() if names_component(key.section)]
+#: Where a recipe names a component that is known above the configuration only, where the component's keys are, and
+#: which of these all components share.
+_OTHERS = (("env.name", "env", ("name", "on_error")), ("reward.name", "reward.kwargs", ()))
+_NAMED = [*((f"{path}.name", path) for path in _COMPONENTS), *((name, path) for name, path, _ in _OTHERS)]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, components: Components | None = None) -> RunConfig:
@@ -50,8 +54,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, components: 
     key by key; `name` is not inherited and defaults to the file's stem. ConfigError lists every problem found.
 
     With `components` the own keys of the components that the recipe names are checked, and their defaults filled in;
-    without, they stay as they are given. Where a layer names another component than those below it, the keys that
-    only the former one has are dropped.
+    without, they stay as they are given. Where a layer names another component than those below it (another loss,
+    reward or environment), the keys that only the former one has are dropped.
     """
     file = find_recipe(path)
     document = _read_with_parents(file, ())
@@ -68,6 +72,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, components: 
         except ConfigError as problem:
             problems.append(problem)
     document.inherited -= given  # overrides are one layer, whatever their order
+    if components is not None:
+        _drop_inherited(document, components)
     _expand_home(document.data)
     config, found = _validate(document, str(file), components)
     raise_problems(problems + found)
@@ -205,20 +211,39 @@ def _merge(below: Document, above: Document) -> None:
 
 def _note_inherited(below: Document, above: Document) -> None:
     """Mark the keys of a component that the layer above exchanges for another one."""
-    for path in _COMPONENTS:
-        old, new = _at(below.data, path), _at(above.data, path)
-        if "name" in new and new["name"] != old.get("name"):
-            below.inherited |= _paths(path, old)
-        below.inherited -= _paths(path, new)
+    for name, path in _NAMED:
+        old, new = _value_at(below.data, name), _value_at(above.data, name)
+        if new is not None and new != old:
+            below.inherited |= _paths(path, _at(below.data, path))
+        below.inherited -= _paths(path, _at(above.data, path))
     below.inherited |= above.inherited
+
+
+def _drop_inherited(document: Document, components: Components) -> None:
+    """Remove the keys of a reward or environment below the one that is named, as far as this one has none such."""
+    for name_key, path, shared in _OTHERS:
+        mapping, name = _at(document.data, path), _value_at(document.data, name_key)
+        left = [key for *above, key in document.inherited if ".".join(above) == path and key not in shared]
+        left = [key for key in left if key in mapping]
+        if left and isinstance(name, str):
+            known = components.own_keys(name_key.rpartition(".")[0], name)
+            for key in left:
+                if known is None or key not in known:
+                    del mapping[key]
 
 
 def _at(data: dict[str, Any], path: str) -> dict[str, Any]:
     """The mapping at a dotted path; an empty one where there is none."""
+    value = _value_at(data, path)
+    return value if isinstance(value, dict) else {}
+
+
+def _value_at(data: dict[str, Any], path: str) -> Any:
+    """What is at a dotted path; None where there is nothing."""
     value: Any = data
     for part in path.split("."):
         value = value.get(part) if isinstance(value, dict) else None
-    return value if isinstance(value, dict) else {}
+    return value
 
 
 def _paths(path: str, mapping: dict[str, Any]) -> set[tuple[str, ...]]:
@@ -273,7 +298,7 @@ def _apply_override(document: Document, text: str) -> set[tuple[str, ...]]:
         value = {part: value}
     # Replacing a key that held something malformed is what an override is for, so only mappings are merged.
     _merge(document, Document(value, {path: where}, replaced))
-    return {here for section in _COMPONENTS for here in _paths(section, _at(value, section))}
+    return {here for _, section in _NAMED for here in _paths(section, _at(value, section))}
 
 
 def _parse_for(key: Key, raw: str) -> Any:

@@ -10,6 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from megarl.errors import ConfigError
 from megarl.rewards.preflight import answer, ask
 
 if TYPE_CHECKING:
@@ -18,18 +19,33 @@ if TYPE_CHECKING:
 _LIMIT_S = 5.0
 
 
-def check_environment(config: RunConfig, limit_s: float = _LIMIT_S) -> None:
+def check_environment(config: RunConfig, limit_s: float = _LIMIT_S) -> ConfigError | None:
     """Import the class that `env.name` refers to and validate its keys; one that takes longer is left to the workers.
+
+    Returns:
+        A warning, where the environment scores its episodes and the recipe sets a reward as well.
 
     Raises:
         ConfigError: what a worker would raise.
     """
     if config.has_turns:
-        ask(__name__, dict(config.env), limit_s)
+        scores = ask(__name__, dict(config.env), limit_s)
+        default = type(config.reward)().model_dump()
+        given = {key: value for key, value in config.reward.model_dump().items() if value != default[key]}
+        if scores and given:
+            return ConfigError(
+                f"the environment {config.env['name']} scores its episodes itself: what the recipe sets here changes "
+                "nothing",
+                where="reward",
+                found=given,
+                fix="remove it (on the command line: reward='!replace {}'), or set scores = False in the class for the "
+                "reward function to score",
+            )
     elif set(config.env) - {"name"}:
         from megarl.envs.registry import load_environment
 
         load_environment(config.env)
+    return None
 
 
 def main() -> None:
@@ -38,9 +54,10 @@ def main() -> None:
 
     env = json.load(sys.stdin)
 
-    def work() -> None:
+    def work() -> bool:
         kind, settings = load_environment(env)
         kind.tools(settings)
+        return kind.scores
 
     answer(work)
 

@@ -33,11 +33,16 @@ def load_environment(env: Mapping[str, Any]) -> tuple[type[Environment], Any]:
     name, on_error, own = env_section(env)
     if on_error not in ON_ERROR:
         raise ConfigError("an unknown value", where="env.on_error", found=on_error, allowed=ON_ERROR)
-    kind = _class_of(name)
+    kind = environment_class(name)
     return kind, _settings(name, kind, own)
 
 
-def _class_of(name: Any) -> type[Environment]:
+def environment_class(name: Any) -> type[Environment]:
+    """The class that `env.name` names; a user's own is imported.
+
+    Raises:
+        ConfigError: an unknown name, or a class that cannot be imported or is no environment.
+    """
     path = ENVIRONMENTS.get(name, name) if isinstance(name, str) else ""
     if ":" not in path:
         near = close_matches(str(name), ENVIRONMENTS)

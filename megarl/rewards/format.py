@@ -17,8 +17,8 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped character, or a brace 
 class FormatSettings(Settings):
     """What a response must hold."""
 
-    think: bool = Field(True, description="one <think>...</think> at the start that is not empty")
-    boxed: bool = Field(True, description=r"a closed \boxed{...} that is not empty in what follows")
+    think: bool = Field(True, description="one `<think>...</think>` at the start that is not empty")
+    boxed: bool = Field(True, description=r"a closed `\boxed{...}` that is not empty in what follows")
 
 
 @REWARDS.register("format", settings=FormatSettings)

@@ -18,7 +18,7 @@ class GSM8KSettings(Settings):
     """Which number of a response counts."""
 
     method: Literal["strict", "flexible"] = Field(
-        "strict", description="strict: the number after the last #### that one follows; flexible: the last number"
+        "strict", description="strict: the number after the last `####` that one follows; flexible: the last number"
     )
 
 

@@ -49,7 +49,7 @@ class MathSettings(Settings):
     """Which expression of a response counts, and how long it may be compared."""
 
     method: Literal["strict", "flexible"] = Field(
-        "strict", description=r"strict: the last \boxed{}; flexible: without one, the last expression"
+        "strict", description=r"strict: the last `\boxed{}`; flexible: without one, the last expression"
     )
     timeout_s: float = Field(5.0, gt=0, description="CPU seconds per sample; what takes longer is wrong")
 

@@ -38,8 +38,11 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
     ask(__name__, {"name": reward.name, "mode": reward.mode, "kwargs": reward.kwargs}, limit_s)
 
 
-def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S) -> None:
+def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S) -> object:
     """Run `python -m module` with `request` on stdin, and raise the error that its last line of stdout holds, if any.
+
+    Returns:
+        What it answered; None where it said nothing in time.
 
     Raises:
         ConfigError: what the process found.
@@ -52,32 +55,44 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S) -> N
     ) as process:
         try:
             stdout, _ = process.communicate(json.dumps(request), limit_s)
-            parts = json.loads(stdout.rpartition("\n")[2]) if stdout else None
-        except (subprocess.TimeoutExpired, ValueError):  # too slow, or its own prints at the end: the workers will see
-            return
+            answered = json.loads(stdout.rpartition("\n")[2])
+            error, value = answered["error"], answered["value"]
+        except (
+            subprocess.TimeoutExpired,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # too slow, or prints of the import at the end
+            return None
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what the import started
-    if parts:
-        raise ConfigError(parts.pop("what"), **parts)
+    if error is not None:
+        raise ConfigError(error.pop("what"), **error)
+    return value
 
 
 def answer(work: Callable[[], object]) -> None:
-    """Do `work` in a process that `ask` started; its error is the last line of stdout."""
-    parts: dict[str, object] = {}
+    """Do `work` in a process that `ask` started; its result, of JSON types, or its error is the last line of stdout."""
+    parts: dict[str, object] | None = None
+    value = None
     try:
-        work()
+        value = work()
     except UserError as error:
         parts = {name: getattr(error, name) for name in _PARTS}
         found = parts["found"]
         parts["found"] = found if found is None or isinstance(found, str | int | float | dict) else repr(found)
-    print("\n" + json.dumps(parts), end="", flush=True)
+    print("\n" + json.dumps({"error": parts, "value": value}), end="", flush=True)
 
 
 def main() -> None:
     """Load the scorer."""
     section = json.load(sys.stdin)
-    answer(lambda: load_scorer(section["name"], section["mode"], section["kwargs"]))
+
+    def work() -> None:
+        load_scorer(section["name"], section["mode"], section["kwargs"])
+
+    answer(work)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def time_limit_s(name: str, kwargs: dict[str, Any]) -> float | None:
 
 
 def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
-    """Find the function behind `name`, and give it its settings.
+    """Find the function that `name` refers to, and give it its settings.
 
     Args:
         name: an included reward, `path/to/file.py:function`, or `package.module:function`.

@@ -1,16 +1,20 @@
 """The own keys of components: which a recipe may give, where they come from, and what becomes of them."""
 
+from pathlib import Path
+
 import pytest
 
-from megarl.algorithms.components import COMPONENTS
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.registry import Registry, Spec
+from megarl.components import COMPONENTS
 from megarl.config.algorithm import PolicyLossConfig
 from megarl.config.load import dump_config, load_config
 from megarl.errors import ConfigError, UserError
 from megarl.recipes.build import build_task_graph
 from tests.config.conftest import RECIPE
 from tests.house.test_docs import code_with
+
+GUESS = f"{Path(__file__).parents[1] / 'envs' / 'guess.py'}:Guess"
 
 
 def load(file, *overrides):
@@ -48,6 +52,49 @@ def test_another_loss_keeps_the_inherited_keys_that_it_has_and_drops_the_others(
     assert (loss.own, loss.entropy_coef) == ({"clip_low": 1.0, "clip_high": 0.28}, 0.1)
     assert load(child, "algorithm.loss.name=gpg").algorithm.loss.own == {}
     assert load(child, "algorithm.loss.name=ppo").algorithm.loss.own["dual_clip"] == 5
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("numeric", {"extract": "last", "evaluated": True}),
+        ("math", {}),
+        ("rewards.py:plain", {"extract": "last"}),
+        ("rewards.py:nearness", {"evaluated": True}),
+        ("rewards.py:missing", {}),
+    ],
+)
+def test_another_reward_drops_the_inherited_arguments_that_only_the_last_one_has(write, name, kept):
+    write(
+        "from megarl.algorithms.registry import Settings\n"
+        "from megarl.rewards import REWARDS\n"
+        "def plain(samples, extract): ...\n"
+        "class Own(Settings):\n"
+        "    evaluated: bool = False\n"
+        "@REWARDS.register(settings=Own)\n"
+        "def nearness(samples, *, evaluated): ...\n",
+        "rewards.py",
+    )
+    file = write(RECIPE + "reward: {name: numeric, workers: 2, kwargs: {extract: last, evaluated: true}}")
+    reward = load(file, f"reward.name={name}").reward
+    assert (reward.name, reward.workers, reward.kwargs) == (name, 2, kept)
+    given = load(file, f"reward.name={name}", "reward.kwargs.extract=first").reward.kwargs
+    assert given == {**kept, "extract": "first"}  # what the layer itself gives stays, right or wrong
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("tools", {"tools": ["a.py:f"]}),
+        ("single_turn", {}),
+        (GUESS, {}),
+    ],
+)
+def test_another_environment_drops_the_inherited_keys_that_only_the_last_one_has(write, name, kept):
+    file = write(RECIPE + "env: {name: tools, on_error: mark, tools: ['a.py:f']}")
+    assert load(file, f"env.name={name}").env == {"name": name, "on_error": "mark", **kept}
+    assert load(file, "env.name=nosuch").env == {"name": "nosuch", "on_error": "mark"}
+    assert load(file, f"env={{name: {name}, turns: 2}}").env["turns"] == 2
 
 
 def test_overrides_are_one_layer_whatever_their_order(config_of):

@@ -293,11 +293,25 @@ def test_a_decorated_reward_may_take_anything(write, failures):
     assert failures("reward.name=rewards.py:score", "reward.kwargs={a: 1}") == []
 
 
-def test_arguments_of_another_reward_are_refused_and_the_way_out_works(write):
-    file = write(RECIPE + "reward: {name: numeric, kwargs: {evaluated: true}}")
-    with pytest.raises(ConfigError, match="unexpected keyword argument 'evaluated'") as caught:
-        validate(load_config(file, ["reward.name=gsm8k"]))
-    way_out = "reward='!replace {name: gsm8k}'"
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ("{tolerence: 1}", ["unknown key reward.kwargs.tolerence: numeric", "did you mean reward.kwargs.tolerance?"]),
+        ("{method: strict}", ["unknown key reward.kwargs.method", "allowed: tolerance, extract, evaluated"]),
+        ("{extract: frist}", ["reward.kwargs.extract has an unknown value", "did you mean first?"]),
+    ],
+)
+def test_what_is_no_setting_of_an_included_reward_is_refused(failures, kwargs, words):
+    text = str(only(failures("reward.name=numeric", f"reward.kwargs={kwargs}")).problem())
+    assert all(word in text for word in words), text
+
+
+def test_arguments_of_a_users_reward_that_do_not_fit_are_refused_and_the_way_out_works(write):
+    write("def first(samples, a): ...\ndef second(samples, b=1): ...", "rewards.py")
+    file = write(RECIPE + "reward: {name: 'rewards.py:second', kwargs: {a: 1}}")
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'a'") as caught:
+        validate(load_config(file))
+    way_out = "reward='!replace {name: rewards.py:second}'"
     assert way_out in str(caught.value)
     validate(load_config(file, shlex.split(way_out)))
 

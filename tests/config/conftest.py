@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.algorithms.components import COMPONENTS
+from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 
 RECIPE = """

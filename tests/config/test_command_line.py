@@ -81,6 +81,19 @@ def test_a_run_folder_in_the_place_of_a_recipe(write, tmp_path, capsys):
     assert f"{tmp_path}/run/config.yaml --run-dir {tmp_path}/run" in capsys.readouterr().err
 
 
+def test_eval_of_a_run_does_not_mind_keys_of_training_that_are_wrong_now(write, tmp_path, capsys):
+    write('{"prompt": "1+1=", "answer": "2"}\n', "rows.jsonl")
+    text = RECIPE.replace("data:", "data:\n  val_files: [rows.jsonl]") + "algorithm: {loss: {name: gpg, clip_low: 0.5}}"
+    write(text, "run/config.yaml")
+    write("{}", "run/checkpoints/step_1/meta.json")
+    assert main(["eval", str(tmp_path / "run"), "--dry-run"]) == 0
+    assert "not used by megarl eval: " in (err := capsys.readouterr().err)
+    assert "unknown key algorithm.loss.clip_low: gpg does not read it" in err
+    assert main(["eval", str(tmp_path / "run" / "config.yaml"), "--dry-run"]) == 2
+    write(text.replace("data:", "dat:"), "run/config.yaml")
+    assert main(["eval", str(tmp_path / "run"), "--dry-run"]) == 2
+
+
 @pytest.mark.parametrize(("command", "takes_runs"), [("eval", True), ("generate", True), ("train", False)])
 def test_commands_that_take_a_run_folder_say_so(capsys, command, takes_runs):
     assert main([command, "nosuch"]) == 2

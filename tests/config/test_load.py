@@ -3,7 +3,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms.components import COMPONENTS
+from megarl.components import COMPONENTS
 from megarl.config.base import ConfigErrors
 from megarl.config.load import dump_config, find_recipe, load_config, recipe_names
 from megarl.config.run import RunConfig

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from megarl.config.data import RewardConfig
+from megarl.config.run import RunConfig
+from megarl.envs.preflight import check_environment
 from megarl.envs.registry import load_environment
 from megarl.errors import ConfigError
 
+JUDGED = "\n\nclass Judged(Guess):\n    scores = False\n"
 GUESS = f"{Path(__file__).parent / 'guess.py'}:Guess"
 
 
@@ -44,6 +48,23 @@ def test_a_file_that_does_not_import_is_named(tmp_path):
     (tmp_path / "bad.py").write_text("import nothing_of_that_name")
     with pytest.raises(ConfigError, match=r"importing .*bad.py failed: ModuleNotFoundError"):
         load_environment({"name": f"{tmp_path / 'bad.py'}:Env"})
+
+
+@pytest.mark.parametrize(
+    ("env", "reward", "ignored"),
+    [
+        ({"name": GUESS}, {}, None),
+        ({"name": GUESS}, {"name": "numeric", "workers": 2}, {"name": "numeric", "workers": 2}),
+        ({"name": f"{GUESS.replace('Guess', 'Judged')}"}, {"name": "numeric"}, None),
+        ({"name": "single_turn"}, {"name": "numeric"}, None),
+    ],
+)
+def test_a_reward_beside_an_environment_that_scores_is_told(tmp_path, env, reward, ignored):
+    (tmp_path / "guess.py").write_text(Path(GUESS.rpartition(":")[0]).read_text() + JUDGED)
+    env = {"name": env["name"].replace(str(Path(__file__).parent), str(tmp_path))}
+    found = check_environment(RunConfig(name="run", env=env, reward=RewardConfig(**reward)), limit_s=60)
+    assert (found.found if found else None) == ignored
+    assert found is None or "scores its episodes itself" in found.what
 
 
 def test_the_documentation_shows_the_environment_that_is_tested():

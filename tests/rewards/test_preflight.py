@@ -32,9 +32,13 @@ def files(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "kwargs", "words"),
     [
-        ("no_import.py:score", {}, ["importing", "a_package_that_is_nowhere", "no_import.py:1", "correct the file"]),
-        ("raises:score", {}, ["importing raises failed: KeyError", "raises.py:2"]),
-        ("made.py:score", {}, ["has no function 'score'"]),
+        (
+            "no_import.py:score",
+            {},
+            ["does not import", "a_package_that_is_nowhere", "no_import.py:1", "correct the file"],
+        ),
+        ("raises:score", {}, ["'raises' does not import: KeyError", "raises.py:2"]),
+        ("made.py:score", {}, ["this is not callable"]),
         ("good.py:score", {"wait": 1}, ["does not take these arguments", "reward.kwargs"]),
     ],
 )

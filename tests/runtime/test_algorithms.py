@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from megarl.algorithms.advantages import ADVANTAGES
-from megarl.algorithms.components import COMPONENTS
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.losses.base import Prologue
 from megarl.checks.recipe import check_config
+from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.dag.guard import GuardedBatch
 from megarl.dag.stage import contract_of

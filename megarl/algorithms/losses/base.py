@@ -32,11 +32,14 @@ class LossSpec(Spec):
             arguments, cut like the other inputs. It reads `old_logp`, so there is a scoring pass.
         ratio_free: it has no ratio that corrects for samples of an older policy.
         per_sequence: it is a loss per sequence, which aggregation should count equally.
+        corrects: its weights are those of `rollout_correction` with `loss: pg`, which puts it in the place of the
+            loss that a recipe names.
     """
 
     prepare: Preparation | None = None
     ratio_free: bool = False
     per_sequence: bool = False
+    corrects: bool = False
 
 
 #: fn(logp, old_logp, advantages, mask, cfg, *, offsets) -> (token loss in the shape of mask, Metrics)

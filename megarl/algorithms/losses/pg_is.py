@@ -22,7 +22,7 @@ class PolicyGradientSettings(Protocol):
     def is_threshold(self) -> Threshold: ...  # noqa: D102
 
 
-@POLICY_LOSSES.register("pg_is")
+@POLICY_LOSSES.register("pg_is", corrects=True)
 def pg_is(
     logp: Tensor,
     old_logp: Tensor,

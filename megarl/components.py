@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.registry import Registry, Settings
+from megarl.envs.registry import environment_class
 from megarl.errors import UserError
+from megarl.rewards import REWARDS
+from megarl.rewards.registry import own_keys
 
-REGISTRIES: Mapping[str, Registry[Any]] = {"algorithm.advantage": ADVANTAGES, "algorithm.loss": POLICY_LOSSES}
+REGISTRIES: Mapping[str, Registry[Any]] = {
+    "algorithm.advantage": ADVANTAGES,
+    "algorithm.loss": POLICY_LOSSES,
+    "reward": REWARDS,
+}
 
 
 class _Registered:
-    """`megarl.config.components.Components` of the registries."""
+    """`megarl.config.components.Components` of the registries and the environments."""
 
     def names(self, path: str) -> Sequence[str]:
         return REGISTRIES[path].names()
@@ -22,6 +29,12 @@ class _Registered:
     def settings_of(self, path: str, name: str) -> type[Settings] | None:
         try:
             return REGISTRIES[path].spec(name).settings
+        except UserError:
+            return None
+
+    def own_keys(self, path: str, name: str) -> Collection[str] | None:
+        try:
+            return environment_class(name).Settings.model_fields if path == "env" else own_keys(name)
         except UserError:
             return None
 
