@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.group_filter import FILTERS
+from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.registry import Registry, Settings
 from megarl.envs.registry import environment_class
@@ -16,6 +18,9 @@ from megarl.rewards.registry import own_keys
 REGISTRIES: Mapping[str, Registry[Any]] = {
     "algorithm.advantage": ADVANTAGES,
     "algorithm.loss": POLICY_LOSSES,
+    "algorithm.kl": KL,
+    "algorithm.distillation": KL,
+    "algorithm.filter": FILTERS,
     "reward": REWARDS,
 }
 

@@ -84,6 +84,8 @@ def _own_keys(path: str, place: str) -> list[str]:
             rows.setdefault((f"`{key}`", describe_allowed(info), default, info.description or ""), []).append(
                 f"`{name}`"
             )
+    if not rows:
+        return []
     lines = [_cells([key, ", ".join(names), *rest]) for (key, *rest), names in rows.items()]
     head = ["| Key | Read by | Values | Default | Meaning |", "|---|---|---|---|---|"]
     where = "" if place == path else f", in `{place}`"

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+from pydantic import Field
+
+from megarl.algorithms.lazy import torch
+from megarl.algorithms.registry import Registry, Settings, Spec
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megarl.config.base import ComponentSection
+
+#: fn(score, uid, *, and of mask, offsets, live, what it reads and its settings those that it names) -> bool [B]: kept
+FILTERS = Registry("sample filter", "algorithm.filter.name", Spec)
+
+
+class BoundsSettings(Settings):
+    """Which groups and responses are kept."""
+
+    low: float | None = Field(None, description="smallest mean score of a group that is kept; null: no bound")
+    high: float | None = Field(None, description="largest mean score of a group that is kept; null: no bound")
+    truncated: bool = Field(False, description="leave out responses that a limit of tokens or seconds cut")
+
+    def problems(self, path: str) -> list[ConfigError]:
+        """Bounds that no group is between."""
+        if self.low is None or self.high is None or self.low <= self.high:
+            return []
+        return [
+            ConfigError(
+                f"no group has a mean score between {self.low} and {self.high}",
+                where=f"{path}.low",
+                found=self.low,
+                allowed=f"number up to {self.high}",
+                fix="exchange low and high",
+            )
+        ]
 
 
 def live_rows(mask: Tensor, offsets: Tensor) -> Tensor:
@@ -81,6 +116,51 @@ def accuracy_filter(
     if high is not None:
         keep &= total <= high * size + slack
     return keep[index]
+
+
+@FILTERS.register("bounds", settings=BoundsSettings, reads=("finish_reason",))
+def bounds(
+    score: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    live: Tensor | None,
+    finish_reason: Sequence[str],
+    low: float | None,
+    high: float | None,
+    truncated: bool,
+) -> Tensor:
+    """bool [B]: `accuracy_filter` and, with `truncated`, `truncated_filter`.
+
+    Args:
+        score: float [B].
+        uid: B group names.
+        live: bool [B], samples whose score counts; None: all.
+        finish_reason: of each sample.
+        low, high, truncated: the settings.
+    """
+    keep = accuracy_filter(score, uid, low=low, high=high, live=live)
+    return keep & truncated_filter(finish_reason) if truncated else keep
+
+
+def kept_samples(
+    section: ComponentSection, score: Tensor, uid: Sequence[Hashable], fields: Mapping[str, Any]
+) -> Tensor:
+    """bool [B]: the samples that the filter of section `algorithm.filter` keeps.
+
+    Args:
+        section: names the filter and gives its settings.
+        score: float [B].
+        uid: B group names.
+        fields: what the filter may take: `mask` (bool [N]), `offsets` (int64 [B + 1]), `live` (bool [B] or None), and
+            what it declares to read.
+
+    Raises:
+        UserError: there is no such filter, or the keys are not its own.
+    """
+    chosen = FILTERS.choose(section)
+    own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
+    taken = inspect.signature(chosen.function).parameters
+    return chosen.function(score, uid, **{key: value for key, value in (own | dict(fields)).items() if key in taken})
 
 
 def truncated_filter(finish_reason: Sequence[str]) -> Tensor:

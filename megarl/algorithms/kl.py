@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 from megarl.algorithms.lazy import no_grad, torch
 from megarl.algorithms.registry import Registry, Spec
@@ -13,7 +14,12 @@ from megarl.algorithms.rows import at_least_float32
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megarl.config.base import ComponentSection
+
+#: fn(d, **settings) -> float in the shape of d
 KL = Registry("KL estimator", "algorithm.kl.estimator", Spec)
+#: An estimator with its settings: d = log pi - log ref, float in any shape, to the same shape.
+Estimator: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 @KL.register("kl", "k1")
@@ -55,14 +61,25 @@ for _names in (("kl", "k1"), ("abs",), ("mse", "k2"), ("low_var_kl", "k3")):
     KL.register(*(name + "+" for name in _names))(_straight_through(KL.get(_names[0])))
 
 
-def kl_tokens(estimator: str, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
+def chosen_estimator(section: ComponentSection) -> Estimator:
+    """The estimator that `algorithm.kl` or `algorithm.distillation` names, with its settings.
+
+    Raises:
+        UserError: there is none of that name, or the keys are not its own.
+    """
+    chosen = KL.choose(section)
+    own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
+    return partial(chosen.function, **own) if own else chosen.function
+
+
+def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> Tensor:
     """Estimate of KL(pi || ref) at each sampled token, zero where the mask hides; differentiable in `logp`.
 
     The forms with "+" have the value of the plain form and the gradient of k2, d grad(log pi), whose expectation under
     pi is the gradient of the KL; the plain gradients of k1 and k3 are not (k1's is zero on average).
 
     Args:
-        estimator: kl | abs | mse | low_var_kl (aliases k1, k2, k3), each also with "+"; or `pkg.mod:fn(d)`.
+        estimator: kl | abs | mse | low_var_kl (aliases k1, k2, k3), each also with "+"; or a function of d.
         logp: float [N] or [B, T], log pi of the sampled tokens.
         ref_logp: same shape, log ref.
         mask: bool, same shape.
@@ -75,12 +92,19 @@ def kl_tokens(estimator: str, logp: Tensor, ref_logp: Tensor, mask: Tensor) -> T
 
     Source: Schulman, Approximating KL Divergence (2020); gradients: arXiv 2506.09477.
     """
-    return KL.get(estimator)(torch.where(mask, at_least_float32(logp) - at_least_float32(ref_logp).detach(), 0))
+    function = KL.get(estimator) if isinstance(estimator, str) else estimator
+    return function(torch.where(mask, at_least_float32(logp) - at_least_float32(ref_logp).detach(), 0))
 
 
 @no_grad
 def kl_in_reward(
-    token_rewards: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, *, coef: float, estimator: str = "kl"
+    token_rewards: Tensor,
+    logp: Tensor,
+    ref_logp: Tensor,
+    mask: Tensor,
+    *,
+    coef: float,
+    estimator: str | Estimator = "kl",
 ) -> tuple[Tensor, Tensor]:
     """Token rewards minus coef * KL.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms.advantages import ADVANTAGES
+from megarl.algorithms.group_filter import FILTERS
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.errors import UserError
 
@@ -38,6 +39,14 @@ def loss_fields(algorithm: AlgorithmConfig) -> list[str]:
     return [*spec.reads, *(["old_logp"] if spec.prepare is not None else [])]
 
 
+def filter_fields(algorithm: AlgorithmConfig) -> list[str]:
+    """What the sample filter reads in addition to scores; nothing while it is off."""
+    try:
+        return list(FILTERS.spec(algorithm.filter.name).reads) if algorithm.filter.active else []
+    except UserError:
+        return []
+
+
 def component_fields(algorithm: AlgorithmConfig) -> set[str]:
-    """What estimator and loss read together."""
-    return {*estimator_fields(algorithm), *loss_fields(algorithm)}
+    """What estimator, loss and filter read together."""
+    return {*estimator_fields(algorithm), *loss_fields(algorithm), *filter_fields(algorithm)}

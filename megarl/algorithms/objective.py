@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from megarl.algorithms.kl import kl_tokens
+from megarl.algorithms.kl import chosen_estimator, kl_tokens
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.losses.base import POLICY_LOSSES
 from megarl.metrics import Metrics
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.correction import Correction
     from megarl.algorithms.stats import AllSum
-    from megarl.config.algorithm import AlgorithmConfig, PolicyLossConfig
+    from megarl.config.algorithm import AlgorithmConfig, DistillationConfig, KLConfig, PolicyLossConfig
     from megarl.config.correction import ResolvedCorrection
 
 #: Raw metric that holds a part's tokens or sequences, by which the gradient is divided when all are counted.
@@ -214,15 +214,6 @@ class Objective:
         metrics.sum(DIVISOR, tokens if self.settings.aggregation == "token-mean" else sequences)
 
 
-class KLSettings(Protocol):
-    """What the objective reads from `algorithm.kl`."""
-
-    @property
-    def estimator(self) -> str: ...  # noqa: D102
-    @property
-    def coef(self) -> float: ...  # noqa: D102
-
-
 def actor_loss(
     logp: Tensor,
     old_logp: Tensor,
@@ -235,9 +226,9 @@ def actor_loss(
     offsets: Tensor | None = None,
     entropy: Tensor | None = None,
     ref_logp: Tensor | None = None,
-    kl: KLSettings | None = None,
+    kl: KLConfig | None = None,
     teacher_logp: Tensor | None = None,
-    distillation: KLSettings | None = None,
+    distillation: DistillationConfig | None = None,
     fields: Mapping[str, Any] | None = None,
     is_weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
@@ -285,11 +276,13 @@ def actor_loss(
     return loss, metrics
 
 
-def _distance(name: str, settings: KLSettings, logp: Tensor, anchor_logp: Tensor | None, mask: Tensor) -> Tensor:
+def _distance(
+    name: str, settings: KLConfig | DistillationConfig, logp: Tensor, anchor_logp: Tensor | None, mask: Tensor
+) -> Tensor:
     """KL of every token to the model of the term `name`, which must have given its log-probs."""
     if anchor_logp is None:
         raise ValueError(f"a {name} term needs the log-probs of its model")
-    return kl_tokens(settings.estimator, logp, anchor_logp, mask)
+    return kl_tokens(chosen_estimator(settings), logp, anchor_logp, mask)
 
 
 def _record(metrics: Metrics, sums: dict[str, Tensor], coefs: dict[str, float], tokens: float) -> None:

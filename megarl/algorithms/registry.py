@@ -144,8 +144,8 @@ class Registry(Generic[S]):
         models = {name: self.spec(name).settings for name in self.names()}
         return {name: model for name, model in models.items() if key in model.model_fields}
 
-    def choose(self, section: ComponentSection) -> Chosen[S]:
-        """The component that `section` names, and its settings.
+    def choose(self, section: ComponentSection, path: str | None = None) -> Chosen[S]:
+        """The component that `section` names, and its settings; `path` is the section's where it is not the registry's.
 
         The settings of a function that declares nothing have the keys that all components share as well.
 
@@ -153,16 +153,15 @@ class Registry(Generic[S]):
             ConfigError: no such component, or keys that it does not have.
             UserError: an import path that does not import.
         """
-        spec = self.spec(section.name)
-        path = self.key.rpartition(".")[0]
-        shared = list(type(section).model_fields)
-        settings, problems = settle(
-            path, section.name, section.own, spec.settings, self.readers, name_key=self.key, shared=shared
-        )
+        name, named_by = section.component, section.named_by
+        spec = self.spec(name)
+        path = path or self.key.rpartition(".")[0]
+        shared, key = list(type(section).model_fields), f"{path}.{named_by}"
+        settings, problems = settle(path, name, section.own, spec.settings, self.readers, name_key=key, shared=shared)
         raise_problems(problems)
-        function = self.get(section.name)
+        function = self.get(name)
         if settings is not None and not hasattr(function, "__component__"):
-            values = {key: getattr(section, key) for key in shared if key != "name"}
+            values = {key: getattr(section, key) for key in shared if key != named_by}
             settings = settings.model_copy(update=values)
         return Chosen(function, spec, settings)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.advantages.base import GroupSettings
+from megarl.algorithms.group_filter import FILTERS
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.needs import estimator_fields
 from megarl.checks.checklist import Checklist, Roles
@@ -90,16 +93,11 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 
 
 def _check_filter(config: RunConfig, checks: Checklist) -> None:
-    chosen = config.algorithm.filter
-    if chosen.low is not None and chosen.high is not None and chosen.low > chosen.high:
-        checks.fail(
-            "filter",
-            "algorithm.filter.low",
-            f"no group has a mean score between {chosen.low} and {chosen.high}",
-            found=chosen.low,
-            allowed=f"number up to {chosen.high}",
-            fix="exchange low and high",
-        )
+    chosen = check_component("filter", config.algorithm.filter, FILTERS, checks)
+    if chosen is not None:
+        offered = ("mask", "offsets", "live", *chosen.spec.reads, *chosen.spec.settings.model_fields)
+        taken = [name for name in offered if name in inspect.signature(chosen.function).parameters]
+        check_signature("filter", chosen.function, FILTERS.key, ("score", "uid"), taken, checks)
 
 
 def _check_loss(config: RunConfig, checks: Checklist) -> None:

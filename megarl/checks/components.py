@@ -37,16 +37,19 @@ def check_function_name(
     return False
 
 
-def check_component(name: str, section: ComponentSection, registry: Registry[S], checks: Checklist) -> Chosen[S] | None:
+def check_component(
+    name: str, section: ComponentSection, registry: Registry[S], checks: Checklist, path: str | None = None
+) -> Chosen[S] | None:
     """The component that a section names: that there is one, that the keys are its own, and what is wrong between them.
 
-    A user's own is imported for this, in this process.
+    A user's own is imported for this, in this process. `path` is the section's where it is not the registry's.
     """
-    path = registry.key.rpartition(".")[0]
-    if not check_function_name(name, section.name, registry.key, registry.names(), registry.kind, checks, files=True):
+    path = path or registry.key.rpartition(".")[0]
+    key = f"{path}.{section.named_by}"
+    if not check_function_name(name, section.component, key, registry.names(), registry.kind, checks, files=True):
         return None
     try:
-        chosen = registry.choose(section)
+        chosen = registry.choose(section, path)
     except ConfigErrors as errors:
         problems: list[UserError] = [*errors.problems]
     except UserError as error:

@@ -111,6 +111,6 @@ def _check_filter(config: RunConfig, graph: TaskGraph, checks: Checklist) -> Non
             "algorithm.filter",
             f"the {pipeline} pipeline has no filter",
             found=chosen.model_dump(),
-            allowed="null bounds and truncated: false, or the grpo or dapo pipeline",
+            allowed="name: bounds with null bounds and truncated: false, or the grpo or dapo pipeline",
             fix="remove algorithm.filter",
         )

@@ -7,8 +7,9 @@ from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import divisors
 from megarl.checks.algorithm import check_algorithm
 from megarl.checks.checklist import Checklist, Roles
-from megarl.checks.components import check_function_name
+from megarl.checks.components import check_component, check_signature
 from megarl.checks.layout import data_parallel_size
+from megarl.config.algorithm import DistillationConfig, KLConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import OptimConfig
@@ -100,10 +101,12 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
 
 def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
     kl, distillation = config.algorithm.kl, config.algorithm.distillation
-    for name, key, estimator, off in (
-        ("KL", "algorithm.kl.estimator", kl.estimator, kl.use == "none"),
-        ("distillation", "algorithm.distillation.estimator", distillation.estimator, distillation.coef == 0),
-    ):
+    sections: tuple[tuple[str, str, KLConfig | DistillationConfig, bool], ...] = (
+        ("KL", "algorithm.kl", kl, kl.use == "none"),
+        ("distillation", "algorithm.distillation", distillation, distillation.coef == 0),
+    )
+    for name, path, section, off in sections:
+        estimator, key = section.estimator, f"{path}.estimator"
         if off and estimator in KL.names():
             checks.ok(name, "off")
         elif estimator == "full":
@@ -117,7 +120,9 @@ def _check_kl_estimators(config: RunConfig, checks: Checklist) -> None:
                 fix=f"set {key}=low_var_kl",
             )
         else:
-            check_function_name(name, estimator, key, KL.names(), KL.kind, checks, files=True)
+            chosen = check_component(name, section, KL, checks, path)
+            if chosen is not None:
+                check_signature(name, chosen.function, key, ("d",), list(chosen.spec.settings.model_fields), checks)
 
 
 def _check_kl_controller(config: RunConfig, checks: Checklist) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
@@ -37,11 +37,16 @@ class PolicyLossConfig(ComponentSection):
         )
 
 
-class KLConfig(Section):
-    """Distance to the reference policy."""
+class KLConfig(ComponentSection):
+    """Distance to the reference policy; an estimator may have keys of its own."""
+
+    named_by: ClassVar[str] = "estimator"
 
     use: Literal["none", "loss", "reward"] = Field("none", description="no KL, a loss term, or a reward term")
-    estimator: str = Field("low_var_kl", description="kl, abs, mse, low_var_kl, their straight-through '+' forms")
+    estimator: str = Field(
+        "low_var_kl",
+        description="kl, abs, mse, low_var_kl, their straight-through '+' forms, file.py:fn or pkg.mod:fn",
+    )
     coef: NonNegativeFloat = Field(0.001, description="weight; the starting value when adaptive")
     adaptive: bool = Field(False, description="adapt coef towards target (reward form only)")
     target: PositiveFloat = Field(0.1, description="target KL of the adaptive controller")
@@ -58,21 +63,22 @@ class DynamicSamplingConfig(Section):
     )
 
 
-class FilterConfig(Section):
-    """Samples that are masked out of baselines and loss; the batch keeps its size."""
+class FilterConfig(ComponentSection):
+    """Samples that are masked out of baselines and loss, each filter with keys of its own; the batch keeps its size."""
 
-    low: float | None = Field(None, description="smallest mean score of a group that is kept; null: no bound")
-    high: float | None = Field(None, description="largest mean score of a group that is kept; null: no bound")
-    truncated: bool = Field(False, description="leave out responses that a limit of tokens or seconds cut")
+    name: str = Field("bounds", description="registered filter, file.py:fn or pkg.mod:fn")
 
     @property
     def active(self) -> bool:
-        """Whether anything is filtered."""
-        return self.low is not None or self.high is not None or self.truncated
+        """Whether anything is filtered: the default filter is off until a key of it is set."""
+        default = self.name == FilterConfig.model_fields["name"].default
+        return not default or any(value is not None and value is not False for value in self.own.values())
 
 
-class DistillationConfig(Section):
+class DistillationConfig(ComponentSection):
     """A loss term that draws the policy to the teacher (`teacher.path`), on the policy's own samples."""
+
+    named_by: ClassVar[str] = "estimator"
 
     coef: NonNegativeFloat = Field(0.0, description="weight of the estimate of KL(policy || teacher); 0: no term")
     estimator: str = Field("low_var_kl+", description="as algorithm.kl.estimator")
@@ -93,7 +99,7 @@ class AlgorithmConfig(Section):
     loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig, description="policy loss")
     kl: KLConfig = Field(default_factory=KLConfig, description="KL to the reference")
     distillation: DistillationConfig = Field(default_factory=DistillationConfig, description="KL to a teacher")
-    filter: FilterConfig = Field(default_factory=FilterConfig, description="accuracy bounds and truncated responses")
+    filter: FilterConfig = Field(default_factory=FilterConfig, description="samples that take no part")
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="DAPO group filter"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -31,7 +31,13 @@ class ComponentSection(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    name: str
+    #: The key that names the component.
+    named_by: ClassVar[str] = "name"
+
+    @property
+    def component(self) -> str:
+        """Name of the component."""
+        return str(getattr(self, self.named_by))
 
     @property
     def own(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megarl.config.base import Section, raise_problems
+from megarl.config.base import ComponentSection, Section, raise_problems
 from megarl.config.components import Components, settle
 from megarl.config.fields import (
     INTEGER,
@@ -40,11 +40,15 @@ _PATHS = (
 )
 _NULLS = ("null", "~")
 #: Sections that name a component.
-_COMPONENTS = [key.path for key in iter_keys() if names_component(key.section)]
+_COMPONENTS = {
+    key.path: key.section.named_by
+    for key in iter_keys()
+    if key.section is not None and issubclass(key.section, ComponentSection)
+}
 #: Where a recipe names a component that is known above the configuration only, where the component's keys are, and
 #: which of these all components share.
 _OTHERS = (("env.name", "env", ("name", "on_error")), ("reward.name", "reward.kwargs", ()))
-_NAMED = [*((f"{path}.name", path) for path in _COMPONENTS), *((name, path) for name, path, _ in _OTHERS)]
+_NAMED = [*((f"{path}.{key}", path) for path, key in _COMPONENTS.items()), *((name, path) for name, path, _ in _OTHERS)]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, components: Components | None = None) -> RunConfig:
@@ -374,16 +378,16 @@ def _settle(
         section: Any = config
         for part in path:
             section = getattr(section, part)
-        model = components.settings_of(dotted, section.name)
+        model = components.settings_of(dotted, section.component)
         if model is None:
             continue  # the checks say what is wrong with the name
         settings, found = settle(
             dotted,
-            section.name,
+            section.component,
             section.own,
             model,
             functools.partial(components.readers, dotted),
-            name_key=f"{dotted}.name",
+            name_key=f"{dotted}.{section.named_by}",
             shared=list(type(section).model_fields),
             where=lambda key, path=path: _origin(document, (*path, key), file),  # type: ignore[misc]
             inherited={key for *above, key in document.inherited if tuple(above) == path},

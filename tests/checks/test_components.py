@@ -97,6 +97,47 @@ def test_another_environment_drops_the_inherited_keys_that_only_the_last_one_has
     assert load(file, f"env={{name: {name}, turns: 2}}").env["turns"] == 2
 
 
+@pytest.mark.parametrize(
+    ("section", "name", "page", "wrong", "allowed", "meant"),
+    [
+        ("kl", "capped", "algorithms.md", "mots: 1", "most, use, estimator, coef", "kl.most"),
+        ("distillation", "capped", "algorithms.md", "mots: 1", "most, coef, estimator", "distillation.most"),
+        ("filter", "long_enough", "algorithms.md", "shortst: 2", "shortest, name", "filter.shortest"),
+    ],
+)
+def test_a_misspelt_setting_of_a_users_component_is_refused(write, section, name, page, wrong, allowed, meant):
+    write(code_with(f"def {name}(", page), "own_parts.py")
+    key = "name" if section == "filter" else "estimator"
+    file = write(RECIPE)
+    with pytest.raises(ConfigError) as caught:
+        load(file, f"algorithm.{section}={{{key}: 'own_parts.py:{name}', {wrong}}}")
+    text = str(caught.value)
+    assert f"allowed: {allowed}" in text
+    assert f"did you mean algorithm.{meant}?" in text
+
+
+def test_a_filter_is_off_until_a_key_of_it_is_set(write, config_of):
+    write(code_with("def long_enough(", "algorithms.md"), "own_parts.py")
+    assert not config_of().algorithm.filter.active
+    assert config_of("algorithm.filter.low=0").algorithm.filter.active
+    assert config_of("algorithm.filter.truncated=true").algorithm.filter.active
+    assert config_of("algorithm.filter.name=own_parts.py:long_enough").algorithm.filter.active
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["algorithm.kl={use: loss, estimator: 'own_parts.py:two'}"], "algorithm.kl.estimator"),
+        (["algorithm.distillation={estimator: 'own_parts.py:two'}"], "algorithm.distillation.estimator"),
+        (["algorithm.filter.name=own_parts.py:two"], "algorithm.filter.name"),
+    ],
+)
+def test_a_function_that_takes_something_else_is_refused_before_a_run(write, failures, overrides, key):
+    write("def two(a, b, c): ...", "own_parts.py")
+    (check,) = failures(*overrides)
+    assert (check.key, "does not take the arguments" in check.message) == (key, True)
+
+
 def test_overrides_are_one_layer_whatever_their_order(config_of):
     mine = "algorithm.loss.tau_pos=2", "algorithm.loss.name=sapo"
     assert config_of(*mine) == config_of(*reversed(mine))

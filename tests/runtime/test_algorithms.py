@@ -70,6 +70,10 @@ RECIPES = {
         "algorithm.advantage={name: 'FOLDER/my_estimators.py:above_the_batch', share: 0.5}",
         "reward={name: 'FOLDER/my_rewards.py:nearness', kwargs: {width: 20}}",
     ],
+    "KL and filter of the documentation": [
+        "algorithm.kl={use: loss, estimator: 'FOLDER/my_kl.py:capped', most: 0.5, coef: 0.1}",
+        "algorithm.filter={name: 'FOLDER/my_filters.py:long_enough', shortest: 2}",
+    ],
     "distillation": DISTILLATION,
     "filters": ["rollout.sampling.max_new_tokens=12", "algorithm.filter.low=0.01", "algorithm.filter.truncated=true"],
     "filters in dapo": ["algorithm.filter.high=0.9", "algorithm.pipeline=dapo", "algorithm.loss.clip_high=0.28"],
@@ -129,7 +133,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = tmp_path_factory.mktemp("algorithms")
     harness.write_recipe(here)
     (here / "parts.py").write_text(REWARD)
-    for name, file in (("leash", "my_losses.py"), ("above_the_batch", "my_estimators.py")):
+    shown = {"leash": "losses", "above_the_batch": "estimators", "capped": "kl", "long_enough": "filters"}
+    for name, file in ((name, f"my_{kind}.py") for name, kind in shown.items()):
         (here / file).write_text(code_with(f"def {name}(", "algorithms.md"))
     (here / "my_rewards.py").write_text(code_with("def nearness(", "tracking.md"))
     return here
@@ -236,6 +241,9 @@ def test_a_few_steps(name: str, folder: Path, teacher: Path, tmp_path: Path) -> 
         assert lines[0]["price/surprise"] == pytest.approx(math.log(20), rel=0.1)  # of a fresh model with 20 tokens
     if name.endswith("remax"):
         assert 0 <= lines[0]["critic/greedy_score/mean"] <= 2
+    if name.startswith("KL and filter"):
+        assert 0 < lines[-1]["filter/kept"] <= 1
+        assert 0 < lines[-1]["actor/kl_loss"] <= 0.5
     if name == "filters":
         assert 0 <= lines[0]["filter/kept"] < 1
 

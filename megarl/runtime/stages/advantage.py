@@ -64,6 +64,7 @@ def _mask(samples: Batch, *, grouped: bool) -> Jagged:
 @stage(reads=["token_rewards", "old_logp", "ref_logp", "response_mask"], writes=["token_rewards"], role=Role.ADVANTAGE)
 def kl_in_reward(c: StepContext, samples: Batch) -> Batch:
     """Subtract coef * KL(policy || reference) from every token's reward, then let the controller move coef."""
+    from megarl.algorithms.kl import chosen_estimator
     from megarl.algorithms.kl import kl_in_reward as penalise
 
     rewards = samples["token_rewards"]
@@ -73,7 +74,7 @@ def kl_in_reward(c: StepContext, samples: Batch) -> Batch:
         samples["ref_logp"].values,
         samples["response_mask"].values,
         coef=c.kl_controller.coef,
-        estimator=c.config.algorithm.kl.estimator,
+        estimator=chosen_estimator(c.config.algorithm.kl),
     )
     samples.set("token_rewards", rewards.like(values))
     total, tokens = sums.tolist()

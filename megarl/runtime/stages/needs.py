@@ -16,12 +16,17 @@ if TYPE_CHECKING:
 def needed_fields(config: RunConfig) -> set[str]:
     """What models have to say about the samples, for any part of the recipe."""
     in_reward = ["old_logp", "ref_logp"] if config.algorithm.kl.use == "reward" else []
-    return {*estimator_fields(config), *update_fields(config), *in_reward}
+    return {*estimator_fields(config), *update_fields(config), *filter_fields(config), *in_reward}
 
 
 def estimator_fields(config: RunConfig) -> list[str]:
     """What the advantage estimator reads in addition to rewards."""
     return needs.estimator_fields(config.algorithm)
+
+
+def filter_fields(config: RunConfig) -> list[str]:
+    """What the sample filter reads in addition to scores."""
+    return needs.filter_fields(config.algorithm)
 
 
 def part_fields(config: RunConfig) -> list[str]:

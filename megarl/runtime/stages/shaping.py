@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role, stage
+from megarl.runtime.stages.needs import filter_fields
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
@@ -35,17 +36,19 @@ def overlong(c: StepContext, samples: Batch) -> Batch:
     return samples
 
 
-@stage(reads=["score", "uid", "finish_reason", "response_mask"], writes=["response_mask"], role=Role.ADVANTAGE)
+@stage(reads=["score", "uid", "response_mask"], needs=filter_fields, writes=["response_mask"], role=Role.ADVANTAGE)
 def filter_samples(c: StepContext, samples: Batch) -> Batch:
     """Mask out the samples that `algorithm.filter` leaves out: they take no part in baselines, loss and its divisor."""
-    from megarl.algorithms.group_filter import accuracy_filter, live_rows, truncated_filter
+    from megarl.algorithms.group_filter import kept_samples, live_rows
     from megarl.algorithms.rows import Rows
+    from megarl.data.batch import Jagged
 
-    settings, mask = c.config.algorithm.filter, samples["response_mask"]
-    live = live_rows(mask.values, mask.offsets) if c.config.has_turns else None
-    keep = accuracy_filter(samples["score"], samples["uid"], low=settings.low, high=settings.high, live=live)
-    if settings.truncated:
-        keep &= truncated_filter(samples["finish_reason"])
+    mask = samples["response_mask"]
+    read = {name: samples[name] for name in filter_fields(c.config)}
+    fields = {name: value.values if isinstance(value, Jagged) else value for name, value in read.items()}
+    fields |= {"mask": mask.values, "offsets": mask.offsets}
+    fields["live"] = live_rows(mask.values, mask.offsets) if c.config.has_turns else None
+    keep = kept_samples(c.config.algorithm.filter, samples["score"], samples["uid"], fields)
     rows = Rows.of(mask.values, mask.offsets)
     samples.set("response_mask", mask.like(mask.values & rows.expand(keep)))
     c.metrics.mean("filter/kept", float(keep.sum()), len(samples))
