@@ -21,6 +21,7 @@ from megarl.rollout.engine import Completion, Request
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet
 from tests.models.tiny import save_tiny
+from tests.rollout.forked import forked_servers
 from tests.rollout.servers import VOCAB, engine, label, need_interpreter, start
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
@@ -32,6 +33,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sglang") / "model"
     save_tiny(folder, "qwen3", vocab_size=VOCAB, max_position_embeddings=2048)
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked() -> Iterator[None]:
+    with forked_servers():
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +59,7 @@ def both(fleet: Fleet) -> Fleet:
 
 @pytest.fixture
 def some(fleet: Fleet) -> Fleet:
-    """At least one server at version 0; restarting the other takes half a minute, and not every test needs it."""
+    """At least one server at version 0; not every test needs the other."""
     if not fleet.current(0):
         fleet.wait_started()
         label(fleet, 0)
@@ -188,7 +195,6 @@ def test_servers_listen_on_loopback_alone_and_want_their_key(both: Fleet) -> Non
                     ServerApi(url, wrong).call(path, {}, deadline_s=60, phase="test")
         assert key is not None
         assert key not in process.spec.log.read_text()
-        assert all(key not in " ".join(p.cmdline()) for p in everyone)
 
 
 def test_samples_of_a_killed_server_finish_on_the_other(both: Fleet) -> None:
@@ -255,19 +261,22 @@ import sys, time
 from pathlib import Path
 from tests.rollout.servers import start
 fleet = start(Path(sys.argv[1]), Path(sys.argv[2]))
-print(fleet._owned[0].pid, flush=True)
+print(fleet._owned[0].pid, fleet.servers[0].api.api_key, flush=True)
 time.sleep(600)
 """
 
 
 def test_not_even_a_hanging_server_outlives_a_killed_trainer(tmp_path: Path, model: Path) -> None:
+    """Its servers are not forked, so their command lines are those of every run."""
     need_interpreter()
     command = [sys.executable, "-c", TRAINER, str(tmp_path), str(model)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as trainer:
         assert trainer.stdout is not None
-        main = psutil.Process(int(trainer.stdout.readline()))
+        pid, key = trainer.stdout.readline().split()
+        main = psutil.Process(int(pid))
         everyone = [main, *main.children(recursive=True)]
         assert len(everyone) > 2
+        assert all(key not in " ".join(p.cmdline()) for p in everyone)
         main.suspend()
         trainer.kill()
         deadline = time.monotonic() + 30
