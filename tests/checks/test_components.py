@@ -117,11 +117,11 @@ def test_a_misspelt_setting_of_a_users_component_is_refused(write, section, name
 
 
 def test_a_filter_is_off_until_a_key_of_it_is_set(write, config_of):
-    write(code_with("def long_enough(", "algorithms.md"), "own_parts.py")
+    write("def keeps_all(score, uid):\n    return score == score\n", "own_parts.py")
     assert not config_of().algorithm.filter.active
     assert config_of("algorithm.filter.low=0").algorithm.filter.active
     assert config_of("algorithm.filter.truncated=true").algorithm.filter.active
-    assert config_of("algorithm.filter.name=own_parts.py:long_enough").algorithm.filter.active
+    assert config_of("algorithm.filter.name=own_parts.py:keeps_all").algorithm.filter.active
 
 
 @pytest.mark.parametrize(
