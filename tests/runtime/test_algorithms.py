@@ -89,6 +89,7 @@ RECIPES = {
             "algorithm.kl={use: reward, coef: 0.05}",
         ),
         *("algorithm.overlong.buffer_tokens=2", "rollout_correction.preset=decoupled_token_is"),
+        "critic.mini_batch_size=2",
     ],
     "dapo, distillation": [*DAPO, "algorithm.advantage.name=gdpo", *NEEDS["gdpo"], *DISTILLATION],
 }
