@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +88,14 @@ class Ended:
 def run(arguments: Sequence[object], folder: Path, **environment: str) -> Ended:
     """A command to its end, which comes within five minutes."""
     command = Command(arguments, folder, **environment)
-    output = command.communicate()[0]
+    try:
+        output = command.communicate()[0]
+    except subprocess.TimeoutExpired:
+        command.send_signal(signal.SIGTERM)  # the launcher ends its ranks
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(30.0)
+        command.kill()
+        raise
     assert command.returncode is not None
     return Ended(command.returncode, output)
 
@@ -127,9 +135,13 @@ def _forked_worker(command: list[str], *, env: dict[str, str], pass_fds: Sequenc
 
             torch.set_num_threads(int(env["OMP_NUM_THREADS"]))
             code = worker.main(command[command.index("--entry") :])
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        except BaseException:
+            traceback.print_exc()
+        finally:
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:
             os._exit(code)
 
     assert command[1:3] == ["-m", "megarl.runtime.worker"], command

@@ -72,7 +72,7 @@ class Host:
         self._threads = ThreadPoolExecutor(_THREADS, "environment")
         self._free = asyncio.Semaphore(_THREADS)  # a call waits here, not in the pool, so its time begins with it
         self._loop = asyncio.new_event_loop()
-        self._looped_at = time.monotonic()
+        self._asked_at: float | None = None  # when the loop was asked for a sign of life, until it gives one
         self._looping = threading.Thread(target=self._loop.run_forever, name="environments", daemon=True)
         self._looping.start()
 
@@ -90,8 +90,6 @@ class Host:
 
     def begin(self, actions: Mapping[int, Action]) -> None:
         """Start to answer a turn of each of these episodes; `answers` gives what comes."""
-        if not self._answers:
-            self._looped_at = time.monotonic()
         for number, action in actions.items():
             self._answers[number] = asyncio.run_coroutine_threadsafe(self._step(number, action), self._loop)
 
@@ -133,7 +131,6 @@ class Host:
         async def gather() -> list[Reply]:
             return list(await asyncio.gather(*calls.values()))
 
-        self._looped_at = time.monotonic()
         work: Future[list[Reply]] = asyncio.run_coroutine_threadsafe(gather(), self._loop)
         while True:
             try:
@@ -156,16 +153,18 @@ class Host:
                 "  found:   a coroutine or method that raised KeyboardInterrupt or stopped the event loop\n"
                 "  fix:     raise an Exception instead"
             )
-        if self._answer_s is not None and time.monotonic() - self._looped_at > self._answer_s:
+        if self._asked_at is None:
+            self._asked_at = time.monotonic()
+            self._loop.call_soon_threadsafe(self._note_turn)
+        elif self._answer_s is not None and time.monotonic() - self._asked_at > self._answer_s:
             raise HostError(
                 f"env.name: a coroutine of the environment {self._kind.__qualname__} blocks all others\n"
                 f"  found:   no await for more than {self._answer_s:g} s\n"
                 "  fix:     await what it waits for, or make it a plain method, which runs in a thread"
             )
-        self._loop.call_soon_threadsafe(self._note_turn)
 
     def _note_turn(self) -> None:
-        self._looped_at = time.monotonic()
+        self._asked_at = None
 
     async def _reset(self, number: int, row: dict[str, Any], seed: int) -> Reply:
         async def call() -> Reply:

@@ -56,7 +56,7 @@ def main() -> None:
 
     def work() -> bool:
         kind, settings = load_environment(env)
-        kind.tools(settings)
+        kind.check(settings)
         return kind.scores
 
     answer(work)

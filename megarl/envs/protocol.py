@@ -81,6 +81,11 @@ class Environment:
         return []
 
     @classmethod
+    def check(cls, settings: Any) -> None:
+        """Raise a ConfigError for settings that cannot work. Called before a run; seconds count."""
+        cls.tools(settings)
+
+    @classmethod
     def open(cls, settings: Any) -> Any:
         """What all episodes share (worker processes, connections). Called once, in the process that plays them."""
         return None

@@ -122,3 +122,21 @@ def test_a_loop_that_is_gone_or_blocked_ends_the_run(host, seconds, message):
 def test_info_may_not_hide_the_metrics_of_every_run(name):
     with pytest.raises(Exception, match=f"returned the info '{name}'; allowed: names other than cached, cut, errors"):
         _reply_of(Step(done=True, info={name: 1.0}))
+
+
+class Slow(Environment):
+    async def step(self, action):
+        await asyncio.sleep(0.6)
+        return Step(done=True)
+
+
+def test_a_pause_between_two_looks_is_no_block():
+    """What the trainer does in between may take longer than an answer may."""
+    host = Host(Slow, None, 0.3 * 10)
+    host.reset({0: ({}, 0)})
+    host._answer_s = 0.3
+    host.begin({0: Action("", "", [], "stop", 0)})
+    host.any_answer()
+    time.sleep(0.5)
+    host.any_answer()  # the loop gave a sign of life long ago
+    host.close()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.envs import Action
 from megarl.envs.registry import load_environment
 from megarl.envs.tools.environment import Tools
 from megarl.envs.tools.mcp_servers import McpServer, McpServers
@@ -169,3 +170,31 @@ def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"megarl\[mcp\]"):
         McpServers({"one": program()}, LIMIT_S)
+
+
+def test_a_server_that_does_not_come_back_is_no_answer_of_its_tool(tmp_path):
+    """It raises, so `env.on_error` decides; calls that wait do not each try for `start_s`."""
+    once = "import os, runpy, sys; os.path.exists('gone') and sys.exit(1); open('gone', 'w')"
+    once += f"; runpy.run_path({SERVER!r}, run_name='__main__')"
+    servers = McpServers({"one": program(args=["-c", once], cwd=str(tmp_path))}, LIMIT_S)
+    text, failed = servers.call("misbehave", {"how": "die"})
+    assert (failed, text[:7]) == (True, "error: ")
+    for _ in range(20):
+        with pytest.raises(ConfigError, match="'one' does not answer"):
+            servers.call("multiply", {"a": 2, "b": 3})
+    servers.close()
+
+
+def test_a_dry_run_starts_no_server():
+    own = {"name": "tools", "mcp": {"one": {"command": "not-there-at-all"}}}
+    kind, settings = load_environment(own)
+    with pytest.raises(ConfigError, match=r"no command for the MCP server 'one'[\s\S]*not-there-at-all"):
+        kind.check(settings)
+    kind, settings = load_environment({**own, "mcp": {"one": {"command": sys.executable, "args": ["-c", "1 / 0"]}}})
+    kind.check(settings)
+
+
+def test_a_turn_that_was_cut_calls_nothing():
+    kind, settings = load_environment({"name": "tools", "tools": []})
+    said = '<tool_call>{"name": "x"}</tool_call>'
+    assert kind(settings, None).step(Action(said, said, [], "length", 0)).done

@@ -66,6 +66,7 @@ def test_tools_that_are_not_there_are_named(names, message):
 
 
 ADD = Call("add", {"a": 1, "b": "x"})
+SAY = Call("say", {"q": "a </think> b <think>"})
 BODY = '"arguments": {"a": 1, "b": "x"}'
 
 
@@ -87,6 +88,7 @@ BODY = '"arguments": {"a": 1, "b": "x"}'
             [ADD],
         ),
         ("qwen", '<think><tool_call>{"name": "x"}</tool_call>', []),
+        ("qwen", '<tool_call>{"name": "say", "arguments": {"q": "a </think> b <think>"}}</tool_call>', [SAY]),
         ("qwen", "The answer is {42}.", []),
         ("llama3", f'{{"name": "add", {BODY.replace("arguments", "parameters")}}}<|eot_id|>', [ADD]),
         (

@@ -9,13 +9,14 @@ assistant: 3995                      --> scored by the recipe's reward function
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.envs.protocol import Action, Environment, EnvSettings, Step
 from megarl.envs.tools.functions import Functions, load_tools
-from megarl.envs.tools.mcp_servers import McpServer, McpServers
+from megarl.envs.tools.mcp_servers import McpServer, McpServers, check_servers
 from megarl.envs.tools.parsers import PARSERS, Call
 from megarl.errors import ConfigError
 
@@ -43,10 +44,16 @@ class Tools(Environment):
     scores: ClassVar[bool] = False
 
     @classmethod
-    def tools(cls, settings: ToolSettings) -> list[dict[str, Any]]:
-        """Schemas of all tools."""
+    def check(cls, settings: ToolSettings) -> None:
+        """Functions are loaded; servers are not started, which may take long and belongs to the machines of the run."""
         if not (settings.tools or settings.mcp):
             raise ConfigError("no tools", where="env.tools", found=[], fix="name a function, or a server in env.mcp")
+        load_tools(settings.tools)
+        check_servers(settings.mcp)
+
+    @classmethod
+    def tools(cls, settings: ToolSettings) -> list[dict[str, Any]]:
+        """Schemas of all tools."""
         schemas = [tool.schema for tool in load_tools(settings.tools)]
         if settings.mcp:
             servers = McpServers(settings.mcp, settings.timeout_s)
@@ -82,7 +89,9 @@ class Tools(Environment):
         shared.close()
 
     def step(self, action: Action) -> Step:
-        """Run the calls of a turn, in their order."""
+        """Run the calls of a turn, in their order; a turn that was cut is the last one, so nothing waits for them."""
+        if action.finish_reason != "stop":
+            return Step(done=True)
         calls = PARSERS[self.settings.parser](action.raw)
         if not calls:
             return Step(done=True)
@@ -138,9 +147,10 @@ class Callers:
         return self._by_name[name].call(name, arguments)
 
     def close(self) -> None:
-        """End everything."""
-        for caller in self._all:
-            caller.close()
+        """End everything, whatever one of them raises."""
+        with ExitStack() as stack:
+            for caller in self._all:
+                stack.callback(caller.close)
 
 
 def _check_names(functions: Sequence[str], served: Sequence[str]) -> None:

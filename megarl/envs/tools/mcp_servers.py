@@ -10,10 +10,12 @@ import asyncio
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import threading
+import time
 from collections.abc import Coroutine, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -96,7 +98,7 @@ class McpServers:
         self.schemas: list[dict[str, Any]] = []
         try:
             for connection in self._connections:
-                self._wait(connection.open(), connection.server.start_s + _GRACE_S)
+                self._wait(connection.open(), connection.server.start_s + _END_S + _GRACE_S)
                 self._take(connection)
         except BaseException:
             self.close()
@@ -111,6 +113,9 @@ class McpServers:
         """What a tool returned, or its error as the model is told it, and whether it failed.
 
         A server whose connection has ended is started or reached again first.
+
+        Raises:
+            ConfigError: it is not there any more: no answer of the tool's, so `env.on_error` decides.
         """
         connection = self._holder[name]
         # The package's deadline is for the call itself; a server that starts again has its own before that.
@@ -119,15 +124,19 @@ class McpServers:
             return self._wait(connection.call(name, arguments, self._timeout_s), limit)
         except TimeoutError:
             return f"error: no result within {self._timeout_s:g} s", True
-        except ConfigError as error:  # it does not start again
-            return f"error: the tool is not available: {error.what}", True
 
     def close(self) -> None:
         """End the connections, and with them the programs that were started."""
-        for connection in self._connections:
-            self._wait(connection.close(), _END_S + _GRACE_S)
+        with ExitStack() as stack:  # all of them, whatever one of them raises
+            stack.callback(self._end_loop)
+            for connection in self._connections:
+                stack.callback(self._wait, connection.close(), _END_S + _GRACE_S)
+
+    def _end_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_GRACE_S)
+        if not self._thread.is_alive():
+            self._loop.close()
 
     def _take(self, connection: _Connection) -> None:
         wanted = connection.server.tools
@@ -169,6 +178,7 @@ class _Connection:
         self._over = asyncio.Event()
         self._ready: asyncio.Future[Client]  # of the attempt that `_task` is
         self._task: asyncio.Task[None] | None = None
+        self._failed: tuple[float, ConfigError] | None = None  # when it could not be opened last, and why
 
     async def open(self) -> None:
         """Connect, and ask for the tools.
@@ -177,7 +187,7 @@ class _Connection:
             ConfigError: names the server, and says what went wrong.
         """
         await self.close()
-        self._over = asyncio.Event()
+        self._failed, self._over = None, asyncio.Event()
         self._ready = ready = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._keep(ready, self._over))
         try:
@@ -186,12 +196,14 @@ class _Connection:
                 self.schemas = await _tools_of(client)
         except Exception as error:  # whatever a server, the network or the package raises
             await self.close()
-            raise ConfigError(
+            refusal = ConfigError(
                 f"the MCP server {self.name!r} does not answer",
                 where=f"{_KEY}.{self.name}",
                 found=self.server.url or " ".join([self.server.command or "", *self.server.args]),
                 fix=f"try it on its own; here it gave {_reason(error, self.server.start_s)}",
-            ) from error
+            )
+            self._failed = time.monotonic(), refusal
+            raise refusal from error
         self._client = client
 
     async def call(self, name: str, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
@@ -203,6 +215,8 @@ class _Connection:
         """
         async with self._opening:
             if self._client is None:
+                if self._failed is not None and time.monotonic() - self._failed[0] < self.server.start_s:
+                    raise self._failed[1]  # not one attempt of `start_s` for each of the calls that wait
                 await self.open()
             client = self._client
         assert client is not None, "open() connects or raises"
@@ -299,6 +313,21 @@ def _variable(name: str) -> str:
     if value is None:
         raise LookupError(f"the environment variable {name} is not set")
     return value
+
+
+def check_servers(servers: Mapping[str, McpServer]) -> None:
+    """What can be said of servers before any is started or reached.
+
+    Raises:
+        ConfigError: the package is missing, or a command is not found.
+    """
+    if servers:
+        _check_package()
+    for name, server in servers.items():
+        if server.command is not None and shutil.which(server.command, path=os.environ.get("PATH")) is None:
+            raise ConfigError(
+                f"there is no command for the MCP server {name!r}", where=f"{_KEY}.{name}.command", found=server.command
+            )
 
 
 def _check_package() -> None:

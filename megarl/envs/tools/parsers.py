@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _TAG = "<|python_tag|>"
-_CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_PART = re.compile(r"</?think>|<tool_call>")
 #: What text of a policy can make Python's parsers raise: wrong, nested too deep, too large, unhashable keys.
 _UNREADABLE = (ValueError, SyntaxError, RecursionError, MemoryError, TypeError)
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _SPECIAL = re.compile(r"<\|(?!python_tag)[^|<>]*\|>")
 
 
@@ -37,10 +36,24 @@ def parse_qwen(text: str) -> list[Call]:
     >>> parse_qwen('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>')
     [Call(name='add', arguments={'a': 1}, error='')]
     """
-    return [
-        _from_json(body, "arguments") if end else Call(error="a <tool_call> has no </tool_call>")
-        for body, end in _CALL.findall(_without_thoughts(text))
-    ]
+    calls: list[Call] = []
+    place = 0
+    while part := _PART.search(text, place):
+        place = part.end()
+        if part[0] == "<think>":
+            end = text.find("</think>", place)
+            place = len(text) if end < 0 else end + len("</think>")
+        elif part[0] == "</think>":  # of a thought that the prompt began
+            calls.clear()
+        else:
+            end, other = text.find("</tool_call>", place), text.find("<tool_call>", place)
+            if end < 0 or 0 <= other < end:
+                calls.append(Call(error="a <tool_call> has no </tool_call>"))
+                place = other if other >= 0 else len(text)
+            else:
+                calls.append(_from_json(text[place:end], "arguments"))
+                place = end + len("</tool_call>")
+    return calls
 
 
 def parse_llama3(text: str) -> list[Call]:
@@ -69,13 +82,6 @@ def parse_llama3(text: str) -> list[Call]:
 
 #: The parsers by name.
 PARSERS: dict[str, Callable[[str], list[Call]]] = {"qwen": parse_qwen, "qwen25": parse_qwen, "llama3": parse_llama3}
-
-
-def _without_thoughts(text: str) -> str:
-    """A template may open the thought in the prompt, so a `</think>` without a beginning ends one, too."""
-    if "</think>" in text and "<think>" not in text.split("</think>", 1)[0]:
-        text = text.split("</think>", 1)[1]
-    return _THOUGHT.sub("", text)
 
 
 def _from_json(body: str, key: str) -> Call:

@@ -64,7 +64,7 @@ class WeightInbox:
         self._changed = threading.Condition()
         self._writing = threading.Lock()
         self._running, self._paused, self._open = 0, True, False
-        self._update = 0  # counts updates: what an earlier one still wants to write is refused
+        self._update = 0  # counts updates: what waits to be written when another one begins is refused
         self._whole = False  # the parameters are those of `version`, all of them
         self.version = ""
         self._listener = socket.create_server((host, 0))
@@ -107,7 +107,7 @@ class WeightInbox:
                     self._changed.notify_all()
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Take no new trainers."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -140,6 +140,7 @@ class WeightInbox:
         """Let no generation begin, and wait until none runs."""
         with self._changed:
             before, self._paused = self._paused, True
+            self._update += 1
             if not self._changed.wait_for(lambda: self._running == 0, deadline_s):
                 self._paused = before
                 self._changed.notify_all()
@@ -203,10 +204,10 @@ class WeightInbox:
                 self._writer.write_elements(name, tuple(shape), positions.to(self._device), elements.to(self._device))
                 steps, values = steps[count:], values[count * kind.itemsize :]
 
-    def read_folder(self, folder: str) -> None:
-        """A folder of safetensors."""
-        self._need(self._paused, "it was not paused")
+    def read_folder(self, folder: str, update: int) -> None:
+        """A folder of safetensors, unless another update began while this one waited."""
         with self._on_device():
+            self._need(self._paused and update == self._update, "not paused for this update")
             self._whole = False
             self._missing = set(self._writer.held)  # of two versions until it is read to its end
             self._writer.read_folder(Path(folder))
@@ -272,7 +273,7 @@ class _Conversation:
             "changes": lambda handle, header: inbox.take_changes(open_handle(handle), header, update),
             "join": self._join,
             "broadcast": self._broadcast,
-            "folder": inbox.read_folder,
+            "folder": lambda folder: inbox.read_folder(folder, update),
             "checksums": inbox.checksums,
         }
         try:

@@ -160,8 +160,10 @@ class Dispatch:
         server, timeout = self._servers[number], aiohttp.ClientTimeout(total=self._config.health_timeout_s)
         settings: Any = {"headers": server.headers, "timeout": timeout, "allow_redirects": False}
         with suppress(TimeoutError, aiohttp.ClientError, OSError):
-            async with self._session.post(f"{server.url}/abort_request", json={"rid": request}, **settings):
-                pass
+            async with self._session.post(f"{server.url}/abort_request", json={"rid": request}, **settings) as response:
+                if 400 <= response.status < 500:  # it will not do it the next time either: another key, another API
+                    text = f"HTTP {response.status}: {(await response.text())[:500]}"
+                    raise ServerError(server.name, server.url, "abort (/abort_request)", text, status=response.status)
 
     async def _prefill(self, sample: ServedSample) -> None:
         payload = {"input_ids": sample.prompt_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 0}}
