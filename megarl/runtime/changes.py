@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
-from megarl.config.fields import iter_keys, names_component
+from megarl.config.fields import find_key, iter_keys, names_component
 from megarl.errors import ConfigError
 
 Command = Literal["train", "sft"]
@@ -110,16 +110,24 @@ BEFORE_FIRST_STEP = ("validation.before_train", "critic.path")
 def effect_of(key: str, before: Plain, now: Plain, command: Command) -> Effect:
     """What a changed `key` does to a run that resumes; the longest entry of EFFECTS counts.
 
+    An own key of a component needs no entry: components are made from the recipe again.
+
     Raises:
         KeyError: the key has no line in the table, which is a defect.
     """
     entry = key
     while entry not in EFFECTS and "." in entry:
         entry = entry.rpartition(".")[0]
-    if command == "sft" and entry == "sft":
+    if (entry not in EFFECTS and _is_own(key)) or (command == "sft" and entry == "sft"):
         return None
     effect = EFFECTS[entry]
     return effect(before, now) if callable(effect) else effect
+
+
+def _is_own(key: str) -> bool:
+    """Whether a component has this key for itself, in the section that names it."""
+    above = find_key(tuple(key.split(".")))
+    return above is not None and above.path != key and names_component(above.section)
 
 
 def changed_keys(before: Plain, now: Plain) -> Iterator[tuple[str, Any, Any]]:

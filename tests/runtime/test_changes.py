@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.algorithms.kl import KLController
-from megarl.config.fields import iter_keys
+from megarl.config.fields import iter_keys, names_component
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 from megarl.residency import Residency
@@ -83,6 +83,31 @@ def test_what_does_not_take_effect_says_so(before, now, lines):
     for line, start in zip(found, lines, strict=True):
         assert start in line
         assert line.endswith(")") == ("(" in start)
+
+
+@pytest.mark.parametrize("section", [key.path for key in iter_keys() if names_component(key.section)])
+def test_a_changed_own_key_of_a_component_is_used(section):
+    def recipe(most: float) -> dict[str, Any]:
+        plain = config()
+        nested = plain["algorithm"][section.partition(".")[2]]
+        nested |= {"most": most, "table": {"low": most}}
+        return plain
+
+    assert announcements(recipe(0.5), recipe(0.9), "train") == [
+        f"{section}.most: 0.5 -> 0.9",
+        f"{section}.table.low: 0.5 -> 0.9",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "lines"),
+    [
+        ({"reward": {"kwargs": {"most": 1}}}, {"reward": {"kwargs": {"most": 2}}}, ["reward.kwargs.most: 1 -> 2"]),
+        ({"env": {"name": "a.py:A", "turns": 1}}, {"env": {"name": "a.py:A", "turns": 2}}, ["env.turns: 1 -> 2"]),
+    ],
+)
+def test_a_changed_argument_of_a_reward_or_environment_is_used(before, now, lines):
+    assert announcements(config(**before), config(**now), "train") == lines
 
 
 def test_the_settings_of_sft_take_effect_in_sft():
