@@ -10,10 +10,10 @@ from megarl.algorithms.group_filter import FILTERS
 from megarl.algorithms.kl import KL
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.registry import Registry, Settings
-from megarl.envs.registry import environment_class
+from megarl.envs import preflight as of_envs
 from megarl.errors import UserError
 from megarl.rewards import REWARDS
-from megarl.rewards.registry import own_keys
+from megarl.rewards import preflight as of_rewards
 
 REGISTRIES: Mapping[str, Registry[Any]] = {
     "algorithm.advantage": ADVANTAGES,
@@ -39,7 +39,7 @@ class _Registered:
 
     def own_keys(self, path: str, name: str) -> Collection[str] | None:
         try:
-            return environment_class(name).Settings.model_fields if path == "env" else own_keys(name)
+            return (of_envs if path == "env" else of_rewards).find_own_keys(name)
         except UserError:
             return None
 

@@ -27,7 +27,10 @@ class Components(Protocol):
         """Model of the keys that a component has for itself; None when it cannot be found."""
 
     def own_keys(self, path: str, name: str) -> Collection[str] | None:
-        """Keys of the reward (path `reward`) or environment (`env`) of this name; None when it cannot be found."""
+        """Keys of the reward (path `reward`) or environment (`env`) of this name; a user's file is not imported here.
+
+        None: it takes any, or nothing is known of it.
+        """
 
     def readers(self, path: str, key: str) -> Mapping[str, type[Section]]:
         """The named components that have this key, with their settings."""

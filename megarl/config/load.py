@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib.util
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -224,16 +225,22 @@ def _note_inherited(below: Document, above: Document) -> None:
 
 
 def _drop_inherited(document: Document, components: Components) -> None:
-    """Remove the keys of a reward or environment below the one that is named, as far as this one has none such."""
+    """Remove the keys of a reward or environment below the one that is named, as far as this one has none such.
+
+    All stay where nothing is known of it: what does not fit is refused later, by name.
+    """
     for name_key, path, shared in _OTHERS:
         mapping, name = _at(document.data, path), _value_at(document.data, name_key)
-        left = [key for *above, key in document.inherited if ".".join(above) == path and key not in shared]
-        left = [key for key in left if key in mapping]
+        inherited = {key for *above, key in document.inherited if ".".join(above) == path and key not in shared}
+        left = [key for key in mapping if key in inherited]
         if left and isinstance(name, str):
             known = components.own_keys(name_key.rpartition(".")[0], name)
-            for key in left:
-                if known is None or key not in known:
-                    del mapping[key]
+            dropped = [key for key in left if known is not None and key not in known]
+            for key in dropped:
+                del mapping[key]
+            if dropped:
+                keys = ", ".join(f"{path}.{key}" for key in dropped)
+                print(f"megarl: inherited keys that {name} does not have are dropped: {keys}", file=sys.stderr)
 
 
 def _at(data: dict[str, Any], path: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Loads a recipe's environment before a run, in a process of its own: a misspelt key is found in a moment.
 
 python -m megarl.envs.preflight      # section `env` as JSON on stdin; the error, if any, as JSON on stdout
+python -m megarl.envs.preflight keys      # the same, and the answer is the environment's own keys
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megarl.errors import ConfigError
-from megarl.rewards.preflight import answer, ask
+from megarl.rewards.preflight import KEYS_LIMIT_S, answer, ask
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -48,13 +49,28 @@ def check_environment(config: RunConfig, limit_s: float = _LIMIT_S) -> ConfigErr
     return None
 
 
+def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
+    """Keys of section `env` that an environment has for itself; None: its import takes too long.
+
+    Raises:
+        ConfigError: it cannot be found.
+    """
+    from megarl.envs.registry import ENVIRONMENTS, environment_class
+
+    if name in ENVIRONMENTS or ":" not in name:
+        return list(environment_class(name).Settings.model_fields)
+    return cast("list[str] | None", ask(__name__, {"name": name}, limit_s, "keys"))
+
+
 def main() -> None:
-    """Load the environment and what its settings name."""
-    from megarl.envs.registry import load_environment
+    """Load the environment and what its settings name, or find its keys."""
+    from megarl.envs.registry import environment_class, load_environment
 
     env = json.load(sys.stdin)
 
-    def work() -> bool:
+    def work() -> object:
+        if sys.argv[1:] == ["keys"]:
+            return list(environment_class(env["name"]).Settings.model_fields)
         kind, settings = load_environment(env)
         kind.check(settings)
         return kind.scores

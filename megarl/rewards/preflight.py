@@ -1,6 +1,7 @@
 """Imports a user's reward before a run, in a process of its own: a file that does not import is found in a moment.
 
     python -m megarl.rewards.preflight      # a reward section as JSON on stdin; the error, if any, as JSON on stdout
+    python -m megarl.rewards.preflight keys      # the same, and the answer is the reward's own keys
 
 What the import does (prints, threads, packages that it loads) stays in that process, and the processes that it starts
 end with it. One that takes longer than two seconds is left to the workers.
@@ -15,15 +16,17 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megarl.errors import ConfigError, UserError
-from megarl.rewards.registry import load_scorer
+from megarl.rewards.registry import REWARDS, load_scorer, own_keys
 
 if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
 
 _LIMIT_S = 2.0
+#: Where the keys are asked for: files that import torch answer, too.
+KEYS_LIMIT_S = 10.0
 _PARTS = ("what", "where", "found", "allowed", "fix")
 
 
@@ -38,7 +41,18 @@ def check_import(reward: RewardConfig, limit_s: float = _LIMIT_S) -> None:
     ask(__name__, {"name": reward.name, "mode": reward.mode, "kwargs": reward.kwargs}, limit_s)
 
 
-def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S) -> object:
+def find_own_keys(name: str, limit_s: float = KEYS_LIMIT_S) -> list[str] | None:
+    """Keys of `reward.kwargs` that a reward has for itself; None: it takes any, or its import takes too long.
+
+    Raises:
+        UserError: it cannot be found.
+    """
+    if name in REWARDS.names() or ":" not in name:
+        return own_keys(name)
+    return cast("list[str] | None", ask(__name__, {"name": name}, limit_s, "keys"))
+
+
+def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arguments: str) -> object:
     """Run `python -m module` with `request` on stdin, and raise the error that its last line of stdout holds, if any.
 
     Returns:
@@ -48,7 +62,7 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S) -> o
         ConfigError: what the process found.
     """
     environment = os.environ | {"PYTHONSAFEPATH": "1"}  # as in workers
-    command = [sys.executable, "-m", module]
+    command = [sys.executable, "-m", module, *arguments]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
         command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True, env=environment, start_new_session=True
@@ -86,11 +100,14 @@ def answer(work: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    """Load the scorer."""
+    """Load the scorer, or find its keys."""
     section = json.load(sys.stdin)
 
-    def work() -> None:
+    def work() -> object:
+        if sys.argv[1:] == ["keys"]:
+            return own_keys(section["name"])
         load_scorer(section["name"], section["mode"], section["kwargs"])
+        return None
 
     answer(work)
 

@@ -13,7 +13,7 @@ decorator takes what its parameters name, which nothing checks but Python.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -135,15 +135,18 @@ def declared(function: Callable[..., Any]) -> RewardSpec | None:
     return spec
 
 
-def own_keys(name: str) -> Collection[str]:
-    """Keys of `reward.kwargs` that a reward has for itself; a user's own is imported.
+def own_keys(name: str) -> list[str] | None:
+    """Keys of `reward.kwargs` that a reward has for itself, None when it takes any; a user's own is imported.
 
     Raises:
         UserError: it cannot be found.
     """
     function = REWARDS.get(name)
     spec = declared(function)
-    return spec.settings.model_fields if spec is not None else [p.name for p in _named(_signature(function))]
+    if spec is not None:
+        return list(spec.settings.model_fields)
+    signature = _signature(function)
+    return None if _takes_any(signature) else [p.name for p in _named(signature)]
 
 
 def kwargs_error(
@@ -161,8 +164,7 @@ def kwargs_error(
     named = _named(signature)
     missing = [p.name for p in named if p.default is p.empty and p.name not in kwargs]
     known = {p.name for p in named}
-    any_name = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    unknown = [] if any_name else [key for key in kwargs if key not in known]
+    unknown = [] if _takes_any(signature) else [key for key in kwargs if key not in known]
     fixes = []
     if missing:
         fixes.append(f"set {' and '.join(f'{KWARGS}.{key}' for key in missing)}")
@@ -184,6 +186,10 @@ def _named(signature: inspect.Signature) -> list[inspect.Parameter]:
     """Parameters that `reward.kwargs` can give."""
     after_the_samples = list(signature.parameters.values())[1:]
     return [p for p in after_the_samples if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def _takes_any(signature: inspect.Signature) -> bool:
+    return any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature:

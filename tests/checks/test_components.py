@@ -9,8 +9,10 @@ from megarl.algorithms.registry import Registry, Spec
 from megarl.components import COMPONENTS
 from megarl.config.algorithm import PolicyLossConfig
 from megarl.config.load import dump_config, load_config
+from megarl.envs import preflight as of_envs
 from megarl.errors import ConfigError, UserError
 from megarl.recipes.build import build_task_graph
+from megarl.rewards import preflight as of_rewards
 from tests.config.conftest import RECIPE
 from tests.house.test_docs import code_with
 
@@ -61,23 +63,31 @@ def test_another_loss_keeps_the_inherited_keys_that_it_has_and_drops_the_others(
         ("math", {}),
         ("rewards.py:plain", {"extract": "last"}),
         ("rewards.py:nearness", {"evaluated": True}),
-        ("rewards.py:missing", {}),
+        ("rewards.py:anything", {"extract": "last", "evaluated": True}),
+        ("rewards.py:wrapped", {"extract": "last", "evaluated": True}),
+        ("rewards.py:missing", {"extract": "last", "evaluated": True}),  # refused by its name
     ],
 )
-def test_another_reward_drops_the_inherited_arguments_that_only_the_last_one_has(write, name, kept):
+def test_another_reward_drops_the_inherited_arguments_that_only_the_last_one_has(write, capfd, name, kept):
     write(
+        "print('imported')\n"
         "from megarl.algorithms.registry import Settings\n"
         "from megarl.rewards import REWARDS\n"
         "def plain(samples, extract): ...\n"
         "class Own(Settings):\n"
         "    evaluated: bool = False\n"
         "@REWARDS.register(settings=Own)\n"
-        "def nearness(samples, *, evaluated): ...\n",
+        "def nearness(samples, *, evaluated): ...\n"
+        "def anything(samples, **options): ...\n"
+        "wrapped = (lambda function: lambda *args, **kwargs: function(*args, **kwargs))(plain)\n",
         "rewards.py",
     )
     file = write(RECIPE + "reward: {name: numeric, workers: 2, kwargs: {extract: last, evaluated: true}}")
     reward = load(file, f"reward.name={name}").reward
     assert (reward.name, reward.workers, reward.kwargs) == (name, 2, kept)
+    dropped = ", ".join(f"reward.kwargs.{key}" for key in ("extract", "evaluated") if key not in kept)
+    said = f"megarl: inherited keys that {name} does not have are dropped: {dropped}\n" if dropped else ""
+    assert capfd.readouterr() == ("", said)
     given = load(file, f"reward.name={name}", "reward.kwargs.extract=first").reward.kwargs
     assert given == {**kept, "extract": "first"}  # what the layer itself gives stays, right or wrong
 
@@ -93,8 +103,18 @@ def test_another_reward_drops_the_inherited_arguments_that_only_the_last_one_has
 def test_another_environment_drops_the_inherited_keys_that_only_the_last_one_has(write, name, kept):
     file = write(RECIPE + "env: {name: tools, on_error: mark, tools: ['a.py:f']}")
     assert load(file, f"env.name={name}").env == {"name": name, "on_error": "mark", **kept}
-    assert load(file, "env.name=nosuch").env == {"name": "nosuch", "on_error": "mark"}
+    assert load(file, "env.name=nosuch").env == {"name": "nosuch", "on_error": "mark", "tools": ["a.py:f"]}
     assert load(file, f"env={{name: {name}, turns: 2}}").env["turns"] == 2
+
+
+@pytest.mark.parametrize("key", ["reward.name", "env.name"])
+def test_inherited_keys_stay_when_a_file_takes_too_long_to_import(write, monkeypatch, key):
+    monkeypatch.setattr(of_rewards.find_own_keys, "__defaults__", (0.2,))
+    monkeypatch.setattr(of_envs.find_own_keys, "__defaults__", (0.2,))
+    write("import time\ntime.sleep(600)\n", "slow.py")
+    file = write(RECIPE + "reward: {name: numeric, kwargs: {extract: last}}\nenv: {name: tools, tools: ['a.py:f']}")
+    config = load(file, f"{key}=slow.py:Slow")
+    assert (config.reward.kwargs, config.env["tools"]) == ({"extract": "last"}, ["a.py:f"])
 
 
 @pytest.mark.parametrize(
