@@ -7,17 +7,18 @@
     publish         parameters               .                   .                    weights
     probe           parameters               .                   .                    weights, cache
     generate        parameters               .                   .                    weights, cache
-    score ROLE      parameters               parameters if it is the role             weights
+    score ROLE      parameters               parameters if it is the role             (weights)
     update ROLE     all if it is the role, else as in `load`     .                    .
-    checkpoint      parameters, optimizer    the same            .                    weights
-    export ROLE     parameters               parameters if it is the role             weights
+    checkpoint      parameters, optimizer    the same            .                    (weights)
+    export ROLE     parameters               parameters if it is the role             (weights)
 
-This is what a phase needs. Everything else leaves, where the recipe lets it: `actor.engine.offload` for the actor and
-the frozen models, `critic.engine.offload` for the critic, and always for servers that share the trainer's devices. The
-table is plain data, which the dry run's estimate of memory reads as well (`megarl.checks.memory`).
+This is what a phase needs; what is in brackets stays as it is, there or not. Everything else leaves, where the recipe
+lets it: `actor.engine.offload` for the actor and the frozen models, `critic.engine.offload` for the critic, and always
+for servers that share the trainer's devices. The table is plain data, which the dry run's estimate of memory reads as
+well (`megarl.checks.memory`).
 
-Server weights that leave are kept nowhere: the next `publish` brings the new ones, and a phase between that needs them
-is an error. The embedded engine makes its cache when generation begins and gives it back when it ends, so that nothing
+Server weights that leave are kept nowhere: the next `publish` brings the new ones, and to draw samples before it is an
+error. The embedded engine makes its cache when generation begins and gives it back when it ends, so that nothing
 has to be moved.
 """
 
@@ -42,6 +43,8 @@ ROLE = "role"
 """Stands in the table for the model that the phase is entered for."""
 
 _STARTS, _PUBLISHES = "start_servers", "publish"
+_DRAWS = ("probe", "generate")
+"""Phases that use published server weights. The others with server weights keep those that are there."""
 MOVES = "residency"
 """Name of the phase in timings and traces that all moves are counted in."""
 
@@ -63,7 +66,7 @@ ALWAYS: Mapping[str, Parts] = {ACTOR: (PARAMETERS,)}
 
 
 def needed(phase: str, role: str | None = None) -> dict[str, Parts]:
-    """Parts that must be on the device, by holder.
+    """Parts that may be on the device, by holder: those of models must be there, and those of servers where it draws.
 
     Args:
         phase: a key of `PHASES`.
@@ -159,11 +162,10 @@ class Residency:
 
         Raises:
             ValueError: as `needed`.
-            RuntimeError: the phase needs weights of servers that were given up and not published again.
+            RuntimeError: the phase draws with weights of servers that were given up and not published again.
         """
         wanted = needed(name, role)
-        weights = self._servers is not None and WEIGHTS in wanted.get(SERVERS, ())
-        if weights and not self._published and name != _PUBLISHES:
+        if self._servers is not None and name in _DRAWS and not self._published:
             raise RuntimeError(f"phase {name!r} needs the servers' weights, which have left: `publish` comes first")
         self._open.append((name, wanted))
         try:
@@ -187,6 +189,8 @@ class Residency:
         name, wanted = self._open[-1]
         parts = {role: model.parts.intersection(wanted.get(role, ())) for role, model in self._models.items()}
         servers = frozenset(wanted.get(SERVERS, ()))
+        if name not in (_PUBLISHES, *_DRAWS):
+            servers &= self._granted or frozenset()
         told = self._servers is None or servers == self._granted
         if told and name != _STARTS and all(parts[role] == model.held for role, model in self._models.items()):
             return

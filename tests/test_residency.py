@@ -190,10 +190,38 @@ def test_server_weights_that_left_are_not_used_before_they_are_published_again()
     device.during("publish")
     device.during("generate")
     device.during("update", "actor")
-    with pytest.raises(RuntimeError, match="`publish` comes first"):
-        device.during("score", "actor")
+    for phase in ("generate", "probe"):
+        with pytest.raises(RuntimeError, match=f"{phase!r} needs the servers' weights, .* `publish` comes first"):
+            device.during(phase)
     device.during("publish")
     device.during("generate")
+
+
+@pytest.mark.parametrize("phase", [("score", "actor"), ("checkpoint",), ("export", "critic")], ids=" ".join)
+def test_what_draws_nothing_goes_without_server_weights_that_left(phase):
+    device = Device(servers=True)
+    device.during("publish")
+    device.during("update", "actor")
+    device.during(*phase)
+    assert device.servers.held == (), "they would be unusable"
+    with pytest.raises(RuntimeError, match="`publish` comes first"):
+        device.during("generate")
+
+
+def test_servers_that_come_between_phases_hold_nothing_before_a_publish():
+    device = Device(servers=True)
+    device.during("score", "actor")
+    assert device.servers.held == ()
+    device.during("publish")
+    assert device.servers.held == ("weights",)
+
+
+def test_a_finished_run_exports_its_best_actor_after_its_last():
+    device = Device(servers=True)
+    device.during("publish")
+    for phase in [("checkpoint",), ("export", "actor"), ("resume",), ("export", "actor")]:
+        device.during(*phase)
+    assert device.servers.held == ()
 
 
 @pytest.mark.parametrize(
