@@ -92,7 +92,7 @@ class Registry(Generic[S]):
                     raise ValueError(f"{self.kind} {name!r} is registered twice")
                 self._functions[name] = function
             self._every = None
-            function.__component__ = spec  # type: ignore[attr-defined]
+            function.__component__, function.__registry__ = spec, self  # type: ignore[attr-defined]
             return function
 
         return add
@@ -124,10 +124,27 @@ class Registry(Generic[S]):
         """What the component declares; a function that declares nothing reads the keys of all that have a name.
 
         Raises:
-            UserError: as `get`.
+            UserError: as `get`; or it is a component of another kind.
         """
-        declared: S | None = getattr(self.get(name), "__component__", None)
+        declared = self.declared(self.get(name))
         return self._spec(settings=self.every_setting()) if declared is None else declared
+
+    def declared(self, function: Callable[..., Any]) -> S | None:
+        """What a function declares as a component of this kind; None: nothing.
+
+        Raises:
+            ConfigError: it declares that it is something else.
+        """
+        spec: S | None = getattr(function, "__component__", None)
+        other: Registry[Any] | None = getattr(function, "__registry__", None)
+        if other is not None and other is not self:
+            raise ConfigError(
+                f"this function is registered for {other.key}, not for {self.key}",
+                where=self.key,
+                found=getattr(function, "__name__", repr(function)),
+                fix=f"name it at {other.key}, or name one that is written for {self.key}",
+            )
+        return spec
 
     def every_setting(self) -> type[Settings]:
         """A model with the keys of all named components; the same one until another component is registered."""

@@ -106,7 +106,7 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
         UserError: unknown name, missing file or function, an error while importing, or arguments it does not take.
     """
     function = REWARDS.get(name)
-    spec = declared(function)
+    spec = REWARDS.declared(function)
     if spec is None:
         _check_kwargs(name, function, kwargs)
     else:
@@ -118,23 +118,6 @@ def load_scorer(name: str, mode: Mode, kwargs: dict[str, Any]) -> Scorer:
     return Scorer(name, function, mode_of(name, mode), source or "", kwargs)
 
 
-def declared(function: Callable[..., Any]) -> RewardSpec | None:
-    """What a function declares as a reward; None: nothing.
-
-    Raises:
-        ConfigError: it declares that it is something else.
-    """
-    spec = getattr(function, "__component__", None)
-    if spec is not None and not isinstance(spec, RewardSpec):
-        raise ConfigError(
-            "this function is registered, and not as a reward",
-            where=REWARDS.key,
-            found=getattr(function, "__name__", repr(function)),
-            fix="register it with megarl.rewards.REWARDS.register",
-        )
-    return spec
-
-
 def own_keys(name: str) -> list[str] | None:
     """Keys of `reward.kwargs` that a reward has for itself, None when it takes any; a user's own is imported.
 
@@ -142,7 +125,7 @@ def own_keys(name: str) -> list[str] | None:
         UserError: it cannot be found.
     """
     function = REWARDS.get(name)
-    spec = declared(function)
+    spec = REWARDS.declared(function)
     if spec is not None:
         return list(spec.settings.model_fields)
     signature = _signature(function)

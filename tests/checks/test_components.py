@@ -7,15 +7,26 @@ import pytest
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.registry import Registry, Spec
 from megarl.components import COMPONENTS
+from megarl.components import REGISTRIES as BY_SECTION
 from megarl.config.algorithm import PolicyLossConfig
 from megarl.config.load import dump_config, load_config
 from megarl.envs import preflight as of_envs
 from megarl.errors import ConfigError, UserError
+from megarl.imports import import_callable
 from megarl.recipes.build import build_task_graph
+from megarl.rewards import REWARDS
 from megarl.rewards import preflight as of_rewards
 from tests.config.conftest import RECIPE
 from tests.house.test_docs import code_with
 
+#: Registries by name, and the module that has each.
+WHERE = {
+    "ADVANTAGES": "megarl.algorithms.advantages",
+    "POLICY_LOSSES": "megarl.algorithms.losses",
+    "KL": "megarl.algorithms.kl",
+    "FILTERS": "megarl.algorithms.group_filter",
+    "REWARDS": "megarl.rewards",
+}
 GUESS = f"{Path(__file__).parents[1] / 'envs' / 'guess.py'}:Guess"
 
 
@@ -156,6 +167,28 @@ def test_a_function_that_takes_something_else_is_refused_before_a_run(write, fai
     write("def two(a, b, c): ...", "own_parts.py")
     (check,) = failures(*overrides)
     assert (check.key, "does not take the arguments" in check.message) == (key, True)
+
+
+REGISTRIES = {registry.key: registry for registry in BY_SECTION.values()}
+
+
+@pytest.mark.parametrize("key", [*REGISTRIES, "algorithm.distillation.estimator"])
+def test_a_component_of_another_kind_is_refused(write, failures, key):
+    lines = [f"from {registry_file} import {name}\n" for name, registry_file in WHERE.items()]
+    lines += [f"@{name}.register()\ndef of_{name.lower()}(*args, **kwargs): ...\n" for name in WHERE]
+    write("".join(lines), "own_kinds.py")
+    registry = BY_SECTION[key.rpartition(".")[0]]
+    for name in WHERE:
+        other = import_callable(f"own_kinds.py:of_{name.lower()}", where="").__registry__
+        chosen = f"own_kinds.py:of_{name.lower()}"
+        if other is registry:
+            registry.spec(chosen)
+            continue
+        with pytest.raises(UserError, match=f"registered for {other.key}, not for {registry.key}"):
+            registry.spec(chosen)
+        if registry is not REWARDS:  # of rewards a process of its own asks
+            (check,) = failures("algorithm.kl.use=loss", f"{key}={chosen}")
+            assert f"{other.key}" in check.fix
 
 
 def test_overrides_are_one_layer_whatever_their_order(config_of):

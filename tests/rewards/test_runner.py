@@ -333,7 +333,7 @@ def test_a_hostile_expression_costs_one_sample_not_the_run():
         ("missing.py:f", "there is no file missing.py"),
         ("{file}:lenght", "has no 'lenght'"),
         ("no.such.module:f", "'no.such.module' does not import"),
-        ("tests.runtime.test_algorithms:on_the_likely", "registered, and not as a reward"),
+        ("tests.runtime.test_algorithms:on_the_likely", "registered for algorithm.loss.name, not for reward.name"),
         ("{dir}/syntax.py:f", "syntax.py:1"),
         ("{dir}/crash.py:f", "crash.py:3"),
     ],
