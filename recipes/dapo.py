@@ -6,7 +6,8 @@ rollout -> reward_submit -> reward -> dynamic_sampling -> [overlong] ---> [kl_in
       (inside the node, until the batch is full)  |  '-> [ref_logp] -------^                 |
                                                   '-> [teacher_logp], [greedy_rollout] ------'
 
-[rollout_correction] comes after [filter] and [old_logp], and before advantage.
+[rollout_correction] comes after [filter] and [old_logp], and before advantage. A filter that reads what a model has to
+say about the samples comes after all these instead, and before [kl_in_reward].
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
-from megarl.recipes.grpo import add_filter, add_greedy, add_kl, add_logprobs, add_overlong
+from megarl.recipes.grpo import add_filter, add_greedy, add_kl, add_logprobs, add_overlong, filter_asks_models
 from megarl.runtime.stages import advantage, reward, rollout, sampling, update
 
 if TYPE_CHECKING:
@@ -29,10 +30,14 @@ def build_graph(config: RunConfig) -> TaskGraph:
     p.add(reward.reward_submit)
     p.add(reward.reward)
     p.add(sampling.dynamic_sampling)
-    add_filter(p, config)
+    asks_models = filter_asks_models(config)
+    if not asks_models:
+        add_filter(p, config)
     add_overlong(p, config)
     add_logprobs(p, config)
     add_greedy(p, config)
+    if asks_models:
+        add_filter(p, config)
     add_kl(p, config)
     p.add(advantage.advantage)
     p.add(update.actor_train)

@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.pipeline import Pipeline
+from megarl.dag.stage import contract_of
 from megarl.runtime.stages import advantage, correction, logprob, reward, rollout, shaping, update
-from megarl.runtime.stages.needs import needed_fields
+from megarl.runtime.stages.needs import filter_fields, needed_fields
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -69,6 +70,14 @@ def add_filter(p: Pipeline, config: RunConfig) -> None:
     """Mask out what `algorithm.filter` leaves out, when the recipe has one."""
     if config.algorithm.filter.active:
         p.add(shaping.filter_samples, "filter")
+
+
+def filter_asks_models(config: RunConfig) -> bool:
+    """Whether the filter reads what `add_logprobs` and `add_greedy` write."""
+    of_trainer = correction.rollout_correction, correction.rollout_as_old, logprob.old_logp, logprob.sum_pi_squared
+    stages = *of_trainer, logprob.ref_logp, logprob.teacher_logp, rollout.greedy_rollout
+    written = {field for stage in stages for field in contract_of(stage).writes}
+    return not written.isdisjoint(filter_fields(config))
 
 
 def add_overlong(p: Pipeline, config: RunConfig) -> None:

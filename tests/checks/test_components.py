@@ -147,6 +147,27 @@ def test_a_misspelt_setting_of_a_users_component_is_refused(write, section, name
     assert f"did you mean algorithm.{meant}?" in text
 
 
+@pytest.mark.parametrize("pipeline", ["grpo", "dapo"])
+@pytest.mark.parametrize("field", ["old_logp", "sum_pi_squared", "ref_logp", "greedy_score"])
+def test_a_filter_reads_what_models_say_of_the_samples(write, failures, config_of, pipeline, field):
+    module = f"reads_{field}_in_{pipeline}"
+    write(
+        "from megarl.algorithms.group_filter import FILTERS\n"
+        f"@FILTERS.register(reads=('{field}',))\ndef kept(score, uid, *, {field}): ...\n",
+        f"{module}.py",
+    )
+    overrides = f"algorithm.pipeline={pipeline}", f"algorithm.filter.name={module}.py:kept"
+    assert not failures(*overrides)
+    order = build_task_graph(config_of(*overrides)).order()
+    assert order.index("filter") > order.index("greedy_rollout" if field == "greedy_score" else field)
+
+
+def test_the_filter_of_bounds_comes_before_what_dapo_measures(config_of):
+    settings = "algorithm.filter.high=0.9", "data.batch_size=8", "actor.mini_batch_size=4"
+    order = build_task_graph(config_of("algorithm.pipeline=dapo", *settings)).order()
+    assert order.index("filter") < order.index("old_logp") < order.index("rollout_gap")
+
+
 def test_a_filter_is_off_until_a_key_of_it_is_set(write, config_of):
     write("def keeps_all(score, uid):\n    return score == score\n", "own_parts.py")
     assert not config_of().algorithm.filter.active
