@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError, WorkerError
 from megarl.processes import address_towards, is_address_here
@@ -172,7 +172,7 @@ def join(backend: str, timeout_s: float, run_dir: Path, team: Team | None = None
     if is_master and handle is None:
         handle = listen(host, port, one_machine=one_machine).detach()
     timeout = datetime.timedelta(seconds=timeout_s)
-    listener = {"master_listen_fd": handle} if is_master else {}
+    listener: dict[str, Any] = {"master_listen_fd": handle} if is_master else {}
     store = dist.TCPStore(host, port, world, is_master, timeout, wait_for_workers=False, **listener)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # the agent's store keeps the keys of earlier ones
     token = read_token(run_dir)

@@ -93,7 +93,7 @@ def tcp_seconds(data: torch.Tensor) -> float:
     sock, _ = listener.accept()
 
     def call() -> None:
-        sock.sendall(memoryview(data.numpy()))
+        sock.sendall(data.numpy().data)
         sock.recv(1)
 
     try:

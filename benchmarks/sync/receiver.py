@@ -64,7 +64,8 @@ def _rebuild_cuda(*arguments: Any) -> Tensor:
     number = next(
         i for i in range(torch.cuda.device_count()) if str(torch.cuda.get_device_properties(i).uuid) == arguments[6]
     )
-    return rebuild_cuda_tensor(*arguments[:6], number, *arguments[7:])
+    given = (*arguments[:6], number, *arguments[7:])
+    return rebuild_cuda_tensor(*given)
 
 
 class _Model:
@@ -165,10 +166,10 @@ class Receiver:
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         limit = datetime.timedelta(seconds=120)
         store = dist.TCPStore(master_address, master_port, world_size, False, limit)
+        named: dict[str, Any] = {"group_name": group_name, "timeout": limit}  # newer torch has a type for names
         group, _ = _new_process_group_helper(
-            world_size, rank_offset, [], Backend(backend), PrefixStore(group_name, store), group_name=group_name,
-            timeout=limit,
-        )  # fmt: skip
+            world_size, rank_offset, [], Backend(backend), PrefixStore(group_name, store), **named
+        )
         _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
         self.groups[group_name] = group, store
 
@@ -210,7 +211,7 @@ class Receiver:
         digest = hashlib.sha256()
         for name in sorted(self.tensors):
             digest.update(name.encode())
-            digest.update(memoryview(self.tensors[name].cpu().flatten().view(torch.uint8).numpy()))
+            digest.update(self.tensors[name].cpu().flatten().view(torch.uint8).numpy().data)
         return {
             "version": self.version,
             "paused": self.paused,

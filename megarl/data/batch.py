@@ -260,7 +260,7 @@ class Batch:
 
 def _plain(value: Tensor) -> Tensor | Jagged:
     """A field as `Batch` gives it out, from how it keeps it."""
-    return Jagged(value.values(), value.offsets()) if value.is_nested else value
+    return Jagged(value.values(), value.offsets()) if value.is_nested else value  # type: ignore[attr-defined]
 
 
 def _kind(value: Tensor | Jagged | list) -> str:

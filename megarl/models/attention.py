@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -124,9 +124,10 @@ def _torch_varlen(
 
     cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
     left = -1 if window is None else window - 1
-    return varlen_attn(
+    context = varlen_attn(
         q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
     )
+    return cast(torch.Tensor, context)  # a tuple only when it is asked for more
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
     q_start = local.cumsum(0) - local
     k_order = None
     if cp > 1:
-        gathered = torch.cat([cp_split(lengths, cp, rank) for rank in range(cp)])
+        held = [cp_split(lengths, cp, rank) for rank in range(cp)]
+        gathered = torch.cat([part for part in held if part is not None])
         k_order = torch.empty_like(gathered)
         k_order[gathered] = torch.arange(len(gathered))
     k_start = torch.tensor([0, *lengths[:-1]]).cumsum(0)

@@ -28,7 +28,7 @@ class ValueHead(MegatronModule):
             value = torch.nn.Parameter(torch.zeros(shape, dtype=config.params_dtype, device=where)) if shape else None
             self.register_parameter(name, value)
             if value is not None:
-                value.sequence_parallel = config.sequence_parallel
+                value.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class PolicyModel(GPTModel):

@@ -29,7 +29,7 @@ class HostChecksum:
 
     def update(self, part: Tensor) -> None:
         """Add the next bytes."""
-        self._sha.update(memoryview(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()))
+        self._sha.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
     def hexdigest(self) -> str:
         """16 digits."""

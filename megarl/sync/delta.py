@@ -45,7 +45,7 @@ class Delta:
 
     def to_bytes(self) -> list[memoryview]:
         """Three buffers."""
-        return [memoryview(part.view(torch.uint8).numpy()) for part in (self.counts, self.distances, self.values)]
+        return [part.view(torch.uint8).numpy().data for part in (self.counts, self.distances, self.values)]
 
     @classmethod
     def from_bytes(cls, parts: Sequence[bytearray]) -> Delta:

@@ -23,7 +23,7 @@ def shared_buffer(nbytes: int, device: torch.device) -> Tensor:
     if device.type != "cpu":
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     storage = torch.UntypedStorage._new_using_filename_cpu(max(nbytes, 1))
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
 
 
 def handle_of(flat: Tensor) -> Handle:
@@ -56,11 +56,12 @@ def open_handle(handle: Handle) -> Tensor:
     if "device" in handle:
         *before, device, memory, nbytes, start, grad, counter, counter_offset, event, wait = cuda_arguments(handle)
         shared = memory, nbytes, start, grad, counter, counter_offset, event, wait
-        return reductions.rebuild_cuda_tensor(*before, _device_number(device), *shared)
+        arguments = (*before, _device_number(device), *shared)
+        return reductions.rebuild_cuda_tensor(*arguments)
     storage = reductions.rebuild_storage_filename(
         torch.UntypedStorage, handle["manager"].encode(), handle["name"].encode(), handle["bytes"]
     )
-    return torch.empty(0, dtype=torch.uint8).set_(storage, handle["offset"], (handle["length"],))
+    return torch.empty(0, dtype=torch.uint8).set_(storage, handle["offset"], (handle["length"],), (1,))
 
 
 def _device_number(uuid: str) -> int:

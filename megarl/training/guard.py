@@ -69,6 +69,6 @@ def _bad_gradients(chunks: Sequence[torch.nn.Module]) -> list[str]:
         name
         for chunk in chunks
         for name, parameter in chunk.named_parameters()
-        if parameter.requires_grad and not bool(parameter.main_grad.isfinite().all())
+        if parameter.requires_grad and not bool(parameter.main_grad.isfinite().all())  # type: ignore[attr-defined]
     )
     return [name for name, _ in zip(names, range(_SHOWN), strict=False)]

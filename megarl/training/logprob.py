@@ -120,7 +120,7 @@ class _Rows:
     def part(self, place: slice) -> _Rows:
         """The same of some of these tokens."""
         values = (getattr(self, field.name) for field in fields(self))
-        return _Rows(*(None if value is None else value[place] for value in values))
+        return _Rows(*(None if value is None else value[place] for value in values))  # type: ignore[arg-type]
 
 
 def _by_tokens(

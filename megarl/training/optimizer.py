@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -44,7 +45,7 @@ def learning_rate(config: OptimConfig, step: int, total_steps: int) -> float:
 
 
 def wrap_chunks(
-    chunks: list[torch.nn.Module], model_config: TransformerConfig, engine: EngineConfig
+    chunks: Sequence[torch.nn.Module], model_config: TransformerConfig, engine: EngineConfig
 ) -> list[DistributedDataParallel]:
     """Give each model chunk float32 gradient buffers that are summed (never averaged) over data-parallel ranks."""
     if not model_config.calculate_per_token_loss:

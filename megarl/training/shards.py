@@ -84,7 +84,7 @@ class Snapshot:
 
     def write(self, path: Path, progress: Callable[[int], None]) -> Seal:
         """Write the file; `progress(bytes)` is called as it grows, and may raise to stop it."""
-        return write_file(path, (self._header, memoryview(self._memory.numpy())), progress)
+        return write_file(path, (self._header, self._memory.numpy().data), progress)
 
 
 def write_file(path: Path, parts: Sequence[bytes | memoryview], progress: Callable[[int], None]) -> Seal:

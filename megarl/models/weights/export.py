@@ -119,6 +119,7 @@ def export_weights(
         shapes = hf_tensors(hf_config, value_head=value_head)
         with FolderWriter(out_dir, shapes, dtype, int(max_shard_gb * 1e9)) as writer:
             for name, tensor in iter_hf_tensors(chunks, world):
+                assert tensor is not None, "the writing rank is given every tensor"
                 writer.add(name, tensor)
             write_metadata(writer.temporary, hf_config, tokenizer, dtype, value_head=value_head)
     world.barrier()

@@ -188,7 +188,7 @@ class SafetensorsWriter:
         if expected != (name, tuple(tensor.shape)):
             raise ValueError(f"expected {expected}, got {name} {tuple(tensor.shape)}")
         data = tensor.detach().to("cpu", self._dtype).contiguous()
-        self._file.write(memoryview(data.flatten().view(torch.uint8).numpy()))
+        self._file.write(data.flatten().view(torch.uint8).numpy().data)
 
     def close(self) -> None:
         """Make the file durable."""

@@ -81,15 +81,16 @@ class KVCache:
         if self.fixed or needed <= self.length <= 2 * _round_up(needed):
             return
         new = min(self.max_length, _round_up(needed))
-        kept = min(new, self.length)
+        kept, spare = min(new, self.length), self._spare
+        assert spare is not None, "a cache with one layout has its full length"
         for buffers in (self._keys, self._values):
             for layer, flat in enumerate(buffers):
                 if rows and kept:
-                    self._view(self._spare, new)[:rows, :, :kept] = self._view(flat, self.length)[:rows, :, :kept]
+                    self._view(spare, new)[:rows, :, :kept] = self._view(flat, self.length)[:rows, :, :kept]
                     # Unwritten positions are masked, yet 0 * NaN is NaN in the product with the values.
-                    self._view(self._spare, new)[:rows, :, kept:] = 0
-                buffers[layer], self._spare = self._spare, flat
-        self.length = new
+                    self._view(spare, new)[:rows, :, kept:] = 0
+                buffers[layer], spare = spare, flat
+        self.length, self._spare = new, spare
 
     def fill(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
         """Write whole prompts: keys and values [m, G, P, D] into `rows` [m], zeros after them."""

@@ -54,7 +54,7 @@ class DecodeGraphs:
     def __init__(self, numbers: Tensor, done: Tensor) -> None:
         self._numbers, self._done = numbers, done
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: torch.cuda._POOL_HANDLE | None = None
 
     def run(self, step: Callable[[int, int, int], None], rows: int, length: int) -> None:
         """`step(rows, length, rows)`: it works on persistent buffers, and changes `numbers` and `done` in place."""

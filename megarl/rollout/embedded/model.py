@@ -199,9 +199,9 @@ class DecoderStage:
         return self._head(self._add_norm(hidden, delta, self._final_norm, self._config.layernorm_epsilon))
 
     def _embed(self, tokens: Tensor) -> Tensor:
+        assert self._embedding is not None, "only the first stage embeds"
         if self.mesh.tp.size == 1:
             return F.embedding(tokens, self._embedding).to(self.dtype)
-        assert self._embedding is not None, "only the first stage embeds"
         local = tokens - self.mesh.tp.rank * len(self._embedding)
         outside = (local < 0) | (local >= len(self._embedding))
         hidden = F.embedding(local.masked_fill(outside, 0), self._embedding).masked_fill(outside[:, None], 0)

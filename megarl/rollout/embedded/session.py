@@ -278,9 +278,10 @@ class Session:
     def _results(self) -> list[tuple[list[int], list[float], FinishReason]]:
         """Results cut at the first end token; what ran on between two checks falls away."""
         self._mesh.from_last_stage(self._logprobs)
-        limit = self._sampling.max_new_tokens
-        tokens, logprobs = self._tokens[:-1, :limit].cpu(), self._logprobs[:-1, :limit].cpu()
+        most = self._sampling.max_new_tokens
+        tokens, logprobs = self._tokens[:-1, :most].cpu(), self._logprobs[:-1, :most].cpu()
         stop = torch.isin(tokens, self._stops.cpu())
+        limit: int | Tensor = most
         if self._room is not None:
             limit = self._room[:-1].cpu()
             stop &= torch.arange(tokens.shape[1]) < limit[:, None]

@@ -203,7 +203,7 @@ class DeltaTransport(Transport):
                 self.sent_bytes += put.delta.nbytes
                 return True
         entries = [[e.name, e.shape, e.dtype, e.offset, e.nbytes, e.source] for e in bucket.entries]
-        bodies = [memoryview(part.numpy()) for part in put.parts]
+        bodies = [part.numpy().data for part in put.parts]
         self._call(target, number, {"op": "full", "version": self._version, "entries": entries}, *bodies)
         self.sent_bytes += bucket.nbytes
         return False

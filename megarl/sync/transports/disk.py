@@ -64,7 +64,7 @@ class DiskTransport(Transport):
             with path.open("wb") as file:
                 file.write(_header(bucket))
                 for part in parts:
-                    file.write(memoryview(part.numpy()))
+                    file.write(part.numpy().data)
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -167,9 +167,8 @@ def join(
     """One end of the group of a sender and a receiver; neither is part of the other's world."""
     # gloo meets the others here, which takes as long as they do; nccl does so at the first broadcast.
     with _without_watchdog() if backend == "nccl" else contextlib.nullcontext():
-        group, _ = _new_process_group_helper(
-            size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=timeout
-        )
+        named: dict[str, Any] = {"group_name": name, "timeout": timeout}  # newer torch has a type for names
+        group, _ = _new_process_group_helper(size, rank, [], Backend(backend), PrefixStore(name, store), **named)
     _world.pg_group_ranks[group] = {member: member for member in range(size)}
     return group
 

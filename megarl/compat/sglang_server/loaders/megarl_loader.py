@@ -63,35 +63,40 @@ class CopyTarget:
 class ProbeTensor(Tensor):
     """Has the shape of a tensor and no bytes; notes where it, or a slice of it, is copied to."""
 
+    meta: Tensor
+    places: list[CopyTarget]
+
     @staticmethod
-    def __new__(cls, inner: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
-        """inner: on the meta device; its strides and offset tell which part of the whole tensor this is."""
+    def __new__(cls, meta: Tensor, device: torch.device, places: list[CopyTarget]) -> ProbeTensor:
+        """meta: on the meta device; its strides and offset tell which part of the whole tensor this is."""
         made = Tensor._make_wrapper_subclass(
             cls,
-            inner.shape,
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
             device=device,
         )
-        made.inner, made.places = inner, places
+        made.meta, made.places = meta, places
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is a function that belongs to no class
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.copy_.default and isinstance(args[1], cls) and not isinstance(args[0], cls):
             target, source = args[:2]
-            if target.shape != source.shape or 0 in source.inner.stride():
+            if target.shape != source.shape or 0 in source.meta.stride():
                 raise CannotPatch(f"{tuple(source.shape)} is copied to {tuple(target.shape)}")
-            source.places.append(CopyTarget(source.inner.storage_offset(), source.inner.stride(), target))
+            source.places.append(CopyTarget(source.meta.storage_offset(), source.meta.stride(), target))
             return target
         probe = next(arg for arg in args if isinstance(arg, cls))
         if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("dtype") in (None, probe.dtype):
             return probe
         if not (func.is_view or func in _SAME):
             raise CannotPatch(f"loading calls {func} on it")
-        found = func(*tree_map_only(cls, lambda arg: arg.inner, args), **(kwargs or {}))
-        return tree_map_only(Tensor, lambda inner: cls(inner, probe.device, probe.places), found)
+        found = func(*tree_map_only(cls, lambda arg: arg.meta, args), **(kwargs or {}))
+        return tree_map_only(Tensor, lambda meta: cls(meta, probe.device, probe.places), found)
 
 
 class _Map:
