@@ -72,18 +72,19 @@ def import_callable(path: Callable[..., Any] | str, *, where: str) -> Callable[.
             if is_file
             else "install the module, put its folder on PYTHONPATH, or correct the name",
         ) from error
+    holder = module_name
     for part in qualname.split("."):
         if not hasattr(target, part):
             near = close_matches(part, dir(target), n=3)
             public = [key for key, value in vars(target).items() if callable(value) and not key.startswith("_")]
             raise UserError(
-                f"{module_name!r} has no {part!r}",
+                f"{holder!r} has no {part!r}",
                 where=where,
                 found=path,
                 allowed=public or "it defines no function",
                 fix=f"did you mean {' or '.join(near)}?" if near else "name one of these",
             )
-        target = getattr(target, part)
+        target, holder = getattr(target, part), part
     if not callable(target):
         raise UserError("this is not callable", where=where, found=path, allowed=_FORMS)
     return target

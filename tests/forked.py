@@ -85,11 +85,11 @@ class Ended:
     output: str
 
 
-def run(arguments: Sequence[object], folder: Path, **environment: str) -> Ended:
-    """A command to its end, which comes within five minutes."""
+def run(arguments: Sequence[object], folder: Path, timeout: float = 300.0, **environment: str) -> Ended:
+    """A command to its end, which comes within `timeout` seconds; later it is ended with its ranks."""
     command = Command(arguments, folder, **environment)
     try:
-        output = command.communicate()[0]
+        output = command.communicate(timeout)[0]
     except subprocess.TimeoutExpired:
         command.send_signal(signal.SIGTERM)  # the launcher ends its ranks
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -50,6 +50,7 @@ def test_the_command_measures_and_saves(tmp_path: Path) -> None:
     assert result["quality"] <= 1.02
 
 
+@pytest.mark.procs
 def test_an_unknown_name_is_the_users_to_fix(tmp_path: Path) -> None:
     done = bench(tmp_path, "algorithms", "--only", "gaee")
     assert done.code == 2

@@ -56,6 +56,7 @@ def test_a_case_is_measured_by_phase_against_its_floor(tmp_path: Path) -> None:
     assert result["summary"]["memory_gb"] > 0.3  # of two processes
 
 
+@pytest.mark.procs
 def test_an_unknown_case_is_the_users_to_fix(tmp_path: Path) -> None:
     done = bench(tmp_path, "--case", "XL")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -74,6 +75,16 @@ def test_a_library_is_checked_once_on_a_machine(cache, source):
     for _ in range(2):
         assert compiled(source, calls.append).three() == 3
     assert len(calls) == 1
+    assert sorted(file.suffix for file in cache.iterdir()) == [".so", ".verdict"]
+
+
+def test_ranks_may_compile_side_by_side(cache, source):
+    program = (
+        "import sys; from pathlib import Path; from megarl.kernels.build import compiled; "
+        "assert compiled(Path(sys.argv[1]), lambda library: None).three() == 3"
+    )
+    ranks = [subprocess.Popen([sys.executable, "-c", program, str(source)]) for _ in range(2)]
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
     assert sorted(file.suffix for file in cache.iterdir()) == [".so", ".verdict"]
 
 

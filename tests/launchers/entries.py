@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -44,6 +45,7 @@ def write_environment(config: RunConfig, run_dir: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MALLOC_TRIM_THRESHOLD_", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE")
     seen = {name: os.environ.get(name) for name in names}
     seen |= {"sum": int(total), "threads": torch.get_num_threads(), "name": config.name}
+    seen["safe_path"] = sys.flags.safe_path
     (run_dir / f"seen_{seen['RANK']}.json").write_text(json.dumps(seen))
     print(f"hello from {seen['RANK']}")
     others = dist.new_group()  # more of gloo's sockets

@@ -136,7 +136,10 @@ def train(folder: Path, *arguments: str) -> Ended:
         (["data.train_files=misnamed.jsonl"], ["misnamed.jsonl:1: no column 'prompt'", "data.prompt_key to 'promt'"]),
         (["data.val_files=unanswered.jsonl"], ["unanswered.jsonl:2: no column 'answer'", "data.answer_key"]),
         (["data.train_files=good.jsonl", "sft.response_key=solution"], ["good.jsonl:1: no column 'solution'", "sft."]),
-        (["reward.name=no_import.py:score"], ["reward.name: importing", "a_package_that_is_nowhere", "no_import.py:1"]),
+        (
+            ["reward.name=no_import.py:score"],
+            ["reward.name: file 'no_import.py' does not import", "a_package_that_is_nowhere", "no_import.py:1"],
+        ),
         (
             ["data.train_files=good.jsonl", "data.overlong=error", "data.max_prompt_tokens=3"],
             ["good.jsonl:1: the prompt is longer", "(4 such prompts", "data.max_prompt_tokens: 3", "raise it to 4"],

@@ -10,7 +10,7 @@ import torch
 from megarl.runtime import parity_job
 from megarl.runtime.parity import compare
 from tests.dist import no_parallel, single_process
-from tests.forked import Command
+from tests.forked import run
 from tests.models.tiny import build_tiny, save_tiny
 from tests.rollout.servers import need_interpreter
 
@@ -94,7 +94,6 @@ class Api:
 def test_command_compares_a_server_too(tmp_path):
     need_interpreter()
     save_tiny(tmp_path, "qwen3")
-    command = Command(["doctor", "parity", tmp_path], tmp_path)
-    output, _ = command.communicate(timeout=500)
-    assert command.returncode == 0, output[-2000:]
-    assert "log-probs, server" in output
+    done = run(["doctor", "parity", tmp_path], tmp_path, timeout=500)
+    assert done.code == 0, done.output[-2000:]
+    assert "log-probs, server" in done.output

@@ -1,5 +1,8 @@
 """Whole synchronisations: trainer processes to receiver processes, every transport, and what goes wrong."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -201,6 +204,25 @@ def listening_of_group(folder: str, run_dir: str, urls: list[str]) -> list[str]:
     (link,) = sync.transport._links.values()
     sockets = psutil.Process().net_connections("tcp")
     return [c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN and c.laddr.port == link.store.port]
+
+
+@pytest.mark.procs
+def test_the_program_of_a_receiver_takes_an_update(tmp_path):
+    """As `megarl bench sync` starts it; the other tests fork theirs."""
+    save_tiny(tmp_path / "model", "qwen3")
+    port_file = tmp_path / "port"
+    with subprocess.Popen([sys.executable, "-m", "megarl.benchmarks.sync.receiver", str(port_file)]) as program:
+        try:
+            end = time.monotonic() + 60
+            while not port_file.exists():
+                assert time.monotonic() < end
+                assert program.poll() is None
+                time.sleep(0.05)
+            urls = [f"http://127.0.0.1:{port_file.read_text()}"]
+            found = run_distributed(listening_of_group, 1, 120, str(tmp_path / "model"), str(tmp_path), urls)
+        finally:
+            program.kill()
+    assert found == [["127.0.0.1"]]
 
 
 @pytest.mark.procs
