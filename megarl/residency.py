@@ -34,10 +34,10 @@ PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 """Parts of a model. `PARTS` is the order in which they come back; they leave in the reverse order."""
 PARTS = (PARAMETERS, OPTIMIZER, GRADIENTS)
 WEIGHTS, CACHE = "weights", "kv_cache"
-"""Parts of a server; an embedded engine has a cache."""
+"""Parts of a server."""
 
 ACTOR, CRITIC, REFERENCE, TEACHER = "actor", "critic", "reference", "teacher"
-SERVERS, EMBEDDED = "servers", "embedded"
+SERVERS = "servers"
 MODELS = (ACTOR, CRITIC, REFERENCE, TEACHER)
 ROLE = "role"
 """Stands in the table for the model that the phase is entered for."""
@@ -55,7 +55,7 @@ PHASES: Mapping[str, Mapping[str, Parts]] = {
     "resume": {ACTOR: (PARAMETERS, OPTIMIZER), CRITIC: (PARAMETERS, OPTIMIZER)},
     "publish": {SERVERS: (WEIGHTS,)},
     "probe": {SERVERS: (WEIGHTS, CACHE)},
-    "generate": {SERVERS: (WEIGHTS, CACHE), EMBEDDED: (CACHE,)},
+    "generate": {SERVERS: (WEIGHTS, CACHE)},
     "score": {ROLE: (PARAMETERS,), SERVERS: (WEIGHTS,)},
     "update": {ROLE: PARTS},
     "checkpoint": {ACTOR: (PARAMETERS, OPTIMIZER), CRITIC: (PARAMETERS, OPTIMIZER), SERVERS: (WEIGHTS,)},

@@ -19,7 +19,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.stage import Role
-from megarl.residency import ACTOR, CRITIC, EMBEDDED, GRADIENTS, PARAMETERS, REFERENCE, TEACHER, needed
+from megarl.residency import ACTOR, CRITIC, GRADIENTS, PARAMETERS, REFERENCE, SERVERS, TEACHER, WEIGHTS, needed
 
 _BYTES = {"fp32": 4, "bf16": 2}
 ROUGH = 1.5
@@ -233,8 +233,8 @@ def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
     return sum(stage_parameters(facts, split)) * _BYTES[config.rollout_dtype]
 
 
-def _server_moments(config: RunConfig, facts: ModelFacts, trainer: list[Term]) -> list[Moment]:
-    """A rank of a server on a GPU, without its cache; `trainer`: what the trainer holds on the same one."""
+def _server_weights(config: RunConfig, facts: ModelFacts) -> list[Term]:
+    """What a rank of a server that this run starts holds on a GPU, without its cache."""
     servers = config.rollout.sglang
     if config.rollout.engine != "sglang" or servers.urls:
         return []
@@ -242,8 +242,7 @@ def _server_moments(config: RunConfig, facts: ModelFacts, trainer: list[Term]) -
     # Further arguments may quantise the weights, or hold them elsewhere.
     least = 0.0 if servers.extra_args else size / _BYTES[config.rollout_dtype] if config.sync.fp8 else size
     keys = "rollout.sglang.tp_size, rollout.sglang.ep_size"
-    weights = Term("a server's weights, per rank of it", size, keys, least)
-    return [Moment("a server", (weights, *(trainer if servers.colocated else ())))]
+    return [Term("a server's weights, per rank of it", size, keys, least)]
 
 
 def device_memory(
@@ -255,7 +254,10 @@ def device_memory(
         dp: data parallel size of the actor.
         roles: whose work the nodes of the task graph are.
     """
-    actor, models = config.actor, _Models(config, facts, dp, roles, gpu=gpu)
+    servers = _server_weights(config, facts) if gpu else []
+    shared = servers if config.rollout.colocated else []
+    on_its_own = [Moment("a server", tuple(servers))] if servers and not shared else []
+    actor, models = config.actor, _Models(config, facts, dp, roles, shared, gpu=gpu)
     weights = models.state[ACTOR][PARAMETERS]
     learning = _learning_terms("actor", config, facts, actor.engine, dp, gpu=gpu, job=job)
     cache: list[Term] = []
@@ -265,21 +267,19 @@ def device_memory(
         keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
         cache.append(Term("key/value cache (generation)", rows, keys, row, shrinks=True))
     if job in ("eval", "generate"):
-        alone = Moment("generation", (weights, *cache, *_responses(config, dp, job)))
-        return Memory((alone, *(_server_moments(config, facts, [weights]) if gpu else ())))
+        return Memory((Moment("generation", (weights, *shared, *cache, *_responses(config, dp, job))), *on_its_own))
     if job == "sft":
         return Memory((Moment("the update", (*models.resident("update", ACTOR), *learning)),))
-    drawing = [*models.resident("generate"), *(cache if EMBEDDED in needed("generate") else ())]
     moments = [
         Moment("the actor's update", (*models.resident("update", ACTOR), *learning)),
-        Moment("generation", (*drawing, *_responses(config, dp, job))),
+        Moment("generation", (*models.resident("generate"), *cache, *_responses(config, dp, job))),
+        *on_its_own,
     ]
     if gpu:
-        moments += _server_moments(config, facts, models.resident("generate"))
         moments.append(Moment("a checkpoint", tuple(models.resident("checkpoint"))))
-    for role in (REFERENCE, TEACHER):
+    for role, name in ((REFERENCE, "log-probs"), (TEACHER, "log-probs"), (CRITIC, "values")):
         if role in models.state:
-            moments.append(Moment("log-probs", tuple(models.resident("score", role))))
+            moments.append(Moment(name, tuple(models.resident("score", role))))
     if CRITIC in models.state:
         values = _learning_terms("critic", config, facts, config.critic.engine, dp, gpu=gpu)
         moments.append(Moment("the critic's update", (*models.resident("update", CRITIC), *values)))
@@ -287,9 +287,15 @@ def device_memory(
 
 
 class _Models:
-    """Parts of the run's models, by role; a role that no node works for has none."""
+    """Parts of the run's models, by role, and of servers on their devices; a role that no node works for has none.
 
-    def __init__(self, config: RunConfig, facts: ModelFacts, dp: int, roles: Roles, *, gpu: bool) -> None:
+    Args:
+        servers: weights on the trainer's devices, if any.
+    """
+
+    def __init__(
+        self, config: RunConfig, facts: ModelFacts, dp: int, roles: Roles, servers: list[Term], *, gpu: bool
+    ) -> None:
         actor, critic, dtype = config.actor, config.critic, config.model.dtype
         self._gpu, present = gpu, roles or ()
         self.state = {ACTOR: _parts("actor", facts, actor.parallel, actor.engine, dtype, dp)}
@@ -301,7 +307,10 @@ class _Models:
             self.state[TEACHER] = {PARAMETERS: term(what, size, "actor.parallel")}
         if Role.CRITIC in present:
             self.state[CRITIC] = _parts("critic", facts, actor.parallel, critic.engine, dtype, dp)
-        self._offloads = dict.fromkeys(self.state, actor.engine.offload) | {CRITIC: critic.engine.offload}
+        if servers:
+            self.state[SERVERS] = {WEIGHTS: servers[0]}
+        others = {CRITIC: critic.engine.offload, SERVERS: True}
+        self._offloads = dict.fromkeys(self.state, actor.engine.offload) | others
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
         """What is on the device in a phase, see `megarl.residency`. On a CPU gradients are all that can leave."""

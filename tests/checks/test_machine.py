@@ -6,9 +6,10 @@ import pytest
 
 from megarl.artifacts.facts import model_facts
 from megarl.checks.checklist import Check
-from megarl.checks.memory import host_memory
+from megarl.checks.memory import device_memory, host_memory
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
+from megarl.dag.stage import Role
 from megarl.machine import Machine
 
 LAPTOP = Machine(cores=2, memory=24e9)
@@ -156,21 +157,30 @@ SPLIT = ["cluster.nproc=64", "actor.parallel={tp: 8, pp: 8}", "data.batch_size=3
 
 
 @pytest.mark.parametrize(
-    ("overrides", "fits"),
+    ("overrides", "does_not_fit"),
     [
-        (["rollout.sglang.tp_size=1"], False),
-        (["rollout.sglang.tp_size=4"], True),
-        (["rollout.sglang={tp_size: 2, colocated: true}"], False),  # 70 GB, and the trainer's own 7 to 17
-        (["rollout.sglang.urls=['http://127.0.0.1:1']"], True),
-        (["rollout.sglang={tp_size: 1, extra_args: [--quantization, fp8]}"], True),
+        (["rollout.sglang.tp_size=1"], "a server"),
+        (["rollout.sglang.tp_size=4"], None),
+        (["rollout.sglang={tp_size: 2, colocated: true}"], "generation"),  # 70 GB, and the trainer's own 7 to 17
+        (["rollout.sglang.urls=['http://127.0.0.1:1']"], None),
+        (["rollout.sglang={tp_size: 1, extra_args: [--quantization, fp8]}"], None),
     ],
 )
-def test_servers_have_to_fit_their_gpus(judged, overrides, fits):
+def test_servers_have_to_fit_their_gpus(judged, overrides, does_not_fit):
     model = [f"model.hf_config.{pair}" for pair in LLAMA_70B]
     checks = judged(LAPTOP, *SERVED, *model, *SPLIT, *overrides, starts=False)
     failed = [check for check in checks if check.status == "fail"]
-    assert [check.key for check in failed] == ([] if fits else ["rollout.sglang.tp_size"])
-    assert all("a server needs" in check.message for check in failed)
+    assert [check.key for check in failed] == (["rollout.sglang.tp_size"] if does_not_fit else [])
+    assert all(f"{does_not_fit} needs" in check.message for check in failed)
+
+
+@pytest.mark.parametrize("colocated", [True, False])
+def test_weights_of_servers_that_share_the_devices_count_wherever_they_stay(config_of, colocated):
+    engines = ["actor.engine.offload=true", "critic.engine.offload=true"]
+    config = config_of("rollout.engine=sglang", f"rollout.sglang.colocated={colocated}", *engines)
+    memory = device_memory(config, model_facts(config.model), 1, gpu=True, roles=frozenset(Role))
+    with_weights = {moment.name for moment in memory.moments for part in moment.terms if "a server's" in part.what}
+    assert with_weights == ({"generation", "a checkpoint", "log-probs", "values"} if colocated else {"a server"})
 
 
 def test_of_held_out_rows_only_what_is_known_counts(judged):
