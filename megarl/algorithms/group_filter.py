@@ -11,7 +11,7 @@ from pydantic import Field
 
 from megarl.algorithms.lazy import torch
 from megarl.algorithms.registry import Registry, Settings, Spec
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,12 +155,23 @@ def kept_samples(
             what it declares to read.
 
     Raises:
-        UserError: there is no such filter, or the keys are not its own.
+        UserError: there is no such filter, the keys are not its own, or it returns something else.
     """
     chosen = FILTERS.choose(section)
     own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
     taken = inspect.signature(chosen.function).parameters
-    return chosen.function(score, uid, **{key: value for key, value in (own | dict(fields)).items() if key in taken})
+    given = {key: value for key, value in (own | dict(fields)).items() if key in taken}
+    keep = chosen.function(score, uid, **given)
+    is_tensor = isinstance(keep, torch.Tensor)
+    if not (is_tensor and keep.dtype == torch.bool and keep.shape == score.shape):
+        raise UserError(
+            f"the filter {section.component} returns something else than whether each sample is kept",
+            where=FILTERS.key,
+            found=f"{keep.dtype} {list(keep.shape)}" if is_tensor else type(keep).__name__,
+            allowed=f"torch.bool {list(score.shape)}",
+            fix="return one true or false per sample, for example offsets.diff() >= 2",
+        )
+    return keep
 
 
 def truncated_filter(finish_reason: Sequence[str]) -> Tensor:

@@ -14,6 +14,7 @@ from megarl.algorithms.group_filter import accuracy_filter, group_filter, score_
 from megarl.algorithms.overlong import overlong_penalty
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
+from megarl.errors import UserError
 from megarl.metrics import Metrics
 from megarl.runtime.episodes import record_episodes
 from megarl.runtime.stages.sampling import _signal
@@ -89,6 +90,29 @@ def test_failed_episodes_are_no_signal_and_lower_no_mean():
     assert _signal(case(), batch, []) == [False, True]
     kept = filter_samples(case(algorithm={"filter": {"low": 0.8}}), batch)["response_mask"]
     assert kept.values.tolist() == [True, False, False, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ("score", r"torch\.float32 \[2\]"),
+        ("offsets.diff() > 1", None),
+        ("mask", r"torch\.bool \[3\]"),
+        ("(offsets.diff() > 1).long()", r"torch\.int64 \[2\]"),
+        ("[True, False]", "list"),
+    ],
+)
+def test_what_a_users_filter_returns_is_whether_each_sample_is_kept(tmp_path, returned, found):
+    (tmp_path / "returns.py").write_text(f"def kept(score, uid, *, mask, offsets):\n    return {returned}\n")
+    name = f"{tmp_path / 'returns.py'}:kept"
+    batch = Batch({"response_mask": jagged([1], [1, 1]), "score": torch.tensor([1.0, 0.0])})
+    batch.set("uid", ["a", "a"])
+    c = case(algorithm={"filter": {"name": name}})
+    if found is None:
+        assert filter_samples(c, batch)["response_mask"].values.tolist() == [False, True, True]
+        return
+    with pytest.raises(UserError, match=rf"{name}(?s:.*)found: +'{found}'(?s:.*)allowed: +torch\.bool \[2\]"):
+        filter_samples(c, batch)
 
 
 def test_episodes_whose_last_turn_was_cut_count_as_cut():
