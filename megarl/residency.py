@@ -4,6 +4,7 @@
     load            parameters               .                   .                    .
     start_servers   parameters               .                   .                    .
     resume          parameters, optimizer    the same            .                    .
+    restore ROLE    parameters, and those and the optimizer of the role               (weights)
     publish         parameters               .                   .                    weights
     probe           parameters               .                   .                    weights, cache
     generate        parameters               .                   .                    weights, cache
@@ -53,6 +54,7 @@ PHASES: Mapping[str, Mapping[str, Parts]] = {
     "load": {},
     "start_servers": {},
     "resume": {ACTOR: (PARAMETERS, OPTIMIZER), CRITIC: (PARAMETERS, OPTIMIZER)},
+    "restore": {ROLE: (PARAMETERS, OPTIMIZER), SERVERS: (WEIGHTS,)},
     "publish": {SERVERS: (WEIGHTS,)},
     "probe": {SERVERS: (WEIGHTS, CACHE)},
     "generate": {SERVERS: (WEIGHTS, CACHE)},
@@ -158,7 +160,7 @@ class Residency:
 
         Args:
             name: a key of `PHASES`.
-            role: the model, for `score`, `update` and `export`.
+            role: the model, for `restore`, `score`, `update` and `export`.
 
         Raises:
             ValueError: as `needed`.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from megarl.artifacts.trained import BEST, LAST, Exported, exported, write_exported
 from megarl.phase import phase
+from megarl.residency import ACTOR
 
 if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
@@ -56,8 +57,8 @@ def _load_best(c: Controller, source: Path) -> int | None:
     from megarl.training.shards import CheckpointError
 
     try:
-        with c.residency.phase("resume"):
-            return load(source, {"actor": c.actor.engine})[0]
+        with c.residency.phase("restore", ACTOR):
+            return load(source, {ACTOR: c.actor.engine})[0]
     except CheckpointError as error:  # on all ranks alike
         if c.layout.rank == 0:
             print(f"WARNING: the best checkpoint cannot be read, so {BEST} is not written: {error}", flush=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.phase import phase, set_step
+from megarl.residency import ACTOR
 from megarl.runtime.generation import publish, use_servers
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_controller
@@ -73,8 +74,8 @@ def _restore(c: Controller) -> None:
 
     resume = c.config.trainer.resume
     if resume not in ("auto", "never"):
-        with phase("resume"), c.residency.phase("resume"):
-            c.context.step, _ = load(Path(resume), {"actor": c.actor.engine})
+        with phase("resume"), c.residency.phase("restore", ACTOR):
+            c.context.step, _ = load(Path(resume), {ACTOR: c.actor.engine})
         set_step(c.context.step)
     use_servers(c)
     publish(c, c.context.step)

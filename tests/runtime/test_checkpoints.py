@@ -17,7 +17,7 @@ from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, DataError, UserError
-from megarl.residency import Residency
+from megarl.residency import PARTS, Residency
 from megarl.runtime import export, loop
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import kept_reference, put_aside, unchanged_model
@@ -224,7 +224,12 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
     if damaged:
         (root / "step_2" / "state.json").write_text('{"loader": {]}')
     else:
-        monkeypatch.setattr(checkpoint, "load", lambda *_: (2, {}))
+
+        def load(*_):
+            assert critic.held == set(), "the critic is not read"
+            return 2, {}
+
+        monkeypatch.setattr(checkpoint, "load", load)
 
     def write(c, engine, name):
         (run_dir / name).mkdir()
@@ -234,6 +239,9 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
     c = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True)), run_dir=run_dir)
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     c.actor, c.models, c.residency = SimpleNamespace(engine=SimpleNamespace(layout=c.layout)), {}, Residency()
+    critic = SimpleNamespace(parts={*PARTS}, held={*PARTS})
+    critic.hold = lambda *parts: setattr(critic, "held", {*parts})
+    c.residency.add("critic", critic, offloads=True)
     c.context = SimpleNamespace(step=3)
     export.export(c, root)
     assert [model.folder for model in exported(run_dir)] == (["hf"] if damaged else ["hf", "hf_best"])
