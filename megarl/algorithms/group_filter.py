@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megarl.config.base import ComponentSection
 
 #: fn(score, uid, *, and of mask, offsets, live, what it reads and its settings those that it names) -> bool [B]: kept
-FILTERS = Registry("sample filter", "algorithm.filter.name", Spec)
+FILTERS = Registry("sample filter", "algorithm.filter.name", Spec, by_name=True)
 
 
 class BoundsSettings(Settings):

@@ -71,9 +71,16 @@ class Registry(Generic[S]):
     2.0
     """
 
-    def __init__(self, kind: str, key: str, spec: type[S]) -> None:
-        """`kind` and `key` (a dotted configuration key) are for error messages; `spec` is what components declare."""
-        self.kind, self.key, self._spec = kind, key, spec
+    def __init__(self, kind: str, key: str, spec: type[S], *, by_name: bool = False) -> None:
+        """No components yet.
+
+        Args:
+            kind: for error messages.
+            key: dotted configuration key, for error messages.
+            spec: what components declare.
+            by_name: a function is given the settings that its parameters name; else an object that has them all.
+        """
+        self.kind, self.key, self._spec, self._by_name = kind, key, spec, by_name
         self._functions: dict[str, Callable[..., Any]] = {}
         self._every: type[Settings] | None = None
 
@@ -121,13 +128,23 @@ class Registry(Generic[S]):
         )
 
     def spec(self, name: str) -> S:
-        """What the component declares; a function that declares nothing reads the keys of all that have a name.
+        """What the component declares.
+
+        A function that declares nothing reads the keys of all that have a name; those that it names, `by_name`.
 
         Raises:
             UserError: as `get`; or it is a component of another kind.
         """
-        declared = self.declared(self.get(name))
-        return self._spec(settings=self.every_setting()) if declared is None else declared
+        function = self.get(name)
+        declared = self.declared(function)
+        if declared is not None:
+            return declared
+        every = self.every_setting()
+        if self._by_name:
+            taken = inspect.signature(function).parameters
+            fields: dict[str, Any] = {k: (i.annotation, i) for k, i in every.model_fields.items() if k in taken}
+            every = create_model("NamedSettings", __base__=Settings, **fields)
+        return self._spec(settings=every)
 
     def declared(self, function: Callable[..., Any]) -> S | None:
         """What a function declares as a component of this kind; None: nothing.

@@ -168,6 +168,14 @@ def test_the_filter_of_bounds_comes_before_what_dapo_measures(config_of):
     assert order.index("filter") < order.index("old_logp") < order.index("rollout_gap")
 
 
+def test_a_plain_filter_has_the_settings_that_its_parameters_name(write, config_of):
+    write("def kept(score, uid, *, low=None, **more): ...", "plain_filter.py")
+    section = "algorithm.filter={name: 'plain_filter.py:kept', low: 0.5%s}"
+    assert config_of(section % "").algorithm.filter.own == {"low": 0.5}
+    with pytest.raises(ConfigError, match=r"unknown key algorithm\.filter\.high(?s:.*)allowed: low, name"):
+        config_of(section % ", high: 0.9")
+
+
 def test_a_filter_is_off_until_a_key_of_it_is_set(write, config_of):
     write("def keeps_all(score, uid):\n    return score == score\n", "own_parts.py")
     assert not config_of().algorithm.filter.active
