@@ -44,7 +44,7 @@ def use_servers(c: Controller) -> None:
         urls, logs = config.rollout.sglang.urls, c.run_dir / "servers"
         what = f"at {', '.join(urls)}" if urls else f"usually half a minute; their logs: {logs}"
         print(f"waiting for SGLang servers {what}", flush=True)
-    with c.residency.phase("start_servers"):  # a starting server takes its share of what is free then
+    with _where_servers_share(c, "start_servers"):  # a starting server takes its share of what is free then
         with phase("start_servers"), keep_beating(), _addresses_are_the_users(config.rollout.sglang.urls):
             c.fleet = open_fleet(
                 config.rollout.sglang,
@@ -72,6 +72,11 @@ def use_servers(c: Controller) -> None:
         print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
 
 
+def _where_servers_share(c: Controller, name: str) -> contextlib.AbstractContextManager[None]:
+    """A phase of residency, for servers on the trainer's devices: for others nothing has to leave these."""
+    return c.residency.phase(name) if c.config.rollout.colocated else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
     """Servers that run already and are not there when the run begins: most often an address is wrong.
@@ -97,7 +102,7 @@ def publish(c: Controller, version: int) -> None:
     """From here on samples are drawn with the weights as they are now, and carry `version`. Collective."""
     if c.fleet is not None:
         _look_after_servers(c)
-        with c.residency.phase("publish"):
+        with _where_servers_share(c, "publish"):
             report = c.sync.push(version)
     else:
         report = c.sync.push(version)  # the parameters are where they are drawn with
@@ -108,7 +113,8 @@ def publish(c: Controller, version: int) -> None:
 def _look_after_servers(c: Controller) -> None:
     """Restart failed servers; those that came back since the last time get the weights with the others. Collective.
 
-    A colocated one starts while the actor is away: it takes its share of the memory that is free when it starts.
+    A colocated one starts while the actor's gradients and optimizer state are away: it takes its share of the memory
+    that is free when it starts.
     """
     assert c.fleet is not None
     if not c.config.rollout.colocated:

@@ -67,7 +67,7 @@ def decode(rows: list[list[int]], skip_special_tokens: bool) -> list[str]:
 OFFLOAD = "actor parameters"
 
 
-def test_the_actor_is_away_before_servers_start(controller, monkeypatch) -> None:
+def test_gradients_and_optimizer_are_away_before_servers_start(controller, monkeypatch) -> None:
     class StartedError(Exception):
         """The servers start now."""
 
@@ -81,7 +81,7 @@ def test_the_actor_is_away_before_servers_start(controller, monkeypatch) -> None
     assert controller.calls == [OFFLOAD]
 
 
-def test_a_server_that_comes_back_starts_while_the_actor_is_away(controller) -> None:
+def test_a_server_that_comes_back_starts_while_gradients_and_optimizer_are_away(controller) -> None:
     controller.fleet.servers = [SimpleNamespace(state="starting")]
     controller.residency.add_servers(controller.servers)
     generation.publish(controller, 3)
@@ -92,6 +92,27 @@ def test_servers_that_are_there_are_not_waited_for(controller) -> None:
     controller.fleet.servers = [SimpleNamespace(state="current")]
     generation.publish(controller, 3)
     assert "wait" not in controller.calls
+
+
+@pytest.mark.parametrize("overrides", [{"colocated": False}, {"colocated": False, "urls": ["http://127.0.0.1:1"]}])
+def test_servers_elsewhere_move_nothing_of_the_trainer(controller, monkeypatch, overrides) -> None:
+    """After a checkpoint the optimizer is there, and the next update needs it: it stays meanwhile."""
+
+    class StartedError(Exception):
+        """The servers start now."""
+
+    def start(*args: Any, **kwargs: Any) -> None:
+        raise StartedError
+
+    sglang = controller.config.rollout.sglang.model_copy(update=overrides)
+    rollout = controller.config.rollout.model_copy(update={"sglang": sglang})
+    controller.config = controller.config.model_copy(update={"rollout": rollout})
+    monkeypatch.setattr(launch, "open_fleet", start)
+    monkeypatch.setattr(generation, "_write_model_config", lambda c: c.run_dir)
+    with pytest.raises(StartedError):
+        generation.use_servers(controller)
+    generation.publish(controller, 3)
+    assert controller.calls == ["refresh", "push"]
 
 
 def test_any_generation_has_the_servers_cache(controller) -> None:
