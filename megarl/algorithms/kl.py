@@ -93,7 +93,8 @@ def kl_tokens(estimator: str | Estimator, logp: Tensor, ref_logp: Tensor, mask: 
     Source: Schulman, Approximating KL Divergence (2020); gradients: arXiv 2506.09477.
     """
     function = KL.get(estimator) if isinstance(estimator, str) else estimator
-    return function(torch.where(mask, at_least_float32(logp) - at_least_float32(ref_logp).detach(), 0))
+    d = torch.where(mask, at_least_float32(logp) - at_least_float32(ref_logp).detach(), 0)
+    return torch.where(mask, function(d), 0)  # an estimator of a user's may not be 0 at 0
 
 
 @no_grad

@@ -27,6 +27,14 @@ def test_value_equals_the_formula(case, name, plus, scale):
     close(kl_tokens(name + plus, *args, case.mask), theirs, 1e-9)
 
 
+def test_hidden_tokens_count_nothing_whatever_the_estimator_is_at_zero():
+    logp = torch.tensor([-1.0, -2.0], requires_grad=True)
+    kl = kl_tokens(lambda d: d.exp(), logp, torch.tensor([-1.0, -1.0]), torch.tensor([True, False]))
+    kl.sum().backward()
+    assert kl.tolist() == [1.0, 0.0]
+    assert logp.grad.tolist() == [1.0, 0.0]
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_gradient_of_the_plain_form(name):
     ref = torch.linspace(-3, -1, 7, dtype=torch.float64)
