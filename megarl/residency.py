@@ -46,8 +46,8 @@ ROLE = "role"
 _STARTS, _PUBLISHES = "start_servers", "publish"
 _DRAWS = ("probe", "generate")
 """Phases that use published server weights. The others with server weights keep those that are there."""
-MOVES = "residency"
-"""Name of the phase in timings and traces that all moves are counted in."""
+MOVES, MEETING = "residency", "meet"
+"""Names in timings and traces: of the phase that all moves are counted in, and inside it of the wait for all ranks."""
 
 Parts = tuple[str, ...]
 PHASES: Mapping[str, Mapping[str, Parts]] = {
@@ -200,7 +200,8 @@ class Residency:
             for role, model in self._models.items():
                 model.hold(*(parts[role] & model.held))
             if name == _STARTS or (not told and servers - (self._granted or frozenset())):
-                self._meet()
+                with phases.phase(MEETING):
+                    self._meet()
             if self._servers is not None and not told:  # one that was restarted holds everything until it is told
                 self._servers.hold(*sorted(servers))
                 self._granted = servers

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megarl import phase as phases
 from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
-from megarl.residency import MOVES
+from megarl.residency import MEETING, MOVES
 from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
@@ -145,10 +145,17 @@ class Recorder:
 
 
 def _stage_seconds(events: list[phases.PhaseEvent]) -> dict[str, float]:
-    """Seconds of the phases right below the outermost one, by name, and of all moves of `megarl.residency`."""
+    """Seconds of the phases right below the outermost one, by name, and of the step's moves of `megarl.residency`.
+
+    Moves at the start and around a checkpoint, and waiting until all ranks have made room, are no moves of a step.
+    """
     spent: dict[str, float] = {}
     for event in events:
         parts = event.path.split("/")
-        if len(parts) == 2 or parts[-1] == MOVES:
+        if MOVES in parts:
+            if parts[0] in ("step", "sft"):
+                waited = parts[-1] == MEETING
+                spent[MOVES] = spent.get(MOVES, 0.0) + (-event.seconds if waited else event.seconds)
+        elif len(parts) == 2:
             spent[parts[-1]] = spent.get(parts[-1], 0.0) + event.seconds
     return spent

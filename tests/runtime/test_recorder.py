@@ -7,6 +7,8 @@ import pytest
 
 from megarl.comm import WorkerGroup
 from megarl.metrics import Metrics
+from megarl.phase import PhaseEvent, drain, phase
+from megarl.residency import Residency
 from megarl.runtime import health, recorder
 from megarl.runtime.context import no_progress
 from megarl.runtime.recorder import Recorder
@@ -89,3 +91,29 @@ def test_every_step_ends_with_a_look_at_the_heap(make, monkeypatch):
             record.start_step()
             assert record.end_step(step)["perf/resident_gb"] == 2.5 + step / 1e9
     assert len(steps) == 3
+
+
+def test_moves_are_those_of_the_step_without_the_wait_for_other_ranks():
+    seconds = {
+        "start/residency": 100,
+        "resume/residency": 100,
+        "checkpoint/residency": 100,
+        "checkpoint/residency/meet": 100,
+        "step/generate/residency/meet": 3,
+        "step/generate/residency": 4,
+        "step/generate": 9,
+        "step/residency": 2,
+        "step/update/micro": 50,
+        "sft/train/residency": 16,
+    }
+    events = [PhaseEvent(path, 0, s * 1_000_000_000, 1) for path, s in seconds.items()]
+    assert recorder._stage_seconds(events) == {"residency": 4 - 3 + 2 + 16, "generate": 9}
+
+
+def test_the_wait_for_other_ranks_has_a_name_of_its_own():
+    drain()
+    residency = Residency()
+    residency.add_servers(SimpleNamespace(hold=lambda *parts: None))
+    with phase("step"), residency.phase("publish"):
+        pass
+    assert [event.path for event in drain()] == ["step/residency/meet", "step/residency", "step"]
