@@ -62,6 +62,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             export(c, run_dir / FOLDER)
         show_export(c)
     finally:
+        drop_refused_reference(c)
         c.close()
 
 
@@ -86,7 +87,8 @@ def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resu
 
 def _make_models(c: Controller, graph: TaskGraph, resumed_from: Path | None, *, begun: bool) -> None:
     """The models that nodes of the graph work with, in addition to the actor."""
-    drop_refused_reference(c)
+    drop_refused_reference(c)  # of a process that was killed
+    c.layout.world.barrier()
     makers: dict[Role, Callable[[], ModelRole]] = {
         Role.REFERENCE: lambda: make_reference(c, resumed_from=resumed_from, begun=begun),
         Role.TEACHER: lambda: make_teacher(c),

@@ -77,10 +77,12 @@ def make_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> 
 
 
 def drop_refused_reference(c: Controller) -> None:
-    """Forget what a start that was refused has made. Collective."""
+    """Forget what a start that was refused has made. Not collective: of a start that fails, some ranks may be gone.
+
+    Rank 0 does it, as it also takes it up: no rank removes what another one has accepted.
+    """
     if c.layout.rank == 0:
         shutil.rmtree(c.run_dir / _NEXT, ignore_errors=True)
-    c.layout.world.barrier()
 
 
 def take_up_reference(run_dir: Path) -> None:
