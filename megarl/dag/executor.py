@@ -46,7 +46,7 @@ class Executor:
         """One walk.
 
         Args:
-            worker: first argument of every node's function.
+            context: first argument of every node's function.
             prompts: this rank's part of what enters the graph.
             more: the prompts after these, for a stage that declares `refills`.
 
@@ -87,11 +87,11 @@ class Executor:
         from megarl.dag.guard import GuardedBatch, settle, writes_in_place
 
         before = writes_in_place(node, board)
-        extra: dict[str, Any] = {name: self._roles[name] for name in node.may_take if name in self._roles}
-        extra |= {name: self._roles[name] for name in node.needs_roles}
-        if node.declared.refills:
-            extra["more"] = lambda: self._refill(node, context, more)
         try:
+            extra: dict[str, Any] = {name: self._roles[name] for name in node.may_take if name in self._roles}
+            extra |= {name: self._roles[name] for name in node.needs_roles}
+            if node.declared.refills:
+                extra["more"] = lambda: self._refill(node, context, more)
             output = node.func(context, GuardedBatch.of(board, node), **extra, **node.config)  # type: ignore[operator]
             return settle(node, board, output, before)
         except Exception as error:

@@ -21,9 +21,9 @@ class Pipeline:
 
     >>> from megarl.dag.stage import stage
     >>> @stage(reads=["prompt_ids"], writes=["score"])
-    ... def reward(worker, batch): return batch
+    ... def reward(context, batch): return batch
     >>> @stage(reads=["score"], writes=["advantages"])
-    ... def advantage(worker, batch): return batch
+    ... def advantage(context, batch): return batch
     >>> Pipeline("demo", "two steps").add(reward).add(advantage).build().parents("advantage")
     ['reward']
     """

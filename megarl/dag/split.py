@@ -34,7 +34,7 @@ def split(graph: TaskGraph) -> list[Segment]:
     """Segments in topological order; every node is in exactly one.
 
     >>> from megarl.dag.pipeline import Pipeline
-    >>> def f(worker, batch): return batch
+    >>> def f(context, batch): return batch
     >>> p = Pipeline("p").add(f, "a").add(f, "b", deps=["a"]).add(f, "c", deps=["a"]).add(f, "d", deps=["b", "c"])
     >>> [(s.name, s.after) for s in split(p.build())]
     [('a', ()), ('b', ('a',)), ('c', ('a',)), ('d', ('b', 'c'))]

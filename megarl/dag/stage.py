@@ -109,7 +109,7 @@ def stage(
         gives: `gives(config)` are fields that it writes under these settings, in addition to `writes`.
 
     >>> @stage(reads=["score"], writes=["advantages"], role=Role.ADVANTAGE)
-    ... def advantage(worker, batch): ...
+    ... def advantage(context, batch): ...
     >>> contract_of(advantage).reads, contract_of(advantage).writes
     (('score',), ('advantages',))
     """

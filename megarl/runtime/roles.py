@@ -111,7 +111,7 @@ class ReferenceRole(ModelRole):
     name = residency.REFERENCE
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """As `Actor.log_probs`."""
+        """As `ActorRole.log_probs`."""
         logp = self._log_probs(samples, temperature)
         self._c.count_pass(samples)
         return logp
@@ -123,7 +123,7 @@ class TeacherRole(ModelRole):
     name = residency.TEACHER
 
     def log_probs(self, samples: Batch, temperature: float | None = None) -> Jagged:
-        """As `Actor.log_probs`."""
+        """As `ActorRole.log_probs`."""
         return self._log_probs(samples, temperature)
 
 

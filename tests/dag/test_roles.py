@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megarl.dag.executor import Executor
+from megarl.dag.executor import Executor, NodeError
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.batch import Batch
@@ -36,6 +36,11 @@ def test_roles_are_given_by_name_and_others_only_if_the_run_has_them():
     assert SEEN == {"scale": 2, "actor": "a", "reference": "r", "critic": None}
     Executor(graph, {"actor": "a", "reference": "r", "critic": "c"}).run("context", Batch({}, {"uid": ["x"]}))
     assert SEEN["critic"] == "c"
+
+
+def test_a_role_that_the_run_has_not_is_an_error_of_the_node():
+    with pytest.raises(NodeError, match=r"node 'node' .*score\) failed: KeyError: 'reference'"):
+        Executor(built(score, scale=2), {"actor": "a"}).run("context", Batch({}, {"uid": ["x"]}))
 
 
 def test_a_graph_has_the_roles_that_its_stages_name():

@@ -88,6 +88,7 @@ def watched_run(recipe: str, run_dir: str, overrides: list[str]) -> list[tuple[s
         watch(checkpoint, "load", lambda args: "resume"),
     ):
         entry.train(load_config(Path(recipe), overrides), Path(run_dir))
+    assert caches, "no cache was ever built: that none is left says nothing"
     return seen
 
 
