@@ -141,7 +141,7 @@ def _read_recipe(arguments: argparse.Namespace) -> RunConfig:
         if not of_run:
             raise
         # Keys of loss and estimator, which this command does not use; whatever else is wrong is raised again.
-        config = load_config(arguments.recipe, arguments.overrides)
+        config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS, check_own=False)
         print(f"megarl: warning: not used by megarl {arguments.command}: {error}", file=sys.stderr)
     config = hide_credentials(config)
     if getattr(arguments, "prompt", None):

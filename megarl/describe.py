@@ -9,8 +9,8 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from megarl.components import COMPONENTS
-from megarl.config.base import Section
-from megarl.config.fields import Key, describe_allowed, iter_keys, names_component
+from megarl.config.base import ComponentSection, Section
+from megarl.config.fields import Key, describe_allowed, iter_keys
 from megarl.config.run import RunConfig
 
 BEGIN = "<!-- keys: written by python -m megarl.describe docs/recipes.md, do not edit below -->"
@@ -27,10 +27,10 @@ def reference() -> str:
         if key.section is not None:
             inside = [other for other in keys if other.path.rpartition(".")[0] == key.path]
             lines += _table(f"`{key.path}`", _sentence(key.section), inside, defaults)
-            if names_component(key.section):
-                lines += _own_keys(key.path, key.path)
+            if issubclass(key.section, ComponentSection):
+                lines += _own_keys(key.path, key.path, key.section.named_by)
             elif key.path == "reward":
-                lines += _own_keys(key.path, "reward.kwargs")
+                lines += _own_keys(key.path, "reward.kwargs", "name")
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -73,9 +73,9 @@ def _table(title: str, sentence: str, keys: list[Key], defaults: dict[str, Any])
     return [f"### {title}", "", sentence, "", "| Key | Values | Default | Meaning |", "|---|---|---|---|", *rows, ""]
 
 
-def _own_keys(path: str, place: str) -> list[str]:
+def _own_keys(path: str, place: str, named_by: str) -> list[str]:
     """Markdown: the keys that the components of a section have for themselves, at `place`; one row where several share
-    a key."""
+    a key. `named_by` is the section's key that names one."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for name in COMPONENTS.names(path):
         model = COMPONENTS.settings_of(path, name)
@@ -89,7 +89,7 @@ def _own_keys(path: str, place: str) -> list[str]:
     lines = [_cells([key, ", ".join(names), *rest]) for (key, *rest), names in rows.items()]
     head = ["| Key | Read by | Values | Default | Meaning |", "|---|---|---|---|---|"]
     where = "" if place == path else f", in `{place}`"
-    return [f"Keys of the components that `{path}.name` may choose{where}:", "", *head, *lines, ""]
+    return [f"Keys of the components that `{path}.{named_by}` may choose{where}:", "", *head, *lines, ""]
 
 
 def _cells(cells: list[str]) -> str:

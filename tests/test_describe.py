@@ -1,7 +1,9 @@
 from pathlib import Path
 
+from megarl.algorithms.registry import Settings
+from megarl.components import COMPONENTS
 from megarl.config.fields import iter_keys
-from megarl.describe import write_reference
+from megarl.describe import reference, write_reference
 
 DOC = Path(__file__).parents[1] / "docs" / "recipes.md"
 
@@ -14,3 +16,14 @@ def test_documentation_of_keys_is_up_to_date(tmp_path):
 
 def test_every_key_has_a_description():
     assert [key.path for key in iter_keys() if not key.info.description] == []
+
+
+def test_the_key_that_names_a_component_is_that_of_its_section(monkeypatch):
+    class Own(Settings):
+        most: float = 1.0
+
+    monkeypatch.setattr(type(COMPONENTS), "settings_of", lambda *_: Own)
+    text = reference()
+    for key in ("algorithm.kl.estimator", "algorithm.distillation.estimator", "algorithm.filter.name", "reward.name"):
+        assert f"components that `{key}` may choose" in text
+    assert "algorithm.kl.name" not in text

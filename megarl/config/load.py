@@ -52,7 +52,9 @@ _OTHERS = (("env.name", "env", ("name", "on_error")), ("reward.name", "reward.kw
 _NAMED = [*((f"{path}.{key}", path) for path, key in _COMPONENTS.items()), *((name, path) for name, path, _ in _OTHERS)]
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, components: Components | None = None) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, components: Components | None = None, check_own: bool = True
+) -> RunConfig:
     """Read a recipe file, or a recipe of this package by its bare name, and apply `key.path=value` overrides in order.
 
     `extends:` (a file, a bare name, or a list of them; relative to the file that says it) is merged below the file,
@@ -60,7 +62,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, components: 
 
     With `components` the own keys of the components that the recipe names are checked, and their defaults filled in;
     without, they stay as they are given. Where a layer names another component than those below it (another loss,
-    reward or environment), the keys that only the former one has are dropped.
+    reward or environment), the keys that only the former one has are dropped. Not `check_own`: this is done for reward
+    and environment only, for commands that do not use the others.
     """
     file = find_recipe(path)
     document = _read_with_parents(file, ())
@@ -77,12 +80,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, components: 
         except ConfigError as problem:
             problems.append(problem)
     document.inherited -= given  # overrides are one layer, whatever their order
-    if components is not None:
-        _drop_inherited(document, components)
+    dropped = _drop_inherited(document, components) if components is not None else []
     _expand_home(document.data)
-    config, found = _validate(document, str(file), components)
+    config, found = _validate(document, str(file), components if check_own else None)
     raise_problems(problems + found)
     assert config is not None
+    for line in dropped:
+        print(f"megarl: {line}", file=sys.stderr)
     return config
 
 
@@ -224,11 +228,13 @@ def _note_inherited(below: Document, above: Document) -> None:
     below.inherited |= above.inherited
 
 
-def _drop_inherited(document: Document, components: Components) -> None:
+def _drop_inherited(document: Document, components: Components) -> list[str]:
     """Remove the keys of a reward or environment below the one that is named, as far as this one has none such.
 
-    All stay where nothing is known of it: what does not fit is refused later, by name.
+    All stay where nothing is known of it: what does not fit is refused later, by name. Returns lines that say what is
+    removed.
     """
+    lines = []
     for name_key, path, shared in _OTHERS:
         mapping, name = _at(document.data, path), _value_at(document.data, name_key)
         inherited = {key for *above, key in document.inherited if ".".join(above) == path and key not in shared}
@@ -240,7 +246,8 @@ def _drop_inherited(document: Document, components: Components) -> None:
                 del mapping[key]
             if dropped:
                 keys = ", ".join(f"{path}.{key}" for key in dropped)
-                print(f"megarl: inherited keys that {name} does not have are dropped: {keys}", file=sys.stderr)
+                lines.append(f"inherited keys that {name} does not have are dropped: {keys}")
+    return lines
 
 
 def _at(data: dict[str, Any], path: str) -> dict[str, Any]:

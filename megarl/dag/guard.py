@@ -94,7 +94,10 @@ class GuardedBatch(Batch):
 
 
 def writes_in_place(node: Node, board: Batch) -> dict[str, int]:
-    """How often each tensor field of `board` that `node` does not declare to write has been written to in place."""
+    """How often each tensor field of `board` that `node` does not declare to write has been written to in place.
+
+    What PyTorch does not count goes unnoticed: writes through `Tensor.numpy()`, and into tensors of inference mode.
+    """
     contract = node.declared
     allowed = {*contract.writes, *contract.may_write}
     return {name: _writes(value) for name, value in board.fields.items() if name not in allowed}

@@ -51,7 +51,7 @@ def environment_class(name: Any) -> type[Environment]:
             where="env.name",
             found=name,
             allowed=[*ENVIRONMENTS, *_FORMS],
-            fix=f"did you mean {near[0]!r}?" if near else None,
+            fix=f"did you mean {near[0]!r}?" if near else "set env.name to one of these",
         )
     module_name, _, class_name = path.rpartition(":")
     module = import_source(module_name, "env.name")

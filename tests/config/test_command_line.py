@@ -94,6 +94,17 @@ def test_eval_of_a_run_does_not_mind_keys_of_training_that_are_wrong_now(write, 
     assert main(["eval", str(tmp_path / "run"), "--dry-run"]) == 2
 
 
+def test_eval_of_a_run_with_another_reward_drops_its_arguments_whatever_its_keys_of_training(write, tmp_path, capsys):
+    write('{"prompt": "1+1=", "answer": "2"}\n', "rows.jsonl")
+    reward = "reward: {name: numeric, kwargs: {extract: last}}\n"
+    loss = "algorithm: {loss: {name: gpg, clip_low: 0.5}}"
+    write(RECIPE.replace("data:", "data:\n  val_files: [rows.jsonl]") + reward + loss, "run/config.yaml")
+    write("{}", "run/checkpoints/step_1/meta.json")
+    assert main(["eval", str(tmp_path / "run"), "--dry-run", "reward.name=math"]) == 0
+    err = capsys.readouterr().err
+    assert err.count("keys that math does not have are dropped: reward.kwargs.extract") == 1
+
+
 @pytest.mark.parametrize(("command", "takes_runs"), [("eval", True), ("generate", True), ("train", False)])
 def test_commands_that_take_a_run_folder_say_so(capsys, command, takes_runs):
     assert main([command, "nosuch"]) == 2
