@@ -14,6 +14,7 @@ from megarl.errors import UserError, close_matches
 from megarl.imports import import_callable
 
 _WITH_MODEL = (Role.ACTOR, Role.CRITIC, Role.ROLLOUT, Role.REFERENCE, Role.TEACHER)
+_TRAINED = tuple(role.value for role in _WITH_MODEL if role is not Role.ROLLOUT)
 
 
 class Status(Enum):
@@ -58,8 +59,8 @@ class Node:
 
         Raises:
             UserError: a path that does not import, `config` keys that `func` does not take, an argument that is neither
-                such a key nor a role, roles without a declared one, or a stage whose fields depend on the settings
-                where none are given.
+                such a key nor a role, roles without a declared one, a stage that trains and does not name the model of
+                its role, or a stage whose fields depend on the settings where none are given.
         """
         where = f"node {self.id!r}"
         func = import_callable(self.func, where=f"{where}, func")
@@ -74,6 +75,8 @@ class Node:
                 allowed=[role.name for role in Role if role is not Role.DEFAULT],
                 fix=f"@stage(..., role=Role.{ROLES[needed[0]].name})",
             )
+        if contract.kind is Kind.MODEL_TRAIN:
+            _check_trains(contract.role, (*needed, *possible), where)
         contract = _settled(contract, settings, where)
         return dataclasses.replace(self, func=func, contract=contract, needs_roles=needed, may_take=possible)
 
@@ -172,6 +175,22 @@ def _roles(func: Callable[..., Any], given: Mapping[str, Any], where: str) -> tu
             fix=f"did you mean {near[0]!r}?" if near else f"p.add(stage, config={{{unknown!r}: ...}}), or a default",
         )
     return needed, tuple(a.name for a in named if a.name in ROLES and a.default is not a.empty)
+
+
+def _check_trains(role: Role, named: tuple[str, ...], where: str) -> None:
+    """A stage of kind MODEL_TRAIN changes the model of its role: other nodes wait for that one."""
+    models = [name for name in _TRAINED if name in named]
+    if role.value in models:
+        return
+    raise UserError(
+        f"this stage is of kind MODEL_TRAIN for the role {role.name}, and does not take that role's model",
+        where=where,
+        found=", ".join(named) or "no role",
+        allowed=_TRAINED,
+        fix=f"@stage(..., role=Role.{ROLES[models[0]].name})"
+        if models
+        else "take it by name: def ...(c, batch, *, actor)",
+    )
 
 
 def _check_call(func: Callable[..., Any], config: Mapping[str, Any], where: str) -> None:

@@ -18,6 +18,10 @@ def same(worker, batch):
     return batch
 
 
+def trained(c, batch, *, actor):
+    return batch
+
+
 def graph(entry: str = "", **contracts: Contract) -> TaskGraph:
     p = Pipeline("p")
     for id, contract in contracts.items():
@@ -59,7 +63,9 @@ def test_who_resamples_stands_between_what_is_before_and_what_is_after():
 
 def test_a_model_is_trained_after_those_that_ask_it_and_before_those_that_ask_it_later():
     asks, trains = does(role=Role.ACTOR), does(role=Role.ACTOR, kind=Kind.MODEL_TRAIN)
-    g = graph(asks=asks, other=does(role=Role.CRITIC), trains=trains, later=asks, again=trains)
+    p = Pipeline("p").add(same, "asks", contract=asks).add(same, "other", contract=does(role=Role.CRITIC))
+    p.add(trained, "trains", contract=trains).add(same, "later", contract=asks).add(trained, "again", contract=trains)
+    g = p.build([])
     assert [g.parents(id) for id in ("asks", "other", "trains", "later", "again")] == [
         [],
         [],

@@ -66,6 +66,28 @@ def test_an_argument_that_is_no_role_is_refused():
     built(typo, critik=1)
 
 
+@pytest.mark.parametrize(("role", "fix"), [(Role.CRITIC, "Role.ACTOR"), (Role.REWARD, "Role.ACTOR")])
+def test_a_stage_that_trains_takes_the_model_of_its_role(role, fix):
+    @stage(reads=[], writes=[], kind=Kind.MODEL_TRAIN, role=role)
+    def trains(c, batch, *, actor):
+        return batch
+
+    with pytest.raises(UserError, match=f"for the role {role.name}, and does not take that role's model") as caught:
+        built(trains)
+    assert caught.value.found == "actor"
+    assert fix in caught.value.fix
+
+
+def test_a_stage_that_trains_takes_a_model():
+    @stage(reads=[], writes=[], kind=Kind.MODEL_TRAIN, role=Role.ACTOR)
+    def trains(c, batch):
+        return batch
+
+    with pytest.raises(UserError, match="does not take that role's model") as caught:
+        built(trains)
+    assert caught.value.found == "no role"
+
+
 def test_a_stage_with_a_role_says_whose_work_it_is():
     @stage(reads=[], writes=[])
     def silent(c, batch, *, critic):
