@@ -83,6 +83,7 @@ class Registry(Generic[S]):
         self.kind, self.key, self._spec, self._by_name = kind, key, spec, by_name
         self._functions: dict[str, Callable[..., Any]] = {}
         self._every: type[Settings] | None = None
+        self._named: dict[Callable[..., Any], type[Settings]] = {}
 
     def register(self, *names: str, **declared: Any) -> Callable[[F], F]:
         """Decorator: the function is a component that declares this, known under these names.
@@ -99,6 +100,7 @@ class Registry(Generic[S]):
                     raise ValueError(f"{self.kind} {name!r} is registered twice")
                 self._functions[name] = function
             self._every = None
+            self._named.clear()
             function.__component__, function.__registry__ = spec, self  # type: ignore[attr-defined]
             return function
 
@@ -139,12 +141,16 @@ class Registry(Generic[S]):
         declared = self.declared(function)
         if declared is not None:
             return declared
-        every = self.every_setting()
-        if self._by_name:
+        return self._spec(settings=self._settings_named(function) if self._by_name else self.every_setting())
+
+    def _settings_named(self, function: Callable[..., Any]) -> type[Settings]:
+        """The settings of all components that are parameters of `function`; made once, since steps ask for them."""
+        if function not in self._named:
             taken = inspect.signature(function).parameters
-            fields: dict[str, Any] = {k: (i.annotation, i) for k, i in every.model_fields.items() if k in taken}
-            every = create_model("NamedSettings", __base__=Settings, **fields)
-        return self._spec(settings=every)
+            every = self.every_setting().model_fields
+            fields: dict[str, Any] = {name: (info.annotation, info) for name, info in every.items() if name in taken}
+            self._named[function] = create_model("NamedSettings", __base__=Settings, **fields)
+        return self._named[function]
 
     def declared(self, function: Callable[..., Any]) -> S | None:
         """What a function declares as a component of this kind; None: nothing.

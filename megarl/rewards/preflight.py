@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from megarl.config.data import RewardConfig
 
 _LIMIT_S = 2.0
-#: Where the keys are asked for: files that import torch answer, too.
-KEYS_LIMIT_S = 10.0
+#: Where the keys are asked for: files that import torch on a busy machine answer, too.
+KEYS_LIMIT_S = 60.0
 _PARTS = ("what", "where", "found", "allowed", "fix")
 
 

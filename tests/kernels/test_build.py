@@ -84,7 +84,12 @@ def test_ranks_may_compile_side_by_side(cache, source):
         "assert compiled(Path(sys.argv[1]), lambda library: None).three() == 3"
     )
     ranks = [subprocess.Popen([sys.executable, "-c", program, str(source)]) for _ in range(2)]
-    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    try:
+        assert [rank.wait(200) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     assert sorted(file.suffix for file in cache.iterdir()) == [".so", ".verdict"]
 
 

@@ -60,7 +60,7 @@ def server_receiver(api: Any, number: int = 0, **layout: int):
 def receivers(folder: Path, count: int, faults: dict[int, str] | None = None) -> Iterator[list[str]]:
     """URLs of `count` receiver processes; `faults` as in tests/sync/faulty.py, by number.
 
-    What they print is in `folder`/receiverN.log.
+    What they print is in `folder`/portN.log.
     """
     folder.mkdir(parents=True, exist_ok=True)
     processes, urls = [], []
@@ -80,14 +80,14 @@ def receivers(folder: Path, count: int, faults: dict[int, str] | None = None) ->
         for process in processes:
             process.kill()
             process.join(10)
-            assert not process.is_alive()
+        assert not any(process.is_alive() for process in processes)
 
 
 def _receive(port_file: str, fault: str | None, environment: dict[str, str]) -> None:
     """The life of a receiver, in a process that is forked with its imports done."""
     os.environ.clear()
     os.environ.update(environment, OMP_NUM_THREADS="1")
-    log = os.open(Path(port_file).with_name(f"receiver{port_file[-1]}.log"), os.O_WRONLY | os.O_CREAT)
+    log = os.open(f"{port_file}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(log, stream)
     import torch
