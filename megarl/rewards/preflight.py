@@ -71,13 +71,8 @@ def ask(module: str, request: dict[str, object], limit_s: float = _LIMIT_S, *arg
             stdout, _ = process.communicate(json.dumps(request), limit_s)
             answered = json.loads(stdout.rpartition("\n")[2])
             error, value = answered["error"], answered["value"]
-        except (
-            subprocess.TimeoutExpired,
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # too slow, or prints of the import at the end
-            return None
+        except (subprocess.TimeoutExpired, ValueError, KeyError, TypeError):
+            return None  # too slow, or prints of the import at the end
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also what the import started

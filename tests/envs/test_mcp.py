@@ -16,6 +16,7 @@ from megarl.envs.registry import load_environment
 from megarl.envs.tools.environment import Tools
 from megarl.envs.tools.mcp_servers import McpServer, McpServers
 from megarl.errors import ConfigError
+from megarl.processes import free_port
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
@@ -81,8 +82,7 @@ def test_a_server_sees_no_variable_that_it_was_not_given(servers):
 
 
 def test_a_server_over_http_is_reached_again_after_its_end():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     process = serve(port)
     try:
         servers = McpServers({"web": McpServer(url=f"http://127.0.0.1:{port}/mcp", tools=["multiply"])}, LIMIT_S)
@@ -167,7 +167,7 @@ def test_two_tools_of_one_name_are_refused():
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("megarl.envs.tools.mcp_servers.installed_version", lambda name: None)
     with pytest.raises(ConfigError, match=r"megarl\[mcp\]"):
         McpServers({"one": program()}, LIMIT_S)
 

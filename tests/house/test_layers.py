@@ -27,7 +27,6 @@ BY_NAME = {
     "megarl/dag/node.py": "a function of the user",
     "megarl/data/sources.py": "a function of the user",
     "megarl/envs/registry.py": "an environment of the user, or an included one, of the same folder",
-    "megarl/envs/tools/mcp_servers.py": "is an optional package installed?",
     "megarl/imports.py": "what the others call",
     "megarl/runtime/worker.py": "the program runs the function that its command line names",
     "recipes/build.py": "a function of the user",

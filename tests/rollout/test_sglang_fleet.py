@@ -101,31 +101,18 @@ def test_a_server_that_is_not_what_the_recipe_says_is_refused(info: dict[str, An
     with servers(ok, ok) as made:
         made[1].info |= info
         urls = [server.api.url for server in made]
+        config, alone = SGLangConfig(urls=urls), WorkerGroup.alone()
+
+        def join() -> None:
+            open_fleet(config, WorkerPlace(), None, None, "float32", cuda=False, longest=100, world=alone)  # type: ignore[arg-type]
+
         with pytest.raises(ConfigError) as caught:
-            open_fleet(
-                SGLangConfig(urls=urls),
-                WorkerPlace(),
-                None,
-                None,
-                "float32",
-                cuda=False,
-                longest=100,
-                world=WorkerGroup.alone(),
-            )  # type: ignore[arg-type]
+            join()
         assert caught.value.where == where
         assert text in str(caught.value)
         assert f"server 1 at {urls[1]}" in str(caught.value)
         made[1].info |= {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": 100}
-        open_fleet(
-            SGLangConfig(urls=urls),
-            WorkerPlace(),
-            None,
-            None,
-            "float32",
-            cuda=False,
-            longest=100,
-            world=WorkerGroup.alone(),
-        )  # type: ignore[arg-type]
+        join()
 
 
 def opened(urls: list[str]) -> str:

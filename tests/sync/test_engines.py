@@ -148,6 +148,12 @@ def engines_here(folder: Path, count: int) -> Iterator[tuple]:
             inbox.close()
 
 
+def hold_whole(inbox, version: str) -> None:
+    """As after an update."""
+    inbox._missing.clear()
+    inbox.set_version(version)
+
+
 def test_an_engine_that_fails_stays_paused_until_a_whole_update(tmp_path, monkeypatch):
     from megarl.sync.updater import WeightSync
 
@@ -180,8 +186,7 @@ def test_weights_wait_for_the_end_of_a_generation(tmp_path):
     with engines_here(tmp_path, 1) as (_, (inbox,), receivers):
         (receiver,) = receivers.all
         step = UpdateStep("update to version 1", 0.5)
-        inbox._missing.clear()
-        inbox.set_version("0@run")
+        hold_whole(inbox, "0@run")
         receiver.resume(step)
         refused = pytest.raises(ServerError, match=r"engine 0 .*update to version 1: rank 0: it still generates")
         with inbox.generating(1.0), refused:
@@ -213,12 +218,6 @@ def test_an_engine_says_what_it_cannot_take(tmp_path):
             receiver.set_version("1@run", step)
         with pytest.raises(OSError):
             MessageClient(inbox.address, "another key", 5.0, "engine")
-
-
-def hold_whole(inbox, version: str) -> None:
-    """As after an update."""
-    inbox._missing.clear()
-    inbox.set_version(version)
 
 
 def test_what_was_half_written_has_no_name_and_must_come_whole(tmp_path):

@@ -7,7 +7,6 @@ McpServers          the connections of one replica; calls come from any thread
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ from pydantic import Field, PositiveFloat, model_validator
 from megarl.config.base import Section
 from megarl.envs.tools.schema import as_schema
 from megarl.errors import ConfigError
+from megarl.imports import installed_version
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -331,5 +331,5 @@ def check_servers(servers: Mapping[str, McpServer]) -> None:
 
 
 def _check_package() -> None:
-    if importlib.util.find_spec("mcp") is None:
+    if installed_version("mcp") is None:
         raise ConfigError("the package mcp is not installed", where=_KEY, fix="pip install 'megarl[mcp]'")
