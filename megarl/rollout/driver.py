@@ -147,8 +147,9 @@ class _Game:
                 self.trajectories[number].add_turn(done.token_ids, done.logprobs, done.versions, done.finish_reason)
             else:
                 self.trajectories[number].end_unsaid(self._end_token, self._d.engine.weight_version)
+        said = [number for number, done in finished.items() if done.token_ids]
         unsaid = [number for number, done in finished.items() if not done.token_ids]
-        replies = self._ask(lambda host: self._answers(host, [number for number in finished if number not in unsaid]))
+        replies = self._ask(lambda host: self._answers(host, said))
         told = self._tell({i: (reply, self._following(i, reply)) for i, reply in replies.items()})
         late = self._is_late()
         for number, (reply, ids) in told.items():

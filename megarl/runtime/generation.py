@@ -117,12 +117,10 @@ def _look_after_servers(c: Controller) -> None:
     that is free when it starts.
     """
     assert c.fleet is not None
-    if not c.config.rollout.colocated:
+    with _where_servers_share(c, "start_servers"):
         c.fleet.refresh()
-        return
-    with c.residency.phase("start_servers"):
-        c.fleet.refresh()
-        if any(server.state == "starting" for server in c.fleet.servers):  # the same on all ranks, after `refresh`
+        starting = any(server.state == "starting" for server in c.fleet.servers)  # on all ranks, after `refresh`
+        if starting and c.config.rollout.colocated:
             c.fleet.wait_started()
 
 
