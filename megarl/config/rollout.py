@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
+from megarl.config.model import ParallelConfig
 from megarl.config.sglang import SGLangConfig
 
 
@@ -52,6 +53,9 @@ class RolloutConfig(Section):
         "embedded", description="embedded: decode on the trainer's own weights; sglang: on SGLang servers"
     )
     sglang: SGLangConfig = Field(default_factory=SGLangConfig, description="servers of the engine sglang")
+    parallel: ParallelConfig | None = Field(
+        None, description="layout of an embedded engine in a team of its own; null: the actor's"
+    )
     sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(n=8), description="training samples")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="of episodes with several turns")
     max_running: PositiveInt = Field(256, description="sequences decoded at the same time per replica (embedded)")

@@ -10,7 +10,8 @@ from megarl.config.algorithm import AlgorithmConfig
 from megarl.config.base import Section
 from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
-from megarl.config.model import ModelConfig
+from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.placement import PlacementConfig
 from megarl.config.rollout import SINGLE_TURN, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
 from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, SFTConfig, TeacherConfig
@@ -95,6 +96,7 @@ class RunConfig(Section):
     sft: SFTConfig = Field(default_factory=SFTConfig, description="supervised cold start")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="loop")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")
+    placement: PlacementConfig = Field(default_factory=PlacementConfig, description="roles on devices of their own")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")
 
     def longest_sequence(self) -> int:
@@ -122,6 +124,10 @@ class RunConfig(Section):
     def rollout_dtype(self) -> str:
         """fp32 or bf16, in which responses are generated: `rollout.dtype`, with `model` resolved."""
         return self.model.dtype if self.rollout.dtype == "model" else self.rollout.dtype
+
+    def parallel_of(self, role: str) -> ParallelConfig:
+        """Layout of a role that holds a model: its own, else the actor's."""
+        return getattr(self, role).parallel or self.actor.parallel
 
     def updates(self, role: ActorConfig | CriticConfig, resting: int = 0) -> int:
         """Optimizer steps of a role in the whole run, when it does not train in the first `resting` training steps."""

@@ -66,7 +66,7 @@ class CriticConfig(Section):
         description="Hugging Face folder or hub name to start from, of a policy or of an earlier critic (hf_critic); "
         "null: the actor's weights at the start of RL. A policy's value head starts at zero",
     )
-    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's, and no other is possible")
+    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. Another one needs a team of its own")
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
     mini_batch_size: PositiveInt | None = Field(
@@ -85,12 +85,14 @@ class ReferenceConfig(Section):
     """The frozen reference policy. It exists only when a KL term needs it."""
 
     path: str | None = Field(None, description="Hugging Face folder; null: the actor's weights at the start of RL")
+    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
 
 
 class TeacherConfig(Section):
-    """The frozen teacher of on-policy distillation. It has the actor's layout, and exists only when it is needed."""
+    """The frozen teacher of on-policy distillation. It exists only when it is needed."""
 
     path: str | None = Field(None, description="Hugging Face folder or hub name; its tokenizer is the policy's")
+    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. As critic.parallel")
 
 
 class SFTConfig(Section):

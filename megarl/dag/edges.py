@@ -96,6 +96,20 @@ class _History:
         before += [] if node.trains is None else self._users.get(node.trains, [])
         return before
 
+    def sources(self, node: Node) -> dict[str, str]:
+        """Who wrote the fields that `node`, the next one of the list, finds; those of the entry are left out."""
+        writers = {name: self._value(name).writer for name in node.declared.uses}
+        return {name: writer for name, writer in writers.items() if writer is not None}
+
+    @property
+    def resampler(self) -> str | None:
+        """The last node listed that resamples: the samples are what it made."""
+        return self._resampler
+
+    def all_sources(self) -> dict[str, str]:
+        """Who wrote all fields that there are, those of the entry left out."""
+        return {name: value.writer for name, value in self._values.items() if value.writer is not None}
+
     def add(self, node: Node) -> None:
         """`node` is listed: keep what it did."""
         contract = node.declared
@@ -118,8 +132,24 @@ class _History:
             self._trained[node.trains], self._users[node.trains] = node.id, []
 
 
-def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str, list[str]]:
-    """Ids that every node waits for, by its id, in the order of the list.
+@dataclass(frozen=True)
+class Inputs:
+    """What a node is given.
+
+    Attributes:
+        waits: nodes that it comes after, in the order of the list.
+        sources: the node that wrote each field that it uses; fields of the entry, and those that nobody wrote, are not
+            here.
+        samples: the node that made its samples by resampling; None: they are those that enter the graph.
+    """
+
+    waits: list[str]
+    sources: dict[str, str]
+    samples: str | None
+
+
+def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str, Inputs]:
+    """What every node is given, by its id.
 
     Args:
         nodes: resolved nodes in reading order.
@@ -130,15 +160,18 @@ def derive(nodes: Sequence[Node], entry: Iterable[str], where: str) -> dict[str,
         UserError: a node needs a field that nothing before it writes, or names a dependency that does not exist.
     """
     place = {node.id: number for number, node in enumerate(nodes)}
-    history, waits = _History(entry), dict[str, list[str]]()
+    history, inputs = _History(entry), dict[str, Inputs]()
     for node in nodes:
         _check_deps(node, place, where)
         for name in node.reads:
             if name not in history.there:
                 raise _missing(node, name, nodes, history, where)
-        waits[node.id] = sorted(set(history.waits(node)), key=place.__getitem__)
+        waits = sorted(set(history.waits(node)), key=place.__getitem__)
+        # What resamples carries all fields, read or not.
+        sources = history.all_sources() if node.declared.resamples else history.sources(node)
+        inputs[node.id] = Inputs(waits, sources, history.resampler)
         history.add(node)
-    return waits
+    return inputs
 
 
 def _missing(node: Node, name: str, nodes: Sequence[Node], history: _History, where: str) -> MissingFieldError:

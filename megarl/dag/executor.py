@@ -3,8 +3,10 @@
 Every worker runs this loop by itself; there is no controller process. The order of the walk is the same everywhere:
 
     samples = the batch that enters
-    for node in topological order:
+    for node in topological order, of its team:
+        samples = samples with what other teams have made for it            (take)
         samples = samples with what the node wrote          (a node that resamples: what it made of them)
+        what other teams read of that goes to them                          (give)
 
 A node sees the fields that it declares. Edges put every reader between the last writer before it and the next one, so
 what is there when a node runs is what it should read.
@@ -13,8 +15,8 @@ what is there when a node runs is what it should read.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node, Status
@@ -29,25 +31,46 @@ class NodeError(MegarlError):
     """A node raised; the message names node, function and the original error."""
 
 
+class Crossing(Protocol):
+    """What goes from team to team around the nodes that this worker walks. All methods are collective over its team."""
+
+    def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
+        """`board` with what other teams have made that `node` uses; None stands for a board that has not come yet."""
+        ...
+
+    def give(self, context: Any, node: Node, board: Batch) -> None:
+        """`node` has run: hand over what other teams use of what it wrote."""
+        ...
+
+
 class Executor:
     """Runs a graph again and again; `statuses` and `seconds` tell about the nodes in the last walk.
 
     Args:
         graph: to walk.
         roles: by the names under which stages take them (`megarl.dag.stage.ROLES`).
+        nodes: those that this worker's team walks, in the graph's order; None: all.
+        crossing: to and from other teams; None: there are none.
     """
 
-    def __init__(self, graph: TaskGraph, roles: Mapping[str, Any] | None = None) -> None:
-        self.graph, self._roles = graph, roles or {}
+    def __init__(
+        self,
+        graph: TaskGraph,
+        roles: Mapping[str, Any] | None = None,
+        nodes: Sequence[str] | None = None,
+        crossing: Crossing | None = None,
+    ) -> None:
+        self.graph, self._roles, self._crossing = graph, roles or {}, crossing
+        self.nodes = graph.order() if nodes is None else list(nodes)
         self.statuses: dict[str, Status] = {}
         self.seconds: dict[str, float] = {}
 
-    def run(self, context: Any, prompts: Batch, more: Iterator[Batch] | None = None) -> Batch:
+    def run(self, context: Any, prompts: Batch | None, more: Iterator[Batch] | None = None) -> Batch:
         """One walk.
 
         Args:
             context: first argument of every node's function.
-            prompts: this rank's part of what enters the graph.
+            prompts: this rank's part of what enters the graph; None: its team begins with what another one made.
             more: the prompts after these, for a stage that declares `refills`.
 
         Returns:
@@ -57,11 +80,20 @@ class Executor:
             NodeError: a node failed. Errors of this package pass through with the node added as a note. The node is
                 FAILED, its descendants SKIPPED, what had not started PENDING or READY.
         """
-        self.statuses = {id: Status.PENDING if self.graph.parents(id) else Status.READY for id in self.graph.order()}
+        self.statuses = {id: Status.PENDING if self.graph.parents(id) else Status.READY for id in self.nodes}
         self.seconds = {}
-        board = prompts.copy()
-        for id in self.graph.order():
-            board = self._run_node(self.graph[id], context, board, more)
+        board = None if prompts is None else prompts.copy()
+        for id in self.nodes:
+            node = self.graph[id]
+            if self._crossing is not None:
+                with phase("take"):
+                    board = self._crossing.take(context, node, board)
+            assert board is not None, "the first node of a team is given prompts, or samples of another team"
+            board = self._run_node(node, context, board, more)
+            if self._crossing is not None:
+                with phase("give"):
+                    self._crossing.give(context, node, board)
+        assert board is not None, "a team walks at least one node"
         return board
 
     def _run_node(self, node: Node, context: Any, board: Batch, more: Iterator[Batch] | None) -> Batch:
@@ -72,13 +104,15 @@ class Executor:
                 board = self._call(node, context, board, more)
         except BaseException:
             self.statuses[node.id] = Status.FAILED
-            self.statuses |= dict.fromkeys(self.graph.downstream(node.id), Status.SKIPPED)
+            later = [id for id in self.graph.downstream(node.id) if id in self.statuses]
+            self.statuses |= dict.fromkeys(later, Status.SKIPPED)
             raise
         finally:
             self.seconds[node.id] = time.perf_counter() - start
         self.statuses[node.id] = Status.COMPLETED
         for child in self.graph.children(node.id):
-            if all(self.statuses[id] is Status.COMPLETED for id in self.graph.parents(child)):
+            mine = [id for id in self.graph.parents(child) if id in self.statuses]
+            if child in self.statuses and all(self.statuses[id] is Status.COMPLETED for id in mine):
                 self.statuses[child] = Status.READY
         return board
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from megarl.dag.edges import derive
+from megarl.dag.edges import Inputs, derive
 from megarl.dag.node import Node
 from megarl.dag.stage import LOADER_FIELDS, ROLES, Role
 from megarl.errors import UserError
@@ -33,7 +33,9 @@ class TaskGraph:
             self.nodes[node.id] = node.resolved()
         if not self.nodes:
             raise UserError("the pipeline has no node", where=self._where, fix="add one with Pipeline.add")
-        self._parents = derive(list(self), entry, self._where)
+        self.entry = tuple(entry)
+        self._inputs = derive(list(self), self.entry, self._where)
+        self._parents = {id: inputs.waits for id, inputs in self._inputs.items()}
         self._children: dict[str, list[str]] = {id: [] for id in self.nodes}
         for id, parents in self._parents.items():
             for parent in parents:
@@ -73,6 +75,11 @@ class TaskGraph:
         """Nodes that this one waits for directly."""
         self[id]
         return list(self._parents[id])
+
+    def inputs(self, id: str) -> Inputs:
+        """What this node is given."""
+        self[id]
+        return self._inputs[id]
 
     def children(self, id: str) -> list[str]:
         """Nodes that wait for this one directly."""

@@ -75,7 +75,7 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     reads=["prompt_ids", *_OF_PROMPTS],
     writes=["greedy_score"],
     kind=Kind.MODEL_INFERENCE,
-    role=Role.ACTOR,
+    role=Role.ROLLOUT,
 )
 def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scorer: ScorerRole) -> Batch:
     """Score of a greedy response to every sample's prompt, the baseline of ReMax."""

@@ -1,0 +1,39 @@
+"""Which roles share devices."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from megarl.config.base import Section
+
+#: Roles that hold a model, which a team can be given.
+TeamRole = Literal["actor", "critic", "reference", "teacher", "rollout"]
+
+
+class TeamConfig(Section):
+    """Workers that form one torch.distributed world with one layout."""
+
+    roles: list[TeamRole] = Field(min_length=1, description="models that it holds")
+    devices: PositiveInt = Field(description="workers, one per device")
+
+
+class PlacementConfig(Section):
+    """Which roles share devices. Without teams all roles take turns on all devices."""
+
+    auto: Literal["even", "param_aware"] | None = Field(
+        None,
+        description="give every role that the graph lets work beside others a team of its own, and share out "
+        "cluster.nproc evenly or by the models' parameters; null: as teams says",
+    )
+    teams: dict[str, TeamConfig] = Field(
+        default_factory=dict,
+        description="by name; their devices add up to cluster.nproc. Every role of the recipe is in one of them. "
+        "Several teams run under Ray",
+    )
+    share: Literal["dealt", "tokens"] = Field(
+        "dealt",
+        description="how a team's replicas share samples that another team made, in whole groups: dealt: group k to "
+        "replica k modulo their number, as inside one team; tokens: equal counts of groups, and tokens as even as can be",
+    )

@@ -1,0 +1,335 @@
+"""Which team walks which nodes of a graph, and what has to go from one team to another.
+
+    teams      train: actor, rollout        reference: reference
+    nodes      rollout, reward, actor_train    ref_logp
+    handovers  rollout -> {prompt_ids, response_ids} -> reference,   ref_logp -> {ref_logp} -> train
+
+A node with a model belongs to the team of its role; so must the other models be that it works with. Rewards are made
+where samples are drawn; everything else that has no model is done where the actor is. A team walks its nodes in the
+graph's order. What one of them reads and another team wrote, that team hands over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.node import Node
+from megarl.dag.schedule import apportion
+from megarl.dag.stage import ROLES, Role
+from megarl.errors import ConfigError, count
+
+#: Roles that hold a model, in the order in which teams are named and counted.
+MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.ROLLOUT)
+ONLY_TEAM = "all"
+
+
+@dataclass(frozen=True)
+class TeamPlan:
+    """One team of a run.
+
+    Attributes:
+        name: in messages and metrics.
+        roles: models that it holds, as far as the graph works with them.
+        devices: its workers.
+        first: number of its first worker among those of all teams, which are counted team by team.
+        parallel: layout of its models.
+        nodes: what it walks, in the graph's order.
+    """
+
+    name: str
+    roles: tuple[Role, ...]
+    devices: int
+    first: int
+    parallel: ParallelConfig
+    nodes: tuple[str, ...]
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel size."""
+        return self.devices // self.parallel.model_parallel_size
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Fields of one node that other teams read. All that a team is handed of a node comes in one or more of these.
+
+    Attributes:
+        node: wrote them, and `giver` is its team.
+        fields: that all `takers` read, and nobody else.
+        samples: the node that made these samples by resampling.
+    """
+
+    node: str
+    giver: str
+    fields: tuple[str, ...]
+    takers: tuple[str, ...]
+    samples: str
+
+    @property
+    def key(self) -> str:
+        """Names it in the store."""
+        return f"{self.node}>{'+'.join(self.takers)}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The teams of a run, that of the actor first, and what goes from one to another."""
+
+    teams: tuple[TeamPlan, ...]
+    handovers: tuple[Handover, ...] = ()
+
+    def __getitem__(self, name: str) -> TeamPlan:
+        return next(team for team in self.teams if team.name == name)
+
+    @property
+    def separate(self) -> bool:
+        """There are several teams."""
+        return len(self.teams) > 1
+
+    def of_worker(self, number: int) -> TeamPlan:
+        """Team of worker `number` of the job."""
+        return next(team for team in self.teams if team.first <= number < team.first + team.devices)
+
+    def of_role(self, role: Role) -> TeamPlan | None:
+        """The team that holds this model; None: the graph does not work with it."""
+        return next((team for team in self.teams if role in team.roles), None)
+
+    def of_node(self, id: str) -> TeamPlan:
+        """The team that walks this node."""
+        return next(team for team in self.teams if id in team.nodes)
+
+    def given(self, id: str) -> list[Handover]:
+        """What is handed over after this node."""
+        return [one for one in self.handovers if one.node == id]
+
+    def taken(self, team: str) -> list[Handover]:
+        """What this team is handed, in the order of the graph."""
+        return [one for one in self.handovers if team in one.takers]
+
+
+def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
+    """The models that a run of this graph holds. There always are an actor, and something that draws samples."""
+    there = graph.roles | {Role.ACTOR, Role.ROLLOUT}
+    return tuple(role for role in MODEL_ROLES if role in there)
+
+
+def place(graph: TaskGraph, config: RunConfig) -> Placement:
+    """The teams that `placement` asks for.
+
+    Raises:
+        ConfigError: roles, devices or the graph do not fit; the message says which.
+    """
+    roles = roles_of(graph)
+    shares = _shares(config, roles)
+    teams, first = [], 0
+    owner = {role: name for name, (held, _) in shares.items() for role in held}
+    nodes = {node.id: _team_of(node, owner) for node in graph}
+    for name, (held, devices) in shares.items():
+        mine = tuple(id for id in graph.order() if nodes[id] == name)
+        teams.append(TeamPlan(name, held, devices, first, _layout(config, name, held), mine))
+        first += devices
+    return Placement(tuple(teams), tuple(_handovers(graph, nodes)) if len(teams) > 1 else ())
+
+
+def _shares(config: RunConfig, roles: Sequence[Role]) -> dict[str, tuple[tuple[Role, ...], int]]:
+    """Roles and workers of every team, that of the actor first."""
+    placement, nproc = config.placement, config.cluster.nproc
+    if placement.auto is not None:
+        return _automatic(config, roles)
+    if not placement.teams:
+        return {ONLY_TEAM: (tuple(roles), nproc)}
+    named = {name: tuple(Role(role) for role in team.roles) for name, team in placement.teams.items()}
+    _check_roles(named, roles)
+    devices = sum(team.devices for team in placement.teams.values())
+    if devices != nproc:
+        table = ", ".join(f"{name} {team.devices}" for name, team in placement.teams.items())
+        raise ConfigError(
+            f"the teams have {count(devices, 'device')}, and the run has {count(nproc, 'worker')}: "
+            f"{abs(devices - nproc)} too {'many' if devices > nproc else 'few'} in the teams",
+            where="placement.teams",
+            found=table,
+            allowed=f"numbers that add up to cluster.nproc={nproc}",
+            fix=f"set cluster.nproc={devices}, or other numbers of devices",
+        )
+    order = sorted(named, key=lambda name: Role.ACTOR not in named[name])
+    return {
+        name: (tuple(role for role in roles if role in named[name]), placement.teams[name].devices) for name in order
+    }
+
+
+def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> None:
+    """Every role of the graph is in exactly one team, and every team has one that the graph works with."""
+    for role in MODEL_ROLES:
+        holders = [name for name, held in named.items() for held_role in held if held_role is role]
+        if len(holders) > 1:
+            raise ConfigError(
+                f"the role {role.value} is placed twice",
+                where="placement.teams",
+                found=f"in {' and '.join(holders)}",
+                fix="name it in one team only",
+            )
+        if role in roles and not holders:
+            raise ConfigError(
+                f"no team holds the role {role.value}, and the graph of this recipe works with it",
+                where="placement.teams",
+                found="; ".join(f"{name}: {', '.join(r.value for r in held)}" for name, held in named.items()),
+                allowed=[role.value for role in roles],
+                fix=f"add {role.value} to the roles of a team",
+            )
+    for name, held in named.items():
+        if not any(role in roles for role in held):
+            raise ConfigError(
+                "the graph of this recipe works with none of this team's roles",
+                where=f"placement.teams.{name}.roles",
+                found=", ".join(role.value for role in held),
+                allowed=[role.value for role in roles],
+                fix="leave the team out, or give it another role",
+            )
+
+
+def _automatic(config: RunConfig, roles: Sequence[Role]) -> dict[str, tuple[tuple[Role, ...], int]]:
+    """A team for the actor with what decodes on its weights, and one for every other model."""
+    if config.placement.teams:
+        raise ConfigError(
+            "teams are given, and placement.auto would make others",
+            where="placement.auto",
+            found=config.placement.auto,
+            allowed="null, with placement.teams",
+            fix="leave one of the two out",
+        )
+    held = [(Role.ACTOR, Role.ROLLOUT), *((role,) for role in roles if role not in (Role.ACTOR, Role.ROLLOUT))]
+    sizes = [config.parallel_of(team[0].value).model_parallel_size for team in held]
+    # An actor that learns and decodes has about the work of three models that are only asked; a critic that of two.
+    weights = [1.0] * len(held)
+    if config.placement.auto == "param_aware":
+        weights = [{Role.ACTOR: 3.0, Role.CRITIC: 2.0}.get(team[0], 1.0) for team in held]
+    if config.cluster.nproc < sum(sizes):
+        needs = ", ".join(f"{team[0].value} {size}" for team, size in zip(held, sizes, strict=True))
+        raise ConfigError(
+            f"{count(config.cluster.nproc, 'worker')} for teams that need {sum(sizes)}: "
+            f"{sum(sizes) - config.cluster.nproc} missing",
+            where="cluster.nproc",
+            found=config.cluster.nproc,
+            allowed=f"at least {sum(sizes)}: {needs}",
+            fix=f"set cluster.nproc={sum(sizes)}, or leave placement.auto out",
+        )
+    shares = _whole_replicas(config.cluster.nproc, sizes, weights)
+    return {team[0].value: (team, share) for team, share in zip(held, shares, strict=True)}
+
+
+def _whole_replicas(devices: int, sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
+    """Shares of `devices` that are multiples of `sizes`, about in proportion to `weights`; what is left is the first's.
+
+    Raises:
+        ConfigError: no such shares give all devices away.
+    """
+    shares = [
+        max(size, share // size * size) for size, share in zip(sizes, apportion(devices, weights), strict=True)
+    ]
+    while sum(shares) > devices:  # a minimum of one replica took too much: from whoever can give most
+        giver = max(range(len(shares)), key=lambda i: shares[i] - sizes[i])
+        shares[giver] -= sizes[giver]
+    for number, size in enumerate(sizes):  # what rounding left goes to the first that can use it
+        left = devices - sum(shares)
+        shares[number] += left // size * size
+    if sum(shares) != devices:
+        raise ConfigError(
+            f"{count(devices, 'worker')} cannot be shared out in whole replicas of {', '.join(map(str, sizes))}",
+            where="placement.auto",
+            found=f"cluster.nproc={devices}",
+            fix=f"set cluster.nproc={sum(shares)}, or placement.teams",
+        )
+    return shares
+
+
+def _team_of(node: Node, owner: dict[Role, str]) -> str:
+    """The team that walks `node`; of the roles without a model the scorer is where samples are drawn."""
+    named = [role for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in owner]
+    if node.role in owner:
+        home = owner[node.role]
+    elif node.role is Role.REWARD or "scorer" in node.needs_roles:
+        home = owner[Role.ROLLOUT]
+    else:
+        home = owner[named[0]] if named else owner[Role.ACTOR]
+    away = [role for role in named if owner[role] != home]
+    if away or ("scorer" in node.needs_roles and home != owner[Role.ROLLOUT]):
+        roles = list(dict.fromkeys(role.value for role in named)) or [node.role.value]
+        raise ConfigError(
+            f"node {node.id!r} works with the {' and the '.join(roles)}"
+            + (" and with what scores samples, which is where they are drawn" if "scorer" in node.needs_roles else ""),
+            where="placement.teams",
+            found=", ".join(f"{role} in {owner[Role(role)]}" for role in roles if Role(role) in owner),
+            fix="put these roles into one team",
+        )
+    return home
+
+
+def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConfig:
+    """The layout that all roles of a team have."""
+    layouts = {role.value: config.parallel_of(role.value) for role in roles}
+    first, *_ = layouts.values()
+    other = next((role for role, layout in layouts.items() if layout != first), None)
+    if other is not None:
+        raise ConfigError(
+            f"the {other} and the {next(iter(layouts))} share the team {name!r}, and a team has one layout",
+            where=f"{other}.parallel",
+            found=layouts[other].model_dump(exclude_defaults=True) or "one process per replica",
+            allowed=first.model_dump(exclude_defaults=True) or "one process per replica",
+            fix=f"give the {other} a team of its own (placement.teams), or the same layout",
+        )
+    return first
+
+
+def _handovers(graph: TaskGraph, nodes: dict[str, str]) -> Iterable[Handover]:
+    """What goes from team to team, in the order of the graph."""
+    readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> teams
+    for id in graph.order():
+        node, inputs = graph[id], graph.inputs(id)
+        _check_together(node, inputs.samples, nodes)
+        for name, writer in inputs.sources.items():
+            if nodes[writer] != nodes[id]:
+                readers[writer].setdefault(name, set()).add(nodes[id])
+                _check_handle(node, name, writer, nodes)
+    for writer, fields in readers.items():
+        made = {takers: [f for f in fields if fields[f] == set(takers)] for takers in map(_ordered, fields.values())}
+        own = graph[writer].declared.resamples
+        samples = writer if own else graph.inputs(writer).samples
+        for takers, names in made.items():
+            assert samples is not None, "the first node of a graph resamples, else its readers are in its team"
+            yield Handover(writer, nodes[writer], tuple(names), takers, samples)
+
+
+def _ordered(teams: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(teams))
+
+
+def _check_together(node: Node, samples: str | None, nodes: dict[str, str]) -> None:
+    """What resamples, and what asks for more prompts, walks all before it itself; so does what reads prompts."""
+    if samples is None:
+        home, why = nodes[next(iter(nodes))], "works on prompts, before samples are drawn"
+    elif node.declared.resamples or node.declared.refills:
+        home, why = nodes[samples], f"makes other samples of those of {samples!r}"
+    else:
+        return
+    if nodes[node.id] != home:
+        raise ConfigError(
+            f"node {node.id!r} {why}, and would be in another team than what it works on",
+            where="placement.teams",
+            found=f"{node.id} in {nodes[node.id]}, and before it a node in {home}",
+            fix=f"put their roles into one team; {node.id!r} is of role {node.role.value}",
+        )
+
+
+def _check_handle(node: Node, name: str, writer: str, nodes: dict[str, str]) -> None:
+    """A handle of work under way means something in its own process only."""
+    if name in node.declared.consumes:
+        raise ConfigError(
+            f"node {node.id!r} waits for {name!r}, which lives in the process of {writer!r}",
+            where="placement.teams",
+            found=f"{node.id} in {nodes[node.id]}, {writer} in {nodes[writer]}",
+            fix="put their roles into one team",
+        )
