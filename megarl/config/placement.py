@@ -34,6 +34,6 @@ class PlacementConfig(Section):
     )
     share: Literal["dealt", "tokens"] = Field(
         "dealt",
-        description="how a team's replicas share samples that another team made, in whole groups: dealt: group k to "
-        "replica k modulo their number, as inside one team; tokens: equal counts of groups, and tokens as even as can be",
+        description="how the replicas of a team share samples of another team, in whole groups: dealt: group k to "
+        "replica k modulo their number, as inside one team; tokens: equally many groups each, tokens as even as can be",
     )

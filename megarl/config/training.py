@@ -66,7 +66,9 @@ class CriticConfig(Section):
         description="Hugging Face folder or hub name to start from, of a policy or of an earlier critic (hf_critic); "
         "null: the actor's weights at the start of RL. A policy's value head starts at zero",
     )
-    parallel: ParallelConfig | None = Field(None, description="layout; null: the actor's. Another one needs a team of its own")
+    parallel: ParallelConfig | None = Field(
+        None, description="layout; null: the actor's. Another one needs a team of its own (placement)"
+    )
     engine: EngineConfig = Field(default_factory=EngineConfig, description="memory and speed")
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5), description="optimizer")
     mini_batch_size: PositiveInt | None = Field(

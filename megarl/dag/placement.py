@@ -227,9 +227,7 @@ def _whole_replicas(devices: int, sizes: Sequence[int], weights: Sequence[float]
     Raises:
         ConfigError: no such shares give all devices away.
     """
-    shares = [
-        max(size, share // size * size) for size, share in zip(sizes, apportion(devices, weights), strict=True)
-    ]
+    shares = [max(size, share // size * size) for size, share in zip(sizes, apportion(devices, weights), strict=True)]
     while sum(shares) > devices:  # a minimum of one replica took too much: from whoever can give most
         giver = max(range(len(shares)), key=lambda i: shares[i] - sizes[i])
         shares[giver] -= sizes[giver]

@@ -22,6 +22,9 @@ from megarl.processes import kill_with_parent, raise_descriptor_limit, watch_par
 from megarl.runtime.health import Heartbeat, report
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
+#: Of a run with several teams: this worker's team, its number among the workers of all teams, and the store's name.
+#: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are then those of the team.
+TEAM, WORKER, STORE = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_STORE"
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
