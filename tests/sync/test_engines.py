@@ -196,6 +196,36 @@ def test_weights_wait_for_the_end_of_a_generation(tmp_path):
             inbox.generating(0.1).__enter__()
 
 
+def test_a_generation_waits_for_the_version_that_it_wants(tmp_path):
+    with engines_here(tmp_path, 1) as (_, (inbox,), _):
+        hold_whole(inbox, "3@run")
+        inbox.resume()
+        refused = r"no weights of version 4 came within 0\.1 s: rank 0 of .* goes on, holding 3@run"
+        with pytest.raises(WorkerError, match=refused):
+            inbox.generating(0.1, version=4).__enter__()
+
+        def update() -> None:
+            inbox.pause(5.0)
+            hold_whole(inbox, "4@run")
+            inbox.resume()
+
+        threading.Timer(0.3, update).start()
+        with inbox.generating(30.0, version=4) as version:
+            assert version == 4
+            assert inbox.version == "4@run"
+
+
+def test_a_version_that_is_past_is_not_waited_for(tmp_path):
+    with engines_here(tmp_path, 1) as (_, (inbox,), _):
+        hold_whole(inbox, "5@run")
+        inbox.resume()
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=r"no weights of version 4 .* holding 5@run"):
+            inbox.generating(60.0, version=4).__enter__()
+        assert time.monotonic() - start < 30
+        inbox.pause(1.0)  # nothing is left running
+
+
 def test_an_engine_says_what_it_cannot_take(tmp_path):
     from megarl.sync.plan import Entry
     from megarl.sync.shared import handle_of, shared_buffer
@@ -350,13 +380,15 @@ def take_turns(folder: str, deadline_s: float) -> list:
         threading.Timer(0.3, inbox.resume).start()
     else:
         inbox.resume()
-    with inbox.generating(10.0) as version:
+    with inbox.generating(10.0, version=5) as version:
         found.append(version)
+    with pytest.raises(WorkerError) as past:
+        inbox.generating(10.0, version=4).__enter__()
     inbox.pause(1.0)
     with pytest.raises(WorkerError) as error:
         inbox.generating(0.2).__enter__()
     inbox.close()
-    return [*found, str(error.value)]
+    return [*found, str(error.value), str(past.value)]
 
 
 @pytest.mark.procs
@@ -366,3 +398,4 @@ def test_ranks_of_an_engine_begin_together_or_not_at_all(tmp_path):
     assert first == second
     assert first[0] == 5
     assert "within 0.2 s: rank 0 of the engine is paused, holding 5@run" in first[1]
+    assert first[2].startswith("no weights of version 4 came")

@@ -2,7 +2,7 @@
 
     inbox = WeightInbox(chunks, key, group)              on every rank of the engine; `address` goes to the trainer
     with inbox.generating(600.0) as version:             waits while weights come; collective over the engine
-        engine.weight_version = version
+        engine.weight_version = version                  (`version=4`: for these weights, and no others)
         completions = engine.generate(...)
 
     trainer's ranks --(JSON messages; bytes by shared memory, broadcast or files)--> threads of the inbox --> parameters
@@ -72,15 +72,20 @@ class WeightInbox:
         threading.Thread(target=answer, args=(self._listener, self._opened, key, PEER), daemon=True).start()
 
     @contextlib.contextmanager
-    def generating(self, deadline_s: float) -> Iterator[int]:
+    def generating(self, deadline_s: float, version: int | None = None) -> Iterator[int]:
         """Nothing is written into the parameters inside the block. Collective over the engine.
+
+        Args:
+            deadline_s: of the wait for weights.
+            version: the ones to wait for; None: any.
 
         Yields:
             The version of the weights, as the trainer counts it.
 
         Raises:
-            WorkerError: on every rank, when there were no whole weights for `deadline_s` seconds, whatever the deadline
-                of the engine's group.
+            WorkerError: on every rank, when there were no whole weights, or not those of `version`, for `deadline_s`
+                seconds, whatever the deadline of the engine's group; at once where they are newer than `version`, which
+                does not come back.
         """
         # The first rank decides: trainers pause it first and let it go on last, so no rank begins what another one has
         # to wait with.
@@ -90,15 +95,17 @@ class WeightInbox:
             end = time.monotonic() + deadline_s
             while True:
                 if self._group.rank == 0:
-                    entered, why = self._enter(min(end - time.monotonic(), at_a_time))
-                waits, why = self._group.broadcast_json([not entered and time.monotonic() < end, why])
+                    entered, why = self._enter(min(end - time.monotonic(), at_a_time), version)
+                waits = not entered and not self._is_past(version) and time.monotonic() < end
+                waits, why = self._group.broadcast_json([waits, why])
                 if not waits:
                     break
             if self._group.rank != 0 and why is None:
-                entered, why = self._enter(at_a_time)
+                entered, why = self._enter(at_a_time, version)
             whys = [text for text in self._group.all_gather_json(why) if text is not None]
             if whys:
-                raise WorkerError(f"no whole weights came within {deadline_s:g} s: {whys[0]}")
+                wanted = "no whole weights" if version is None else f"no weights of version {version}"
+                raise WorkerError(f"{wanted} came within {deadline_s:g} s: {whys[0]}")
             yield read_tag(self.version)[0]
         finally:
             if entered:
@@ -112,14 +119,25 @@ class WeightInbox:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _enter(self, deadline_s: float) -> tuple[bool, str | None]:
+    def _enter(self, deadline_s: float, version: int | None) -> tuple[bool, str | None]:
         """Whether generation has begun here, and why not."""
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._paused, max(deadline_s, 0.0)):
+            settled = self._changed.wait_for(
+                lambda: not self._paused and (self._holds(version) or self._is_past(version)), max(deadline_s, 0.0)
+            )
+            if not settled or self._is_past(version):
                 held = f"holding {self.version}" if self._whole else "holding no weights"
-                return False, f"rank {self._group.rank} of {self._group.name} is paused, {held}"
+                does = "is paused" if self._paused else "goes on"
+                return False, f"rank {self._group.rank} of {self._group.name} {does}, {held}"
             self._running += 1
         return True, None
+
+    def _holds(self, version: int | None) -> bool:
+        return version is None or (self._whole and read_tag(self.version)[0] == version)
+
+    def _is_past(self, version: int | None) -> bool:
+        """What is held is newer than `version`."""
+        return version is not None and self._whole and read_tag(self.version)[0] > version
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[Any]:
