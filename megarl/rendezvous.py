@@ -67,6 +67,18 @@ def read_token(run_dir: Path) -> bytes | None:
     return None
 
 
+def run_key(run_dir: Path, purpose: str) -> str:
+    """A secret that the processes of the run share for one purpose, made from its token.
+
+    Raises:
+        WorkerError: no launcher of ours started the run, so there is no token.
+    """
+    token = read_token(run_dir)
+    if token is None:
+        raise WorkerError(f"the run has no token in {run_dir}: start it through `megarl train`")
+    return hmac.new(token, purpose.encode(), hashlib.sha256).hexdigest()
+
+
 def forget_token(run_dir: Path) -> None:
     """The run has ended."""
     (run_dir / _TOKEN_FILE).unlink(missing_ok=True)

@@ -97,16 +97,7 @@ class PromptLoader:
         Raises:
             DataError: the state belongs to other data, where its position would mean other samples.
         """
-        mine = {"samples": len(self.dataset), "fingerprint": self.dataset.fingerprint}
-        other = {name: state[name] for name in mine}
-        if mine != other:
-            raise DataError(
-                "the data is not what the checkpoint was trained on, so the loader cannot continue in it",
-                where="data.train_files",
-                found=f"{mine['samples']} samples ({str(mine['fingerprint'])[:8]})",
-                allowed=f"{other['samples']} samples ({str(other['fingerprint'])[:8]})",
-                fix="restore the files and the prompt settings, or start again with trainer.resume: never",
-            )
+        refuse_other_data(self.state_dict(), state)
 
     def _pieces(self) -> Iterator[tuple[int, np.ndarray]]:
         """(epoch, dataset indices) of the next global batch, one piece per epoch it touches."""
@@ -126,6 +117,22 @@ class PromptLoader:
             generator = np.random.Generator(np.random.PCG64([self.seed % 2**64, epoch]))
             self._order = (epoch, generator.permutation(len(self.dataset)))
         return self._order[1]
+
+
+def refuse_other_data(mine: dict[str, Any], other: dict[str, Any]) -> None:
+    """Refuse the state `other`, of a checkpoint, of a loader whose own state is `mine`.
+
+    Raises:
+        DataError: they belong to different data.
+    """
+    if any(mine[name] != other[name] for name in ("samples", "fingerprint")):
+        raise DataError(
+            "the data is not what the checkpoint was trained on, so the loader cannot continue in it",
+            where="data.train_files",
+            found=f"{mine['samples']} samples ({str(mine['fingerprint'])[:8]})",
+            allowed=f"{other['samples']} samples ({str(other['fingerprint'])[:8]})",
+            fix="restore the files and the prompt settings, or start again with trainer.resume: never",
+        )
 
 
 def rounds(dataset: Indexed, batch_size: int | None, dp_rank: int = 0, dp_size: int = 1) -> Iterator[Batch]:

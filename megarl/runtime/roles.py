@@ -15,7 +15,7 @@ the nodes of the graph. All methods of models are collective over the ranks of t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megarl.metrics import Metrics
     from megarl.models.policy import PolicyModel
     from megarl.rewards.runner import RewardRunner
+    from megarl.rollout.embedded.pushed import PushedWeights
     from megarl.rollout.embedded.stale import StaleWeights
     from megarl.rollout.engine import RolloutEngine
     from megarl.runtime.context import StepContext
@@ -136,12 +137,15 @@ class RolloutRole:
         tokenizer: of the policy.
         episodes: the recipe's environment; None when a sample is one prompt and one response.
         stale: generates training samples with older weights (`rollout.stale_steps`).
+        pushed: the weights of an embedded engine in another team than the actor's; None: they are the actor's own, or
+            servers hold them.
     """
 
     engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
     episodes: Episodes | None = None
     stale: StaleWeights | None = None
+    pushed: PushedWeights | None = None
 
     @property
     def eos_ids(self) -> list[int]:
@@ -158,7 +162,8 @@ class RolloutRole:
     def drawing(self, c: StepContext, count: int) -> Iterator[Callable[[int], None]]:
         """Memory and the console are ready for `count` samples inside; gives the function that counts them."""
         name = phase.current().rpartition("/")[2]
-        with c.residency.phase("generate"), c.progress(name, count) as advance:
+        held = nullcontext() if self.pushed is None else self.pushed.held()
+        with c.residency.phase("generate"), held, c.progress(name, count) as advance:
             yield advance
 
 

@@ -181,7 +181,12 @@ class EngineReceivers:
 
     @classmethod
     def connect(
-        cls, engines: Sequence[Sequence[Address]], key: str, hf: PretrainedConfig, deadline_s: float
+        cls,
+        engines: Sequence[Sequence[Address]],
+        key: str,
+        hf: PretrainedConfig,
+        deadline_s: float,
+        cannot_map: str = "",
     ) -> EngineReceivers:
         """Ask every rank of every engine which part of the model it holds.
 
@@ -190,6 +195,7 @@ class EngineReceivers:
             key: that the inboxes were made with.
             hf: configuration of the model.
             deadline_s: for each engine.
+            cannot_map: see the class.
 
         Raises:
             ServerError: an engine does not answer.
@@ -202,7 +208,7 @@ class EngineReceivers:
             places = tuple(Coordinate(*answer["at"]) for answer in said)
             layout = EngineLayout(places, getattr(torch, said[0]["dtype"]), hf)
             made.append(EngineReceiver(number, addresses, key, layout))
-        return cls(made)
+        return cls(made, cannot_map)
 
     def lead(self, folder: Path, deadline_s: float) -> None:
         """An engine needs no process other than the trainer."""

@@ -1,0 +1,194 @@
+"""The rollout role in a team of its own: what goes between it and the team of the actor besides samples.
+
+    team of the actor                                                     team of the rollout
+                      <-- loader: its data, and where it begins --------
+                      <-- engines: addresses of the ranks' inboxes -----   an embedded engine, frozen, no weights yet
+    push version t, then weights/t ------------------------------------>   follow(t): draws step t + 1 and validates t
+    checkpoint        <-- loader/t: where it stands after step t --------
+    record, best      <-- validation/t: accuracy, rows for the report ---
+
+Mail is JSON of the first rank of a team; every rank that needs it reads it, and waits as the store does: until no other
+team makes progress any more. So a version is waited for here, and the inbox has it by then.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megarl.data.loader import refuse_other_data
+from megarl.errors import ConfigError, WorkerError
+from megarl.phase import phase
+from megarl.processes import LOOPBACK
+from megarl.rendezvous import run_key
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PretrainedConfig
+
+    from megarl.comm import WorkerGroup
+    from megarl.config.run import RunConfig
+    from megarl.models.policy import PolicyModel
+    from megarl.rollout.embedded.engine import EmbeddedEngine
+    from megarl.rollout.embedded.pushed import PushedWeights
+    from megarl.runtime.context import StepContext
+    from megarl.sync.updater import SyncReport, WeightSync
+    from megarl.training.parallel import Layout
+
+ENGINES, LOADER, VALIDATION, WEIGHTS = "engines", "loader", "validation", "weights"
+_KEY = "weights of engines"
+
+
+class Mail(Protocol):
+    """What teams tell each other; see `megarl.store.client`."""
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave a JSON value under a new name."""
+        ...
+
+    def read(self, name: str) -> Any:
+        """The value under a name, once it is there."""
+        ...
+
+
+# -- weights: the engine's end ----------------------------------------------------------------------------------------
+
+
+def open_engine(
+    config: RunConfig, run_dir: Path, engine: EmbeddedEngine, chunks: Sequence[PolicyModel], layout: Layout, mail: Mail
+) -> PushedWeights:
+    """Take weights for `engine` from the actor's team, and tell it where. Collective over the rollout's team.
+
+    Each replica is a receiver of its own; replicas that share experts are one.
+
+    Raises:
+        ConfigError: replicas that share experts are on several machines.
+    """
+    from megarl.rollout.embedded.inbox import WeightInbox
+    from megarl.rollout.embedded.pushed import PushedWeights
+
+    group = layout.world if config.parallel_of("rollout").ep > 1 else layout.mp_group
+    host = address_of_worker(config)
+    inbox = WeightInbox(chunks, run_key(run_dir, _KEY), group, host)
+    found: list[list[Any]] = layout.world.all_gather_json([group.ranks[0], *inbox.address])
+    engines = [[address for first, *address in found if first == lead] for lead in sorted({lead for lead, *_ in found})]
+    apart = next((ranks for ranks in engines if len({host for host, _ in ranks}) > 1), None)
+    if apart is not None:
+        raise ConfigError(
+            "the ranks of a replica, and replicas that share experts, have to be on one machine to take weights",
+            where="placement.teams",
+            found=", ".join(sorted({host for host, _ in apart})),
+            fix="set rollout.parallel so that a replica fits on one machine, with ep=1",
+        )
+    if layout.rank == 0:
+        mail.post(ENGINES, engines)
+    return PushedWeights(engine, inbox, config.sync.timeout_s)
+
+
+def address_of_worker(config: RunConfig) -> str:
+    """Address at which the other teams' workers reach this one."""
+    if config.cluster.nnodes == 1:
+        return LOOPBACK[0]
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def follow_weights(pushed: PushedWeights, version: int, mail: Mail) -> None:
+    """Draw with `version` from here on. Collective over the rollout's team."""
+    with phase("await_weights"):
+        mail.read(f"{WEIGHTS}/{version}")
+        pushed.follow(version)
+
+
+# -- weights: the trainer's end ---------------------------------------------------------------------------------------
+
+
+def connect_engines(
+    config: RunConfig,
+    run_dir: Path,
+    chunks: Sequence[PolicyModel],
+    hf: PretrainedConfig,
+    world: WorkerGroup,
+    mail: Mail,
+) -> WeightSync:
+    """What pushes the actor's weights to the engines of the rollout's team. Collective over the actor's team.
+
+    Raises:
+        ServerError: an engine does not answer.
+    """
+    from megarl.device import has_cuda
+    from megarl.rollout.embedded.receiver import EngineReceivers
+    from megarl.sync.updater import WeightSync
+
+    with phase("connect_engines"):
+        engines = [[(host, port) for host, port in ranks] for ranks in mail.read(ENGINES)]
+        alone = "a worker of another team sees its own GPU only, so it cannot map the trainer's memory"
+        receivers = EngineReceivers.connect(
+            engines, run_key(run_dir, _KEY), hf, config.sync.timeout_s, cannot_map=alone if has_cuda() else ""
+        )
+        return WeightSync(chunks, receivers, config.sync, run_dir, world)
+
+
+def announce_weights(report: SyncReport, world: WorkerGroup, mail: Mail) -> None:
+    """The engines have this version. Collective over the actor's team.
+
+    Raises:
+        WorkerError: one has not: the rollout's team can draw nothing, and with it the run ends.
+    """
+    if report.failed:
+        raise WorkerError(
+            f"the team of the rollout did not take version {report.version} of the weights:\n"
+            + "\n".join(why for _, why in sorted(report.failed.items()))
+        )
+    if world.rank == 0:
+        mail.post(f"{WEIGHTS}/{report.version}", True)
+
+
+# -- the loader, as the team sees it that keeps checkpoints -----------------------------------------------------------
+
+
+class LoaderElsewhere:
+    """The loader of the rollout's team: where it stands is part of the checkpoints of the actor's team.
+
+    Args:
+        context: of this rank; its step says which state is asked for.
+        mail: between the two.
+    """
+
+    def __init__(self, context: StepContext, mail: Mail) -> None:
+        self._context, self._mail, self._step = context, mail, 0
+        self._state: dict[str, Any] = mail.read(LOADER)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `PromptLoader.state_dict`, after the step that runs; waits until the rollout's team has drawn it."""
+        if self._context.step != self._step:
+            self._step = self._context.step
+            self._state = self._mail.read(f"{LOADER}/{self._step}")
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """As `PromptLoader.load_state_dict`, for the step that the context has: the rollout's team begins there."""
+        self.check_state(state)
+        self._step, self._state = self._context.step, state
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """As `PromptLoader.check_state`."""
+        refuse_other_data(self._state, state)
+
+
+# -- held-out evaluation ----------------------------------------------------------------------------------------------
+
+
+def post_validation(step: int, accuracy: float, rows: list[dict[str, Any]], world: WorkerGroup, mail: Mail) -> None:
+    """Tell the actor's team what the rollout's has measured after `step`; metrics go with those of the step."""
+    if world.rank == 0:
+        mail.post(f"{VALIDATION}/{step}", {"accuracy": accuracy, "rows": rows})
+
+
+def read_validation(step: int, mail: Mail) -> tuple[float, list[dict[str, Any]]]:
+    """Accuracy after `step`, and rows for the report; waits until the rollout's team has measured it."""
+    with phase("await_validation"):
+        said = mail.read(f"{VALIDATION}/{step}")
+    return said["accuracy"], said["rows"]
