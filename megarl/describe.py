@@ -10,7 +10,7 @@ from pydantic_core import PydanticUndefined
 
 from megarl.components import COMPONENTS
 from megarl.config.base import ComponentSection, Section
-from megarl.config.fields import Key, describe_allowed, iter_keys
+from megarl.config.fields import Key, describe_allowed, entries_of, iter_keys
 from megarl.config.run import RunConfig
 
 BEGIN = "<!-- keys: written by python -m megarl.describe docs/recipes.md, do not edit below -->"
@@ -31,6 +31,10 @@ def reference() -> str:
                 lines += _own_keys(key.path, key.path, key.section.named_by)
             elif key.path == "reward":
                 lines += _own_keys(key.path, "reward.kwargs", "name")
+        elif (entries := entries_of(key.info)) is not None:
+            inside = [Key(f"{key.path}.NAME.{name}", info, None) for name, info in entries.model_fields.items()]
+            required = dict.fromkeys((entry.path for entry in inside), PydanticUndefined)
+            lines += _table(f"`{key.path}.NAME`", _sentence(entries), inside, required)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -102,7 +106,9 @@ def _row(key: Key, default: Any) -> str:
         anchor = key.path.replace(".", "")
         cells = [f"[`{name}`](#{anchor})", "section", "", key.info.description or ""]
     else:
-        shown = "file name" if default is PydanticUndefined else f"`{_yaml(default)}`"
+        shown = f"`{_yaml(default)}`"
+        if default is PydanticUndefined:
+            shown = "file name" if key.path == "name" else "required"
         cells = [f"`{name}`", describe_allowed(key.info), shown, key.info.description or ""]
     return _cells(cells)
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import resource
 
 from megarl.checks.checklist import Checklist
-from megarl.checks.layout import data_parallel_size
+from megarl.checks.layout import devices_key, divides_devices
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement
 from megarl.launchers.common import LAZY_FROM
 
 _GROUP = 4  # of a group before its first connection
@@ -43,12 +44,13 @@ def _connections(size: int, lazy: bool) -> int:
     return min(size - 1, 2 + 2 * size.bit_length()) if lazy else size - 1
 
 
-def check_descriptors(config: RunConfig, checks: Checklist) -> None:
+def check_descriptors(config: RunConfig, placement: Placement, checks: Checklist) -> None:
     """Compare what a rank needs with the limit of this machine, where that matters; workers raise theirs so far."""
-    parallel, nproc = config.actor.parallel, config.cluster.nproc
-    if data_parallel_size(config, parallel) is None or nproc % (parallel.expert_tp * parallel.ep * parallel.pp):
+    teams = [team for team in placement.teams if divides_devices(team)]
+    if not teams:
         return
-    needed, (_, hard) = descriptors(nproc, parallel), resource.getrlimit(resource.RLIMIT_NOFILE)
+    fullest = max(teams, key=lambda team: descriptors(team.devices, team.parallel))
+    needed, (_, hard) = descriptors(fullest.devices, fullest.parallel), resource.getrlimit(resource.RLIMIT_NOFILE)
     if needed <= _USUAL // 2:
         return
     text = f"about {needed} of a rank; the limit here is {'none' if hard == resource.RLIM_INFINITY else hard}"
@@ -57,9 +59,9 @@ def check_descriptors(config: RunConfig, checks: Checklist) -> None:
         return
     checks.fail(
         "file descriptors",
-        "cluster.nproc",
+        devices_key(config, fullest),
         f"a rank needs {text}",
-        found=nproc,
+        found=fullest.devices,
         allowed=f"a hard limit of {needed} or more on every machine",
         fix="raise it (ulimit -Hn, LimitNOFILE= of a service, nofile in /etc/security/limits.conf)",
     )

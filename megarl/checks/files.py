@@ -275,13 +275,21 @@ def _check_parts(config: RunConfig, names: set[str] | None, checks: Checklist) -
         )
 
 
-def check_other_models(config: RunConfig, roles: Roles, facts: ModelFacts | None, checks: Checklist) -> None:
-    """Reference, critic and teacher, as far as they are on this machine. `facts` are the policy's."""
+def check_other_models(
+    config: RunConfig, roles: Roles, facts: ModelFacts | None, checks: Checklist
+) -> dict[Role, ModelFacts | None]:
+    """Reference, critic and teacher, as far as they are on this machine. `facts` are the policy's.
+
+    Returns:
+        Their sizes; None: not known here.
+    """
+    sizes: dict[Role, ModelFacts | None] = {}
     for work, path in (
         (Role.REFERENCE, config.reference.path),
         (Role.CRITIC, config.critic.path),
         (Role.TEACHER, config.teacher.path),
     ):
+        sizes[work] = facts if path is None else None
         if path is None or (roles is not None and work not in roles):
             continue
         role = work.value
@@ -296,11 +304,13 @@ def check_other_models(config: RunConfig, roles: Roles, facts: ModelFacts | None
         if found is None:
             checks.skip(role, f"{path} is not a folder here and is not in the local hub cache: taken as a hub name")
             continue
+        sizes[work] = found
         if role == "critic":
             check_only_in_training(found, checks)
         if _fits_the_policy(role, found, facts, checks):
             checks.ok(role, f"{found.source}: {found.model_type}, {found.parameters:,} parameters")
             check_local_weights(role, path, found, checks)
+    return sizes
 
 
 def _fits_the_policy(role: str, found: ModelFacts, policy: ModelFacts | None, checks: Checklist) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import (
     divisors,
@@ -14,13 +16,29 @@ from megarl.artifacts.layout import (
 from megarl.checks.checklist import Checklist
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.stage import Role
 from megarl.errors import count
 
+#: Sizes of each role's model; None: not known here.
+Sizes = Mapping[Role, ModelFacts | None]
 
-def data_parallel_size(config: RunConfig, parallel: ParallelConfig) -> int | None:
-    """Replicas of a model with this layout; None when the processes do not divide into replicas."""
-    replicas, rest = divmod(config.cluster.nproc, parallel.model_parallel_size)
-    return replicas if replicas and not rest else None
+
+def layout_key(config: RunConfig, role: Role) -> str:
+    """Where the layout of a role's model is said."""
+    return f"{'actor' if getattr(config, role.value).parallel is None else role.value}.parallel"
+
+
+def devices_key(config: RunConfig, team: TeamPlan) -> str:
+    """Where the number of a team's workers is said."""
+    return f"placement.teams.{team.name}.devices" if team.name in config.placement.teams else "cluster.nproc"
+
+
+def divides_devices(team: TeamPlan) -> bool:
+    """Whether a team's workers make whole replicas, of the experts, too."""
+    parallel = team.parallel
+    experts = parallel.expert_tp * parallel.ep * parallel.pp
+    return team.devices % parallel.model_parallel_size == 0 and team.devices % experts == 0
 
 
 def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) -> None:
@@ -62,17 +80,33 @@ def check_deadlines(config: RunConfig, checks: Checklist) -> None:
         )
 
 
-def check_parallel(
-    config: RunConfig, key: str, parallel: ParallelConfig, facts: ModelFacts | None, checks: Checklist
-) -> None:
-    """One role's layout. `key` is its dotted key, such as `actor.parallel`."""
-    nproc, size = config.cluster.nproc, parallel.model_parallel_size
-    role = key.partition(".")[0]
+def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks: Checklist) -> None:
+    """The layout of every team against its workers, and against each of its models."""
+    for team in placement.teams:
+        _check_devices(config, team, placement, checks)
+        checked: list[ModelFacts | None] = []
+        for role in team.roles:
+            facts = sizes.get(role)
+            if facts not in checked:  # models of equal sizes share their problems
+                checked.append(facts)
+                _check_model(layout_key(config, role), role.value, team.parallel, facts, checks)
+
+
+def _check_devices(config: RunConfig, team: TeamPlan, placement: Placement, checks: Checklist) -> None:
+    """A team's workers make whole replicas."""
+    parallel, key, lead = team.parallel, devices_key(config, team), team.roles[0]
+    name = team.name if placement.separate else lead.value
     split = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}"
-    if checks.divides(f"{role} replicas", "cluster.nproc", nproc, size, "cluster.nproc", f"{key}: {split}"):
-        checks.ok(f"{role} data parallel", f"{count(nproc, 'process')} = {split} * dp {nproc // size}")
-    _check_rules(key, role, parallel, checks)
-    _check_experts_layout(nproc, key, role, parallel, checks)
+    by = f"{layout_key(config, lead)}: {split}"
+    if checks.divides(f"{name} replicas", key, team.devices, parallel.model_parallel_size, key, by):
+        workers = count(team.devices, "process")
+        checks.ok(f"{name} data parallel", f"{workers} = {split} * dp {team.replicas}")
+    _check_rules(layout_key(config, lead), name, parallel, checks)
+    _check_experts_layout(team.devices, layout_key(config, lead), name, parallel, checks)
+
+
+def _check_model(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts | None, checks: Checklist) -> None:
+    """One model against a layout. `key` is the layout's dotted key, such as `actor.parallel`."""
     if facts is None:
         checks.skip(
             f"{role} model split", "the model's sizes are not known here: heads, layers and widths are unchecked"
@@ -81,21 +115,6 @@ def check_parallel(
     _check_tensor(key, role, parallel, facts, checks)
     _check_pipeline(key, role, parallel, facts, checks)
     _check_moe(key, role, parallel, facts, checks)
-
-
-def check_same_layout(config: RunConfig, checks: Checklist) -> None:
-    """Actor and critic live in the same processes and share their process groups."""
-    actor, critic = config.actor.parallel, config.critic.parallel
-    if critic is not None and critic != actor:
-        different = [name for name in ParallelConfig.model_fields if getattr(actor, name) != getattr(critic, name)]
-        checks.fail(
-            "critic layout",
-            "critic.parallel",
-            "all models of one process share one layout",
-            found={name: getattr(critic, name) for name in different},
-            allowed=", ".join(f"{name} {getattr(actor, name)}" for name in different),
-            fix="leave critic.parallel out: the critic then takes actor.parallel",
-        )
 
 
 def _check_rules(key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:

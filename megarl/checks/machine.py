@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist, Roles
-from megarl.checks.layout import data_parallel_size
+from megarl.checks.layout import divides_devices
 from megarl.checks.memory import Memory, Moment, device_memory, host_memory
 from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement
 from megarl.errors import count
 from megarl.machine import Machine
 
@@ -30,6 +31,7 @@ def check_machine(
     launcher: str | None,
     job: str,
     starts: bool,
+    placement: Placement | None,
     roles: Roles = None,
 ) -> None:
     """Processes and memory of `job`. `starts`: on this machine; False: a dry run. `roles`: of the task graph."""
@@ -55,10 +57,10 @@ def check_machine(
         checks.skip("machine", "not known: Ray chooses the machines")
     elif not gpu:
         _check_cores(config, machine, checks, starts)
-    dp = data_parallel_size(config, config.actor.parallel)
-    if facts is None or dp is None:
+    if facts is None or placement is None or not all(map(divides_devices, placement.teams)):
         checks.skip("memory", "not known: " + ("the model's sizes" if facts is None else "the layout does not divide"))
         return
+    dp = placement.teams[0].replicas
     if gpu:
         device = device_memory(config, facts, dp, gpu=True, job=job, roles=roles)
         _check_device(config, device, machine, checks, starts)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.checks.checklist import Check
-from megarl.checks.layout import data_parallel_size
+from megarl.checks.layout import divides_devices
 from megarl.checks.memory import device_memory, host_memory, server_bytes
 from megarl.checks.recipe import Checked, check_config
 from megarl.config.correction import describe_correction
@@ -14,6 +14,7 @@ from megarl.config.load import dump_config
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_text
+from megarl.dag.placement import Placement
 from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
 
@@ -43,7 +44,7 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
         sections["Rollout correction"] = "\n".join(describe_correction(config))
     else:
         sections[f"What megarl {job} does"] = "\n".join(_job_lines(config, job))
-    sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config)
+    sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config, checked.placement)
     if job == "train":
         sections["Memory per rank (estimate)"] = _memory_text(config, checked, machine)
     sections["Checks"] = "\n".join(_check_lines(check) for check in checks)
@@ -89,32 +90,40 @@ def _unravel(rank: int, sizes: dict[str, int]) -> dict[str, int]:
     return place
 
 
-def _ranks_text(config: RunConfig) -> str:
-    parallel, nproc = config.actor.parallel, config.cluster.nproc
-    experts = parallel.expert_tp * parallel.ep * parallel.pp
-    if data_parallel_size(config, parallel) is None or nproc % experts:
+def _ranks_text(config: RunConfig, placement: Placement | None) -> str:
+    if placement is None or not all(map(divides_devices, placement.teams)):
         return "the processes do not divide into replicas, see the checks"
-    per_node = max(1, nproc // config.cluster.nnodes)
-    names = ["dp", "pp", "cp", "tp"] + (["ep", "etp", "edp"] if parallel.ep > 1 or parallel.etp else [])
-    header = "".join(f"{name:>6}" for name in ["rank", "node", *names])
-    lines = []
-    for rank in range(nproc):
-        if nproc > ROWS_SHOWN and ROWS_SHOWN // 2 <= rank < nproc - ROWS_SHOWN // 2:
-            if rank == ROWS_SHOWN // 2:
+    nproc, per_node = config.cluster.nproc, max(1, config.cluster.nproc // config.cluster.nnodes)
+    layouts = [team.parallel for team in placement.teams]
+    names = ["dp", "pp", "cp", "tp"]
+    names += ["ep", "etp", "edp"] if any(parallel.ep > 1 or parallel.etp for parallel in layouts) else []
+    # Ray chooses the machines of several teams.
+    columns = ["worker", "rank", *names] if placement.separate else ["rank", "node", *names]
+    width = max(len(team.name) for team in placement.teams)
+    lines = [f"{'team':<{width}}"] if placement.separate else [""]
+    lines[0] += "".join(f"{name:>{max(6, len(name) + 1)}}" for name in columns)
+    for worker in range(nproc):
+        if nproc > ROWS_SHOWN and ROWS_SHOWN // 2 <= worker < nproc - ROWS_SHOWN // 2:
+            if worker == ROWS_SHOWN // 2:
                 lines.append(f"   ... {nproc - ROWS_SHOWN} ranks left out ...")
             continue
-        place = coordinates(rank, nproc, parallel)
-        lines.append("".join(f"{value:>6}" for value in [rank, rank // per_node, *(place[name] for name in names)]))
-    return "\n".join([header, *lines])
+        team = placement.of_worker(worker)
+        rank = worker - team.first
+        place = coordinates(rank, team.devices, team.parallel)
+        second = rank if placement.separate else worker // per_node
+        row = "".join(f"{value:>6}" for value in [second, *(place[name] for name in names)])
+        lines.append(f"{team.name:<{width}}{worker:>7}{row}" if placement.separate else f"{worker:>6}{row}")
+    return "\n".join(lines)
 
 
 def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
     facts, roles = checked.facts, checked.graph.roles if checked.graph else None
-    dp = data_parallel_size(config, config.actor.parallel)
-    if facts is None or dp is None:
+    placement = checked.placement
+    if facts is None or placement is None or not all(map(divides_devices, placement.teams)):
         return "not known: " + (
             "the model's sizes are not known here" if facts is None else "the layout does not divide"
         )
+    dp = placement.teams[0].replicas
     gpu = machine.has_gpu or config.cluster.device_memory_gb is not None
     memory = device_memory(config, facts, dp, gpu=gpu, roles=roles)
     lines = [_memory_line(part.what, part.bytes) for part in memory.terms()]

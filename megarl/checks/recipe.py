@@ -18,15 +18,18 @@ from megarl.checks.files import (
     check_reward,
 )
 from megarl.checks.graph import build, check_graph
-from megarl.checks.layout import check_cluster, check_deadlines, check_parallel, check_same_layout
+from megarl.checks.layout import check_cluster, check_deadlines, check_layouts
 from megarl.checks.machine import check_machine
 from megarl.checks.packages import check_packages
+from megarl.checks.placement import check_placement
 from megarl.checks.secrets import check_secrets
 from megarl.checks.settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.checks.sglang import check_servers
 from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
 from megarl.machine import Machine, this_machine
 
 
@@ -42,11 +45,13 @@ class Checked:
         items: all checks in order, failed ones included.
         facts: sizes of the policy, None when they are not known here.
         graph: the task graph of a training run, None when it cannot be built.
+        placement: the teams of the job, None when they are not known.
     """
 
     items: list[Check]
     facts: ModelFacts | None
     graph: TaskGraph | None
+    placement: Placement | None
 
 
 def check_config(
@@ -72,15 +77,19 @@ def check_config(
     facts = check_model(config.model, hf, checks)
     check_cluster(config, checks, launcher)
     check_deadlines(config, checks)
-    check_parallel(config, "actor.parallel", config.actor.parallel, facts, checks)
-    check_same_layout(config, checks)
-    check_descriptors(config, checks)
     built = build(config, checks) if job == "train" else None
     graph = built if isinstance(built, TaskGraph) else None
     roles = graph.roles if graph is not None else None
+    placement = check_placement(config, graph, job, launcher, checks)
+    sizes = {Role.ACTOR: facts, Role.ROLLOUT: facts}
+    if job == "train":
+        sizes |= check_other_models(config, roles, facts, checks)
+    if placement is not None:
+        check_layouts(config, placement, sizes, checks)
+        check_descriptors(config, placement, checks)
     if job in ("train", "sft"):
         check_only_in_training(facts, checks)
-        check_batches(config, checks)
+        check_batches(config, placement, checks)
         check_schedules(config, roles, checks)
     if job == "train":
         check_objective(config, roles, checks)
@@ -93,14 +102,14 @@ def check_config(
     check_data(config, job, checks)
     if job != "generate":
         check_reward(config, checks)
-    if job == "train":
-        check_other_models(config, roles, facts, checks)
     check_places(config, checks)
     check_secrets(config, checks)
     check_packages(config, checks, launcher, job)
     if machine is not None:
-        check_machine(config, facts, machine, checks, launcher=launcher, job=job, starts=starts, roles=roles)
-    return Checked(checks.items, facts, graph)
+        check_machine(
+            config, facts, machine, checks, launcher=launcher, job=job, starts=starts, placement=placement, roles=roles
+        )
+    return Checked(checks.items, facts, graph, placement)
 
 
 def validate(

@@ -8,18 +8,19 @@ from megarl.artifacts.layout import divisors
 from megarl.checks.algorithm import check_algorithm
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
-from megarl.checks.layout import data_parallel_size
+from megarl.checks.layout import divides_devices
 from megarl.config.algorithm import DistillationConfig, KLConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import OptimConfig
+from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 
 #: Learning rates beyond which AdamW breaks fresh and trained transformers; tiny ones still learn just below.
 _FRESH_LR, _TRAINED_LR = 1e-2, 1e-3
 
 
-def check_batches(config: RunConfig, checks: Checklist) -> None:
+def check_batches(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
     """Prompts per step, per mini-batch and per replica."""
     data = config.data
     minis = {f"{role}.mini_batch_size": getattr(config, role).mini_batch_size for role in ("actor", "critic")}
@@ -35,13 +36,18 @@ def check_batches(config: RunConfig, checks: Checklist) -> None:
                 allowed=fit,
                 fix=f"set {key} to {nearest}",
             )
-    sizes = [("data.batch_size", data.batch_size), *minis.items()]
-    if config.sft.steps:
-        sizes.append(("sft.batch_size", config.sft.batch_size))
-    dp = data_parallel_size(config, config.actor.parallel)
-    for key, size in sizes:
-        if dp is not None and size is not None:
-            checks.divides("batch", key, size, dp, key, "the data parallel size")
+    if placement is None:
+        return
+    for team in placement.teams:
+        trains = [role for role in (Role.ACTOR, Role.CRITIC) if role in team.roles]
+        # Updates need equal shares; what only draws samples or scores them works on any.
+        sizes = {"data.batch_size": data.batch_size} if trains else {}
+        sizes |= {key: minis[key] for role in trains if minis[key := f"{role.value}.mini_batch_size"] is not None}
+        if Role.ACTOR in trains and config.sft.steps:
+            sizes["sft.batch_size"] = config.sft.batch_size
+        by = f"the data parallel size{f' of the team {team.name}' if placement.separate else ''}"
+        for key, size in sizes.items() if divides_devices(team) else ():
+            checks.divides("batch", key, size, team.replicas, key, by)
 
 
 def check_objective(config: RunConfig, roles: Roles, checks: Checklist) -> None:

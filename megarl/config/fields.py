@@ -59,6 +59,15 @@ def section_of(info: FieldInfo) -> type[Section] | None:
     return kind if not others and isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+def entries_of(info: FieldInfo) -> type[Section] | None:
+    """The section model of the entries of a mapping whose names are the user's own; None for any other field."""
+    for kind in alternatives(info.annotation):
+        arguments = typing.get_args(kind)
+        if typing.get_origin(kind) is dict and isinstance(arguments[1], type) and issubclass(arguments[1], Section):
+            return arguments[1]
+    return None
+
+
 def names_component(section: type[Section] | None) -> bool:
     """Whether a section leaves keys to the component that it names."""
     return section is not None and issubclass(section, ComponentSection)
@@ -84,15 +93,17 @@ def find_key(path: tuple[str, ...]) -> Key | None:
     Below a key that holds a value, and in a section that names a component, these models know of no keys.
     """
     model: type[Section] = RunConfig
+    entries: type[Section] | None = None  # of the mapping that the last part named
     above: Key | None = None
     for depth, name in enumerate(path):
-        info = model.model_fields.get(name)
+        info = model.model_fields.get(name) if entries is None else FieldInfo(annotation=entries)
         if info is None:
             return above if names_component(model) else None
         above = Key(".".join(path[: depth + 1]), info, section_of(info))
-        if above.section is None or depth == len(path) - 1:
+        entries = entries_of(info)
+        if (above.section is None and entries is None) or depth == len(path) - 1:
             return above
-        model = above.section
+        model = above.section or model
     return None
 
 
@@ -129,6 +140,8 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
             return f"list of integers{item.removeprefix('integer')}"
         return f"list of {item} values"
     if origin is dict:
+        if isinstance(args[1], type) and issubclass(args[1], Section):
+            return f"mapping of names to sections with the keys {', '.join(args[1].model_fields)}"
         return "mapping"
     if annotation is type(None):
         return "null"

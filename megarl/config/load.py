@@ -22,6 +22,7 @@ from megarl.config.fields import (
     Key,
     alternatives,
     describe_allowed,
+    entries_of,
     find_key,
     iter_keys,
     names_component,
@@ -433,9 +434,16 @@ def _known_part(
         if info is None:
             problems.append(_unknown_key(here, _origin(document, here, file)))
             continue
-        section = section_of(info)
+        section, entries = section_of(info), entries_of(info)
         if section is not None and isinstance(value, dict):
             value = _known_part(value, section, here, document, file, problems)
+        elif entries is not None and isinstance(value, dict):
+            value = {
+                entry: _known_part(keys, entries, (*here, str(entry)), document, file, problems)
+                if isinstance(keys, dict)
+                else keys
+                for entry, keys in value.items()
+            }
         known[name] = value
     return known
 
@@ -453,6 +461,9 @@ def _key_path(location: tuple[int | str, ...]) -> tuple[str, ...]:
 def _wrong_value(detail: ErrorDetails, path: tuple[str, ...], document: Document, file: str) -> ConfigError:
     key = find_key(path)
     assert key is not None
+    if detail["type"] == "missing":
+        place, name = _origin(document, path, file), key.path.rpartition(".")[2]
+        return ConfigError(f"{key.path} is missing", where=place, allowed=describe_allowed(key.info), fix=f"add {name}")
     value: Any = document.data
     for part in path:
         value = value[part]

@@ -37,3 +37,8 @@ class PlacementConfig(Section):
         description="how the replicas of a team share samples of another team, in whole groups: dealt: group k to "
         "replica k modulo their number, as inside one team; tokens: equally many groups each, tokens as even as can be",
     )
+
+    @property
+    def asks_for_teams(self) -> bool:
+        """Whether there may be several teams."""
+        return bool(self.teams) or self.auto is not None

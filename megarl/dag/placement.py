@@ -11,6 +11,7 @@ graph's order. What one of them reads and another team wrote, that team hands ov
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from megarl.errors import ConfigError, count
 #: Roles that hold a model, in the order in which teams are named and counted.
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.ROLLOUT)
 ONLY_TEAM = "all"
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,11 @@ def roles_of(graph: TaskGraph) -> tuple[Role, ...]:
     return tuple(role for role in MODEL_ROLES if role in there)
 
 
+def together(config: RunConfig, roles: Sequence[Role] = (Role.ACTOR, Role.ROLLOUT)) -> Placement:
+    """One team of all workers, with the actor's layout: of commands that walk no graph."""
+    return Placement((TeamPlan(ONLY_TEAM, tuple(roles), config.cluster.nproc, 0, config.actor.parallel, ()),))
+
+
 def place(graph: TaskGraph, config: RunConfig) -> Placement:
     """The teams that `placement` asks for.
 
@@ -142,6 +149,7 @@ def _shares(config: RunConfig, roles: Sequence[Role]) -> dict[str, tuple[tuple[R
         return _automatic(config, roles)
     if not placement.teams:
         return {ONLY_TEAM: (tuple(roles), nproc)}
+    _check_names(placement.teams)
     named = {name: tuple(Role(role) for role in team.roles) for name, team in placement.teams.items()}
     _check_roles(named, roles)
     devices = sum(team.devices for team in placement.teams.values())
@@ -159,6 +167,19 @@ def _shares(config: RunConfig, roles: Sequence[Role]) -> dict[str, tuple[tuple[R
     return {
         name: (tuple(role for role in roles if role in named[name]), placement.teams[name].devices) for name in order
     }
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Teams give their names to files, metrics and what is handed over."""
+    wrong = [name for name in names if not _NAME.fullmatch(name)]
+    if wrong:
+        raise ConfigError(
+            "this cannot be the name of a team",
+            where="placement.teams",
+            found=", ".join(map(repr, wrong)),
+            allowed="letters, digits, _ and -, beginning with a letter",
+            fix="rename it",
+        )
 
 
 def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> None:

@@ -2,7 +2,7 @@
 
 Most of what a run knows comes from the recipe again when it resumes. What comes from the checkpoint instead: weights,
 optimizer state and steps, random states, the loader's order and place, the adaptive KL coefficient, samples that wait,
-the best value so far.
+the best value so far. Layouts and teams may change: a checkpoint is read by parts of a model, wherever those go now.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "trainer.resume": None,
     "trainer.export_hf": None,
     "cluster": None,
+    "placement": None,
     "tracking": None,
 }
 

@@ -14,6 +14,7 @@ from megarl.checks.checklist import Checklist
 from megarl.checks.descriptors import LAZY_FROM, check_descriptors, descriptors, group_sizes
 from megarl.config.load import load_config
 from megarl.config.model import ParallelConfig
+from megarl.dag.placement import together
 from megarl.launchers.common import process_environment
 from tests.dist import fresh_layout, no_parallel, run_distributed, world
 
@@ -51,7 +52,8 @@ def test_groups_and_descriptors_are_those_of_real_processes() -> None:
 
 def checked(*overrides: str) -> list[Any]:
     checks = Checklist()
-    check_descriptors(load_config("grpo_quickstart", overrides), checks)
+    config = load_config("grpo_quickstart", overrides)
+    check_descriptors(config, together(config), checks)
     return checks.items
 
 

@@ -1,0 +1,124 @@
+"""Teams are checked before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from megarl.checks.recipe import check_config
+from megarl.config.load import load_config
+from megarl.dag.stage import Role
+from megarl.errors import ConfigError
+
+PPO = ("algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "algorithm.kl.use=reward", "cluster.nproc=4")
+FOUR = (
+    "placement.teams.train={roles: [actor], devices: 1}",
+    "placement.teams.value={roles: [critic], devices: 1}",
+    "placement.teams.frozen={roles: [reference], devices: 1}",
+    "placement.teams.draw={roles: [rollout], devices: 1}",
+)
+GRPO = ("algorithm.kl.use=loss", "cluster.nproc=4")
+TWO = (
+    "placement.teams.train={roles: [actor, rollout], devices: 2}",
+    "placement.teams.frozen={roles: [reference], devices: 2}",
+)
+
+
+def test_every_team_has_its_roles_workers_and_nodes(config_of):
+    checked = check_config(config_of(*PPO, *FOUR), launcher="ray")
+    assert [check for check in checked.items if check.status == "fail"] == []
+    teams = {team.name: team for team in checked.placement.teams}
+    assert {name: (team.roles, team.first) for name, team in teams.items()} == {
+        "train": ((Role.ACTOR,), 0),
+        "value": ((Role.CRITIC,), 1),
+        "frozen": ((Role.REFERENCE,), 2),
+        "draw": ((Role.ROLLOUT,), 3),
+    }
+    assert teams["value"].nodes == ("value", "critic_train")
+
+
+@pytest.mark.parametrize("job", ["sft", "eval", "generate"])
+def test_other_commands_have_one_team_of_all_workers(config_of, job):
+    settings = ["sft.steps=1", "data.val_files=megarl.recipes.arithmetic:make_rows"]
+    if job != "sft":
+        settings += ["model.hf_config=null", "model.path=org/trained"]
+    checked = check_config(config_of(*PPO, *FOUR, *settings), launcher="torchrun", job=job)
+    assert [check for check in checked.items if check.status == "fail"] == []
+    assert [team.devices for team in checked.placement.teams] == [4]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        ([*GRPO, *TWO, "cluster.nproc=3"], "placement.teams", ["4 devices", "1 too many", "cluster.nproc=4"]),
+        ([*GRPO, *TWO, "cluster.nproc=6"], "placement.teams", ["2 too few", "train 2, frozen 2"]),
+        (
+            [*GRPO, *TWO, "placement.teams.frozen.roles=[reference, rollout]"],
+            "placement.teams",
+            ["rollout is placed twice", "train and frozen"],
+        ),
+        (
+            [*GRPO, "placement.teams.train={roles: [actor, rollout], devices: 4}"],
+            "placement.teams",
+            ["no team holds the role reference", "add reference"],
+        ),
+        (
+            [*GRPO, *TWO, "placement.teams.frozen.roles=[critic]", "algorithm.kl.use=none"],
+            "placement.teams.frozen.roles",
+            ["works with none of this team's roles", "actor, rollout"],
+        ),
+        (
+            [*GRPO, *TWO, "reference.parallel.tp=2", "placement.teams={train: {devices: 1}, frozen: {devices: 3}}"],
+            "placement.teams.frozen.devices",
+            ["3 is not divisible by 2", "2 or", "4"],
+        ),
+        ([*GRPO, *TWO, "reference.parallel.pp=3", "cluster.nproc=5", "placement.teams.frozen.devices=3"],
+         "reference.parallel.pp", ["4 layers", "1, 2, 4"]),
+        ([*GRPO, *TWO, "data.batch_size=5"], "data.batch_size", ["data parallel size of the team train", "4 or 6"]),
+        (
+            [*PPO, *FOUR[:1], "placement.teams.rest={roles: [critic, reference, rollout], devices: 3}",
+             "data.batch_size=6", "critic.mini_batch_size=2"],
+            "critic.mini_batch_size",
+            ["divisible by 3", "team rest"],
+        ),
+        ([*GRPO, "placement.teams.a/b={roles: [actor], devices: 4}"], "placement.teams", ["'a/b'", "letters, digits"]),
+        (["critic.parallel.tp=2", *PPO], "critic.parallel", ["a team of its own"]),
+        (["placement.auto=even", *GRPO, *TWO], "placement.auto", ["leave one of the two out"]),
+        (["placement.auto=even", *GRPO, "cluster.nproc=1"], "cluster.nproc", ["1 missing", "actor 1, reference 1"]),
+        (
+            [*GRPO, "algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true", *TWO,
+             "placement.teams={train: {roles: [actor]}, frozen: {roles: [reference, rollout]}}"],
+            "placement.teams",
+            ["dynamic_sampling", "put their roles into one team"],
+        ),
+    ],
+)  # fmt: skip
+def test_placements_that_cannot_be(failures, overrides, key, words):
+    (check,) = failures(*overrides)
+    assert check.key == key
+    for word in words:
+        assert word in str(check.problem())
+
+
+def test_torchrun_has_one_team(config_of):
+    config = config_of(*GRPO, *TWO)
+    for launcher in ("local", "ray"):
+        assert [c for c in check_config(config, launcher=launcher).items if c.status == "fail"] == []
+    (check,) = (c for c in check_config(config, launcher="torchrun").items if c.status == "fail")
+    assert "--launcher ray" in str(check.problem())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("devises: 2", ["unknown key placement.teams.train.devises", "did you mean placement.teams.train.devices"]),
+        ("devices: 2", ["placement.teams.train.roles is missing", "list of actor, critic"]),
+        ("roles: [actor, rolout], devices: 2", ["placement.teams.train.roles", "rollout"]),
+        ("roles: [actor], devices: two", ["placement.teams.train.devices", "integer > 0"]),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_team_name_its_key(write, text, words):
+    file = write(f"name: case\nplacement:\n  teams:\n    train: {{{text}}}\n", "teams.yaml")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    for word in (*words, "teams.yaml:4"):
+        assert word in str(caught.value)
