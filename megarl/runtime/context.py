@@ -58,6 +58,7 @@ class StepContext:
         hf_config: of the policy.
         residency: has on the device what each phase needs; roles enter its phases by themselves.
         kl_controller: weight of the KL penalty in the reward.
+        resting: steps at the start in which the policy is not trained, while a critic warms up.
         step: the training step that runs (1-based; 0 before the first).
         metrics: this rank's part of the step's metrics.
         progress: shows long work on the console; only on the rank that has a tracker, while it has one.
@@ -69,6 +70,7 @@ class StepContext:
     hf_config: PretrainedConfig
     residency: Residency
     kl_controller: KLController
+    resting: int = 0
     step: int = 0
     metrics: Metrics = field(default_factory=Metrics)
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress

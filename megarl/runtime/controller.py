@@ -1,5 +1,7 @@
 """One controller per device: it holds this rank's models, data shard and step state, and walks the graph by itself.
 
+With all roles in one team:
+
               data shard of this rank
                         |
     loader --> [ rollout -> reward -> log-probs -> advantage -> actor_train ] --> metrics
@@ -15,9 +17,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -28,10 +32,13 @@ if TYPE_CHECKING:
     from megarl.residency import Residency
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
-    from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
+    from megarl.runtime.team import Team
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
+
+R = TypeVar("R")
+_TRAINED = ("actor", "critic")
 
 
 @dataclass
@@ -39,23 +46,24 @@ class Controller:
     """Everything that a rank works with.
 
     Attributes:
+        team: this rank's team; what another one holds is not here.
         context: what stages are given of it.
-        rollout: draws samples; `use_servers` may give it another engine.
-        scorer: scores them.
+        tokenizer: of the policy.
+        held: this team's roles, by the names under which stages take them.
         sync: brings the parameters to where samples are drawn; see `megarl.runtime.generation`.
-        models: further models by role: those that the graph's nodes work with.
+        loader: training data, in the team that draws samples; None: there is none.
+        val_data: held-out prompts, as `loader`.
         fleet: the servers that generate, when there are any.
     """
 
+    team: Team
     context: StepContext
     run_dir: Path
-    actor: ActorRole
-    rollout: RolloutRole
-    scorer: ScorerRole
+    tokenizer: PreTrainedTokenizerBase
+    held: dict[str, ModelRole | RolloutRole | ScorerRole]
     sync: NullSync | WeightSync
     loader: PromptLoader | None
     val_data: PromptDataset | None
-    models: dict[str, ModelRole] = field(default_factory=dict)
     fleet: Fleet | None = None
 
     @property
@@ -79,27 +87,46 @@ class Controller:
         return self.context.hf_config
 
     @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """Of the policy."""
-        return self.rollout.tokenizer
+    def roles(self) -> Mapping[str, object]:
+        """What stages may name in their signatures, as far as this team has it."""
+        return self.held
 
     @property
-    def roles(self) -> Mapping[str, object]:
-        """What stages may name in their signatures, as far as this run has it."""
-        return {"actor": self.actor, "rollout": self.rollout, "scorer": self.scorer, **self.models}
+    def models(self) -> dict[str, ModelRole]:
+        """This team's models."""
+        return {name: role for name, role in self.held.items() if isinstance(role, ModelRole)}
+
+    @property
+    def actor(self) -> ActorRole:
+        """The policy; only in its team."""
+        return self._role("actor", ActorRole)
+
+    @property
+    def rollout(self) -> RolloutRole:
+        """Draws samples; only in the team that does. `use_servers` may give it another engine."""
+        return self._role("rollout", RolloutRole)
+
+    @property
+    def scorer(self) -> ScorerRole:
+        """Scores samples, where they are drawn."""
+        return self._role("scorer", ScorerRole)
+
+    def _role(self, name: str, kind: type[R]) -> R:
+        role = self.held.get(name)
+        assert isinstance(role, kind), f"team {self.team.plan.name!r} has no {name}; it has {', '.join(self.held)}"
+        return role
 
     @property
     def trained(self) -> dict[str, MegatronEngine]:
         """The engines that learn, by name: what a checkpoint holds."""
-        learns = {"actor": self.actor} | {name: model for name, model in self.models.items() if name == "critic"}
-        return {name: model.engine for name, model in learns.items()}
+        return {name: model.engine for name, model in self.models.items() if name in _TRAINED}
 
     def close(self) -> None:
         """End the processes and threads this rank started."""
         with contextlib.ExitStack() as stack:  # the last one first, and every one of them
-            if self.scorer.runner is not None:
+            if "scorer" in self.held and self.scorer.runner is not None:
                 stack.callback(self.scorer.runner.close)
-            if self.rollout.episodes is not None:
+            if "rollout" in self.held and self.rollout.episodes is not None:
                 stack.callback(self.rollout.episodes.close)
             if self.fleet is not None:
                 stack.callback(self.fleet.close)

@@ -28,6 +28,7 @@ from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_reference, make_reference
 from megarl.runtime.setup import build_controller
 from megarl.runtime.teacher import make_teacher
+from megarl.runtime.team import Team
 from megarl.runtime.validate import due, evaluate
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     """Train with a recipe's task graph until `trainer.steps`, from the newest checkpoint when there is one."""
-    c = build_controller(config, run_dir)
+    c = build_controller(config, run_dir, Team.of_graph(config, graph))
+    c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
     if c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     try:
@@ -47,7 +49,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
         _start_model(c, graph, checkpoints, resumed_at)
         begun = bool(resumed_at)
-        _make_models(c, graph, checkpoints.source, begun=begun)
+        _make_models(c, checkpoints.source, begun=begun)
         use_servers(c)
         if begun:
             _load(checkpoints)
@@ -77,16 +79,15 @@ def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resu
         examples = sft.load_examples(c)
         _begin(c, graph, checkpoints)
         sft.cold_start(c, examples)
-    resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
-    c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, resting))
+    c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, c.context.resting))
     if resumed_at is None and config.sft.steps:
         checkpoints.save_start()
     elif resumed_at == 0:
         _load(checkpoints)
 
 
-def _make_models(c: Controller, graph: TaskGraph, resumed_from: Path | None, *, begun: bool) -> None:
-    """The models that nodes of the graph work with, in addition to the actor."""
+def _make_models(c: Controller, resumed_from: Path | None, *, begun: bool) -> None:
+    """This team's models that follow from where RL starts."""
     drop_refused_reference(c)  # of a process that was killed
     c.layout.world.barrier()
     makers: dict[Role, Callable[[], ModelRole]] = {
@@ -95,8 +96,8 @@ def _make_models(c: Controller, graph: TaskGraph, resumed_from: Path | None, *, 
         Role.CRITIC: lambda: make_critic(c),
     }
     for role, make in makers.items():
-        if role in graph.roles:
-            c.models[role.value] = make()
+        if c.team.holds(role):
+            c.held[role.value] = make()
 
 
 def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from megarl.algorithms.kl import KLController
 from megarl.comm import team_world
 from megarl.config.run import RunConfig
+from megarl.dag.stage import Role
 from megarl.data.loader import PromptLoader
 from megarl.data.prompts import PromptDataset
 from megarl.data.sources import check_loader_kwargs
@@ -29,7 +31,8 @@ from megarl.rollout.embedded.stale import StaleWeights
 from megarl.runtime.context import StepContext
 from megarl.runtime.controller import Controller
 from megarl.runtime.episodes import build_episodes
-from megarl.runtime.roles import ActorRole, RolloutRole, ScorerRole
+from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
+from megarl.runtime.team import Team
 from megarl.sync.updater import NullSync
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
@@ -37,9 +40,14 @@ from megarl.training.parallel import Layout, init_parallel
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from megarl.config.model import ParallelConfig
+    from megarl.models.policy import PolicyModel
+    from megarl.rewards.runner import RewardRunner
+    from megarl.runtime.episodes import Episodes
 
-def init_processes(config: RunConfig, run_dir: Path) -> Layout:
-    """Join the other ranks and make the process groups; one deadline for every collective."""
+
+def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -> Layout:
+    """Join the other ranks of the team and make the process groups; one deadline for every collective."""
     if has_cuda():
         torch.cuda.set_device(device())
     with phase("join"):
@@ -47,32 +55,30 @@ def init_processes(config: RunConfig, run_dir: Path) -> Layout:
         world = team_world(config.cluster.timeout_s)
         if has_cuda():
             refuse_shared_gpu(world.all_gather_json(gpu_id()))
-        return init_parallel(config.actor.parallel, world)
+        return init_parallel(parallel, world)
 
 
-def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True, scored: bool = True) -> Controller:
-    """Everything a rank needs, with weights loaded.
+def build_controller(
+    config: RunConfig, run_dir: Path, team: Team | None = None, *, trainable: bool = True, scored: bool = True
+) -> Controller:
+    """What a rank needs of `team` (None: of one that holds an actor, and where it draws), with weights loaded.
 
-    Without `trainable` there is no optimizer and no training data, without `scored` no reward function.
+    The models that follow from where RL starts come later: critic, reference, teacher. Without `trainable` there is no
+    optimizer and no training data, without `scored` no reward function.
     """
+    team = team or Team.of_all(config)
     torch.manual_seed(config.trainer.seed)
-    layout = init_processes(config, run_dir)
+    layout = init_processes(config, run_dir, team.plan.parallel)
     with phase("load_data"), keep_beating():  # downloads, and reading and tokenizing all rows
         tokenizer = load_tokenizer(config.model)
         hf_config = load_hf_config(config.model)
         if trainable:
             check_trainable(hf_config, config.model.path or "model.hf_config")
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
-        check_loader_kwargs(config.data, config.sft.train_files or ())
-        episodes = build_episodes(config, tokenizer, layout)
-        tools = () if episodes is None else episodes.tools
-        loader = _train_loader(config, tokenizer, layout, tools) if trainable and config.data.train_files else None
-        val_data = PromptDataset(config.data, tokenizer, "val", tools) if config.data.val_files else None
-        reward = build_reward(config.reward) if scored and layout.is_lead else None
-    with phase("load_model"):
-        engine = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
-        embedded = EmbeddedEngine(engine.chunks, config.rollout, layout)
-    kl, lag = config.algorithm.kl, config.rollout.stale_steps
+        source = None
+        if team.holds(Role.ROLLOUT):
+            source = _Source.load(config, tokenizer, layout, trainable=trainable, scored=scored)
+    kl = config.algorithm.kl
     context = StepContext(
         config,
         layout,
@@ -80,16 +86,67 @@ def build_controller(config: RunConfig, run_dir: Path, *, trainable: bool = True
         Residency(layout.world.barrier) if config.rollout.colocated else Residency(),
         KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
     )
+    held: dict[str, ModelRole | RolloutRole | ScorerRole] = {}
+    with phase("load_model"):
+        if team.holds(Role.ACTOR):
+            engine = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
+            held["actor"] = ActorRole(engine, context, offloads=config.actor.engine.offload)
+        if source is not None:
+            embedded = EmbeddedEngine(engine.chunks, config.rollout, layout)
+            held |= source.roles(config, tokenizer, embedded, engine.chunks)
     return Controller(
+        team,
         context,
         run_dir,
-        ActorRole(engine, context, offloads=config.actor.engine.offload),
-        RolloutRole(embedded, tokenizer, episodes, StaleWeights(engine.chunks, embedded, lag) if lag else None),
-        ScorerRole(reward, episodes is not None and episodes.scores),
+        tokenizer,
+        held,
         NullSync(),
-        loader,
-        val_data,
+        None if source is None else source.loader,
+        None if source is None else source.val_data,
     )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What the team has that draws samples: prompts, an environment, and who scores."""
+
+    episodes: Episodes | None
+    loader: PromptLoader | None
+    val_data: PromptDataset | None
+    reward: RewardRunner | None
+
+    @classmethod
+    def load(
+        cls,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        layout: Layout,
+        *,
+        trainable: bool,
+        scored: bool,
+    ) -> _Source:
+        check_loader_kwargs(config.data, config.sft.train_files or ())
+        episodes = build_episodes(config, tokenizer, layout)
+        tools = () if episodes is None else episodes.tools
+        loader = _train_loader(config, tokenizer, layout, tools) if trainable and config.data.train_files else None
+        val_data = PromptDataset(config.data, tokenizer, "val", tools) if config.data.val_files else None
+        reward = build_reward(config.reward) if scored and layout.is_lead else None
+        return cls(episodes, loader, val_data, reward)
+
+    def roles(
+        self,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        embedded: EmbeddedEngine,
+        chunks: Sequence[PolicyModel],
+    ) -> dict[str, ModelRole | RolloutRole | ScorerRole]:
+        """The rollout, on `embedded`, which decodes with `chunks`, and the scorer."""
+        lag, episodes = config.rollout.stale_steps, self.episodes
+        stale = StaleWeights(chunks, embedded, lag) if lag else None
+        return {
+            "rollout": RolloutRole(embedded, tokenizer, episodes, stale),
+            "scorer": ScorerRole(self.reward, episodes is not None and episodes.scores),
+        }
 
 
 def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:
@@ -141,10 +198,10 @@ def build_engine(
     trainable: bool,
     name: str = "actor",
 ) -> MegatronEngine:
-    """The policy on Megatron; frozen unless `trainable`."""
+    """A model that gives log-probs, under its role's `name`: the policy on Megatron; frozen unless `trainable`."""
     return MegatronEngine(
         hf_config,
-        config.actor.parallel,
+        config.parallel_of(name),
         config.actor.engine,
         config.actor.optim if trainable else None,
         dtype=DTYPES[config.model.dtype],

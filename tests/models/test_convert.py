@@ -56,7 +56,7 @@ def test_checkpoint_of_a_run(tmp_path):
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(config))
     hf = load_hf_config(model)
-    layout = init_processes(config, run_dir)
+    layout = init_processes(config, run_dir, config.actor.parallel)
     engine = build_engine(config, hf, layout, lambda c: init_random(c, hf, 3), trainable=False)
     folder = checkpoint.save(run_dir / "checkpoints", 5, {"actor": engine}, {})
     names = checkpoint.stored_names(folder, checkpoint.verify(folder, engine.layout.world))

@@ -112,7 +112,7 @@ def test_workers_refuse_what_transformers_does_in_training_only(monkeypatch, tmp
     """A dry run knows it of models on this machine only; of a hub model the workers see the config first."""
     from megarl.runtime import setup
 
-    monkeypatch.setattr(setup, "init_processes", lambda config, run_dir: None)
+    monkeypatch.setattr(setup, "init_processes", lambda *_: None)
     hf_config = tiny_dict("mixtral", vocab_size=16, router_jitter_noise=0.1)
     recipe = RunConfig(name="tiny", model=ModelConfig(hf_config=hf_config, tokenizer="chars:0123456789+="))
     with pytest.raises(ConfigError, match="router_jitter_noise: transformers obeys this key when it trains"):

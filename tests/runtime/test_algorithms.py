@@ -217,7 +217,7 @@ def alone_for_module() -> Iterator[None]:
     from tests.dist import single_process
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.runtime.setup.init_processes", lambda config, run_dir: single_process())
+        patch.setattr("megarl.runtime.setup.init_processes", lambda *_: single_process())
         yield
 
 

@@ -64,7 +64,7 @@ def controller(tmp_path_factory):
         recipe, ["cluster.nproc=1", "rollout.dtype=bf16", "rollout.stale_steps=2", "algorithm.kl.use=none"]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.runtime.setup.init_processes", lambda config, run_dir: layout)
+        patch.setattr("megarl.runtime.setup.init_processes", lambda *_: layout)
         c = build_controller(config, folder)
     yield c
     c.close()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch, Jagged
     from megarl.metrics import Metrics
     from megarl.runtime.context import StepContext
-    from megarl.runtime.roles import ActorRole, CriticRole
+    from megarl.runtime.roles import ActorRole
 
 
 @stage(
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
     kind=Kind.MODEL_TRAIN,
     role=Role.ACTOR,
 )
-def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole, critic: CriticRole | None = None) -> Batch:
+def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """`ppo_epochs` passes over the samples, one optimizer step per mini-batch.
 
     Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1, except for samples that
     waited since an earlier step. While a critic warms up the policy rests.
     """
-    if critic is not None and c.step <= c.config.critic.warmup_steps:
+    if c.step <= c.resting:
         return samples
     for _ in range(c.config.actor.ppo_epochs):
         for mini in mini_batches(c, samples, c.config.actor.mini_batch_size):
