@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
-from torch import Tensor
 
-Lengths: TypeAlias = Sequence[int] | np.ndarray | Tensor
+if TYPE_CHECKING:  # the process of the store balances groups without torch
+    from torch import Tensor
+
+    Lengths: TypeAlias = Sequence[int] | np.ndarray | Tensor
 
 # Largest items * parts for which the k-way Karmarkar-Karp start, O(n k log k), is worth its time.
 _DIFFERENCING_LIMIT = 4_096

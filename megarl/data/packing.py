@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import bisect
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.data.balance import Lengths, balance
+from megarl.data.balance import balance
+
+if TYPE_CHECKING:
+    from megarl.data.balance import Lengths
 
 __all__ = ["balance", "pack", "split_to_count"]
 

@@ -1,0 +1,203 @@
+"""A worker's way to the store: what it gives, what it waits for, and how long.
+
+Another team may rightly be busy for long, so a wait does not end after a fixed time. It ends when no other team has
+made progress for `deadline_s`. Every worker tells the store every few seconds how far it is, and waiting in the store
+is no progress; so when all wait for each other, or the one that is waited for hangs, everybody learns where the others
+stand.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from megarl import phase
+from megarl.store.core import GroupInfo, StoreError
+from megarl.store.standing import Ping, Standing
+
+if TYPE_CHECKING:
+    import numpy as np
+
+T = TypeVar("T")
+_SLICE_S = 5.0  # of a wait, and between two words of a worker
+
+
+class StoreClient:
+    """One worker's connection; made by `connect`. Every call blocks.
+
+    Args:
+        actor: the store's handle.
+        name: of the store, for messages.
+        team: of this worker.
+        rank: of this worker in its team.
+        deadline_s: `cluster.timeout_s`.
+
+    Raises (every call):
+        StoreError: the call does not fit what is in the store, it waited until the deadline, or the store is gone. The
+            message names team, rank and phase.
+    """
+
+    def __init__(self, actor: Any, name: str, team: str, rank: int, deadline_s: float) -> None:
+        self._actor, self.name, self.team, self.rank, self._deadline_s = actor, name, team, rank, deadline_s
+        self._slice_s = min(_SLICE_S, deadline_s / 4)
+        self._changes = 0
+        self._waits_for = ""
+        self._closed = threading.Event()
+        phase.on_change(self._moved)
+        self._ping()
+        threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
+
+    @classmethod
+    def connect(cls, name: str, team: str, rank: int, deadline_s: float) -> StoreClient:
+        """The store that `start_store` started under this name; this process has initialised Ray.
+
+        Raises:
+            StoreError: there is no such store, or it does not answer within `deadline_s`.
+        """
+        import ray
+
+        from megarl.store.actor import NAMESPACE
+
+        try:
+            actor = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError as error:
+            raise StoreError(f"team {team!r} rank {rank}: Ray knows no store {name!r}: {error}") from error
+        return cls(actor, name, team, rank, deadline_s)
+
+    def close(self) -> None:
+        """Tell nothing more. A worker that is about to end need not call this."""
+        self._closed.set()
+
+    # -- mail --------------------------------------------------------------------------------------------------------
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave a JSON value under a name that is free."""
+        self._call(f"post {name!r}", "post", name, json.dumps(value))
+
+    def read(self, name: str, *, forget: bool = False) -> Any:
+        """The value under a name, as soon as somebody has posted it.
+
+        Args:
+            name: of the mail.
+            forget: nobody else reads it, so the store need not keep it, and the name is free again.
+        """
+        (text,) = self._wait(f"mail {name!r}", "read", self.team, name, forget)
+        return json.loads(text)
+
+    # -- samples -----------------------------------------------------------------------------------------------------
+
+    def give(self, step: int, key: str, groups: Sequence[GroupInfo], payloads: Sequence[bytes]) -> None:
+        """Hand over this replica's groups of one node, all at once; a replica that has none gives none.
+
+        Args:
+            step: of the training.
+            key: of the handover (`megarl.dag.placement.Handover.key`).
+            groups: to hand over.
+            payloads: of each group, what `fetch` returns. They stay in this machine's object store.
+        """
+        import numpy as np
+        import ray
+
+        # Arrays: Ray copies them once into shared memory, where readers see them; bytes it would copy again to read.
+        refs = [ray.put(np.frombuffer(payload, dtype=np.uint8)) for payload in payloads]
+        self._call(f"hand over {key!r} of step {step}", "give", self.team, self.rank, step, key, list(groups), refs)
+
+    def assignment(self, step: int, samples: str, part: int) -> list[GroupInfo]:
+        """The groups that part `part` of this team works on, in order, as soon as all of the step have been given.
+
+        Args:
+            step: of the training.
+            samples: the node that made the samples.
+            part: number of the replica.
+        """
+        return self._wait(f"the groups of {samples!r} in step {step}", "assignment", self.team, step, samples, part)
+
+    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[np.ndarray]:
+        """The payloads of these groups, uint8 and read-only, as soon as all replicas of the giver have given.
+
+        Without `uids` it is the payload of any one group, which tells what the fields are.
+        """
+        what = f"{key!r} of step {step}"
+        refs = self._wait(what, "fetch", self.team, step, key, list(uids))
+        with self._waiting(f"the bytes of {what}"):
+            return self._get(f"the bytes of {what}", refs, self._deadline_s)
+
+    def done(self, step: int) -> None:
+        """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""
+        self._call(f"be done with step {step}", "done", self.team, self.rank, step)
+
+    # -- calls and waits ---------------------------------------------------------------------------------------------
+
+    def _call(self, what: str, method: str, *arguments: Any) -> Any:
+        """A call that does not wait for another team."""
+        return self._get(f"the store to {what}", getattr(self._actor, method).remote(*arguments), self._deadline_s)
+
+    def _wait(self, what: str, method: str, *arguments: Any) -> Any:
+        """Ask again and again, until there is an answer or no other team has moved for the deadline."""
+        start = time.monotonic()
+        with self._waiting(what):
+            while True:
+                call = getattr(self._actor, method).remote(*arguments, self._slice_s)
+                found, others = self._get(what, call, self._slice_s + self._deadline_s)
+                if found is not None:
+                    return found
+                waited = time.monotonic() - start
+                if min([waited, *(other.silent_s for other in others)]) > self._deadline_s:
+                    raise StoreError(self._too_late(what, waited, others))
+
+    def _get(self, what: str, refs: Any, limit_s: float) -> Any:
+        import ray
+
+        try:
+            return ray.get(refs, timeout=limit_s)
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, StoreError):
+                raise StoreError(f"{self._who()}: {error.cause}") from None
+            raise
+        except ray.exceptions.GetTimeoutError as error:
+            raise StoreError(
+                f"{self._who()} timed out waiting for {what}: the store {self.name!r} has not answered for "
+                f"{limit_s:g} s (cluster.timeout_s)"
+            ) from error
+        except ray.exceptions.RayActorError as error:
+            raise StoreError(f"{self._who()}, waiting for {what}: the store {self.name!r} is gone: {error}") from error
+        except ray.exceptions.RayError as error:
+            raise StoreError(f"{self._who()}: {what} cannot be had: {error}") from error
+
+    def _too_late(self, what: str, waited: float, others: Sequence[Standing]) -> str:
+        lines = "".join(f"\n  {other}" for other in others)
+        return (
+            f"{self._who()} timed out waiting for {what} after {waited:.0f} s: no other team has made progress for "
+            f"{self._deadline_s:g} s (cluster.timeout_s){lines}"
+        )
+
+    def _who(self) -> str:
+        return f"team {self.team!r} rank {self.rank} in phase {phase.current()}"
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _waiting(self, what: str) -> Iterator[None]:
+        """This worker's own deadline is here, so to its launcher it is alive; to other teams it stands still."""
+        self._waits_for = what
+        try:
+            with phase.keep_beating(every_s=self._slice_s):
+                yield
+        finally:
+            self._waits_for = ""
+
+    def _moved(self, path: str) -> None:
+        if not self._waits_for:
+            self._changes += 1
+
+    def _keep_telling(self) -> None:
+        while not self._closed.wait(self._slice_s):
+            self._ping()
+
+    def _ping(self) -> None:
+        word = Ping(self._changes, phase.current(), phase.step_now, self._waits_for)
+        self._actor.ping.remote(self.team, self.rank, word)

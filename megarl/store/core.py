@@ -1,0 +1,243 @@
+"""What the store knows: which groups of samples there are in a step, who gets which, and where their bytes are.
+
+    giver                     core                                                taker
+    give(step, key, groups)   groups of the step -> parts of every team    <-     assignment(step, samples, part)
+      one reference to bytes  handover key -> references by group          <-     fetch(step, key, uids)
+      per group               all workers of all takers are done -> free   <-     done(step)
+
+A step is known from its first gift until the last worker of the last taker is done with it, and leaves only its number.
+Nothing here waits: what is not there yet is answered with None, and `give` and `post` tell what has come. Bytes never
+come here; a reference to them may be any object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from megarl.dag.placement import Handover, Placement
+from megarl.errors import MegarlError
+
+Share: TypeAlias = Literal["dealt", "tokens"]
+#: What can be waited for: ("handover", step, key), ("samples", step, node) or ("mail", name).
+Topic: TypeAlias = tuple[Any, ...]
+
+
+class StoreError(MegarlError):
+    """What crosses between teams does not fit together, or did not come; the message names what, team and rank."""
+
+
+class GroupInfo(NamedTuple):
+    """One group of samples, as the store knows it.
+
+    Attributes:
+        uid: of its samples.
+        ordinal: its place among the groups of the step.
+        sample_ids: of its samples, in their order.
+        tokens: of all its samples, prompts included.
+    """
+
+    uid: str
+    ordinal: int
+    sample_ids: tuple[str, ...]
+    tokens: int
+
+
+@dataclass
+class _Gift:
+    """What has been handed over under one key in one step: who gave, and the reference to each group's bytes."""
+
+    givers: set[int] = field(default_factory=set)
+    refs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Step:
+    gifts: dict[str, _Gift] = field(default_factory=dict)
+    #: by the node that made the samples; then by uid.
+    groups: dict[str, dict[str, GroupInfo]] = field(default_factory=dict)
+    #: by the same node and team: groups of each of its parts.
+    parts: dict[tuple[str, str], list[list[GroupInfo]]] = field(default_factory=dict)
+    done: set[tuple[str, int]] = field(default_factory=set)
+
+
+class Core:
+    """The state of the store of one run.
+
+    Args:
+        placement: its teams, and what goes from one to another.
+        groups_per_step: most groups that a step has.
+        share: how the parts of a team share groups. dealt: group k to part k modulo their number, as inside one team.
+            tokens: equally many each, tokens as even as can be.
+    """
+
+    def __init__(self, placement: Placement, groups_per_step: int, share: Share) -> None:
+        self._limit, self._share = groups_per_step, share
+        self._handovers: dict[str, Handover] = {one.key: one for one in placement.handovers}
+        self._parts = {team.name: team.replicas for team in placement.teams}
+        taking = {name for one in placement.handovers for name in one.takers}
+        self._takers = {
+            (team.name, rank) for team in placement.teams if team.name in taking for rank in range(team.devices)
+        }
+        self._steps: dict[int, _Step] = {}
+        self._finished: int | None = None
+        self._mail: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        """Steps that are not finished."""
+        return len(self._steps)
+
+    # -- samples -----------------------------------------------------------------------------------------------------
+
+    def give(
+        self, team: str, rank: int, step: int, key: str, groups: Sequence[GroupInfo], refs: Sequence[Any]
+    ) -> list[Topic]:
+        """Take what one replica hands over, all its groups at once; returns what is complete by that.
+
+        Raises:
+            StoreError: it does not fit what the run's teams hand over, or what has been given before; nothing is kept.
+        """
+        handover = self._known(key)
+        at = f"step {step}, {key!r}, given by team {team!r} rank {rank}"
+        if handover.giver != team:
+            raise StoreError(f"{at}: it is team {handover.giver!r} that gives this")
+        if self._is_finished(step):
+            raise StoreError(f"{at}: all takers are done with this step")
+        state = self._steps.get(step, _Step())
+        gift = state.gifts.get(key, _Gift())
+        known = state.groups.get(handover.samples, {})
+        if rank in gift.givers:
+            raise StoreError(f"{at}: this rank has given it before")
+        if len(gift.givers) == self._parts[team]:
+            raise StoreError(f"{at}: all {self._parts[team]} replicas have given before, ranks {sorted(gift.givers)}")
+        self._check(at, groups, gift, known)
+        new = {group.uid: group for group in groups}
+        if len(new) != len(groups) or len(refs) != len(groups):
+            raise StoreError(f"{at}: {len(groups)} groups, {len(new)} names and {len(refs)} payloads")
+        if len(known.keys() | new.keys()) > self._limit:
+            raise StoreError(f"{at}: more groups than the {self._limit} of a step (data.batch_size)")
+        self._steps[step], state.gifts[key] = state, gift
+        state.groups.setdefault(handover.samples, {}).update(new)
+        gift.givers.add(rank)
+        gift.refs.update(zip(new, refs, strict=True))
+        if not self._is_complete(handover, gift):
+            return []
+        return [("handover", step, key), ("samples", step, handover.samples)]
+
+    @staticmethod
+    def _check(at: str, groups: Sequence[GroupInfo], gift: _Gift, known: dict[str, GroupInfo]) -> None:
+        """Groups come once under each key, and are the same under all keys."""
+        ordinals = {group.ordinal: group.uid for group in known.values()}
+        for group in groups:
+            if group.uid in gift.refs:
+                raise StoreError(
+                    f"{at}: group {group.uid!r} has been given before by one of ranks {sorted(gift.givers)}"
+                )
+            if known.get(group.uid, group) != group:
+                raise StoreError(
+                    f"{at}: group {group.uid!r} is another one than what was given of these samples before\n"
+                    f"  found:   {group}\n  allowed: {known[group.uid]}"
+                )
+            if ordinals.setdefault(group.ordinal, group.uid) != group.uid:
+                raise StoreError(
+                    f"{at}: groups {group.uid!r} and {ordinals[group.ordinal]!r} are both number {group.ordinal}"
+                )
+
+    def assignment(self, team: str, step: int, samples: str, part: int) -> list[GroupInfo] | None:
+        """The groups of one part of a team, of the samples that node `samples` made; None: not all have been given.
+
+        Raises:
+            StoreError: the team has no such part.
+        """
+        if not 0 <= part < self._parts[team]:
+            raise StoreError(f"step {step}: team {team!r} has {self._parts[team]} parts, and asks for part {part}")
+        state = self._steps.get(step)
+        if state is None or not any(
+            self._handovers[key].samples == samples and self._is_complete(self._handovers[key], gift)
+            for key, gift in state.gifts.items()
+        ):
+            return None
+        if (samples, team) not in state.parts:
+            state.parts[samples, team] = shared(state.groups[samples].values(), self._parts[team], self._share)
+        return state.parts[samples, team][part]
+
+    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
+        """References to the bytes of these groups, in this order; None: not all replicas of the giver have given.
+
+        A part without groups still has to learn what the fields are: without `uids` it is any one group.
+
+        Raises:
+            StoreError: a group is not there although all have been given.
+        """
+        handover, state = self._known(key), self._steps.get(step)
+        gift = None if state is None else state.gifts.get(key)
+        if gift is None or not self._is_complete(handover, gift):
+            return None
+        if not gift.refs:
+            raise StoreError(f"step {step}, {key!r}: team {handover.giver!r} has given no group at all")
+        missing = [uid for uid in uids if uid not in gift.refs]
+        if missing:
+            raise StoreError(
+                f"step {step}, {key!r}: group {missing[0]!r} is not one of the {len(gift.refs)} groups that team "
+                f"{handover.giver!r} has given"
+            )
+        return [gift.refs[uid] for uid in uids] or [next(iter(gift.refs.values()))]
+
+    def done(self, team: str, rank: int, step: int) -> None:
+        """This worker needs nothing more of `step`. What all takers are done with is forgotten."""
+        if self._is_finished(step):
+            return
+        state = self._steps.setdefault(step, _Step())
+        state.done.add((team, rank))
+        if state.done >= self._takers:
+            del self._steps[step]
+            self._finished = step if self._finished is None else max(step, self._finished)
+
+    # -- mail --------------------------------------------------------------------------------------------------------
+
+    def post(self, name: str, value: Any) -> list[Topic]:
+        """Keep a value under a name; returns what has come by that.
+
+        Raises:
+            StoreError: the name is taken.
+        """
+        if name in self._mail:
+            raise StoreError(f"mail {name!r} has been posted before")
+        self._mail[name] = value
+        return [("mail", name)]
+
+    def read(self, name: str, forget: bool) -> tuple[Any] | None:
+        """The value under a name, or None; `forget`: nobody else reads it."""
+        if name not in self._mail:
+            return None
+        return (self._mail.pop(name) if forget else self._mail[name],)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _known(self, key: str) -> Handover:
+        if key not in self._handovers:
+            raise StoreError(f"nothing is handed over as {key!r}; known: {', '.join(self._handovers) or 'nothing'}")
+        return self._handovers[key]
+
+    def _is_complete(self, handover: Handover, gift: _Gift) -> bool:
+        return len(gift.givers) == self._parts[handover.giver]
+
+    def _is_finished(self, step: int) -> bool:
+        return self._finished is not None and step <= self._finished
+
+
+def shared(groups: Iterable[GroupInfo], parts: int, share: Share) -> list[list[GroupInfo]]:
+    """Groups of each of `parts` parts, by rising ordinal.
+
+    >>> groups = [GroupInfo(uid, k, (uid,), tokens) for k, (uid, tokens) in enumerate(zip("abcd", [9, 1, 9, 1]))]
+    >>> [[g.uid for g in part] for share in ("dealt", "tokens") for part in shared(groups, 2, share)]
+    [['a', 'c'], ['b', 'd'], ['a', 'b'], ['c', 'd']]
+    """
+    ordered = sorted(groups, key=lambda group: group.ordinal)
+    if share == "dealt":
+        return [[group for group in ordered if group.ordinal % parts == part] for part in range(parts)]
+    from megarl.data.balance import balance
+
+    sets = balance([group.tokens for group in ordered], parts, equal_counts=True)
+    return [[ordered[place] for place in places] for places in sets]
