@@ -226,14 +226,19 @@ class Fleet:
 
     def _agree(self) -> None:
         """Every rank learns what those that look after servers know of them."""
-        mine = [
-            {"number": s.number, "url": s.api.url, "state": s.state, "why": s.why, "restarts": s.restarts}
-            for s in self._mine()
-        ]
-        for reports in self._world.all_gather_json(mine):
+        for reports in self._world.all_gather_json([_report(server) for server in self._mine()]):
             for report in reports:
                 self._adopt(report)
         self.need_one()
+
+    def reports(self) -> list[dict[str, Any]]:
+        """What this fleet knows of all servers; JSON."""
+        return [_report(server) for server in self.servers]
+
+    def adopt(self, reports: Sequence[dict[str, Any]]) -> None:
+        """Know what another fleet knew, which looks after the same servers. Call on every rank."""
+        for report in reports:
+            self._adopt(report)
 
     def _adopt(self, report: dict[str, Any]) -> None:
         server = self.servers[report["number"]]
@@ -244,3 +249,14 @@ class Fleet:
             server.state = report["state"]
             if server.state != "current":
                 server.version = None
+
+
+def _report(server: Server) -> dict[str, Any]:
+    """What its owner knows of a server."""
+    return {
+        "number": server.number,
+        "url": server.api.url,
+        "state": server.state,
+        "why": server.why,
+        "restarts": server.restarts,
+    }

@@ -47,6 +47,7 @@ def open_fleet(
     cuda: bool,
     random_weights: bool = False,
     longest: int = 0,
+    key: str | None = None,
     world: WorkerGroup,
 ) -> Fleet:
     """The servers of the run, started if they are ours, all of them answering. Collective over `group`.
@@ -60,7 +61,8 @@ def open_fleet(
         cuda: servers run on GPUs.
         random_weights: see ServerSpec; for a first synchronisation that brings every weight.
         longest: tokens of the longest sequence, which servers that run already must take; 0: any.
-        world: all ranks of the run.
+        key: that requests to started servers must carry; None: a random one.
+        world: the ranks that look after the servers, and draw samples on them.
 
     Raises:
         ConfigError: no interpreter, the variable of `api_key_env` is not set, experts spread over ranks of a CPU, or a
@@ -71,7 +73,7 @@ def open_fleet(
         fleet = _external(config, place, world)
     else:
         # In memory only: no file and no command line has it.
-        key = world.broadcast_json(secrets.token_urlsafe(32))
+        key = key or world.broadcast_json(secrets.token_urlsafe(32))
         host = config.host or address_for_others(f"machine {place.machine}", world)
         fleet = _started(config, place, run_dir, model, dtype, host, key, cuda, random_weights, world)
     try:
