@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import os
 import re
 import shutil
@@ -21,29 +22,33 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megarl.artifacts import resolved
+from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count
 from megarl.launchers.output import OutputLog
 from megarl.machine import available_cores
-from megarl.processes import has_nvidia_device
-from megarl.rendezvous import forget_token, write_token
+from megarl.processes import has_nvidia_device, worker_name
+from megarl.rendezvous import forget_token, ranks_text, write_token
 from megarl.runtime.health import forget
 from megarl.runtime.worker import WATCHED
 from megarl.tracking.close import close_run
 
 if TYPE_CHECKING:
+    from megarl.config.model import ParallelConfig
     from megarl.config.run import RunConfig
+    from megarl.dag.placement import Placement
     from megarl.tracking.tracker import Status
 
 Launcher = Literal["local", "torchrun", "ray"]
 LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
 #: From so many processes on, connections of gloo are made when they are first used.
 LAZY_FROM = 128
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 # By default glibc gives every block above 128 kB back to the kernel as soon as it is freed, and the next allocation
 # pays a page fault for each 4 kB of it again. A loop that grows a cache by concatenation (32 sequences, 16 tensors of
@@ -60,12 +65,39 @@ KEEP_FREED_MEMORY = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What to run: `entry` is `pkg.mod:fn(config, run_dir)`."""
+    """What to run: `entry` is `pkg.mod:fn(config, run_dir)`.
+
+    `placement`: of a command whose roles may be in several teams; None: all workers are one.
+    """
 
     entry: str
     config: RunConfig
     run_dir: Path
     log: OutputLog
+    placement: Placement | None = None
+
+    @property
+    def separate(self) -> bool:
+        """There are several teams."""
+        return self.placement is not None and self.placement.separate
+
+    @property
+    def teams(self) -> tuple[TeamPlan, ...]:
+        """All teams; one when nobody asked for any."""
+        if self.placement is not None:
+            return self.placement.teams
+        return (TeamPlan(ONLY_TEAM, (), self.config.cluster.nproc, 0, self.config.actor.parallel, ()),)
+
+    def name(self, worker: int) -> str:
+        """How messages name worker `worker` of all teams."""
+        return name_in(self.placement, worker)
+
+    def names(self, workers: Sequence[int]) -> str:
+        """How messages name several workers; of many, the first sixteen."""
+        if not self.separate:
+            return ranks_text(workers)
+        more = f" and {len(workers) - 16} more" if len(workers) > 16 else ""
+        return ", ".join(map(self.name, workers[:16])) + more
 
     @property
     def config_path(self) -> Path:
@@ -76,6 +108,14 @@ class Job:
     def log_dir(self) -> Path:
         """Output files of ranks that are no children of the launcher."""
         return self.run_dir / "logs"
+
+
+def name_in(placement: Placement | None, worker: int) -> str:
+    """How messages name worker `worker` of all teams of a placement."""
+    if placement is None or not placement.separate:
+        return worker_name(worker, None, worker)
+    team = placement.of_worker(worker)
+    return worker_name(worker, team.name, worker - team.first)
 
 
 class Workers(Protocol):
@@ -128,8 +168,15 @@ def make_run_dir(config: RunConfig, run_dir: Path | None = None) -> Path:
     raise ConfigError("cannot make a new run folder", where="tracking.dir", found=str(parent))
 
 
-def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> int:
+def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, placement: Placement | None = None) -> int:
     """Run `entry` on every rank and return the exit code of the command: 0, 1, 2 (user error), 128 + signal.
+
+    Args:
+        launcher: one of `LAUNCHERS`.
+        entry: `pkg.mod:fn(config, run_dir)`.
+        config: of the run.
+        run_dir: its folder.
+        placement: the teams; None: all workers are one.
 
     Raises:
         UserError: unknown launcher, a layout it cannot start, or a run folder that another run uses.
@@ -140,8 +187,9 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path) -> 
     starts: dict[str, Callable[[Job], Workers]] = {"local": local.start, "torchrun": torchrun.start, "ray": ray.start}
     if launcher not in starts:
         raise ConfigError("unknown launcher", where="--launcher", found=launcher, allowed=LAUNCHERS)
-    with _locked(run_dir), contextlib.closing(OutputLog(run_dir / "log.txt")) as log:
-        job = Job(entry, config, run_dir, log)
+    names = functools.partial(name_in, placement)
+    with _locked(run_dir), contextlib.closing(OutputLog(run_dir / "log.txt", names)) as log:
+        job = Job(entry, config, run_dir, log, placement)
         workers: Workers | None = None
         ended: Status = "failed"
         with _signals_raise() as ignore_signals:
@@ -240,6 +288,14 @@ class _Ignore(Protocol):
     def __call__(self) -> None: ...
 
 
+def layout_environment(layout: ParallelConfig) -> dict[str, str]:
+    """Environment of a worker that depends on the layout of its team, before CUDA starts."""
+    if layout.tp == 1:
+        return {}
+    # Megatron overlaps collectives and products, and relies on the order of launch.
+    return {_CONNECTIONS: os.environ.get(_CONNECTIONS, "1")}
+
+
 def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
     """Environment that every worker process must start with, before any library is loaded."""
     threads = config.cluster.threads or max(1, available_cores() // workers_here)
@@ -258,8 +314,6 @@ def process_environment(config: RunConfig, workers_here: int) -> dict[str, str]:
         chosen["GLOO_SOCKET_IFNAME"] = "lo"  # host names of laptops and containers often resolve to dead addresses
         if not config.rollout.sglang.urls:  # servers on other machines may join an nccl group of the trainer
             chosen["NCCL_SOCKET_IFNAME"] = "lo"
-    if config.actor.parallel.tp > 1:  # Megatron overlaps collectives and products, and relies on the order of launch
-        chosen["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if sys.stdout.isatty():  # rank 0 writes to a pipe that ends on this terminal: let it draw its progress bars
         chosen |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
     environment = {WATCHED: "1"} | {name: os.environ.get(name, value) for name, value in chosen.items()}

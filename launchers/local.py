@@ -1,4 +1,4 @@
-"""Workers as child processes on this machine. No scheduler, no extra package."""
+"""Workers as child processes on this machine. No scheduler and no extra package, unless there are several teams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 
 from megarl.errors import ConfigError
-from megarl.launchers.common import Job, process_environment, warn_of_few_cores
+from megarl.launchers.common import Job, Workers, layout_environment, process_environment, warn_of_few_cores
 from megarl.launchers.output import pump
 from megarl.processes import LOOPBACK
 from megarl.rendezvous import LISTENER, listen
@@ -20,8 +20,8 @@ from megarl.rendezvous import LISTENER, listen
 GRACE_S = 3.0
 
 
-def start(job: Job) -> LocalWorkers:
-    """Start `cluster.nproc` workers that meet at a port of the loopback device."""
+def start(job: Job) -> Workers:
+    """Start `cluster.nproc` workers that meet at a port of the loopback device; several teams in a Ray of their own."""
     cluster = job.config.cluster
     if cluster.nnodes != 1:
         raise ConfigError(
@@ -31,8 +31,12 @@ def start(job: Job) -> LocalWorkers:
             allowed="1",
             fix="use --launcher torchrun or --launcher ray",
         )
+    if job.separate:
+        from megarl.launchers import ray
+
+        return ray.start(job, own=True)
     workers = LocalWorkers()
-    shared = os.environ | process_environment(job.config, cluster.nproc)
+    shared = os.environ | process_environment(job.config, cluster.nproc) | layout_environment(job.config.actor.parallel)
     warn_of_few_cores(job, shared, cluster.nproc)
     shared |= {"MASTER_ADDR": LOOPBACK[0], "WORLD_SIZE": str(cluster.nproc), "LOCAL_WORLD_SIZE": str(cluster.nproc)}
     command = [sys.executable, "-m", "megarl.runtime.worker", "--entry", job.entry, "--config", str(job.config_path)]

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -15,9 +16,15 @@ _LONGEST_LINE = 1 << 16
 
 
 class OutputLog:
-    """Collects raw output by rank. Safe to call from several threads."""
+    """Collects raw output by the number of the worker that made it. Safe to call from several threads.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: file of whole lines.
+        name: of a worker, in front of its lines.
+    """
+
+    def __init__(self, path: Path, name: Callable[[int], str] = "rank {}".format) -> None:
+        self._name = name
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
         self._pending: dict[int, bytes] = {}
@@ -29,7 +36,7 @@ class OutputLog:
         with self._lock:
             *lines, rest = (self._pending.get(rank, b"") + data).split(b"\n")
             self._pending[rank] = rest[-_LONGEST_LINE:]
-            self._file.write(b"".join(_as_line(rank, line) for line in lines))
+            self._file.write(b"".join(self._as_line(rank, line) for line in lines))
 
     def say(self, text: str) -> None:
         """A message of the launcher itself: to stderr and to the file."""
@@ -44,15 +51,14 @@ class OutputLog:
     def close(self) -> None:
         """Write what is left without a line end."""
         with self._lock:
-            self._file.write(b"".join(_as_line(rank, rest) for rank, rest in self._pending.items() if rest))
+            self._file.write(b"".join(self._as_line(rank, rest) for rank, rest in self._pending.items() if rest))
             self._pending.clear()
             self._file.close()
 
-
-def _as_line(rank: int, raw: bytes) -> bytes:
-    """One line of the file. Of a progress bar, which redraws its line, only the last drawing counts."""
-    drawings = [part for part in _ESCAPES.sub(b"", raw).split(b"\r") if part.strip()]
-    return b"[rank %d] %s\n" % (rank, drawings[-1].rstrip() if drawings else b"")
+    def _as_line(self, rank: int, raw: bytes) -> bytes:
+        """One line of the file. Of a progress bar, which redraws its line, only the last drawing counts."""
+        drawings = [part for part in _ESCAPES.sub(b"", raw).split(b"\r") if part.strip()]
+        return b"[%s] %s\n" % (self._name(rank).encode(), drawings[-1].rstrip() if drawings else b"")
 
 
 def _to_console(data: bytes) -> None:

@@ -1,38 +1,42 @@
 """Workers as Ray actors, one per device, in one placement group.
 
-    driver: connect or start Ray -> reserve devices -> actors -> number them node by node -> rank 0 picks the address
+    driver: connect or start Ray -> reserve devices -> actors -> number them team by team, node by node
+            -> rank 0 of every team picks its address
             -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
 
-Run folders must be on a file system all nodes share. RAY_ADDRESS selects an existing cluster; without it Ray is started
-on this machine for the length of the run, bound to the loopback device.
+Run folders must be on a file system all nodes share. RAY_ADDRESS selects an existing cluster; without it, and for the
+local launcher, Ray is started on this machine for the length of the run, bound to the loopback device.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import os
+import secrets
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from megarl.credentials import PASSWORD, USER
 from megarl.errors import ConfigError, WorkerError
-from megarl.launchers.common import Job, process_environment
+from megarl.launchers.common import Job, layout_environment, process_environment
 from megarl.launchers.output import Follower
+from megarl.launchers.seats import gpus_of, seats
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
-from megarl.processes import has_nvidia_device
+from megarl.processes import TEAM, WORKER, has_nvidia_device
 from megarl.rollout.sglang.gpus import TRAINER_GPUS
 
 if TYPE_CHECKING:
     from megarl.config.run import ClusterConfig
+    from megarl.dag.placement import TeamPlan
 
+_AUTH_MODE = "RAY_AUTH_MODE"
 _PROBE_S = 5.0  # to open a connection to a cluster
 _HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set here only, by `check_hub`
 _OBJECT_STORE_BYTES = 128 << 20  # no batch travels through Ray objects; only arguments and exit codes do
@@ -48,7 +52,7 @@ class Actor:
         return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
 
     def listen(self, host: str) -> int:
-        """Port on `host` where this process, rank 0, listens for the store of the run from now on."""
+        """Port on `host` where this process, rank 0 of its team, listens for the team's ranks from now on."""
         from megarl.rendezvous import LISTENER, listen
 
         listener = listen(host)
@@ -57,27 +61,31 @@ class Actor:
         return port
 
     def run(self, entry: str, config_path: str, log_dir: str, environment: dict[str, str]) -> int:
-        """Be one rank; returns its exit code."""
+        """Be one worker; returns its exit code."""
         import faulthandler
         import sys
 
         from megarl.runtime import worker
 
         os.environ.update(environment)
-        worker.redirect_output(Path(log_dir), int(environment["RANK"]))
+        worker.redirect_output(Path(log_dir))
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
         sys.path.append(os.getcwd())
         return worker.run(entry, Path(config_path))
 
 
-def start(job: Job) -> RayWorkers:
+def start(job: Job, *, own: bool = False) -> RayWorkers:
     """Reserve the devices, start the actors and set them to work.
+
+    Args:
+        job: to run.
+        own: on a Ray that is started for it on this machine, whatever RAY_ADDRESS says.
 
     Raises:
         ConfigError: the cluster has too few devices.
         WorkerError: the devices or actors were not there within `cluster.start_timeout_s`.
     """
-    workers = RayWorkers(job)
+    workers = RayWorkers(job, own)
     try:
         workers.launch()
     except BaseException:
@@ -89,8 +97,8 @@ def start(job: Job) -> RayWorkers:
 class RayWorkers:
     """The actors of one run and the placement group that holds their devices."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, own: bool = False) -> None:
+        self._job, self._address = job, None if own else os.environ.get("RAY_ADDRESS") or None
         self._actors: list[Any] = []
         self._results: dict[int, Any] = {}
         self._ended: dict[int, int] = {}
@@ -101,10 +109,11 @@ class RayWorkers:
 
     def launch(self) -> None:
         """Everything up to the moment all ranks run."""
-        _connect(self._job.config.cluster.nproc, self._left())
+        _connect(self._address, self._job.config.cluster.nproc, self._left())
         self._reserve()
-        self._number_by_node()
-        self._run()
+        self._number()
+        for team in self._job.teams:
+            self._run(team)
 
     def _reserve(self) -> None:
         import ray
@@ -121,7 +130,7 @@ class RayWorkers:
             )
         per_node = cluster.nproc // cluster.nnodes
         environment = process_environment(self._job.config, per_node)
-        environment |= {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
+        environment |= _handed_on()
         make = ray.remote(max_restarts=0, max_task_retries=0)(Actor).options
         self._actors = [
             make(
@@ -133,35 +142,42 @@ class RayWorkers:
             for index in range(cluster.nproc)
         ]
 
-    def _number_by_node(self) -> None:
-        """Order the actors so that the ranks of one node follow each other, in the order of their GPUs."""
+    def _number(self) -> None:
+        """Order the actors as workers of the teams: see `megarl.launchers.seats`."""
         import ray
 
         places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._left())
-        order = rank_order(places)
+        order = seats(places, self._job.teams)
         self._actors = [self._actors[i] for i in order]
         self._places = [places[i] for i in order]
-        self._hosts = [host for host, _ in self._places]
 
-    def _run(self) -> None:
+    def _run(self, team: TeamPlan) -> None:
+        """Set the workers of one team to work, which meet at an address of their own."""
         import ray
 
-        job = self._job
-        host = "127.0.0.1" if len(set(self._hosts)) == 1 else self._hosts[0]
-        port = ray.get(self._actors[0].listen.remote(host), timeout=self._left())
-        for rank, actor in enumerate(self._actors):
-            environment = {
+        job, everywhere = self._job, {host for host, _ in self._places}
+        mine = slice(team.first, team.first + team.devices)
+        actors, hosts = self._actors[mine], [host for host, _ in self._places[mine]]
+        master = "127.0.0.1" if len(everywhere) == 1 else hosts[0]
+        port = ray.get(actors[0].listen.remote(master), timeout=self._left())
+        # The team's own GPUs come first: its colocated servers share these.
+        gpus = [*self._places[mine], *self._places[: mine.start], *self._places[mine.stop :]]
+        for rank, actor in enumerate(actors):
+            environment = layout_environment(team.parallel) | {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(rank - self._hosts.index(self._hosts[rank])),
-                "LOCAL_WORLD_SIZE": str(self._hosts.count(self._hosts[rank])),
-                "WORLD_SIZE": str(len(self._actors)),
-                "MASTER_ADDR": host,
+                "LOCAL_RANK": str(rank - hosts.index(hosts[rank])),
+                "LOCAL_WORLD_SIZE": str(hosts.count(hosts[rank])),
+                "WORLD_SIZE": str(team.devices),
+                "MASTER_ADDR": master,
                 "MASTER_PORT": str(port),
-                TRAINER_GPUS: gpus_of(self._hosts[rank], self._places),
+                TRAINER_GPUS: gpus_of(hosts[rank], gpus),
             }
+            number = team.first + rank
+            if job.separate:
+                environment |= {TEAM: team.name, WORKER: str(number)}
             # Not in the actors' runtime_env, which Ray shows to everybody.
             environment |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
-            self._results[rank] = actor.run.remote(job.entry, str(job.config_path), str(job.log_dir), environment)
+            self._results[number] = actor.run.remote(job.entry, str(job.config_path), str(job.log_dir), environment)
 
     def _left(self) -> float:
         return max(1.0, self._deadline - time.monotonic())
@@ -205,28 +221,18 @@ class RayWorkers:
         self._follower.close()
 
 
-def rank_order(places: Sequence[tuple[str, list[str]]]) -> list[int]:
-    """Indices into `places` such that those of a node follow each other, by the numbers of their GPUs, then UUIDs."""
-
-    def key(index: int) -> tuple[str, list[tuple[float, str]], int]:
-        host, gpus = places[index]
-        return host, [(int(gpu), "") if gpu.isdecimal() else (math.inf, gpu) for gpu in gpus], index
-
-    return sorted(range(len(places)), key=key)
+def _handed_on() -> dict[str, str]:
+    """What the processes of a cluster that runs already do not have from this one."""
+    return {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
 
 
-def gpus_of(host: str, places: Sequence[tuple[str, list[str]]]) -> str:
-    """GPUs that Ray gave to the actors of one node, in the order of their ranks; empty without GPUs.
-
-    Each actor sees only its own, and the servers that the first one starts must know of the others.
-    """
-    return ",".join(gpu for node, gpus in places if node == host for gpu in gpus)
-
-
-def _connect(nproc: int, limit_s: float) -> None:
-    address = os.environ.get("RAY_ADDRESS")
+def _connect(address: str | None, nproc: int, limit_s: float) -> None:
+    """Enter the cluster at `address`, or start one here for `nproc` workers."""
     if address:
         check_reachable(address, min(_PROBE_S, limit_s))
+    elif os.environ.get(_AUTH_MODE, "token") == "token":
+        # Ray would use the token in the user's home, which all their clusters have. It reads this when it is imported.
+        os.environ |= {_AUTH_MODE: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}

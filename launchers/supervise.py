@@ -27,7 +27,7 @@ OUT_OF_MEMORY_FIX = (
 def supervise(workers: Workers, job: Job) -> int:
     """Return the exit code of the command once all ranks have ended or one has failed or hung."""
     cluster, ranks = job.config.cluster, workers.ranks()
-    watch = Watch(job.run_dir, ranks, cluster.timeout_s, cluster.start_timeout_s)
+    watch = Watch(job.run_dir, ranks, cluster.timeout_s, cluster.start_timeout_s, job.names)
     oom_before = oom_kills()
     while True:
         ended = workers.poll()
@@ -100,17 +100,17 @@ def _signal_name(number: int) -> str:
 def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, int]) -> None:
     for rank, other in read_errors(job.run_dir).items():
         if rank != failure.rank:
-            job.log.record(f"rank {rank}", other.traceback)
-    where = f"in phase {failure.phase} at step {failure.step}"
+            job.log.record(job.name(rank), other.traceback)
+    who, where = job.name(failure.rank), f"in phase {failure.phase} at step {failure.step}"
     if failure.user_error:
-        lines = [f"megarl: rank {failure.rank} stopped {where}:", failure.message]
+        lines = [f"megarl: {who} stopped {where}:", failure.message]
     elif not failure.type:
-        lines = [f"megarl: rank {failure.rank} {failure.message} {where}"]
+        lines = [f"megarl: {who} {failure.message} {where}"]
     else:
         if failure.explained:
-            job.log.record(f"rank {failure.rank}", failure.traceback)
+            job.log.record(who, failure.traceback)
         lines = [] if failure.explained else [failure.traceback.rstrip()]
-        lines.append(f"megarl: rank {failure.rank} failed {where}: {failure.type}: {failure.message}")
+        lines.append(f"megarl: {who} failed {where}: {failure.type}: {failure.message}")
     if failure.out_of_memory:
         lines.append(f"  fix:     {OUT_OF_MEMORY_FIX}")
     if not failure.user_error:
@@ -133,7 +133,7 @@ def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None)
             text += f", ended with exit code {ended[rank]}"
         elif beat is not None:
             text += f" for {max(0.0, now - beat.time):.1f} s"
-        lines.append(f"  rank {rank}: {text}")
+        lines.append(f"  {job.name(rank)}: {text}")
     return lines + ([f"  ... and {len(ranks) - 16} more"] if len(ranks) > 16 else [])
 
 

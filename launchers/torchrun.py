@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.errors import ConfigError
-from megarl.launchers.common import Job, node_rank, process_environment, warn_of_few_cores
+from megarl.launchers.common import Job, layout_environment, node_rank, process_environment, warn_of_few_cores
 from megarl.launchers.output import Follower
 from megarl.processes import LOOPBACK, kill_with_parent, raise_descriptor_limit, watch_parent, write_atomically
 from megarl.rendezvous import LISTENER, given_listener, is_loopback, listen
@@ -31,6 +31,14 @@ AGENT_REPORT = "MEGARL_AGENT_REPORT"
 def start(job: Job) -> TorchrunWorkers:
     """Start the torchrun agent of this machine."""
     cluster = job.config.cluster
+    if job.placement is not None and job.placement.separate:
+        raise ConfigError(
+            "torchrun starts one team, and this run has several",
+            where="--launcher",
+            found=f"torchrun, for the teams {', '.join(team.name for team in job.placement.teams)}",
+            allowed="local, ray",
+            fix="use --launcher ray, or local on one machine; or leave placement out, so that all roles share one team",
+        )
     if cluster.nproc % cluster.nnodes:
         raise ConfigError(
             "processes do not divide evenly over the machines",
@@ -55,7 +63,7 @@ def _start_agent(job: Job, here: int, address: str, port: int, listener: socket.
     arguments += ["-m", "megarl.runtime.worker", "--entry", job.entry]
     arguments += ["--config", str(job.config_path), "--log-dir", str(job.log_dir)]
     ranks = list(range(node_rank() * here, (node_rank() + 1) * here))
-    environment = os.environ | process_environment(job.config, here)
+    environment = os.environ | process_environment(job.config, here) | layout_environment(job.config.actor.parallel)
     warn_of_few_cores(job, environment, here)
     handles = []
     if listener is not None:

@@ -181,7 +181,7 @@ def _job(arguments: argparse.Namespace) -> int:
     from megarl.checks.recipe import validate
     from megarl.launchers.common import make_run_dir, run_workers
 
-    validate(config, launcher=arguments.launcher, job=arguments.command)
+    checked = validate(config, launcher=arguments.launcher, job=arguments.command)
     check_hub(config, arguments.command, ask=True)
     _check_inputs(config, arguments.command)
     if arguments.command in ("eval", "generate") and arguments.run_dir is not None:
@@ -193,7 +193,7 @@ def _job(arguments: argparse.Namespace) -> int:
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
     before = _process_of(run_dir)
-    code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir)
+    code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
     begun = _process_of(run_dir) != before  # else the start was refused, and what is in the folder is not its own
     if (
         arguments.command in ("train", "sft")

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+#: Of a run with several teams: this worker's team, its number among the workers of all teams, and the store's name.
+#: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are then those of the team.
+TEAM, WORKER, STORE = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_STORE"
 _PR_SET_PDEATHSIG = 1
 _MOST_DESCRIPTORS = 1 << 20  # some programs go through all numbers up to the limit when they start
 _CLOCK_S = 2.0  # the start of a process is counted from that of the machine, which moves with its clock
@@ -52,8 +55,29 @@ def raise_descriptor_limit() -> None:
 
 
 def is_first_process() -> bool:
-    """This is the process that says what all processes of a run would say: rank 0, or the only one."""
+    """This is the process that says what all processes of a team would say: rank 0, or the only one."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def worker_number() -> int:
+    """This process's number among the workers of all teams, which is its rank in a run of one team."""
+    return int(os.environ.get(WORKER) or os.environ.get("RANK", "0"))
+
+
+def worker_name(number: int, team: str | None, rank: int) -> str:
+    """How messages name a worker: `rank 1`, or `worker 3 (reference, rank 1)` where there are several teams.
+
+    Args:
+        number: among the workers of all teams.
+        team: its team, of several; None: there is one team.
+        rank: in its team.
+    """
+    return f"rank {rank}" if team is None else f"worker {number} ({team}, rank {rank})"
+
+
+def own_worker_name() -> str:
+    """`worker_name` of this process."""
+    return worker_name(worker_number(), os.environ.get(TEAM), int(os.environ.get("RANK", "0")))
 
 
 def free_port(host: str = "127.0.0.1") -> int:

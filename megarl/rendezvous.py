@@ -177,7 +177,8 @@ def join(backend: str, timeout_s: float, run_dir: Path, team: Team | None = None
     if rank not in team.ranks:
         raise ValueError(f"rank {rank} is not in team {team.name!r}, which has {ranks_text(team.ranks)}")
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
-    if not one_machine and "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
+    inside = one_machine and is_loopback(host)  # a team on one machine of several meets at an address of its network
+    if not inside and "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     handle = given_listener()
     is_master = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

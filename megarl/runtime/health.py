@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from megarl import phase
@@ -40,10 +40,11 @@ _TEXT_MAX = _SIZE - _HEADER.size
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|(wait|socket) timeout|timed out (waiting|after)"
     r"|remote process (has )?(exited|terminated)|heartbeat.*(lost|timeout)|(recvvalue|to recv) failed"
-    r"|aborted communicator",
+    r"|aborted communicator|actor died|owner has exited|copies of \S+ have been lost",
     re.IGNORECASE,
 )
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_PEER_TYPES |= {"ActorDiedError", "ActorUnavailableError", "ObjectLostError", "OwnerDiedError"}  # of another team
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|not enough memory|bad_alloc|\bMemoryError\b",
     re.IGNORECASE,
@@ -191,10 +192,25 @@ class Watch:
     """Notices ranks that never report in, and ranks that have not moved on for too long.
 
     Times are this process's own monotonic clock, so clocks of other machines do not matter.
+
+    Args:
+        run_dir: where the ranks report in.
+        ranks: numbers of all workers.
+        timeout_s: without progress.
+        start_timeout_s: to report in.
+        names: how messages name workers.
     """
 
-    def __init__(self, run_dir: Path, ranks: Iterable[int], timeout_s: float, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: Iterable[int],
+        timeout_s: float,
+        start_timeout_s: float,
+        names: Callable[[Sequence[int]], str] = ranks_text,
+    ) -> None:
         self._run_dir, self._timeout_s, self._start_timeout_s = run_dir, timeout_s, start_timeout_s
+        self._names = names
         self._started = time.monotonic()
         self._seen: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (-1, self._started))
 
@@ -208,11 +224,11 @@ class Watch:
         missing = [rank for rank in live if self._seen[rank][0] < 0]
         if missing and now - self._started > self._start_timeout_s:
             return (
-                f"{ranks_text(missing)} did not report in within {self._start_timeout_s:g} s (cluster.start_timeout_s)"
+                f"{self._names(missing)} did not report in within {self._start_timeout_s:g} s (cluster.start_timeout_s)"
             )
         stuck = [r for r in live if r not in missing and now - self._seen[r][1] > self._timeout_s]
         if stuck:
-            return f"{ranks_text(stuck)} made no progress for {self._timeout_s:g} s (cluster.timeout_s)"
+            return f"{self._names(stuck)} made no progress for {self._timeout_s:g} s (cluster.timeout_s)"
         return None
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megarl import phase as phases
 from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
+from megarl.processes import own_worker_name, worker_number
 from megarl.residency import MEETING, MOVES
 from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
@@ -56,7 +57,7 @@ class Recorder:
                 part=part,
             )
         self._heap = heap_bound()
-        self._trace = TraceWriter(c.run_dir, c.layout.rank)
+        self._trace = TraceWriter(c.run_dir, worker_number(), own_worker_name())
         self._peak: float | None = None
         self._alarms = Alarms()
         self._start = (time.perf_counter(), time.process_time())
@@ -71,7 +72,7 @@ class Recorder:
         if error is None:
             self._finish("finished")
             return
-        report(self._c.run_dir, error, self._c.layout.rank)  # before anything that takes time or may fail
+        report(self._c.run_dir, error, worker_number())  # before anything that takes time or may fail
         status: Status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
         thread = threading.Thread(target=self._finish_if_possible, args=(status,), name="finish", daemon=True)
         thread.start()

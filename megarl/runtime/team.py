@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.placement import ONLY_TEAM, Placement, TeamPlan, place
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
-from megarl.runtime.worker import TEAM, WORKER
+from megarl.processes import TEAM, WORKER
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig

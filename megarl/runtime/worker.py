@@ -3,7 +3,8 @@
     python -m megarl.runtime.worker --entry pkg.mod:fn --config RUN_DIR/config.yaml
 
 RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT come from the environment, so
-`torchrun ... -m megarl.runtime.worker --entry ... --config ...` works without any launcher of ours.
+`torchrun ... -m megarl.runtime.worker --entry ... --config ...` works without any launcher of ours. In a run with
+several teams they are those of the team, and `megarl.processes` names the variables that tell the rest.
 """
 
 from __future__ import annotations
@@ -18,27 +19,24 @@ from pathlib import Path
 from megarl.artifacts.resolved import proposed, withdraw
 from megarl.imports import import_callable
 from megarl.phase import phase
-from megarl.processes import kill_with_parent, raise_descriptor_limit, watch_parent
+from megarl.processes import kill_with_parent, raise_descriptor_limit, watch_parent, worker_number
 from megarl.runtime.health import Heartbeat, report
 
 WATCHED = "MEGARL_WATCHED"  # set by our launchers, which read errors/ and say what went wrong, once
-#: Of a run with several teams: this worker's team, its number among the workers of all teams, and the store's name.
-#: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are then those of the team.
-TEAM, WORKER, STORE = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_STORE"
 NEEDED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run(entry: str, config_path: Path) -> int:
     """Load the configuration, call the entry function, and return the exit code; a failure is left in errors/."""
     run_dir = config_path.parent
-    rank = int(os.environ["RANK"])
-    Heartbeat(run_dir, rank)
+    worker = worker_number()
+    Heartbeat(run_dir, worker)
     raise_descriptor_limit()  # gloo holds a socket per rank and group
     try:
         with phase("start"):
             from megarl.config.load import hide_credentials, load_config
 
-            if WATCHED not in os.environ and rank == 0:
+            if WATCHED not in os.environ and worker == 0:
                 withdraw(run_dir)  # of a launcher that was killed: the record of this start is not to take it up
             path = proposed(run_dir) if WATCHED in os.environ else config_path
             config = hide_credentials(load_config(path))
@@ -47,17 +45,17 @@ def run(entry: str, config_path: Path) -> int:
             function = import_callable(entry, where="--entry")
         function(config, run_dir)
     except BaseException as error:
-        failure = report(run_dir, error, rank)
+        failure = report(run_dir, error, worker)
         if WATCHED not in os.environ:
             print(failure.message if failure.user_error else failure.traceback, file=sys.stderr)
         return failure.exit_code
     return 0
 
 
-def redirect_output(log_dir: Path, rank: int) -> None:
-    """Send this process's stdout and stderr, also those of native code, to log_dir/rank_K.txt."""
+def redirect_output(log_dir: Path) -> None:
+    """Send this process's stdout and stderr, also those of native code, to log_dir/rank_K.txt of worker K."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    handle = os.open(log_dir / f"rank_{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    handle = os.open(log_dir / f"rank_{worker_number()}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os.dup2(handle, 1)
@@ -78,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     kill_with_parent()
     watch_parent()
     if arguments.log_dir is not None:
-        redirect_output(arguments.log_dir, int(os.environ["RANK"]))
+        redirect_output(arguments.log_dir)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # a launcher asks for it before it ends a hung rank
     sys.path.append(os.getcwd())  # user modules beside the recipe; last, so that no folder here hides a package

@@ -1,17 +1,37 @@
-"""`python drive.py LAUNCHER ENTRY RUN_DIR [NPROC] [TIMEOUT_S]`: the launching process of the tests."""
+"""`python drive.py LAUNCHER ENTRY RUN_DIR [NPROC [TIMEOUT_S]]`: the launching process of the tests.
+
+NPROC of a run with several teams is the number of workers of each: 2+1.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+from megarl.config.model import ParallelConfig
 from megarl.config.run import ClusterConfig, RunConfig
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.stage import Role
 from megarl.launchers.common import run_workers
 
 
 def main(launcher: str, entry: str, run_dir: str, nproc: str = "2", timeout_s: str = "60") -> int:
-    cluster = ClusterConfig(nproc=int(nproc), timeout_s=float(timeout_s), start_timeout_s=60)
-    return run_workers(launcher, f"entries:{entry}", RunConfig(name="drive", cluster=cluster), Path(run_dir))
+    sizes = [int(size) for size in nproc.split("+")]
+    cluster = ClusterConfig(nproc=sum(sizes), timeout_s=float(timeout_s), start_timeout_s=60)
+    config = RunConfig(name="drive", cluster=cluster)
+    return run_workers(launcher, f"entries:{entry}", config, Path(run_dir), teams(*sizes))
+
+
+def teams(*sizes: int) -> Placement:
+    """Teams of these sizes, which walk nothing."""
+    roles = [Role.ACTOR, Role.REFERENCE, Role.CRITIC][: len(sizes)]
+    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return Placement(
+        tuple(
+            TeamPlan(role.value, (role,), size, first, ParallelConfig(), ())
+            for role, size, first in zip(roles, sizes, firsts, strict=True)
+        )
+    )
 
 
 if __name__ == "__main__":

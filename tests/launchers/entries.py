@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ import psutil
 from megarl.config.run import RunConfig
 from megarl.errors import UserError
 from megarl.phase import phase, set_step
+from megarl.processes import TEAM, WORKER, worker_number
 from megarl.rendezvous import join
 
 HERE_FOR_LONG_S = 60.0  # far beyond every deadline of the tests
@@ -53,6 +55,49 @@ def write_environment(config: RunConfig, run_dir: Path) -> None:
     (run_dir / f"listens_{seen['RANK']}.json").write_text(json.dumps(_listening()))
     dist.barrier(others)
     dist.destroy_process_group()
+
+
+def meet_in_teams(config: RunConfig, run_dir: Path) -> None:
+    """Every worker adds its number over all teams to a sum of its team, and leaves what it was given."""
+    import ray
+    import torch
+    import torch.distributed as dist
+
+    join("gloo", config.cluster.timeout_s, run_dir)
+    number = worker_number()
+    total = torch.tensor([number])
+    dist.all_reduce(total)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TEAM, WORKER)
+    seen = {name: os.environ.get(name) for name in names}
+    seen |= {"sum": int(total), "size": dist.get_world_size(), "ray": ray.get_runtime_context().gcs_address}
+    (run_dir / f"seen_{number}.json").write_text(json.dumps(seen))
+    print(f"hello from {number}")
+    dist.destroy_process_group()
+
+
+def _reference_fails(config: RunConfig, run_dir: Path, fail: Callable[[], None]) -> None:
+    """The first rank of the reference fails, while all ranks of the actor are in a collective of their own."""
+    join("gloo", config.cluster.timeout_s, run_dir)
+    set_step(4)
+    if os.environ[TEAM] == "actor":
+        with phase("train"):
+            _wait_for_ever()
+    with phase("score"):
+        fail()
+
+
+def reference_raises(config: RunConfig, run_dir: Path) -> None:
+    """An exception in one team."""
+
+    def fail() -> None:
+        raise RuntimeError("loss is NaN")
+
+    _reference_fails(config, run_dir, fail)
+
+
+def reference_is_killed(config: RunConfig, run_dir: Path) -> None:
+    """A signal ends one team."""
+    _reference_fails(config, run_dir, lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def rank_1_raises(config: RunConfig, run_dir: Path) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
 
 import pytest
 
+from megarl.config.model import ParallelConfig
 from megarl.config.rollout import RolloutConfig
 from megarl.config.run import ClusterConfig, RunConfig, TrackingConfig
 from megarl.config.sglang import SGLangConfig
+from megarl.dag.placement import Placement, TeamPlan
 from megarl.errors import ConfigError
 from megarl.launchers import common, supervise
-from megarl.launchers.common import Job, Stopped, make_run_dir, process_environment, run_workers
+from megarl.launchers.common import Job, Stopped, layout_environment, make_run_dir, process_environment, run_workers
 from megarl.launchers.output import OutputLog
 from megarl.runtime.health import RankFailure, write_error
 
@@ -255,8 +258,24 @@ def test_tensor_parallel_workers_have_one_connection_to_their_device(monkeypatch
     """Megatron starts a collective before the product it overlaps with, and relies on that order."""
     name = "CUDA_DEVICE_MAX_CONNECTIONS"
     monkeypatch.delenv(name, raising=False)
-    assert name not in process_environment(config(), 2)
-    split = RunConfig.model_validate({"name": "split", "actor": {"parallel": {"tp": 2}}, "cluster": {"nproc": 2}})
-    assert process_environment(split, 2)[name] == "1"
+    assert layout_environment(ParallelConfig(pp=2)) == {}
+    assert layout_environment(ParallelConfig(tp=2)) == {name: "1"}
     monkeypatch.setenv(name, "8")
-    assert process_environment(split, 2)[name] == "8"
+    assert layout_environment(ParallelConfig(tp=2)) == {name: "8"}
+
+
+def test_torchrun_refuses_several_teams(tmp_path: Path) -> None:
+    layout = ParallelConfig()
+    plans = (TeamPlan("actor", (), 1, 0, layout, ()), TeamPlan("reference", (), 1, 1, layout, ()))
+    with pytest.raises(ConfigError, match=r"--launcher: torchrun starts one team(?s:.*)allowed: local, ray"):
+        run_workers("torchrun", "m:f", config(nproc=2), tmp_path, Placement(plans))
+
+
+def test_workers_of_several_teams_are_named_with_their_team(tmp_path: Path) -> None:
+    layout = ParallelConfig()
+    plans = tuple(TeamPlan(name, (), 20, first, layout, ()) for name, first in (("actor", 0), ("critic", 20)))
+    job = Job("m:f", config(nproc=40), tmp_path, OutputLog(tmp_path / "log.txt"), Placement(plans))
+    assert job.names([1, 21]) == "worker 1 (actor, rank 1), worker 21 (critic, rank 1)"
+    assert job.names(range(40)).endswith("worker 15 (actor, rank 15) and 24 more")
+    alone = dataclasses.replace(job, placement=Placement(plans[:1]))
+    assert (alone.name(1), alone.names([0, 2])) == ("rank 1", "ranks 0, 2")

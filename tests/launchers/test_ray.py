@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -89,3 +90,43 @@ def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
         within(0.1, "Ray at x", lambda: time.sleep(5))
     with pytest.raises(ZeroDivisionError):
         within(5, "Ray at x", lambda: 1 // 0)
+
+
+def test_the_local_launcher_runs_several_teams_in_a_ray_of_its_own(tmp_path: Path) -> None:
+    result = every.launch("local", "meet_in_teams", tmp_path, "2+1")
+
+    assert result.code == 0, result.err
+    seen = [json.loads((tmp_path / f"seen_{worker}.json").read_text()) for worker in range(3)]
+    assert [(s["MEGARL_TEAM"], s["MEGARL_WORKER"]) for s in seen] == [
+        ("actor", "0"),
+        ("actor", "1"),
+        ("reference", "2"),
+    ]
+    assert [(s["RANK"], s["LOCAL_RANK"]) for s in seen] == [("0", "0"), ("1", "1"), ("0", "0")]
+    assert [(s["WORLD_SIZE"], s["LOCAL_WORLD_SIZE"], s["size"]) for s in seen] == [("2", "2", 2)] * 2 + [("1", "1", 1)]
+    assert [s["sum"] for s in seen] == [1, 1, 2]
+    assert [s["MASTER_ADDR"] for s in seen] == ["127.0.0.1"] * 3
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"] != seen[2]["MASTER_PORT"]
+    assert os.environ["RAY_ADDRESS"] not in {s["ray"] for s in seen}
+    assert "hello from 0" in result.out
+    assert "hello from 1" not in result.out
+    assert "[worker 1 (actor, rank 1)] hello from 1" in result.log
+    assert "[worker 2 (reference, rank 0)] hello from 2" in result.log
+
+
+@pytest.mark.parametrize(
+    ("entry", "how"),
+    [
+        ("reference_raises", "failed in phase score at step 4: RuntimeError: loss is NaN"),
+        ("reference_is_killed", "died (killed by a signal, by the out-of-memory killer, or crashed) in phase score at"),
+    ],
+)
+def test_a_failure_in_one_team_ends_all_and_is_told_once(entry: str, how: str, tmp_path: Path) -> None:
+    result = every.launch("ray", entry, tmp_path, "2+1")
+
+    assert result.code == 1
+    assert [line for line in result.err.splitlines() if line.startswith("megarl:")] == [
+        line for line in result.err.splitlines() if line.startswith(f"megarl: worker 2 (reference, rank 0) {how}")
+    ]
+    assert f"megarl: worker 2 (reference, rank 0) {how}" in result.err
+    assert "  worker 1 (actor, rank 1): in phase train at step 4" in result.err

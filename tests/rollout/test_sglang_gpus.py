@@ -6,7 +6,7 @@ import pytest
 
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
-from megarl.launchers.ray import gpus_of, rank_order
+from megarl.launchers.seats import gpus_of, rank_order
 from megarl.processes import nvidia_devices
 from megarl.rollout.sglang.gpus import TRAINER_GPUS, server_gpus
 

@@ -1,0 +1,71 @@
+"""Which of the processes that Ray has placed is which worker of which team.
+
+    machine A   0 1 2 3 4 5 6 7        actor, tp 4, 8 workers:     A0 .. A7
+    machine B   0 1 2 3 4 5 6 7        reference, tp 2, 6 workers: B0 .. B5,   critic, 2 workers: B6 B7
+
+Ranks of a team that are on one machine follow each other, in the order of their GPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megarl.dag.placement import TeamPlan
+
+#: Address of a node, and the GPUs that Ray gave to a process there: numbers, or UUIDs where the node was started so.
+Place = tuple[str, list[str]]
+
+
+def rank_order(places: Sequence[Place]) -> list[int]:
+    """Indices into `places` such that those of a node follow each other, by the numbers of their GPUs, then UUIDs."""
+
+    def key(index: int) -> tuple[str, list[tuple[float, str]], int]:
+        host, gpus = places[index]
+        return host, [(int(gpu), "") if gpu.isdecimal() else (math.inf, gpu) for gpu in gpus], index
+
+    return sorted(range(len(places)), key=key)
+
+
+def seats(places: Sequence[Place], teams: Sequence[TeamPlan]) -> list[int]:
+    """Index into `places` of every worker, team by team.
+
+    A team that fits onto one machine is on one, and a model-parallel group does not leave its machine as long as any
+    has room for it whole. Large teams choose first; a machine that just fits leaves the roomy ones to others.
+
+    Args:
+        places: of as many processes as the teams have workers.
+        teams: in the order in which their workers are numbered.
+    """
+    order = rank_order(places)
+    free: dict[str, list[int]] = {}
+    for index in order:
+        free.setdefault(places[index][0], []).append(index)
+    chosen: dict[str, list[int]] = {}
+    for team in sorted(teams, key=lambda team: -team.devices):
+        mine = _choose(team.devices, team.parallel.model_parallel_size, free)
+        chosen[team.name] = sorted(mine, key=order.index)
+    return [index for team in teams for index in chosen[team.name]]
+
+
+def _choose(need: int, replica: int, free: dict[str, list[int]]) -> list[int]:
+    """`need` of the `free` processes, which are taken out, in whole replicas per machine where that is possible."""
+    chosen: list[int] = []
+    while need:
+        fits = [host for host, indices in free.items() if len(indices) >= need]
+        host = min(fits, key=lambda h: len(free[h])) if fits else max(free, key=lambda h: len(free[h]))
+        size = min(need, len(free[host]))
+        if replica <= size < need:
+            size -= size % replica
+        taken, free[host] = free[host][:size], free[host][size:]
+        chosen += taken
+        need -= size
+    return chosen
+
+
+def gpus_of(host: str, places: Sequence[Place]) -> str:
+    """GPUs that Ray gave to the processes of one node, in the order of `places`; empty without GPUs.
+
+    Each process sees only its own, and the servers that the first one starts must know of the others.
+    """
+    return ",".join(gpu for node, gpus in places if node == host for gpu in gpus)

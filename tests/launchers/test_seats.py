@@ -1,0 +1,64 @@
+"""Which process becomes which worker of which team."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.model import ParallelConfig
+from megarl.dag.placement import TeamPlan
+from megarl.launchers.seats import seats
+
+
+def teams(*sizes: int, tp: int = 1) -> list[TeamPlan]:
+    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+    layout = ParallelConfig(tp=tp)
+    return [TeamPlan(f"team {first}", (), size, first, layout, ()) for size, first in zip(sizes, firsts, strict=True)]
+
+
+def on(*sizes: int) -> list[tuple[str, list[str]]]:
+    """As many processes on machines 0, 1, ... with a GPU each."""
+    return [(str(host), [str(gpu)]) for host, size in enumerate(sizes) for gpu in range(size)]
+
+
+def test_one_team_counts_node_by_node_in_the_order_of_gpus() -> None:
+    places = [("b", ["1"]), ("a", ["0"]), ("b", ["0"]), ("a", ["1"])]
+    assert seats(places, teams(4)) == [1, 3, 2, 0]
+
+
+def test_a_large_team_chooses_first_and_a_small_one_takes_the_tightest_machine() -> None:
+    places = on(2, 4)
+    found = seats(places, teams(1, 4, 1))
+    assert [places[index][0] for index in found] == ["0", *["1"] * 4, "0"]
+
+
+def test_a_model_parallel_group_stays_on_one_machine() -> None:
+    places = on(6, 6)
+    found = seats(places, teams(2, 2, 8, tp=4))
+    actor = [places[index][0] for index in found[4:]]
+    assert actor == ["0"] * 4 + ["1"] * 4
+
+
+@given(
+    machines=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(1, 31), max_size=3, unique=True),
+    tp=st.sampled_from([1, 2, 4]),
+)
+def test_everyone_gets_one_seat_and_ranks_of_a_machine_follow_each_other(
+    machines: list[int], cuts: list[int], tp: int
+) -> None:
+    total = sum(machines)
+    edges = [0, *sorted(cut for cut in cuts if cut < total), total]
+    plans = teams(*[b - a for a, b in itertools.pairwise(edges)], tp=tp)
+    places = on(*machines)
+
+    found = seats(places, plans)
+
+    assert sorted(found) == list(range(total))
+    for plan in plans:
+        hosts = [places[index][0] for index in found[plan.first : plan.first + plan.devices]]
+        changes = sum(a != b for a, b in itertools.pairwise(hosts))
+        assert changes == len(collections.Counter(hosts)) - 1
