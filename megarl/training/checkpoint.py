@@ -1,30 +1,33 @@
 """Checkpoints that are either complete or not there, and how a run finds its way back.
 
     ROOT/step_120.tmp-4f2a/
-        rank_K.safetensors      every rank's own part of parameters and optimizer state
+        rank_K.safetensors      every worker's own part of parameters and optimizer state
         rng_K.safetensors       its random states
         ...                     what it adds (samples that wait for the next step)
         state.json              what the trainer adds (loader, controllers), plain JSON
-        meta.json               last, by rank 0: step, layout, version, configuration, checksums
+        meta.json               last, by rank 0: step, layout, version, configuration, checksums; with several teams
+                                also which workers wrote which engines
     ROOT/step_120/              the same folder after fsync and rename
     ROOT/best.json              which step is kept for being best
     ROOT.old-K/                 checkpoints of steps after the one that a run went back to, see `set_aside`
 
 A folder without the final name is never read, and is removed by the next save. meta.json lists every other file with
 its size and checksum; `verify` finds what was lost or changed since, and all ranks agree on it. Training goes on while
-a checkpoint is written, see `megarl.training.saving`.
+a checkpoint is written, see `megarl.training.saving`; how several teams write one, see `megarl.training.together`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import itertools
 import json
 import logging
 import os
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +36,15 @@ from megarl.artifacts.trained import best_step, steps_in
 from megarl.comm import WorkerGroup
 from megarl.training import old_format
 from megarl.training.intact import Seal, faults, few, seal_text
-from megarl.training.rng import load_rng, rng_bytes
-from megarl.training.saving import Saving
-from megarl.training.sharded_state import load_engines, refuse_foreign, snapshot, weight_boxes, world_of
+from megarl.training.rng import load_rng
+from megarl.training.saving import Saving, shard_name
+from megarl.training.sharded_state import load_engines, refuse_foreign, weight_boxes, world_of
 from megarl.training.shards import CheckpointError, Index, label_of, read_index
+from megarl.training.together import Part, Teams, own_files, refuse_folder, rng_name, size_of
 
 if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
+    from megarl.training.parallel import Layout
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +69,12 @@ def begin(
     config: Mapping[str, Any] | None = None,
     keep_last: int = 2,
     best: bool = False,
+    teams: Teams | None = None,
 ) -> Saving:
     """Start to write `ROOT/step_<step>` with all engines and `extra`; old checkpoints are dropped when it is complete.
 
-    Collective over all ranks. Returns as soon as everything is copied to host memory; the one before must be complete.
+    Collective over all ranks of this team, which leads the others. Returns as soon as everything is copied to host
+    memory; the one before must be complete.
 
     Args:
         root: folder of checkpoints, on a file system that all ranks share.
@@ -78,46 +85,64 @@ def begin(
         config: resolved configuration as plain data, to tell what a resumed run changes.
         keep_last: newest checkpoints to keep, in addition to the best.
         best: this one is the best so far.
+        teams: the others that write a part of it (`megarl.training.together.begin_part`); None: there are none.
 
     Raises:
-        CheckpointError: on every rank alike: the disk is too full, or the folder cannot be made.
+        CheckpointError: on every rank of every team alike: the disk is too full, or the folder cannot be made.
     """
-    world = world_of(engines)
+    layout = next(iter(engines.values())).layout
+    world = layout.world
     tag = world.broadcast_json(uuid.uuid4().hex[:8])
     folder = root / f"step_{step}.tmp-{tag}"
-    shard = snapshot(engines, {"tag": tag, "step": step})
-    contents = {**(files or {}), f"rng_{world.rank}.safetensors": rng_bytes()}
+    parts = {"" if teams is None else teams.name: Part.of(engines, layout)}
+    speaks_to = teams if world.rank == 0 else None
+    if speaks_to is not None:
+        speaks_to.announce(step, tag)
+    shard, contents = own_files(engines, tag, step, world.rank)
+    contents |= files or {}
+    if speaks_to is not None:  # nobody else needs to know them
+        parts |= speaks_to.parts(step)
     if world.rank == 0:
-        contents[_STATE] = json.dumps(extra).encode()
-    sizes = world.all_gather_json(shard.nbytes + sum(map(len, contents.values())))
+        states = {key: value for part in parts.values() for key, value in part.state.items()}
+        contents[_STATE] = json.dumps(extra | states).encode()
+    nbytes = sum(world.all_gather_json(size_of(shard, contents))) + sum(part.nbytes for part in parts.values())
     fix = _make_room(root, step)
-    problem = world.broadcast_json(_make_folder(folder, sum(sizes)) if world.rank == 0 else None)
-    if problem:
-        raise CheckpointError("the checkpoint cannot be written", where=str(folder), found=problem, fix=fix)
+    problem = world.broadcast_json(_make_folder(folder, nbytes) if world.rank == 0 else None)
+    if speaks_to is not None:
+        speaks_to.give_folder(step, problem, fix)
+    refuse_folder(folder, problem, fix)
     meta = {"format": FORMAT, "megarl": megarl.__version__, "tag": tag, "step": step, "config": config or {}}
-    meta |= _facts_of(engines)
-
-    def commit(seals: dict[str, Seal]) -> None:
-        whole = {**meta, "files": seals}
-        (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_seal(whole)}, indent=1))
-        _publish(folder, root / f"step_{step}", tag)
-        if best:
-            _note_best(root, step)
-        try:
-            _prune(root, keep_last)
-        except OSError as error:  # the new checkpoint is complete all the same
-            log.warning("old checkpoints in %s cannot be removed: %s", root, error)
-
-    return Saving(folder, shard, contents, commit, fix, world)
+    commit = functools.partial(_commit, folder, meta | _facts_of(parts), keep_last, best)
+    others = {team: range(part.workers[0], sum(part.workers)) for team, part in list(parts.items())[1:]}
+    deadline_s = 0.0 if teams is None else teams.deadline_s
+    return Saving(folder, shard, contents, commit, fix, world, others=others, deadline_s=deadline_s)
 
 
-def _facts_of(engines: dict[str, MegatronEngine]) -> dict[str, Any]:
-    """What meta.json says of the engines."""
-    return {
-        "layout": next(iter(engines.values())).layout.describe(),
-        "optimizer_steps": {name: engine.step for name, engine in engines.items()},
-        "vocab_sizes": {name: engine.hf_config.vocab_size for name, engine in engines.items()},
+def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, seals: dict[str, Seal]) -> None:
+    """All files are on disk: make the folder the checkpoint, and drop old ones."""
+    root, step = folder.parent, meta["step"]
+    for name, (size, _) in seals.items():  # as this machine sees the folder, which others have written into
+        if (folder / name).stat().st_size != size:
+            raise OSError(errno.EIO, f"of other size than the {size:,} bytes that were written", str(folder / name))
+    whole = {**meta, "files": seals}
+    (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_seal(whole)}, indent=1))
+    _publish(folder, root / f"step_{step}", meta["tag"])
+    if best:
+        _note_best(root, step)
+    try:
+        _prune(root, keep_last)
+    except OSError as error:  # the new checkpoint is complete all the same
+        log.warning("old checkpoints in %s cannot be removed: %s", root, error)
+
+
+def _facts_of(parts: Mapping[str, Part]) -> dict[str, Any]:
+    """What meta.json says of the engines; of whose they are only when there are several teams."""
+    facts: dict[str, Any] = {
+        "layout": next(iter(parts.values())).layout,
+        "optimizer_steps": {name: step for part in parts.values() for name, step in part.optimizer_steps.items()},
+        "vocab_sizes": {name: size for part in parts.values() for name, size in part.vocab_sizes.items()},
     }
+    return facts if len(parts) == 1 else facts | {"teams": {team: part.describe() for team, part in parts.items()}}
 
 
 def _make_folder(folder: Path, nbytes: int) -> str | None:
@@ -164,10 +189,28 @@ def load(
     meta = verify(folder, world) if meta is None else meta
     index = check_model(folder, meta, engines, world)
     load_engines(engines, folder, index, meta["optimizer_steps"])
-    if meta["layout"] == next(iter(engines.values())).layout.describe():
-        load_rng(folder / f"rng_{world.rank}.safetensors")
+    first = _writer_with(meta, next(iter(engines.values())).layout, next(iter(engines)))
+    if first is not None:
+        load_rng(folder / rng_name(first + world.rank))
     world.barrier()
     return meta["step"], read_state(folder)
+
+
+def _writer_with(meta: dict[str, Any], layout: Layout, engine: str) -> int | None:
+    """First worker of the team that wrote `engine`, where that had this layout: its random states go on here."""
+    alone = {"workers": [0], "layout": meta["layout"], "engines": [engine]}
+    for team in meta.get("teams", {"": alone}).values():
+        if engine in team["engines"] and team["layout"] == layout.describe():
+            return team["workers"][0]
+    return None
+
+
+def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, Seal]:
+    """The files of a checkpoint without those of teams that wrote none of these engines."""
+    other = [team["workers"] for team in meta.get("teams", {}).values() if not {*engines} & {*team["engines"]}]
+    numbers = [first + rank for first, size in other for rank in range(size)]
+    left_out = {name for number in numbers for name in (shard_name(number), rng_name(number))}
+    return {name: seal for name, seal in meta["files"].items() if name not in left_out}
 
 
 def read_state(folder: Path) -> dict[str, Any]:
@@ -189,7 +232,7 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
             where=str(folder),
             fix="resume a run of the same kind; trainer.resume=never starts from the beginning",
         )
-    index, wrong = world.broadcast_json(_index_or_fault(folder, meta) if world.rank == 0 else None)
+    index, wrong = world.broadcast_json(_index_or_fault(folder, meta, engines) if world.rank == 0 else None)
     if wrong:
         raise CheckpointError(
             "this checkpoint is damaged or incomplete", where=str(folder), found=wrong, fix=_way_out(folder)
@@ -202,7 +245,7 @@ def check_model(folder: Path, meta: dict[str, Any], engines: dict[str, MegatronE
 
 def stored_names(folder: Path, meta: dict[str, Any]) -> frozenset[str]:
     """Names of the tensors in a checkpoint, each after its engine's: `actor.decoder...`. `meta`: what `verify` gave."""
-    return frozenset(_index(folder, meta))
+    return frozenset(_index(folder, meta, meta["optimizer_steps"]))
 
 
 def _surplus(
@@ -220,27 +263,32 @@ def _surplus(
     return lines
 
 
-def _index_or_fault(folder: Path, meta: dict[str, Any]) -> tuple[Index | None, str | None]:
+def _index_or_fault(folder: Path, meta: dict[str, Any], engines: Collection[str]) -> tuple[Index | None, str | None]:
     try:
-        return _index(folder, meta), None
+        return _index(folder, meta, engines), None
     except CheckpointError as error:
         return None, error.what
 
 
-def _index(folder: Path, meta: dict[str, Any]) -> Index:
+def _index(folder: Path, meta: dict[str, Any], engines: Collection[str]) -> Index:
     if meta["format"] == old_format.FORMAT:
         return old_format.read_old_index(folder)
-    return read_index(folder, [name for name in meta["files"] if name.startswith("rank_")])
+    return read_index(folder, [name for name in _files_for(meta, engines) if name.startswith("rank_")])
 
 
-def verify(folder: Path, world: WorkerGroup) -> dict[str, Any]:
+def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = None) -> dict[str, Any]:
     """Contents of meta.json, once every file it lists has been read and is what was written. Collective over `world`.
+
+    With `engines` files of other teams' engines are not read.
 
     Raises:
         CheckpointError: on every rank alike: the files that are not, and which checkpoints beside it could do.
     """
     meta, wrong = world.broadcast_json(_meta_or_fault(folder) if world.rank == 0 else None)
-    found = [wrong] if wrong else faults(folder, meta["files"], lambda path: _stranger(path, meta["tag"]), world)
+    found = [wrong]
+    if not wrong:
+        seals = meta["files"] if engines is None else _files_for(meta, engines)
+        found = faults(folder, seals, lambda path: _stranger(path, meta["tag"]), world)
     if found:
         raise CheckpointError(
             "this checkpoint is damaged or incomplete", where=str(folder), found=few(found), fix=_way_out(folder)

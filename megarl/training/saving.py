@@ -4,6 +4,8 @@
     every thread     its files -> seal_K.json (their sizes and checksums), in step_N.tmp-TAG
     rank 0's thread  waits for every seal_K.json -> commit: meta.json, rename
 
+K is the worker's number among those of all teams. With several of them, rank 0 of the actor's team waits for all.
+
 Threads use no collective: theirs would mix with those of training. They meet in the folder, so a checkpoint is complete
 as soon as its last byte is written, and a run that is killed at any moment leaves it complete or as a folder that
 nobody reads. What fails in a thread is raised by `poll` and `wait`, on all ranks alike.
@@ -19,12 +21,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megarl.comm import WorkerGroup
-from megarl.phase import beat
+from megarl.errors import WorkerError
+from megarl.phase import beat, current
 from megarl.processes import write_atomically
 from megarl.training.intact import Seal, few
 from megarl.training.shards import CheckpointError, Snapshot, write_file
 
 _POLL_S = 0.05
+_LOOK_S = 1.0  # between two looks at how much another team has written
 
 
 class _Stopped(Exception):
@@ -36,24 +40,33 @@ class Saving:
 
     Args:
         folder: exists; removed again when a rank fails.
-        shard: this rank's tensors.
+        shard: this rank's tensors; None: it has none.
         files: contents by name of this rank's other files.
-        commit: called in rank 0's thread with the seals of all files, once they are all on disk.
+        commit: called in rank 0's thread with the seals of all files, once they are all on disk; None: another team
+            does it.
         fix: what to do when it cannot be written.
-        world: all ranks.
+        world: all ranks of the team.
+        first: number of its first worker.
+        others: the workers of other teams that `commit` waits for, by team.
+        deadline_s: so long it waits for a team whose files do not grow.
     """
 
     def __init__(
         self,
         folder: Path,
-        shard: Snapshot,
+        shard: Snapshot | None,
         files: Mapping[str, bytes],
-        commit: Callable[[dict[str, Seal]], None],
+        commit: Callable[[dict[str, Seal]], None] | None,
         fix: str,
         world: WorkerGroup,
+        *,
+        first: int = 0,
+        others: Mapping[str, range] | None = None,
+        deadline_s: float = 0.0,
     ) -> None:
         self._folder, self._shard, self._files, self._commit, self._fix = folder, shard, files, commit, fix
-        self._world = world
+        self._world, self._first, self._others, self._deadline_s = world, first, others or {}, deadline_s
+        self._phase = current()
         self._written = self._seen = 0
         self._stop = threading.Event()
         self._error: BaseException | None = None
@@ -61,15 +74,16 @@ class Saving:
         self._thread.start()
 
     def poll(self) -> bool:
-        """Is it complete? Collective.
+        """Is it complete, or this team's part of it, where another team commits it? Collective.
 
         Raises:
-            CheckpointError: on every rank alike: a rank could not write its part.
+            CheckpointError: on every rank of the team alike: a rank could not write its part.
+            WorkerError: on every rank of the team alike: another team has not written its part within the deadline.
         """
         busy = self._thread.is_alive()  # asked first: a thread that has ended changes nothing below
         error = None if self._error is None else _describe(self._error)
         everyone = self._world.all_gather_json([busy, self._written, error])
-        errors = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(everyone) if error]
+        errors = [f"rank {rank}: {error}" for rank, (_, _, error) in enumerate(everyone, self._first) if error]
         if errors:
             self._give_up(errors)
         written = sum(count for _, count, _ in everyone)
@@ -87,10 +101,13 @@ class Saving:
     def _give_up(self, errors: list[str]) -> None:
         self._stop.set()
         self._thread.join()
-        self._world.all_gather_json(None)  # nobody writes any more; like `poll` off the device, which may be busy
+        # Nobody writes any more; like `poll` off the device, which may be busy.
+        late = self._world.all_gather_json(str(self._error) if isinstance(self._error, WorkerError) else None)[0]
         free = shutil.disk_usage(self._folder.parent).free / 1e9
         if self._world.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if late:
+            raise WorkerError(late) from self._error
         raise CheckpointError(
             "the checkpoint could not be written",
             where=str(self._folder),
@@ -99,13 +116,15 @@ class Saving:
         ) from self._error
 
     def _run(self) -> None:
+        number = self._first + self._world.rank
         try:
-            shard = shard_name(self._world.rank)
-            seals = {shard: self._shard.write(self._folder / shard, self._progress)}
+            seals: dict[str, Seal] = {}
+            if self._shard is not None:
+                seals[shard_name(number)] = self._shard.write(self._folder / shard_name(number), self._progress)
             for name, content in self._files.items():
                 seals[name] = write_file(self._folder / name, [content], self._progress)
-            write_atomically(_seal_path(self._folder, self._world.rank), json.dumps(seals))
-            if self._world.rank == 0:
+            write_atomically(_seal_path(self._folder, number), json.dumps(seals))
+            if self._world.rank == 0 and self._commit is not None:
                 self._commit(self._all_seals())
         except _Stopped:
             pass
@@ -120,25 +139,67 @@ class Saving:
         self._written += count
 
     def _all_seals(self) -> dict[str, Seal]:
-        """Seals of the files of all ranks, as they come."""
+        """Seals of the files of all ranks, and then of other teams' workers, as they come."""
         seals: dict[str, Seal] = {}
         for rank in range(self._world.size):
-            path = _seal_path(self._folder, rank)
+            path = _seal_path(self._folder, self._first + rank)
             while not path.exists():
                 self._progress(0)
                 time.sleep(_POLL_S)
-            seals |= json.loads(path.read_text())
-            path.unlink()
+            seals |= _take_seals(path)
+        for team, workers in self._others.items():
+            seals |= self._seals_of(team, workers)
+        return seals
+
+    def _seals_of(self, team: str, workers: range) -> dict[str, Seal]:
+        """Those of the workers of another team, whose files are there as long as they were written.
+
+        Raises:
+            WorkerError: its files did not grow within the deadline.
+        """
+        seals: dict[str, Seal] = {}
+        grown, looked, size = time.monotonic(), 0.0, -1
+        for number in workers:
+            path = _seal_path(self._folder, number)
+            while not path.exists():
+                self._progress(0)
+                now = time.monotonic()
+                if now - looked > _LOOK_S:
+                    looked, before, size = now, size, _bytes_of(self._folder, workers)
+                    if size != before:
+                        grown = now
+                        self._progress(max(0, size - before))  # it moves on, which is seen as a beat
+                if now - grown > self._deadline_s:
+                    what = f"its part of the checkpoint {self._folder.name.partition('.')[0]}"
+                    raise WorkerError(
+                        f"timed out waiting for team {team!r} to write {what} in phase {self._phase}: worker {number} "
+                        f"has not finished, and no file of the team has grown for {self._deadline_s:g} s "
+                        "(cluster.timeout_s)"
+                    )
+                time.sleep(_POLL_S)
+            seals |= _take_seals(path)
         return seals
 
 
-def shard_name(rank: int) -> str:
-    """File of a rank's tensors."""
-    return f"rank_{rank}.safetensors"
+def shard_name(number: int) -> str:
+    """File of a worker's tensors."""
+    return f"rank_{number}.safetensors"
 
 
-def _seal_path(folder: Path, rank: int) -> Path:
-    return folder / f"seal_{rank}.json"
+def _seal_path(folder: Path, number: int) -> Path:
+    return folder / f"seal_{number}.json"
+
+
+def _take_seals(path: Path) -> dict[str, Seal]:
+    seals = json.loads(path.read_text())
+    path.unlink()
+    return seals
+
+
+def _bytes_of(folder: Path, workers: range) -> int:
+    """What workers have written of their tensors so far."""
+    paths = (folder / shard_name(number) for number in workers)
+    return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def _describe(error: BaseException) -> str:

@@ -1,0 +1,174 @@
+"""One checkpoint of several teams: what they tell each other, and what a team writes that does not lead.
+
+    team of the actor, which leads                       every other team with a part in it
+    checkpoint/4         {"tag": "4f2a81c0"}  -------->  the step is saved; null: it is not
+    copy to host memory                                  copy to host memory
+    checkpoint/critic/4                       <--------  its workers, engines, bytes, and what it adds to state.json
+    makes step_4.tmp-4f2a81c0, if all of it fits
+    checkpoint/4/folder  {"problem": null}    -------->
+    rank_0.safetensors ... seal_0.json ...               rank_2.safetensors ... seal_2.json ...
+    waits for the seals of all, meta.json, rename
+
+The left column is `megarl.training.checkpoint.begin`. Only the first rank of a team reads and posts. Files are named by
+their worker's number among those of all teams, so that a checkpoint looks the same whoever wrote it, and only
+meta.json says which team's they are. Nothing of it is a checkpoint before the rename.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megarl.training.rng import rng_bytes
+from megarl.training.saving import Saving
+from megarl.training.sharded_state import snapshot
+from megarl.training.shards import CheckpointError, Snapshot
+
+if TYPE_CHECKING:
+    from megarl.training.engine import MegatronEngine
+    from megarl.training.parallel import Layout
+
+
+class Mail(Protocol):
+    """JSON values by name, between the teams of a run."""
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave a value, once."""
+
+    def read(self, name: str) -> Any:
+        """The value, as soon as somebody has left it; fails after a deadline, with the name."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one team writes of a checkpoint.
+
+    Attributes:
+        workers: number of its first worker, and how many there are.
+        layout: sizes of the layout of its engines.
+        optimizer_steps, vocab_sizes: of its engines, by their names.
+        nbytes: of all its files.
+        state: what it adds to state.json.
+    """
+
+    workers: tuple[int, int]
+    layout: dict[str, int]
+    optimizer_steps: dict[str, int] = field(default_factory=dict)
+    vocab_sizes: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, engines: Mapping[str, MegatronEngine], layout: Layout, first: int = 0, **more: Any) -> Part:
+        """That of the ranks of `layout`, whose first one is worker `first`."""
+        steps = {name: engine.step for name, engine in engines.items()}
+        vocab_sizes = {name: engine.hf_config.vocab_size for name, engine in engines.items()}
+        return cls((first, layout.world.size), layout.describe(), steps, vocab_sizes, **more)
+
+    def describe(self) -> dict[str, Any]:
+        """For meta.json."""
+        return {"workers": list(self.workers), "layout": self.layout, "engines": list(self.optimizer_steps)}
+
+
+@dataclass(frozen=True)
+class Teams:
+    """The teams that write one checkpoint, as one of them sees them. Only its first rank calls the methods.
+
+    Attributes:
+        name: of this team.
+        first: number of its first worker; 0 in the team that leads.
+        mail: between the teams.
+        deadline_s: so long the team that leads waits for another one's files that do not grow.
+        others: in the team that leads, those that have a part beside it.
+    """
+
+    name: str
+    first: int
+    mail: Mail
+    deadline_s: float
+    others: tuple[str, ...] = ()
+
+    def announce(self, step: int, tag: str | None) -> None:
+        """Say that the checkpoint of `step` is written under `tag`; None: there is none of this step."""
+        self.mail.post(f"checkpoint/{step}", None if tag is None else {"tag": tag})
+
+    def announced(self, step: int) -> str | None:
+        """What the team that leads has said."""
+        found = self.mail.read(f"checkpoint/{step}")
+        return None if found is None else found["tag"]
+
+    def parts(self, step: int) -> dict[str, Part]:
+        """What the others write, by team, once all of them have their copies."""
+        return {team: Part(**self.mail.read(f"checkpoint/{team}/{step}")) for team in self.others}
+
+    def give_folder(self, step: int, problem: str | None, fix: str) -> None:
+        """The folder is there to be written into, or cannot be."""
+        self.mail.post(f"checkpoint/{step}/folder", {"problem": problem, "fix": fix})
+
+    def take_folder(self, step: int, part: Part) -> dict[str, Any]:
+        """Hand in this team's part; what the team that leads says of the folder."""
+        self.mail.post(f"checkpoint/{self.name}/{step}", asdict(part))
+        return self.mail.read(f"checkpoint/{step}/folder")
+
+
+def begin_part(
+    folder: Path,
+    step: int,
+    engines: Mapping[str, MegatronEngine],
+    layout: Layout,
+    teams: Teams,
+    *,
+    files: Mapping[str, bytes],
+    state: Mapping[str, Any],
+) -> Saving:
+    """Start to write what this team has of a checkpoint that another team leads. Collective over the team.
+
+    Returns as soon as everything is copied to host memory, and the folder is there.
+
+    Args:
+        folder: where its files go, `ROOT/step_<step>.tmp-<tag>`.
+        step: training step that is complete.
+        engines: those that learn here, by name; there may be none.
+        layout: the ranks of the team.
+        teams: as this team sees them.
+        files: contents by name of what this rank adds; no other rank of any team gives the same name.
+        state: what the team adds to state.json.
+
+    Raises:
+        CheckpointError: on every rank of every team alike: the disk is too full, or the folder cannot be made.
+    """
+    world = layout.world
+    shard, contents = own_files(engines, folder.name.rpartition("-")[2], step, teams.first + world.rank)
+    contents |= files
+    nbytes = sum(world.all_gather_json(size_of(shard, contents)))
+    part = Part.of(engines, layout, teams.first, nbytes=nbytes, state=dict(state))
+    answer = world.broadcast_json(teams.take_folder(step, part) if world.rank == 0 else None)
+    refuse_folder(folder, answer["problem"], answer["fix"])
+    return Saving(folder, shard, contents, None, answer["fix"], world, first=teams.first)
+
+
+def own_files(
+    engines: Mapping[str, MegatronEngine], tag: str, step: int, number: int
+) -> tuple[Snapshot | None, dict[str, bytes]]:
+    """What worker `number` writes of its engines, and its random states; nothing where no engine learns."""
+    if not engines:
+        return None, {}
+    return snapshot(engines, {"tag": tag, "step": step}), {rng_name(number): rng_bytes()}
+
+
+def rng_name(number: int) -> str:
+    """File of a worker's random states."""
+    return f"rng_{number}.safetensors"
+
+
+def size_of(shard: Snapshot | None, contents: Mapping[str, bytes]) -> int:
+    """Bytes that a rank writes."""
+    return (0 if shard is None else shard.nbytes) + sum(map(len, contents.values()))
+
+
+def refuse_folder(folder: Path, problem: str | None, fix: str) -> None:
+    """Raises CheckpointError when there is a problem."""
+    if problem:
+        raise CheckpointError("the checkpoint cannot be written", where=str(folder), found=problem, fix=fix)
