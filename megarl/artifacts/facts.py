@@ -85,6 +85,12 @@ class ModelFacts:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         return embeddings + self.hidden + round(self.layers * (self.layer_parameters + self.expert_parameters))
 
+    @property
+    def computing_parameters(self) -> int:
+        """Parameters that each token is multiplied with: no embedding, and of the experts those that it meets."""
+        experts = self.expert_parameters * self.experts_per_token / self.experts if self.is_moe else 0
+        return self.vocab * self.hidden + round(self.layers * (self.layer_parameters + experts))
+
 
 def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
     """Facts of a Hugging Face config; `source` names it in errors.

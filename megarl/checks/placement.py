@@ -23,7 +23,8 @@ def check_placement(
     try:
         found = place(graph, config)
     except ConfigError as error:
-        checks.from_error("placement", error)
+        if not checks.failed(error.where):
+            checks.from_error("placement", error)
         return None
     if found.separate:
         checks.ok("placement", ", ".join(f"{team.name} {count(team.devices, 'worker')}" for team in found.teams))

@@ -80,10 +80,10 @@ def check_config(
     built = build(config, checks) if job == "train" else None
     graph = built if isinstance(built, TaskGraph) else None
     roles = graph.roles if graph is not None else None
-    placement = check_placement(config, graph, job, launcher, checks)
     sizes = {Role.ACTOR: facts, Role.ROLLOUT: facts}
     if job == "train":
         sizes |= check_other_models(config, roles, facts, checks)
+    placement = check_placement(config, graph, job, launcher, checks)
     if placement is not None:
         check_layouts(config, placement, sizes, checks)
         check_descriptors(config, placement, checks)

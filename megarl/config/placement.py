@@ -24,8 +24,8 @@ class PlacementConfig(Section):
 
     auto: Literal["even", "param_aware"] | None = Field(
         None,
-        description="give every role that the graph lets work beside others a team of its own, and share out "
-        "cluster.nproc evenly or by the models' parameters; null: as teams says",
+        description="a team for the actor with the rollout and one for every other model, which share cluster.nproc "
+        "in whole replicas: about equally, or by parameters times passes over them; null: as teams says",
     )
     teams: dict[str, TeamConfig] = Field(
         default_factory=dict,

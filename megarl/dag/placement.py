@@ -19,7 +19,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
-from megarl.dag.schedule import apportion
+from megarl.dag.shares import share_out
 from megarl.dag.stage import ROLES, Role
 from megarl.errors import ConfigError, count
 
@@ -131,7 +131,7 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
         ConfigError: roles, devices or the graph do not fit; the message says which.
     """
     roles = roles_of(graph)
-    shares = _shares(config, roles)
+    shares = _shares(config, graph, roles)
     teams, first = [], 0
     owner = {role: name for name, (held, _) in shares.items() for role in held}
     nodes = {node.id: _team_of(node, owner) for node in graph}
@@ -142,11 +142,11 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
     return Placement(tuple(teams), tuple(_handovers(graph, nodes)) if len(teams) > 1 else ())
 
 
-def _shares(config: RunConfig, roles: Sequence[Role]) -> dict[str, tuple[tuple[Role, ...], int]]:
+def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[str, tuple[tuple[Role, ...], int]]:
     """Roles and workers of every team, that of the actor first."""
     placement, nproc = config.placement, config.cluster.nproc
     if placement.auto is not None:
-        return _automatic(config, roles)
+        return share_out(config, graph, roles)
     if not placement.teams:
         return {ONLY_TEAM: (tuple(roles), nproc)}
     _check_names(placement.teams)
@@ -210,59 +210,6 @@ def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> N
                 allowed=[role.value for role in roles],
                 fix="leave the team out, or give it another role",
             )
-
-
-def _automatic(config: RunConfig, roles: Sequence[Role]) -> dict[str, tuple[tuple[Role, ...], int]]:
-    """A team for the actor with what decodes on its weights, and one for every other model."""
-    if config.placement.teams:
-        raise ConfigError(
-            "teams are given, and placement.auto would make others",
-            where="placement.auto",
-            found=config.placement.auto,
-            allowed="null, with placement.teams",
-            fix="leave one of the two out",
-        )
-    held = [(Role.ACTOR, Role.ROLLOUT), *((role,) for role in roles if role not in (Role.ACTOR, Role.ROLLOUT))]
-    sizes = [config.parallel_of(team[0].value).model_parallel_size for team in held]
-    # An actor that learns and decodes has about the work of three models that are only asked; a critic that of two.
-    weights = [1.0] * len(held)
-    if config.placement.auto == "param_aware":
-        weights = [{Role.ACTOR: 3.0, Role.CRITIC: 2.0}.get(team[0], 1.0) for team in held]
-    if config.cluster.nproc < sum(sizes):
-        needs = ", ".join(f"{team[0].value} {size}" for team, size in zip(held, sizes, strict=True))
-        raise ConfigError(
-            f"{count(config.cluster.nproc, 'worker')} for teams that need {sum(sizes)}: "
-            f"{sum(sizes) - config.cluster.nproc} missing",
-            where="cluster.nproc",
-            found=config.cluster.nproc,
-            allowed=f"at least {sum(sizes)}: {needs}",
-            fix=f"set cluster.nproc={sum(sizes)}, or leave placement.auto out",
-        )
-    shares = _whole_replicas(config.cluster.nproc, sizes, weights)
-    return {team[0].value: (team, share) for team, share in zip(held, shares, strict=True)}
-
-
-def _whole_replicas(devices: int, sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Shares of `devices` that are multiples of `sizes`, about in proportion to `weights`; what is left is the first's.
-
-    Raises:
-        ConfigError: no such shares give all devices away.
-    """
-    shares = [max(size, share // size * size) for size, share in zip(sizes, apportion(devices, weights), strict=True)]
-    while sum(shares) > devices:  # a minimum of one replica took too much: from whoever can give most
-        giver = max(range(len(shares)), key=lambda i: shares[i] - sizes[i])
-        shares[giver] -= sizes[giver]
-    for number, size in enumerate(sizes):  # what rounding left goes to the first that can use it
-        left = devices - sum(shares)
-        shares[number] += left // size * size
-    if sum(shares) != devices:
-        raise ConfigError(
-            f"{count(devices, 'worker')} cannot be shared out in whole replicas of {', '.join(map(str, sizes))}",
-            where="placement.auto",
-            found=f"cluster.nproc={devices}",
-            fix=f"set cluster.nproc={sum(shares)}, or placement.teams",
-        )
-    return shares
 
 
 def _team_of(node: Node, owner: dict[Role, str]) -> str:
