@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megarl.residency import Residency
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
-    from megarl.runtime.team import Team
+    from megarl.runtime.team import OwnTeam
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
@@ -56,7 +56,7 @@ class Controller:
         fleet: the servers that generate, when there are any.
     """
 
-    team: Team
+    team: OwnTeam
     context: StepContext
     run_dir: Path
     tokenizer: PreTrainedTokenizerBase

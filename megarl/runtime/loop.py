@@ -28,7 +28,7 @@ from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_reference, make_reference
 from megarl.runtime.setup import build_controller
 from megarl.runtime.teacher import make_teacher
-from megarl.runtime.team import Team
+from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import due, evaluate
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     """Train with a recipe's task graph until `trainer.steps`, from the newest checkpoint when there is one."""
-    c = build_controller(config, run_dir, Team.of_graph(config, graph))
+    c = build_controller(config, run_dir, OwnTeam.of_graph(config, graph))
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
     if c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)

@@ -32,7 +32,7 @@ from megarl.runtime.context import StepContext
 from megarl.runtime.controller import Controller
 from megarl.runtime.episodes import build_episodes
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
-from megarl.runtime.team import Team
+from megarl.runtime.team import OwnTeam
 from megarl.sync.updater import NullSync
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
@@ -59,14 +59,14 @@ def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -
 
 
 def build_controller(
-    config: RunConfig, run_dir: Path, team: Team | None = None, *, trainable: bool = True, scored: bool = True
+    config: RunConfig, run_dir: Path, team: OwnTeam | None = None, *, trainable: bool = True, scored: bool = True
 ) -> Controller:
     """What a rank needs of `team` (None: of one that holds an actor, and where it draws), with weights loaded.
 
     The models that follow from where RL starts come later: critic, reference, teacher. Without `trainable` there is no
     optimizer and no training data, without `scored` no reward function.
     """
-    team = team or Team.of_all(config)
+    team = team or OwnTeam.of_all(config)
     torch.manual_seed(config.trainer.seed)
     layout = init_processes(config, run_dir, team.plan.parallel)
     with phase("load_data"), keep_beating():  # downloads, and reading and tokenizing all rows

@@ -1,45 +1,50 @@
-"""Which of the run's teams this worker is in (`megarl.dag.placement`)."""
+"""Which of the run's teams this worker is in (`megarl.dag.placement`), and its way to the others."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megarl.dag.placement import ONLY_TEAM, Placement, TeamPlan, place
+from megarl.dag.placement import Placement, TeamPlan, place, together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
-from megarl.processes import TEAM, WORKER
+from megarl.processes import STORE, TEAM, worker_number
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
+    from megarl.store.client import StoreClient
+    from megarl.training.parallel import Layout
 
 
 @dataclass(frozen=True)
-class Team:
+class OwnTeam:
     """The team of this worker, among all of the run.
 
     Attributes:
         plan: roles, layout and nodes of this team.
         placement: all teams.
         worker: number of this worker among those of all teams.
+        store: what the teams exchange goes through it; None: there is only this team.
     """
 
     plan: TeamPlan
     placement: Placement
     worker: int
+    store: StoreClient | None = None
 
     @classmethod
-    def of_graph(cls, config: RunConfig, graph: TaskGraph) -> Team:
+    def of_graph(cls, config: RunConfig, graph: TaskGraph) -> OwnTeam:
         """As the launcher says.
 
         Raises:
             ConfigError: the placement has several teams, and the launcher started one.
+            StoreError: the store of the run does not answer.
         """
-        placement, rank = place(graph, config), int(os.environ.get("RANK", "0"))
+        placement = place(graph, config)
         if not placement.separate:
-            return cls(placement.teams[0], placement, rank)
+            return cls(placement.teams[0], placement, worker_number())
         if TEAM not in os.environ:
             raise ConfigError(
                 "the roles of this run have several teams, and this launcher starts one",
@@ -47,14 +52,40 @@ class Team:
                 found=", ".join(f"{team.name} {team.devices}" for team in placement.teams),
                 fix="start it with --launcher local or ray, or leave placement out",
             )
-        return cls(placement[os.environ[TEAM]], placement, int(os.environ[WORKER]))
+        from megarl.store.client import StoreClient
+
+        name, rank = os.environ[TEAM], int(os.environ["RANK"])
+        store = StoreClient.connect(os.environ[STORE], name, rank, config.cluster.timeout_s)
+        return cls(placement[name], placement, worker_number(), store)
 
     @classmethod
-    def of_all(cls, config: RunConfig) -> Team:
-        """One team of all workers, for work without a graph: an actor, and where it draws."""
-        plan = TeamPlan(ONLY_TEAM, (Role.ACTOR, Role.ROLLOUT), config.cluster.nproc, 0, config.actor.parallel, ())
-        return cls(plan, Placement((plan,)), int(os.environ.get("RANK", "0")))
+    def of_all(cls, config: RunConfig) -> OwnTeam:
+        """One team of all workers, for work without a graph."""
+        placement = together(config)
+        return cls(placement.teams[0], placement, worker_number())
+
+    @property
+    def others(self) -> list[TeamPlan]:
+        """All teams but this one."""
+        return [team for team in self.placement.teams if team.name != self.plan.name]
+
+    @property
+    def leads(self) -> bool:
+        """It is the team of the actor, which decides where the run starts and keeps its record."""
+        return self.holds(Role.ACTOR)
 
     def holds(self, role: Role) -> bool:
         """Is this model one of this team's?"""
         return role in self.plan.roles
+
+    # -- mail: JSON, from the first rank of a team to all ranks of others ----------------------------------------------
+
+    def post(self, layout: Layout, name: str, value: Any) -> None:
+        """Leave `value` under a new name for other teams, where there are any; all ranks of this team call it."""
+        if self.store is not None and layout.rank == 0:
+            self.store.post(name, value)
+
+    def read(self, name: str) -> Any:
+        """What another team has posted, as soon as it is there; only where there are several teams."""
+        assert self.store is not None, "with one team nobody posts"
+        return self.store.read(name)

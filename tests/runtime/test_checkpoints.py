@@ -155,7 +155,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     c.context, c.team = SimpleNamespace(), SimpleNamespace(holds=lambda role: role in (Role.REFERENCE, Role.CRITIC))
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda *_: c)
-    monkeypatch.setattr(loop.Team, "of_graph", lambda *_: None)
+    monkeypatch.setattr(loop.OwnTeam, "of_graph", lambda *_: None)
     monkeypatch.setattr(loop, "make_reference", make_reference)
     monkeypatch.setattr(loop, "make_critic", refuse)  # after a cold start this would be a run that has begun
     monkeypatch.setattr(loop.sft, "load_examples", refuse)
