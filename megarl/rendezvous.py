@@ -23,7 +23,6 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,17 +37,6 @@ LISTENER = "MEGARL_STORE_FD"  # number of the listening socket that a launcher h
 _TOKEN_FILE = "token"
 _BACKLOG = 4096  # all ranks of a large run connect at once; the kernel takes less where its own limit is lower
 _JOINED = "joined"
-
-
-@dataclass(frozen=True)
-class Team:
-    """Ranks of a job that form one torch.distributed world of their own, in this order.
-
-    Their ranks in it count from 0. Collectives, layouts and failures of one team do not reach another.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
 
 
 def write_token(run_dir: Path) -> None:
@@ -155,16 +143,14 @@ def gloo_interface(master: str) -> str | None:
     return None
 
 
-def join(backend: str, timeout_s: float, run_dir: Path, team: Team | None = None) -> None:
+def join(backend: str, timeout_s: float, run_dir: Path) -> None:
     """`torch.distributed.init_process_group` on a store with one address; collective. No effect when done already.
 
     Rank, number of ranks and where to meet come from the environment, see `megarl.runtime.worker`. Below torchrun the
-    store is its agent's. All ranks of the job meet at one store and prove that they belong to it, then each joins the
-    world of its `team`; None: one team of all ranks.
+    store is its agent's. Each team of a run has a store and a world of its own.
 
     Raises:
         ConfigError: the store cannot listen.
-        ValueError: this rank is not in `team`.
         WorkerError: ranks did not join within `timeout_s`, or do not belong to this run.
     """
     import torch.distributed as dist
@@ -173,9 +159,6 @@ def join(backend: str, timeout_s: float, run_dir: Path, team: Team | None = None
         return
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    team = team or Team("all", tuple(range(world)))
-    if rank not in team.ranks:
-        raise ValueError(f"rank {rank} is not in team {team.name!r}, which has {ranks_text(team.ranks)}")
     one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(world)
     inside = one_machine and is_loopback(host)  # a team on one machine of several meets at an address of its network
     if not inside and "GLOO_SOCKET_IFNAME" not in os.environ and (name := gloo_interface(host)):
@@ -193,9 +176,9 @@ def join(backend: str, timeout_s: float, run_dir: Path, team: Team | None = None
         prove(dist.PrefixStore(f"megarl/{attempt}", store), token, rank, world, timeout_s)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore(f"ranks/{attempt}/{team.name}", store),
-        rank=team.ranks.index(rank),
-        world_size=len(team.ranks),
+        store=dist.PrefixStore(f"ranks/{attempt}", store),
+        rank=rank,
+        world_size=world,
         timeout=timeout,
     )
 
