@@ -1,7 +1,7 @@
 """Workers as Ray actors, one per device, in one placement group.
 
     driver: connect or start Ray -> reserve devices -> actors -> number them team by team, node by node
-            -> rank 0 of every team picks its address
+            -> rank 0 of every team picks its address, and the store between teams starts
             -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
 
 Run folders must be on a file system all nodes share. RAY_ADDRESS selects an existing cluster; without it, and for the
@@ -29,8 +29,9 @@ from megarl.launchers.output import Follower
 from megarl.launchers.seats import gpus_of, seats
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
-from megarl.processes import TEAM, WORKER, has_nvidia_device
+from megarl.processes import STORE, TEAM, WORKER, has_nvidia_device
 from megarl.rollout.sglang.gpus import TRAINER_GPUS
+from megarl.store.size import object_store_bytes
 
 if TYPE_CHECKING:
     from megarl.config.run import ClusterConfig
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 _AUTH_MODE = "RAY_AUTH_MODE"
 _PROBE_S = 5.0  # to open a connection to a cluster
 _HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set here only, by `check_hub`
-_OBJECT_STORE_BYTES = 128 << 20  # no batch travels through Ray objects; only arguments and exit codes do
 
 
 class Actor:
@@ -104,15 +104,20 @@ class RayWorkers:
         self._ended: dict[int, int] = {}
         self._causes: dict[int, str] = {}
         self._group: Any = None
+        self._store: Any = None
+        self._store_name = f"store-{secrets.token_hex(8)}"  # the cluster may run others
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
         self._deadline = time.monotonic() + job.config.cluster.start_timeout_s
 
     def launch(self) -> None:
         """Everything up to the moment all ranks run."""
-        _connect(self._address, self._job.config.cluster.nproc, self._left())
+        job = self._job
+        _connect(self._address, job.config.cluster.nproc, object_store_bytes(job.config, job.placement), self._left())
         self._reserve()
         self._number()
-        for team in self._job.teams:
+        if job.separate:
+            self._start_store()
+        for team in job.teams:
             self._run(team)
 
     def _reserve(self) -> None:
@@ -151,6 +156,16 @@ class RayWorkers:
         self._actors = [self._actors[i] for i in order]
         self._places = [places[i] for i in order]
 
+    def _start_store(self) -> None:
+        """What goes from team to team goes through it."""
+        from megarl.store.actor import start_store
+
+        job = self._job
+        assert job.placement is not None, "there are several teams"
+        groups, share = job.config.data.batch_size, job.config.placement.share
+        environment = {"OMP_NUM_THREADS": "1"} | _handed_on()
+        self._store = start_store(self._store_name, job.placement, groups, share, environment)
+
     def _run(self, team: TeamPlan) -> None:
         """Set the workers of one team to work, which meet at an address of their own."""
         import ray
@@ -174,7 +189,7 @@ class RayWorkers:
             }
             number = team.first + rank
             if job.separate:
-                environment |= {TEAM: team.name, WORKER: str(number)}
+                environment |= {TEAM: team.name, WORKER: str(number), STORE: self._store_name}
             # Not in the actors' runtime_env, which Ray shows to everybody.
             environment |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
             self._results[number] = actor.run.remote(job.entry, str(job.config_path), str(job.log_dir), environment)
@@ -213,7 +228,7 @@ class RayWorkers:
             for rank in self._results:
                 if rank not in self._ended:
                     signal_rank(self._job, rank, signal.SIGTERM)
-            for actor in self._actors:
+            for actor in [*self._actors, *([self._store] if self._store is not None else [])]:
                 ray.kill(actor)
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
@@ -226,8 +241,8 @@ def _handed_on() -> dict[str, str]:
     return {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
 
 
-def _connect(address: str | None, nproc: int, limit_s: float) -> None:
-    """Enter the cluster at `address`, or start one here for `nproc` workers."""
+def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float) -> None:
+    """Enter the cluster at `address`, or start one here for `nproc` workers with an object store of its own."""
     if address:
         check_reachable(address, min(_PROBE_S, limit_s))
     elif os.environ.get(_AUTH_MODE, "token") == "token":
@@ -243,7 +258,7 @@ def _connect(address: str | None, nproc: int, limit_s: float) -> None:
         address="local",
         num_cpus=max(nproc, available_cores()),  # a small machine may hold more CPU workers than cores
         include_dashboard=False,
-        object_store_memory=_OBJECT_STORE_BYTES,
+        object_store_memory=store_bytes,
         _node_ip_address="127.0.0.1",
         **quiet,
     )

@@ -15,8 +15,9 @@ import psutil
 from megarl.config.run import RunConfig
 from megarl.errors import UserError
 from megarl.phase import phase, set_step
-from megarl.processes import TEAM, WORKER, worker_number
+from megarl.processes import STORE, TEAM, WORKER, worker_number
 from megarl.rendezvous import join
+from megarl.store.client import StoreClient
 
 HERE_FOR_LONG_S = 60.0  # far beyond every deadline of the tests
 
@@ -58,7 +59,7 @@ def write_environment(config: RunConfig, run_dir: Path) -> None:
 
 
 def meet_in_teams(config: RunConfig, run_dir: Path) -> None:
-    """Every worker adds its number over all teams to a sum of its team, and leaves what it was given."""
+    """Every worker adds its number over all teams to a sum of its team, and leaves what it and others were given."""
     import ray
     import torch
     import torch.distributed as dist
@@ -70,18 +71,26 @@ def meet_in_teams(config: RunConfig, run_dir: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TEAM, WORKER)
     seen = {name: os.environ.get(name) for name in names}
     seen |= {"sum": int(total), "size": dist.get_world_size(), "ray": ray.get_runtime_context().gcs_address}
+    mail = StoreClient.connect(os.environ[STORE], os.environ[TEAM], int(os.environ["RANK"]), config.cluster.timeout_s)
+    mail.post(f"from {number}", seen)
+    seen["heard"] = [mail.read(f"from {other}")[WORKER] for other in range(config.cluster.nproc)]
     (run_dir / f"seen_{number}.json").write_text(json.dumps(seen))
     print(f"hello from {number}")
     dist.destroy_process_group()
 
 
 def _reference_fails(config: RunConfig, run_dir: Path, fail: Callable[[], None]) -> None:
-    """The first rank of the reference fails, while all ranks of the actor are in a collective of their own."""
+    """The reference fails, while the actor's first rank waits for it, and the other one for that."""
+    import torch.distributed as dist
+
     join("gloo", config.cluster.timeout_s, run_dir)
+    mail = StoreClient.connect(os.environ[STORE], os.environ[TEAM], int(os.environ["RANK"]), config.cluster.timeout_s)
     set_step(4)
     if os.environ[TEAM] == "actor":
         with phase("train"):
-            _wait_for_ever()
+            if os.environ["RANK"] == "0":
+                mail.read("scores")
+            dist.barrier()
     with phase("score"):
         fail()
 

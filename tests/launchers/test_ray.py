@@ -105,6 +105,7 @@ def test_the_local_launcher_runs_several_teams_in_a_ray_of_its_own(tmp_path: Pat
     assert [(s["RANK"], s["LOCAL_RANK"]) for s in seen] == [("0", "0"), ("1", "1"), ("0", "0")]
     assert [(s["WORLD_SIZE"], s["LOCAL_WORLD_SIZE"], s["size"]) for s in seen] == [("2", "2", 2)] * 2 + [("1", "1", 1)]
     assert [s["sum"] for s in seen] == [1, 1, 2]
+    assert [s["heard"] for s in seen] == [["0", "1", "2"]] * 3
     assert [s["MASTER_ADDR"] for s in seen] == ["127.0.0.1"] * 3
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"] != seen[2]["MASTER_PORT"]
     assert os.environ["RAY_ADDRESS"] not in {s["ray"] for s in seen}
