@@ -9,27 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.config.model import ParallelConfig
-from megarl.dag.placement import Handover, Placement, TeamPlan
-from megarl.dag.stage import Role
 from megarl.store.core import Core, GroupInfo, StoreError
-
-
-def placed(train: int = 1, ref: int = 1, critic: int = 1, tp: int = 1) -> Placement:
-    """Three teams of so many replicas: `train` draws and hands over, the others score for it."""
-    sizes, first = {"train": train, "ref": ref, "critic": critic}, 0
-    teams = []
-    for name, replicas in sizes.items():
-        teams.append(TeamPlan(name, (Role.ACTOR,), replicas * tp, first, ParallelConfig(tp=tp), (name,)))
-        first += replicas * tp
-    return Placement(
-        tuple(teams),
-        (
-            Handover("rollout", "train", ("response_ids",), ("critic", "ref"), "rollout"),
-            Handover("ref_logp", "ref", ("ref_logp",), ("train",), "rollout"),
-        ),
-    )
-
+from tests.store.teams import by_hand as placed
 
 BOTH, BACK = "rollout>critic+ref", "ref_logp>train"
 

@@ -1,0 +1,163 @@
+"""Around the nodes of a team: what other teams made is taken before a node uses it, what they use is given after it.
+
+Bytes go group by group, so that the takers need no layout of the giver's. A board of samples belongs to the node that
+made them (`Inputs.samples`). Where that node was another team's, the store says which groups this replica works on;
+everything else that comes for these samples comes for just these groups, and is put to the samples that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from megarl.dag.node import Node
+from megarl.data.batch import Batch, Jagged
+from megarl.data.groups import group_places
+from megarl.store.core import GroupInfo, StoreError
+
+if TYPE_CHECKING:
+    from megarl.dag.graph import TaskGraph
+    from megarl.dag.placement import Handover, Placement
+    from megarl.store.client import StoreClient
+
+#: Comes with every handover: which samples it belongs to.
+NAMES = ("uid", "sample_id")
+
+
+class TeamCrossing:
+    """See `megarl.dag.executor.Crossing`. Every rank of a team has one; they do not talk to each other.
+
+    Records in `context.metrics`: `store/given_gb`, written by the first rank of each replica, and `store/read_gb`, read
+    by any rank (10^9 bytes, summed over ranks).
+
+    Args:
+        graph: that the teams walk.
+        placement: of its nodes.
+        client: of this worker.
+        replica: number of the replica that this worker is part of.
+        is_lead: it gives for its replica.
+    """
+
+    def __init__(
+        self, graph: TaskGraph, placement: Placement, client: StoreClient, replica: int, is_lead: bool
+    ) -> None:
+        self._graph, self._placement, self._client = graph, placement, client
+        self._replica, self._is_lead = replica, is_lead
+        self._team = placement[client.team]
+        self._taken: set[str] = set()
+        self._samples: str | None = None  # whose samples are on the board; None: prompts
+        self._groups: list[GroupInfo] | None = None  # of the board; None: not counted yet
+
+    def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
+        """`board` with what other teams have made that `node` uses, waiting for it.
+
+        A field that its writer did not write in this step is not there.
+
+        Raises:
+            StoreError: it does not come, or is not of the samples on the board.
+        """
+        if node.id == self._team.nodes[0]:
+            self._taken, self._samples, self._groups = set(), None, None
+        inputs = self._graph.inputs(node.id)
+        for handover in self._placement.taken(self._team.name):
+            if handover.key in self._taken or handover.node not in {inputs.sources.get(f) for f in handover.fields}:
+                continue
+            if handover.samples != self._samples:
+                board, self._samples = None, handover.samples
+                self._groups = self._client.assignment(context.step, handover.samples, self._replica)
+            board = self._receive(context, handover, board)
+            self._taken.add(handover.key)
+        if inputs.samples != self._samples:
+            raise StoreError(
+                f"node {node.id!r} works on the samples of {inputs.samples!r} and reads nothing of them, so its team "
+                f"{self._team.name!r} does not learn which they are\n  fix:     let its stage read a field of theirs"
+            )
+        return board
+
+    def give(self, context: Any, node: Node, board: Batch) -> None:
+        """Hand over what other teams use of what `node` wrote; after the team's last node it is done with the step.
+
+        Raises:
+            StoreError: a column cannot be sent, or the store refuses it.
+        """
+        if node.declared.resamples:
+            self._samples, self._groups = node.id, None
+        if self._is_lead:
+            for handover in self._placement.given(node.id):
+                self._send(context, handover, board)
+        if node.id == self._team.nodes[-1]:
+            self._client.done(context.step)
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _receive(self, context: Any, handover: Handover, board: Batch | None) -> Batch:
+        """`board` with the fields of `handover`; a new one where there is none yet."""
+        groups = self._held(board)
+        payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
+        context.metrics.sum("store/read_gb", sum(map(len, payloads)) / 1e9)
+        try:
+            came = Batch.concat([Batch.from_bytes(payload.tobytes()) for payload in payloads])
+        except ValueError as error:
+            raise self._wrong(context, handover, str(error)) from error
+        if not groups:  # a group of another replica, of which only the fields are of interest
+            came = came.select([])
+        ids = list(chain.from_iterable(group.sample_ids for group in groups))
+        if came["sample_id"] != ids:
+            place = next(
+                (i for i, pair in enumerate(zip(came["sample_id"], ids, strict=False)) if pair[0] != pair[1]), 0
+            )
+            raise self._wrong(
+                context,
+                handover,
+                f"{len(came)} samples came for the {len(ids)} of this replica; they differ from number {place}: "
+                f"{came['sample_id'][place : place + 1]} for {ids[place : place + 1]}",
+            )
+        if board is None:
+            return came
+        where = [place for places in group_places(board["uid"]) for place in places]
+        if where != list(range(len(board))):  # samples of a group may stand anywhere on a board
+            came = came.select(sorted(range(len(where)), key=where.__getitem__))
+        for name in came.names():
+            board.set(name, came[name])
+        return board
+
+    def _send(self, context: Any, handover: Handover, board: Batch) -> None:
+        groups = self._held(board)
+        keep = {*handover.fields, *NAMES}
+        sent = board.drop([name for name in board.names() if name not in keep]).to("cpu")
+        try:
+            payloads = [sent.select(places).to_bytes() for places in group_places(board["uid"])]
+        except ValueError as error:
+            raise self._wrong(context, handover, str(error)) from error
+        context.metrics.sum("store/given_gb", sum(map(len, payloads)) / 1e9)
+        self._client.give(context.step, handover.key, groups, payloads)
+
+    def _held(self, board: Batch | None) -> list[GroupInfo]:
+        """The groups of the board. Those that this team made itself are numbered as the loader deals prompts."""
+        if self._groups is None:
+            assert board is not None, "a board that is not there yet has groups from the store"
+            tokens, ids = _tokens(board), board["sample_id"]
+            self._groups = [
+                GroupInfo(
+                    board["uid"][places[0]],
+                    number * self._team.replicas + self._replica,
+                    tuple(ids[place] for place in places),
+                    sum(tokens[place] for place in places),
+                )
+                for number, places in enumerate(group_places(board["uid"]))
+            ]
+        return self._groups
+
+    def _wrong(self, context: Any, handover: Handover, what: str) -> StoreError:
+        return StoreError(
+            f"step {context.step}, {handover.key!r} ({', '.join(handover.fields)}), team {self._team.name!r} "
+            f"replica {self._replica}: {what}"
+        )
+
+
+def _tokens(board: Batch) -> Sequence[int]:
+    """Prompt and response tokens of every sample."""
+    parts = [board[name] for name in ("prompt_ids", "response_ids") if name in board]
+    lengths = [part.lengths.tolist() for part in parts if isinstance(part, Jagged)]
+    return [sum(some) for some in zip(*lengths, strict=True)] if lengths else [0] * len(board)
