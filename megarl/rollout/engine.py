@@ -76,6 +76,20 @@ class RolloutEngine(Protocol):
         ...
 
 
+class UnopenedEngine:
+    """Stands for servers that are not there yet; what opens them puts their engine in its place."""
+
+    weight_version = 0
+
+    def generate(self, *arguments: object) -> list[list[Completion]]:
+        """Refuse it."""
+        raise RuntimeError("samples are drawn on servers, and none has been opened yet")
+
+    def open(self, *arguments: object) -> Generation:
+        """Refuse it."""
+        raise RuntimeError("samples are drawn on servers, and none has been opened yet")
+
+
 class Generation(Protocol):
     """Turns of sequences that come and go. Every rank of a model replica makes the same calls in the same order.
 

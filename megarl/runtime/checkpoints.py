@@ -71,8 +71,8 @@ class Checkpoints:
             changes: list[str] = []
             if self.source is not None and self._meta is not None:
                 check_model(self.source, self._meta, self._c.trained, self._world)
-                if self._c.loader is not None:
-                    self._c.loader.check_state(read_state(self.source)["loader"])
+                if self._c.loading is not None:
+                    self._c.loading.check_state(read_state(self.source)["loader"])
                 now = self._c.config.model_dump(mode="json")
                 command: Command = "sft" if key.startswith("sft.") else "train"
                 changes = announcements(self._meta["config"], now, command, begun=self._meta["step"] > 0)
@@ -154,10 +154,10 @@ class Checkpoints:
 
         assert self.source is not None, "find() comes first"
         c = self._c
-        assert c.loader is not None, "only training runs resume"
+        assert c.loading is not None, "only training runs resume"
         with c.residency.phase("resume"):
             c.context.step, state = load(self.source, c.trained, self._meta)
-        c.loader.load_state_dict(state["loader"])
+        c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
         c.context.surplus = read_surplus(c.context, self.source, state["surplus_parts"])
         metric = c.config.trainer.best_metric
@@ -237,13 +237,13 @@ class Checkpoints:
         from megarl.training.checkpoint import begin
 
         c, settings = self._c, self._c.config.trainer
-        assert c.loader is not None, "only training runs save"
+        assert c.loading is not None, "only training runs save"
         value = numbers.get(settings.best_metric or "", -math.inf)
         is_best = not math.isinf(value) and value >= self.best  # of equal ones the later is kept
         if is_best:
             self.best, self.best_step = value, step
         extra: dict[str, Any] = {
-            "loader": c.loader.state_dict(),
+            "loader": c.loading.state_dict(),
             "kl": c.context.kl_controller.state_dict(),
             "surplus_parts": 0 if c.context.surplus is None else c.layout.dp_size,
             "best": None if math.isinf(self.best) else self.best,

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from megarl.residency import Residency
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
+    from megarl.runtime.rollout_team import LoaderElsewhere, Mail
     from megarl.runtime.team import OwnTeam
+    from megarl.store.client import StoreClient
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
@@ -54,6 +56,8 @@ class Controller:
         loader: training data, in the team that draws samples; None: there is none.
         val_data: held-out prompts, as `loader`.
         fleet: the servers that generate, when there are any.
+        store: to and from the other teams; None: there are none.
+        loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
     """
 
     team: OwnTeam
@@ -65,6 +69,8 @@ class Controller:
     loader: PromptLoader | None
     val_data: PromptDataset | None
     fleet: Fleet | None = None
+    store: StoreClient | None = None
+    loader_elsewhere: LoaderElsewhere | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -92,6 +98,17 @@ class Controller:
         return self.held
 
     @property
+    def loading(self) -> PromptLoader | LoaderElsewhere | None:
+        """What knows where the loader stands, in this team or in another one; None: there is no training data."""
+        return self.loader or self.loader_elsewhere
+
+    @property
+    def mail(self) -> Mail:
+        """What this team and the others tell each other; only with several teams."""
+        assert self.store is not None, "the only team has nobody to write to"
+        return self.store
+
+    @property
     def models(self) -> dict[str, ModelRole]:
         """This team's models."""
         return {name: role for name, role in self.held.items() if isinstance(role, ModelRole)}
@@ -103,7 +120,7 @@ class Controller:
 
     @property
     def rollout(self) -> RolloutRole:
-        """Draws samples; only in the team that does. `use_servers` may give it another engine."""
+        """Draws samples; only in the team that does. `open_rollout` may give it another engine."""
         return self._role("rollout", RolloutRole)
 
     @property
@@ -128,6 +145,8 @@ class Controller:
                 stack.callback(self.scorer.runner.close)
             if "rollout" in self.held and self.rollout.episodes is not None:
                 stack.callback(self.rollout.episodes.close)
+            if "rollout" in self.held and self.rollout.pushed is not None:
+                stack.callback(self.rollout.pushed.close)
             if self.fleet is not None:
                 stack.callback(self.fleet.close)
             stack.callback(self.sync.close)

@@ -1,9 +1,11 @@
 """Where samples come from: the trainer's own parameters in this process, or SGLang servers that follow them.
 
-    cold start, weights loaded --> use_servers --> publish(step) --> generate, train --> publish(step) --> ...
+    cold start, weights loaded --> open_rollout --> publish(step) --> generate, train --> publish(step) --> ...
 
 A recipe changes from one to the other with `rollout.engine`; the stages see a `RolloutEngine` either way. The cold
 start evaluates on the trainer's own parameters in both cases, and the servers start after it.
+
+With the rollout in a team of its own (rollout_team.py, rollout_servers.py) that team draws, and the actor's pushes.
 """
 
 from __future__ import annotations
@@ -13,63 +15,108 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError, ServerError
 from megarl.phase import keep_beating, phase
+from megarl.rollout.embedded.engine import EmbeddedEngine
+from megarl.rollout.sglang.engine import SglangEngine
+from megarl.runtime import rollout_servers, rollout_team
 
 if TYPE_CHECKING:
+    from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.controller import Controller
-    from megarl.sync.updater import SyncReport
+    from megarl.sync.updater import SyncReport, WeightSync
 
 MODEL_FOLDER = "servers/model"
 
 
-def use_servers(c: Controller) -> None:
-    """Start the servers of `rollout.sglang` and generate on them, when the recipe says so. Collective over all ranks.
+def open_rollout(c: Controller) -> None:
+    """Make ready what samples are drawn on, as the recipe says. Collective over all ranks of a team; every team calls.
 
-    They hold no usable weights before the first `publish`.
+    Servers, and an engine in another team than the actor's, hold no usable weights before the first `publish`.
     """
-    if c.config.rollout.engine != "sglang":
+    draws, trains = c.team.holds(Role.ROLLOUT), c.team.holds(Role.ACTOR)
+    if not (draws or trains):
         return
-    from megarl.device import DTYPES, has_cuda
-    from megarl.rollout.sglang.engine import Replica, SglangEngine
-    from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
-    from megarl.rollout.sglang.layout import ServerLayout
+    if c.config.rollout.engine == "sglang":
+        _open_servers(c, draws=draws, trains=trains)
+    elif not draws:
+        c.sync = rollout_team.connect_engines(c.config, c.run_dir, c.actor.chunks, c.hf_config, c.layout.world, c.mail)
+    elif not trains:
+        engine = c.rollout.engine
+        assert isinstance(engine, EmbeddedEngine)
+        c.rollout.pushed = rollout_team.open_engine(c.config, c.run_dir, engine, c.layout, c.mail)
+
+
+def _open_servers(c: Controller, *, draws: bool, trains: bool) -> None:
+    """Start the servers of `rollout.sglang` in the team that draws, and what fills them in the actor's team."""
+    from megarl.rollout.sglang.engine import Replica
     from megarl.rollout.sglang.memory import ServerMemory
-    from megarl.rollout.sglang.receiver import SglangReceivers
-    from megarl.sync.updater import WeightSync
 
     config, layout = c.config, c.layout
-    dtype = config.rollout_dtype
+    c.fleet = (
+        _start_servers(c, alone=trains)
+        if draws
+        else rollout_servers.connect_servers(config, c.run_dir, c.mail, layout.world)
+    )
+    if not trains:
+        c.rollout.engine = rollout_servers.pump_engine(config, c.fleet, layout, c.mail)
+        return
+    if config.rollout.colocated:
+        c.residency.add_servers(ServerMemory(c.fleet, config.sync.timeout_s, layout.world))
+    c.sync = sync = _weights_to_servers(c, c.fleet)
+    if draws:
+        replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
+        c.rollout.engine = SglangEngine(
+            config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()), sync.run
+        )
+    else:
+        rollout_servers.name_run(sync.run, layout.world, c.mail)
+    if layout.rank == 0:
+        where = ", ".join(server.api.url for server in c.fleet.servers)
+        print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
+
+
+def _start_servers(c: Controller, *, alone: bool) -> Fleet:
+    """The servers of the run, which answer. `alone`: no other team speaks to them."""
+    from megarl.device import DTYPES, has_cuda
+    from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
+
+    config, layout = c.config, c.layout
     if layout.rank == 0:
         urls, logs = config.rollout.sglang.urls, c.run_dir / "servers"
         what = f"at {', '.join(urls)}" if urls else f"usually half a minute; their logs: {logs}"
         print(f"waiting for SGLang servers {what}", flush=True)
-    with _where_servers_share(c, "start_servers"):  # a starting server takes its share of what is free then
-        with phase("start_servers"), keep_beating(), _addresses_are_the_users(config.rollout.sglang.urls):
-            c.fleet = open_fleet(
-                config.rollout.sglang,
-                WorkerPlace.from_environment(config.cluster),
-                c.run_dir,
-                _write_model_config(c),
-                str(DTYPES[dtype]).removeprefix("torch."),
-                cuda=has_cuda(),
-                random_weights=True,
-                longest=config.longest_sequence(),
-                world=layout.world,
-            )
-        if config.rollout.colocated:
-            c.residency.add_servers(ServerMemory(c.fleet, config.sync.timeout_s, layout.world))
+    with (
+        _where_servers_share(c, "start_servers"),  # a starting server takes its share of what is free then
+        phase("start_servers"),
+        keep_beating(),
+        _addresses_are_the_users(config.rollout.sglang.urls),
+    ):
+        return open_fleet(
+            config.rollout.sglang,
+            WorkerPlace.from_environment(config.cluster),
+            c.run_dir,
+            _write_model_config(c),
+            str(DTYPES[config.rollout_dtype]).removeprefix("torch."),
+            cuda=has_cuda(),
+            random_weights=True,
+            longest=config.longest_sequence(),
+            key=None if alone else rollout_servers.servers_key(config, c.run_dir),
+            world=layout.world,
+        )
+
+
+def _weights_to_servers(c: Controller, fleet: Fleet) -> WeightSync:
+    from megarl.device import has_cuda
+    from megarl.rollout.sglang.layout import ServerLayout
+    from megarl.rollout.sglang.receiver import SglangReceivers
+    from megarl.sync.updater import WeightSync
+
+    config = c.config
     sizes = config.rollout.sglang.tp_size, config.rollout.sglang.ep_size
-    receivers = SglangReceivers(c.fleet, ServerLayout.of(c.hf_config, *sizes, on_gpu=has_cuda()))
-    sync = WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, layout.world)
-    replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
-    c.sync = sync
-    c.rollout.engine = SglangEngine(
-        config.rollout.sglang, c.fleet, replica, lambda: _account(c, sync.catch_up()), sync.run
-    )
-    if layout.rank == 0:
-        where = ", ".join(server.api.url for server in c.fleet.servers)
-        print(f"generation on SGLang servers at {where}; weights by {sync.transport_name}", flush=True)
+    receivers = SglangReceivers(fleet, ServerLayout.of(c.hf_config, *sizes, on_gpu=has_cuda()))
+    return WeightSync(c.actor.chunks, receivers, config.sync, c.run_dir, c.layout.world)
 
 
 def _where_servers_share(c: Controller, name: str) -> contextlib.AbstractContextManager[None]:
@@ -99,15 +146,40 @@ def _addresses_are_the_users(urls: list[str]) -> Iterator[None]:
 
 
 def publish(c: Controller, version: int) -> None:
-    """From here on samples are drawn with the weights as they are now, and carry `version`. Collective."""
-    if c.fleet is not None:
+    """From here on samples are drawn with the weights as they are now, and carry `version`.
+
+    Collective over all ranks of a team; the actor's calls it, and so does the one that draws, which waits for the
+    weights.
+    """
+    draws = c.team.holds(Role.ROLLOUT)
+    if not c.team.holds(Role.ACTOR):
+        if draws:
+            _follow(c, version)
+        return
+    if c.fleet is not None and draws:
         _look_after_servers(c)
-        with _where_servers_share(c, "publish"):
-            report = c.sync.push(version)
-    else:
-        report = c.sync.push(version)  # the parameters are where they are drawn with
+    elif c.fleet is not None:
+        rollout_servers.learn_of_servers(c.fleet, version, c.mail)
+    with _where_servers_share(c, "publish"):
+        report = c.sync.push(version)
     _account(c, report)
-    c.rollout.engine.weight_version = version
+    if draws:
+        c.rollout.engine.weight_version = version
+    elif c.fleet is not None:
+        rollout_servers.announce_servers(c.fleet, version, c.layout.world, c.mail)
+    else:
+        rollout_team.announce_weights(report, c.layout.world, c.mail)
+
+
+def _follow(c: Controller, version: int) -> None:
+    """Draw with `version` of the weights, which the actor's team pushes."""
+    if c.fleet is not None:
+        engine = c.rollout.engine
+        assert isinstance(engine, SglangEngine)
+        rollout_servers.follow_servers(engine, c.fleet, version, c.mail, c.layout.world)
+    else:
+        assert c.rollout.pushed is not None, "`open_rollout` comes first"
+        rollout_team.follow_weights(c.rollout.pushed, version, c.mail)
 
 
 def _look_after_servers(c: Controller) -> None:

@@ -11,7 +11,7 @@ from megarl.config.run import RunConfig
 from megarl.data.loader import rounds
 from megarl.phase import phase, set_step
 from megarl.residency import ACTOR
-from megarl.runtime.generation import publish, use_servers
+from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.setup import build_controller
 from megarl.runtime.stages.rollout import generate as draw
@@ -77,7 +77,7 @@ def _restore(c: Controller) -> None:
         with phase("resume"), c.residency.phase("restore", ACTOR):
             c.context.step, _ = load(Path(resume), {ACTOR: c.actor.engine})
         set_step(c.context.step)
-    use_servers(c)
+    open_rollout(c)
     publish(c, c.context.step)
 
 

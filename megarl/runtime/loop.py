@@ -23,7 +23,7 @@ from megarl.runtime import sft
 from megarl.runtime.checkpoints import FOLDER, Checkpoints
 from megarl.runtime.critic import make_critic
 from megarl.runtime.export import export, show_export
-from megarl.runtime.generation import publish, use_servers
+from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_reference, make_reference
 from megarl.runtime.setup import build_controller
@@ -50,7 +50,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         _start_model(c, graph, checkpoints, resumed_at)
         begun = bool(resumed_at)
         _make_models(c, checkpoints.source, begun=begun)
-        use_servers(c)
+        open_rollout(c)
         if begun:
             _load(checkpoints)
         _begin(c, graph, checkpoints)

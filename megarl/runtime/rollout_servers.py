@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from megarl.rollout.sglang.engine import SglangEngine
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.rollout_team import Mail
-    from megarl.sync.updater import SyncReport
     from megarl.training.parallel import Layout
 
 SERVERS, RUN = "servers", "run"
@@ -115,7 +114,13 @@ def learn_of_servers(fleet: Fleet, version: int, mail: Mail) -> None:
         fleet.adopt(mail.read(f"{SERVERS}/{version}"))
 
 
-def announce_servers(fleet: Fleet, report: SyncReport, world: WorkerGroup, mail: Mail) -> None:
+def name_run(run: str, world: WorkerGroup, mail: Mail) -> None:
+    """Tell the pump what the weights of this run are called; see `megarl.sync.versions`."""
+    if world.rank == 0:
+        mail.post(RUN, run)
+
+
+def announce_servers(fleet: Fleet, version: int, world: WorkerGroup, mail: Mail) -> None:
     """Tell the pump which servers hold this version.
 
     Raises:
@@ -124,5 +129,5 @@ def announce_servers(fleet: Fleet, report: SyncReport, world: WorkerGroup, mail:
     fleet.need_one()
     if world.rank == 0:
         failed = [[server.number, server.why] for server in fleet.servers if server.state == "failed"]
-        updated = [server.number for server in fleet.current(report.version)]
-        mail.post(f"{WEIGHTS}/{report.version}", {"updated": updated, "failed": failed})
+        updated = [server.number for server in fleet.current(version)]
+        mail.post(f"{WEIGHTS}/{version}", {"updated": updated, "failed": failed})

@@ -55,9 +55,7 @@ class Mail(Protocol):
 # -- weights: the engine's end ----------------------------------------------------------------------------------------
 
 
-def open_engine(
-    config: RunConfig, run_dir: Path, engine: EmbeddedEngine, chunks: Sequence[PolicyModel], layout: Layout, mail: Mail
-) -> PushedWeights:
+def open_engine(config: RunConfig, run_dir: Path, engine: EmbeddedEngine, layout: Layout, mail: Mail) -> PushedWeights:
     """Take weights for `engine` from the actor's team, and tell it where. Collective over the rollout's team.
 
     Each replica is a receiver of its own; replicas that share experts are one.
@@ -70,7 +68,7 @@ def open_engine(
 
     group = layout.world if config.parallel_of("rollout").ep > 1 else layout.mp_group
     host = address_of_worker(config)
-    inbox = WeightInbox(chunks, run_key(run_dir, _KEY), group, host)
+    inbox = WeightInbox(engine.chunks, run_key(run_dir, _KEY), group, host)
     found: list[list[Any]] = layout.world.all_gather_json([group.ranks[0], *inbox.address])
     engines = [[address for first, *address in found if first == lead] for lead in sorted({lead for lead, *_ in found})]
     apart = next((ranks for ranks in engines if len({host for host, _ in ranks}) > 1), None)

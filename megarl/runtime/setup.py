@@ -28,6 +28,7 @@ from megarl.residency import Residency
 from megarl.rewards.runner import build_reward
 from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.embedded.stale import StaleWeights
+from megarl.rollout.engine import UnopenedEngine
 from megarl.runtime.context import StepContext
 from megarl.runtime.controller import Controller
 from megarl.runtime.episodes import build_episodes
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from megarl.config.model import ParallelConfig
     from megarl.models.policy import PolicyModel
     from megarl.rewards.runner import RewardRunner
+    from megarl.rollout.engine import RolloutEngine
     from megarl.runtime.episodes import Episodes
 
 
@@ -76,8 +78,9 @@ def build_controller(
             check_trainable(hf_config, config.model.path or "model.hf_config")
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
         source = None
-        if team.holds(Role.ROLLOUT):
-            source = _Source.load(config, tokenizer, layout, trainable=trainable, scored=scored)
+        draws = team.holds(Role.ROLLOUT)
+        if draws or (team.holds(Role.ACTOR) and config.sft.steps):  # a cold start is measured where it trains
+            source = _Source.load(config, tokenizer, layout, trainable=trainable and draws, scored=scored)
     kl = config.algorithm.kl
     context = StepContext(
         config,
@@ -91,9 +94,13 @@ def build_controller(
         if team.holds(Role.ACTOR):
             engine = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
             held["actor"] = ActorRole(engine, context, offloads=config.actor.engine.offload)
+            chunks = engine.chunks
+        elif source is not None and config.rollout.engine == "embedded":
+            chunks = build_engine(config, hf_config, layout, _to_be_pushed, trainable=False, name="rollout").chunks
+        else:
+            chunks = []
         if source is not None:
-            embedded = EmbeddedEngine(engine.chunks, config.rollout, layout)
-            held |= source.roles(config, tokenizer, embedded, engine.chunks)
+            held |= source.roles(config, tokenizer, layout, chunks)
     return Controller(
         team,
         context,
@@ -137,16 +144,24 @@ class _Source:
         self,
         config: RunConfig,
         tokenizer: PreTrainedTokenizerBase,
-        embedded: EmbeddedEngine,
+        layout: Layout,
         chunks: Sequence[PolicyModel],
     ) -> dict[str, ModelRole | RolloutRole | ScorerRole]:
-        """The rollout, on `embedded`, which decodes with `chunks`, and the scorer."""
+        """The rollout, which decodes with `chunks` (none: servers will be opened), and the scorer."""
         lag, episodes = config.rollout.stale_steps, self.episodes
-        stale = StaleWeights(chunks, embedded, lag) if lag else None
+        engine: RolloutEngine = UnopenedEngine()
+        stale = None
+        if chunks:
+            engine = embedded = EmbeddedEngine(chunks, config.rollout, layout)
+            stale = StaleWeights(chunks, embedded, lag) if lag else None
         return {
-            "rollout": RolloutRole(embedded, tokenizer, episodes, stale),
+            "rollout": RolloutRole(engine, tokenizer, episodes, stale),
             "scorer": ScorerRole(self.reward, episodes is not None and episodes.scores),
         }
+
+
+def _to_be_pushed(chunks: list[PolicyModel]) -> None:
+    """Leave an engine's weights as they are: the actor's team brings all of them before the first sample."""
 
 
 def check_vocabulary(config: RunConfig, tokens: int, vocabulary: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megarl.dag.stage import Role
 from megarl.metrics import Metrics
 from megarl.phase import phase
 from megarl.rewards.scoring import ERROR_KEY
@@ -67,11 +68,44 @@ def _report_rows(samples: Batch, results: list[dict[str, Any]]) -> list[dict[str
 
 
 def evaluate(c: Controller, recorder: Recorder, step: int) -> float | None:
-    """Evaluate and hand everything to the step's record. Returns the accuracy over all ranks, None without prompts."""
+    """Evaluate and hand everything to the step's record. Returns the accuracy over all ranks, None without prompts.
+
+    Collective over the ranks of a team that draws samples, also those of a cold start.
+    """
     result = validate(c)
     if result is None:
         return None
     recorder.samples(step, result.rows)
+    return _take_up(c, result)
+
+
+def evaluate_drawn(c: Controller, recorder: Recorder, step: int) -> float | None:
+    """As `evaluate`, in the team that draws the samples of RL; every team calls.
+
+    That of the actor is told accuracy and samples, and others know nothing. Metrics go with those of the team's step.
+    """
+    from megarl.runtime.rollout_team import post_validation, read_validation
+
+    trains = c.team.holds(Role.ACTOR)
+    if not c.config.data.val_files:
+        return None
+    if not c.team.holds(Role.ROLLOUT):
+        if not trains:
+            return None
+        accuracy, rows = read_validation(step, c.mail)
+        recorder.samples(step, rows)
+        return accuracy
+    if trains:
+        return evaluate(c, recorder, step)
+    result = validate(c)
+    assert result is not None, "the team that draws has the held-out prompts"
+    accuracy = _take_up(c, result)
+    post_validation(step, accuracy, result.rows, c.layout.world, c.mail)
+    return accuracy
+
+
+def _take_up(c: Controller, result: Validation) -> float:
+    """Count metrics with those of the step; the accuracy over all ranks."""
     accuracy = c.layout.dp_group.reduce_metrics(result.metrics).result()["val/acc"]
     c.context.metrics.merge(result.metrics)
     return accuracy

@@ -42,6 +42,7 @@ def controller(tmp_path) -> Any:
     fleet = SimpleNamespace(refresh=told("refresh"), wait_started=told("wait"), servers=[])
     c = SimpleNamespace(
         calls=calls,
+        team=SimpleNamespace(holds=lambda role: True),
         config=load_config(tmp_path / "recipe.yaml", settings),
         layout=SimpleNamespace(rank=1, world=WorkerGroup.alone()),
         run_dir=tmp_path,
@@ -77,7 +78,7 @@ def test_gradients_and_optimizer_are_away_before_servers_start(controller, monke
     monkeypatch.setattr(launch, "open_fleet", start)
     monkeypatch.setattr(generation, "_write_model_config", lambda c: c.run_dir)
     with pytest.raises(StartedError):
-        generation.use_servers(controller)
+        generation.open_rollout(controller)
     assert controller.calls == [OFFLOAD]
 
 
@@ -110,7 +111,7 @@ def test_servers_elsewhere_move_nothing_of_the_trainer(controller, monkeypatch, 
     monkeypatch.setattr(launch, "open_fleet", start)
     monkeypatch.setattr(generation, "_write_model_config", lambda c: c.run_dir)
     with pytest.raises(StartedError):
-        generation.use_servers(controller)
+        generation.open_rollout(controller)
     generation.publish(controller, 3)
     assert controller.calls == ["refresh", "push"]
 

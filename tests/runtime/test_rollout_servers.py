@@ -13,7 +13,6 @@ from megarl.rendezvous import write_token
 from megarl.rollout.sglang.api import ServerApi
 from megarl.rollout.sglang.fleet import Fleet, Server
 from megarl.runtime import rollout_servers
-from megarl.sync.updater import SyncReport
 from tests.dist import single_process, world
 from tests.runtime.test_rollout_team import Letters
 
@@ -29,7 +28,7 @@ def teams(tmp_path: Path) -> SimpleNamespace:
         Server(n, ServerApi(f"http://127.0.0.1:{n + 1}", key, f"server {n}"), state="catching_up") for n in range(2)
     ]
     pump = Fleet(known, CONFIG.rollout.sglang)
-    mail.post("run", "1f")
+    rollout_servers.name_run("1f", world(), mail)
     engine = rollout_servers.pump_engine(CONFIG, pump, single_process(), mail)
     trainer = rollout_servers.connect_servers(CONFIG, tmp_path, mail, world())
     return SimpleNamespace(mail=mail, pump=pump, engine=engine, trainer=trainer)
@@ -46,7 +45,7 @@ def push(teams: SimpleNamespace, version: int, failed: dict[int, str] | None = N
             teams.trainer.mark_failed(server, failed[server.number])
         elif server.state in ("catching_up", "current"):
             teams.trainer.acknowledge(server, version)
-    rollout_servers.announce_servers(teams.trainer, SyncReport(version, "tensor"), world_, teams.mail)
+    rollout_servers.announce_servers(teams.trainer, version, world_, teams.mail)
     said = teams.mail.posted.pop(f"servers/{version}")
     rollout_servers.follow_servers(teams.engine, teams.pump, version, teams.mail, world_)
     assert teams.mail.posted[f"servers/{version}"] == said

@@ -40,7 +40,7 @@ def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
     layout, mail = single_process(), Letters()
     trained, held = cases.build(seed=3), cases.build(seed=4)
     engine = cases.engine(held)
-    pushed = rollout_team.open_engine(config, tmp_path, engine, held, layout, mail)
+    pushed = rollout_team.open_engine(config, tmp_path, engine, layout, mail)
     sync = rollout_team.connect_engines(config, tmp_path, trained, trained[0].hf_config, world(), mail)
     yield SimpleNamespace(mail=mail, trained=trained, engine=engine, pushed=pushed, sync=sync)
     sync.close()
@@ -84,7 +84,7 @@ def test_an_engine_that_takes_no_weights_ends_the_run(teams, monkeypatch):
 def test_a_run_without_a_token_has_no_key(tmp_path):
     config = RunConfig(name="two teams")
     with pytest.raises(WorkerError, match="the run has no token in"):
-        rollout_team.open_engine(config, tmp_path, None, cases.build(), single_process(), Letters())
+        rollout_team.open_engine(config, tmp_path, cases.engine(cases.build()), single_process(), Letters())
 
 
 def loader_state(position: int, fingerprint: str = "abc") -> dict[str, Any]:

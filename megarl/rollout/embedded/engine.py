@@ -53,6 +53,11 @@ class EmbeddedEngine:
         self._dtype = model_dtype if config.dtype == "model" else DTYPES[config.dtype]
         self.weight_version = 0
 
+    @property
+    def chunks(self) -> Sequence[PolicyModel]:
+        """What it decodes with."""
+        return self._chunks
+
     def generate(
         self,
         requests: Sequence[Request],
