@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from megarl.residency import Residency
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
-    from megarl.runtime.rollout_team import LoaderElsewhere, Mail
+    from megarl.runtime.rollout_team import LoaderElsewhere
     from megarl.runtime.team import OwnTeam
-    from megarl.store.client import StoreClient
     from megarl.sync.updater import NullSync, WeightSync
     from megarl.training.engine import MegatronEngine
     from megarl.training.parallel import Layout
+    from megarl.training.together import Mail
 
 R = TypeVar("R")
 _TRAINED = ("actor", "critic")
@@ -56,7 +56,6 @@ class Controller:
         loader: training data, in the team that draws samples; None: there is none.
         val_data: held-out prompts, as `loader`.
         fleet: the servers that generate, when there are any.
-        store: to and from the other teams; None: there are none.
         loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
     """
 
@@ -69,7 +68,6 @@ class Controller:
     loader: PromptLoader | None
     val_data: PromptDataset | None
     fleet: Fleet | None = None
-    store: StoreClient | None = None
     loader_elsewhere: LoaderElsewhere | None = None
 
     @property
@@ -105,8 +103,8 @@ class Controller:
     @property
     def mail(self) -> Mail:
         """What this team and the others tell each other; only with several teams."""
-        assert self.store is not None, "the only team has nobody to write to"
-        return self.store
+        assert self.team.store is not None, "the only team has nobody to write to"
+        return self.team.store
 
     @property
     def models(self) -> dict[str, ModelRole]:

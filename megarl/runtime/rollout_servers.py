@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.rollout.sglang.engine import SglangEngine
     from megarl.rollout.sglang.fleet import Fleet
-    from megarl.runtime.rollout_team import Mail
     from megarl.training.parallel import Layout
+    from megarl.training.together import Mail
 
 SERVERS, RUN = "servers", "run"
 _START = "start"

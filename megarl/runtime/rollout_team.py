@@ -1,4 +1,4 @@
-"""The rollout role in a team of its own: what goes between it and the team of the actor besides samples.
+"""The rollout role in a team of its own: what goes between it and the team of the actor, other than samples.
 
     team of the actor                                                     team of the rollout
                       <-- loader: its data, and where it begins --------
@@ -14,7 +14,7 @@ team makes progress any more. So a version is waited for here, and the inbox has
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megarl.data.loader import refuse_other_data
 from megarl.errors import ConfigError, WorkerError
@@ -35,21 +35,10 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
     from megarl.sync.updater import SyncReport, WeightSync
     from megarl.training.parallel import Layout
+    from megarl.training.together import Mail
 
 ENGINES, LOADER, VALIDATION, WEIGHTS = "engines", "loader", "validation", "weights"
 _KEY = "weights of engines"
-
-
-class Mail(Protocol):
-    """What teams tell each other; see `megarl.store.client`."""
-
-    def post(self, name: str, value: Any) -> None:
-        """Leave a JSON value under a new name."""
-        ...
-
-    def read(self, name: str) -> Any:
-        """The value under a name, once it is there."""
-        ...
 
 
 # -- weights: the engine's end ----------------------------------------------------------------------------------------
