@@ -75,14 +75,14 @@ class WorkerGroup:
 
     # -- groups of some ranks -----------------------------------------------------------------------------------------
 
-    def subgroup(self, ranks: Sequence[int], name: str, *, backend: str | None = None) -> WorkerGroup | None:
+    def subgroup(self, ranks: Sequence[int], name: str) -> WorkerGroup | None:
         """A new group of these ranks of the team's world; None on all others. Who asked for it closes it.
 
         Collective over the whole team: torch names a group after how many each rank has made so far, so all of them
         make all groups, in one order.
         """
         limit = datetime.timedelta(seconds=self.deadline_s)
-        made = dist.new_group(list(ranks), timeout=limit, backend=backend)
+        made = dist.new_group(list(ranks), timeout=limit)
         return WorkerGroup(name, made, self.deadline_s) if self.ranks[self.rank] in ranks else None
 
     def close(self) -> None:

@@ -61,9 +61,9 @@ class StoreActor:
         """Keep mail."""
         self._wake(self._core.post(name, value))
 
-    async def read(self, team: str, name: str, forget: bool, slice_s: float) -> Answer[tuple[str]]:
+    async def read(self, team: str, name: str, slice_s: float) -> Answer[tuple[str]]:
         """Mail, in a tuple."""
-        return await self._answer(team, lambda: self._core.read(name, forget), ("mail", name), slice_s)
+        return await self._answer(team, lambda: self._core.read(name), ("mail", name), slice_s)
 
     async def _answer(self, team: str, ask: Callable[[], T | None], topic: Topic, slice_s: float) -> Answer[T]:
         found = ask()

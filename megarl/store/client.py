@@ -75,17 +75,12 @@ class StoreClient:
     # -- mail --------------------------------------------------------------------------------------------------------
 
     def post(self, name: str, value: Any) -> None:
-        """Leave a JSON value under a name that is free."""
+        """Leave a JSON value under a new name. Of `name/1`, `name/2`, ... only the last few are kept."""
         self._call(f"post {name!r}", "post", name, json.dumps(value))
 
-    def read(self, name: str, *, forget: bool = False) -> Any:
-        """The value under a name, as soon as somebody has posted it.
-
-        Args:
-            name: of the mail.
-            forget: nobody else reads it, so the store need not keep it, and the name is free again.
-        """
-        (text,) = self._wait(f"mail {name!r}", "read", self.team, name, forget)
+    def read(self, name: str) -> Any:
+        """The value under a name, as soon as somebody has posted it; any number of workers may read it."""
+        (text,) = self._wait(f"mail {name!r}", "read", self.team, name)
         return json.loads(text)
 
     # -- samples -----------------------------------------------------------------------------------------------------

@@ -23,6 +23,9 @@ Share: TypeAlias = Literal["dealt", "tokens"]
 #: What can be waited for: ("handover", step, key), ("samples", step, node) or ("mail", name).
 Topic: TypeAlias = tuple[Any, ...]
 
+#: Mail of a series that is kept: more steps than any reader is late.
+KEPT = 64
+
 
 class StoreError(MegarlError):
     """What crosses between teams does not fit together, or did not come; the message names what, team and rank."""
@@ -83,6 +86,7 @@ class Core:
         self._steps: dict[int, _Step] = {}
         self._finished: int | None = None
         self._mail: dict[str, Any] = {}
+        self._series: dict[str, list[int]] = {}  # numbers of the mail that is kept, in the order of its coming
 
     def __len__(self) -> int:
         """Steps that are not finished."""
@@ -199,19 +203,36 @@ class Core:
     def post(self, name: str, value: Any) -> list[Topic]:
         """Keep a value under a name; returns what has come by that.
 
+        Names that differ in a number at their end, `weights/7`, are a series, of which the last few are kept.
+
         Raises:
-            StoreError: the name is taken.
+            StoreError: the name is or was taken.
         """
-        if name in self._mail:
+        if name in self._mail or self._is_forgotten(name):
             raise StoreError(f"mail {name!r} has been posted before")
         self._mail[name] = value
+        series, number = _series(name)
+        if number is not None:
+            numbers = self._series.setdefault(series, [])
+            numbers.append(number)
+            if len(numbers) > KEPT:
+                del self._mail[f"{series}/{numbers.pop(0)}"]
         return [("mail", name)]
 
-    def read(self, name: str, forget: bool) -> tuple[Any] | None:
-        """The value under a name, or None; `forget`: nobody else reads it."""
-        if name not in self._mail:
-            return None
-        return (self._mail.pop(name) if forget else self._mail[name],)
+    def read(self, name: str) -> tuple[Any] | None:
+        """The value under a name, or None.
+
+        Raises:
+            StoreError: it is of a series that has gone on since.
+        """
+        if self._is_forgotten(name):
+            raise StoreError(f"mail {name!r} is gone: the last {KEPT} of its series are kept")
+        return (self._mail[name],) if name in self._mail else None
+
+    def _is_forgotten(self, name: str) -> bool:
+        series, number = _series(name)
+        numbers = self._series.get(series, [])
+        return number is not None and len(numbers) == KEPT and number < numbers[0]
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -225,6 +246,12 @@ class Core:
 
     def _is_finished(self, step: int) -> bool:
         return self._finished is not None and step <= self._finished
+
+
+def _series(name: str) -> tuple[str, int | None]:
+    """`weights/7` is number 7 of `weights`."""
+    series, _, number = name.rpartition("/")
+    return (series, int(number)) if series and number.isdecimal() else (name, None)
 
 
 def shared(groups: Iterable[GroupInfo], parts: int, share: Share) -> list[list[GroupInfo]]:

@@ -28,8 +28,7 @@ NAMES = ("uid", "sample_id")
 class TeamCrossing:
     """See `megarl.dag.executor.Crossing`. Every rank of a team has one; they do not talk to each other.
 
-    Records in `context.metrics`: `store/given_gb`, written by the first rank of each replica, and `store/read_gb`, read
-    by any rank (10^9 bytes, summed over ranks).
+    Records in `context.metrics`, in 10^9 bytes: `store/given_gb`, given by this rank, `store/read_gb`, read by it.
 
     Args:
         graph: that the teams walk.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.store.core import Core, GroupInfo, StoreError
+from megarl.store.core import KEPT, Core, GroupInfo, StoreError
 from tests.store.teams import by_hand as placed
 
 BOTH, BACK = "rollout>critic+ref", "ref_logp>train"
@@ -192,8 +192,23 @@ def test_a_step_without_any_group_is_named() -> None:
         core.fetch(1, BOTH, [])
 
 
-def test_mail_stays_until_its_only_reader_has_it() -> None:
+def test_mail_is_for_all_who_read_it() -> None:
     core = Core(placed(), 4, "dealt")
-    assert core.read("m", forget=False) is None
+    assert core.read("m") is None
     assert core.post("m", {"a": None}) == [("mail", "m")]
-    assert [core.read("m", forget) for forget in (False, True, False)] == [({"a": None},), ({"a": None},), None]
+    assert [core.read("m"), core.read("m")] == [({"a": None},)] * 2
+
+
+def test_of_a_series_the_last_are_kept() -> None:
+    core = Core(placed(), 4, "dealt")
+    core.post("engines", "always")
+    for step in range(10, 10 * KEPT + 20, 10):
+        core.post(f"metrics/ref/{step}", step)
+        core.post(f"weights/{step}", step)
+    assert core.read("engines") == ("always",)
+    assert core.read("metrics/ref/20") == (20,)
+    assert core.read(f"weights/{10 * KEPT + 20}") is None
+    with pytest.raises(StoreError, match=rf"mail 'metrics/ref/10' is gone: the last {KEPT} of its series are kept"):
+        core.read("metrics/ref/10")
+    with pytest.raises(StoreError, match="mail 'weights/10' has been posted before"):
+        core.post("weights/10", 0)
