@@ -7,12 +7,15 @@ the machine's own limits warn only, and those that the recipe names (`cluster.de
 
 from __future__ import annotations
 
-from megarl.artifacts.facts import ModelFacts
-from megarl.checks.checklist import Checklist, Roles
-from megarl.checks.layout import divides_devices
-from megarl.checks.memory import Memory, Moment, device_memory, host_memory
+from dataclasses import replace
+
+from megarl.checks.checklist import Checklist
+from megarl.checks.host import host_memory
+from megarl.checks.layout import Sizes, divides_devices
+from megarl.checks.memory import Memory, Moment, device_memory
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.machine import Machine
 
@@ -24,17 +27,16 @@ _LARGEST_GPU_GB = 288.0  # of one GPU that is sold; no device holds more
 
 def check_machine(
     config: RunConfig,
-    facts: ModelFacts | None,
+    sizes: Sizes,
+    placement: Placement | None,
     machine: Machine,
     checks: Checklist,
     *,
     launcher: str | None,
     job: str,
     starts: bool,
-    placement: Placement | None,
-    roles: Roles = None,
 ) -> None:
-    """Processes and memory of `job`. `starts`: on this machine; False: a dry run. `roles`: of the task graph."""
+    """Processes and memory of `job`. `starts`: on this machine; False: a dry run."""
     cluster = config.cluster
     wanted = cluster.device_memory_gb
     if launcher == "ray":
@@ -57,15 +59,18 @@ def check_machine(
         checks.skip("machine", "not known: Ray chooses the machines")
     elif not gpu:
         _check_cores(config, machine, checks, starts)
-    if facts is None or placement is None or not all(map(divides_devices, placement.teams)):
-        checks.skip("memory", "not known: " + ("the model's sizes" if facts is None else "the layout does not divide"))
+    unknown = sizes[Role.ACTOR] is None
+    if unknown or placement is None or not all(map(divides_devices, placement.teams)):
+        checks.skip("memory", "not known: " + ("the model's sizes" if unknown else "the layout does not divide"))
         return
-    dp = placement.teams[0].replicas
-    if gpu:
-        device = device_memory(config, facts, dp, gpu=True, job=job, roles=roles)
+    for team in placement.teams if gpu else ():
+        device = device_memory(config, sizes, team, gpu=True, job=job)
+        if placement.separate:
+            moments = (replace(moment, name=f"team {team.name}: {moment.name}") for moment in device.moments)
+            device = Memory(tuple(moments))
         _check_device(config, device, machine, checks, starts)
     if not gpu or (machine.has_gpu and starts):
-        host = host_memory(config, facts, dp, gpu=gpu, job=job, roles=roles)
+        host = host_memory(config, sizes, placement, gpu=gpu, job=job)
         _judge(host, machine.memory, _HOST, checks, refuse=starts and not gpu)
 
 

@@ -1,35 +1,28 @@
-"""Memory that a run needs, estimated from sizes: on the fullest device, and in the host memory of one machine.
+"""What one rank of a team needs on its device, estimated from sizes.
 
-On a CPU the two are one: every rank of the machine counts. Each estimate is a list of moments (the actor's update,
-generation, ...), and each moment a list of terms, so that a refusal can name what takes the most and the key that
-changes it. A term is rough when its size depends on how the libraries work: measured runs lay within a factor of 1.5 of
-it, and only what is left after that division is held against a machine. Measured on CPUs (docs/performance.md), the
-whole estimate was 5% below to 20% above the peak resident set.
+An estimate is a list of moments (the actor's update, generation, ...), and each moment a list of terms, so that a
+refusal can name what takes the most and the key that changes it. A term is rough when its size depends on how the
+libraries work: measured runs lay within a factor of 1.5 of it, and only what is left after that division is held
+against a machine. Measured on CPUs (docs/performance.md), the whole estimate was 5% below to 20% above the peak
+resident set.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megarl.artifacts.facts import ModelFacts
-from megarl.checks.checklist import Roles
+from megarl.checks.layout import Sizes, layout_key
 from megarl.config.model import ParallelConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
+from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.residency import ACTOR, CRITIC, GRADIENTS, PARAMETERS, REFERENCE, SERVERS, TEACHER, WEIGHTS, needed
 
 _BYTES = {"fp32": 4, "bf16": 2}
 ROUGH = 1.5
-# A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
-_WORKER = 0.65e9
-_GPU_WORKER = 4e9  # CUDA's context and pinned buffers come on top; not measured here
-_REWARD_WORKER = 0.1e9
-_CPU_SERVER = 1.2e9  # an SGLang server without its model
-# Rows as Python objects, their rendered texts and tokens, per byte of a data file (jsonl: 3.4 for the rows only).
-_DATA = 6.0
 # Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
 _TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
 _TOKEN_CERTAIN = 12.0  # of them for certain: embedded generation begins with token ids (int64) and log-probs (fp32)
@@ -176,9 +169,10 @@ def logits_bytes(
     return rows * columns * 12 + columns * facts.hidden * 8
 
 
-def cache_bytes(config: RunConfig, facts: ModelFacts, dp: int, job: str = "train") -> tuple[float, float]:
+def cache_bytes(
+    config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, dp: int, job: str = "train"
+) -> tuple[float, float]:
     """Bytes of keys and values of one sequence of full length, and of all that `rollout.max_running` lets run."""
-    parallel = config.actor.parallel
     if job == "train":
         sampling, rows = config.rollout.sampling, config.data.batch_size
     else:
@@ -211,7 +205,7 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
     return found
 
 
-def _responses(config: RunConfig, dp: int, job: str) -> list[Term]:
+def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
     """Tokens and log-probs of the samples that one call generates: buffers of full length, and then the responses."""
     certain = _TOKEN_CERTAIN if config.rollout.engine == "embedded" else 0.0
     return [
@@ -230,92 +224,105 @@ def server_bytes(config: RunConfig, facts: ModelFacts) -> float:
     """Bytes of weights on every GPU of a server; its cache comes on top, up to `memory_fraction`."""
     servers = config.rollout.sglang
     split = ParallelConfig(tp=servers.tp_size, ep=servers.ep_size, etp=max(1, servers.tp_size // servers.ep_size))
-    return sum(stage_parameters(facts, split)) * _BYTES[config.rollout_dtype]
+    return parameter_bytes(facts, split, config.rollout_dtype)
 
 
-def _server_weights(config: RunConfig, facts: ModelFacts) -> list[Term]:
+def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
     """What a rank of a server that this run starts holds on a GPU, without its cache."""
     servers = config.rollout.sglang
     if config.rollout.engine != "sglang" or servers.urls:
         return []
-    size = server_bytes(config, facts)
+    size = server_bytes(config, _known(sizes, Role.ROLLOUT))
     # Further arguments may quantise the weights, or hold them elsewhere.
     least = 0.0 if servers.extra_args else size / _BYTES[config.rollout_dtype] if config.sync.fp8 else size
     keys = "rollout.sglang.tp_size, rollout.sglang.ep_size"
     return [Term("a server's weights, per rank of it", size, keys, least)]
 
 
-def device_memory(
-    config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train", roles: Roles = None
-) -> Memory:
-    """Estimate of what the fullest rank holds on its device.
+def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool, job: str = "train") -> Memory:
+    """Estimate of what the fullest rank of a team holds on its device.
 
     Args:
-        dp: data parallel size of the actor.
-        roles: whose work the nodes of the task graph are.
+        sizes: of the models; the policy's are known, and stand for those that are not.
+        team: its layout divides its workers.
     """
-    servers = _server_weights(config, facts) if gpu else []
+    servers = _server_weights(config, sizes) if gpu and Role.ROLLOUT in team.roles else []
     shared = servers if config.rollout.colocated else []
     on_its_own = [Moment("a server", tuple(servers))] if servers and not shared else []
-    actor, models = config.actor, _Models(config, facts, dp, roles, shared, gpu=gpu)
-    weights = models.state[ACTOR][PARAMETERS]
-    learning = _learning_terms("actor", config, facts, actor.engine, dp, gpu=gpu, job=job)
-    cache: list[Term] = []
-    if config.rollout.engine == "embedded":
-        row, rows = cache_bytes(config, facts, dp, job)
-        # Fewer sequences run when the cache does not fit, so that one of them is what it needs.
-        keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
-        cache.append(Term("key/value cache (generation)", rows, keys, row, shrinks=True))
+    models = _Models(config, sizes, team, shared, gpu=gpu)
     if job in ("eval", "generate"):
-        return Memory((Moment("generation", (weights, *shared, *cache, *_responses(config, dp, job))), *on_its_own))
+        weights = models.state[ACTOR][PARAMETERS]
+        return Memory((Moment("generation", (weights, *shared, *_drawing(config, sizes, team, job))), *on_its_own))
+    moments = []
+    if Role.ACTOR in team.roles:
+        learning = _learning_terms("actor", config, models.facts[ACTOR], team, gpu=gpu, job=job)
+        moments.append(Moment("the actor's update", (*models.resident("update", ACTOR), *learning)))
     if job == "sft":
-        return Memory((Moment("the update", (*models.resident("update", ACTOR), *learning)),))
-    moments = [
-        Moment("the actor's update", (*models.resident("update", ACTOR), *learning)),
-        Moment("generation", (*models.resident("generate"), *cache, *_responses(config, dp, job))),
-        *on_its_own,
-    ]
-    if gpu:
+        return Memory((replace(moments[0], name="the update"),))
+    if Role.ROLLOUT in team.roles:
+        drawing = _drawing(config, sizes, team, job)
+        moments += [Moment("generation", (*models.resident("generate"), *drawing)), *on_its_own]
+    if gpu and Role.ACTOR in team.roles:
         moments.append(Moment("a checkpoint", tuple(models.resident("checkpoint"))))
     for role, name in ((REFERENCE, "log-probs"), (TEACHER, "log-probs"), (CRITIC, "values")):
         if role in models.state:
             moments.append(Moment(name, tuple(models.resident("score", role))))
     if CRITIC in models.state:
-        values = _learning_terms("critic", config, facts, config.critic.engine, dp, gpu=gpu)
+        values = _learning_terms("critic", config, models.facts[CRITIC], team, gpu=gpu)
         moments.append(Moment("the critic's update", (*models.resident("update", CRITIC), *values)))
     return Memory(tuple(moments))
 
 
+def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str) -> list[Term]:
+    """What generation needs in addition to weights."""
+    responses = response_terms(config, team.replicas, job)
+    if config.rollout.engine != "embedded":
+        return responses
+    row, rows = cache_bytes(config, _known(sizes, Role.ROLLOUT), team.parallel, team.replicas, job)
+    # Fewer sequences run when the cache does not fit, so that one of them is what it needs.
+    keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
+    return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *responses]
+
+
+def _known(sizes: Sizes, role: Role) -> ModelFacts:
+    """Sizes of a model, or the policy's where its own are not known."""
+    facts = sizes.get(role) or sizes[Role.ACTOR]
+    assert facts is not None, "the policy's sizes are known where memory is estimated"
+    return facts
+
+
 class _Models:
-    """Parts of the run's models, by role, and of servers on their devices; a role that no node works for has none.
+    """Parts of a team's models, by role, and of servers on their devices.
 
     Args:
-        servers: weights on the trainer's devices, if any.
+        servers: weights on the team's devices, if any.
     """
 
-    def __init__(
-        self, config: RunConfig, facts: ModelFacts, dp: int, roles: Roles, servers: list[Term], *, gpu: bool
-    ) -> None:
-        actor, critic, dtype = config.actor, config.critic, config.model.dtype
-        self._gpu, present = gpu, roles or ()
-        self.state = {ACTOR: _parts("actor", facts, actor.parallel, actor.engine, dtype, dp)}
-        size = self.state[ACTOR][PARAMETERS].bytes
-        if Role.REFERENCE in present:
-            self.state[REFERENCE] = {PARAMETERS: term("reference parameters", size, "actor.parallel")}
-        if Role.TEACHER in present:
-            what = "teacher parameters (if as large as the policy)"
-            self.state[TEACHER] = {PARAMETERS: term(what, size, "actor.parallel")}
-        if Role.CRITIC in present:
-            self.state[CRITIC] = _parts("critic", facts, actor.parallel, critic.engine, dtype, dp)
+    def __init__(self, config: RunConfig, sizes: Sizes, team: TeamPlan, servers: list[Term], *, gpu: bool) -> None:
+        self._gpu, dtype, dp = gpu, config.model.dtype, team.replicas
+        self.facts = {role.value: _known(sizes, role) for role in team.roles}
+        self.state: dict[str, dict[str, Term]] = {}
+        self._always: list[Term] = []
+        for role in team.roles:
+            name, facts, layout = role.value, self.facts[role.value], layout_key(config, role)
+            if role in (Role.ACTOR, Role.CRITIC):
+                engine = (config.actor if role is Role.ACTOR else config.critic).engine
+                self.state[name] = learned_parts(name, facts, team.parallel, engine, dtype, dp, layout)
+            elif role in (Role.REFERENCE, Role.TEACHER):
+                what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
+                self.state[name] = {PARAMETERS: term(what, parameter_bytes(facts, team.parallel, dtype), layout)}
+            elif Role.ACTOR not in team.roles and config.rollout.engine == "embedded":
+                size = parameter_bytes(facts, team.parallel, config.rollout_dtype)
+                self._always.append(term("rollout parameters", size, layout))
         if servers:
             self.state[SERVERS] = {WEIGHTS: servers[0]}
-        others = {CRITIC: critic.engine.offload, SERVERS: True}
-        self._offloads = dict.fromkeys(self.state, actor.engine.offload) | others
+        others = {CRITIC: config.critic.engine.offload, SERVERS: True}
+        self._offloads = dict.fromkeys(self.state, config.actor.engine.offload) | others
 
     def resident(self, phase: str, role: str | None = None) -> list[Term]:
         """What is on the device in a phase, see `megarl.residency`. On a CPU gradients are all that can leave."""
         wanted = needed(phase, role)
-        return [
+        return self._always + [
             part
             for name, parts in self.state.items()
             for kind, part in parts.items()
@@ -323,19 +330,24 @@ class _Models:
         ]
 
 
-def _parts(
-    role: str, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dtype: str, dp: int
+def parameter_bytes(facts: ModelFacts, parallel: ParallelConfig, dtype: str) -> float:
+    """Bytes of a model's parameters on the fullest rank."""
+    return sum(stage_parameters(facts, parallel)) * _BYTES[dtype]
+
+
+def learned_parts(
+    role: str, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dtype: str, dp: int, layout: str
 ) -> dict[str, Term]:
-    """Parameters, gradients and optimizer state of a model that learns."""
+    """Parameters, gradients and optimizer state of a model that learns. `layout`: the key of its layout."""
     state = state_bytes(facts, parallel, engine, dtype, dp)
-    return {name: term(f"{role} {name}", size, "the model's size, actor.parallel") for name, size in state.items()}
+    return {name: term(f"{role} {name}", size, f"the model's size, {layout}") for name, size in state.items()}
 
 
 def _learning_terms(
-    role: str, config: RunConfig, facts: ModelFacts, engine: EngineConfig, dp: int, *, gpu: bool, job: str = "train"
+    role: str, config: RunConfig, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str = "train"
 ) -> list[Term]:
     """What the update of a role needs in addition to its state."""
-    parallel = config.actor.parallel
+    parallel, dp, engine = team.parallel, team.replicas, getattr(config, role).engine
     longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
     keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"
     if longest > engine.micro_batch_tokens and job != "sft":  # a longer sequence is a micro-batch by itself
@@ -347,61 +359,3 @@ def _learning_terms(
         terms.append(term("logits of one chunk", logits, "actor.engine.logits_chunk_tokens", rough=True))
     # How long supervised examples are is not known here, so that no part of these is certain.
     return [replace(part, least=0.0) for part in terms] if job == "sft" else terms
-
-
-def host_memory(
-    config: RunConfig, facts: ModelFacts, dp: int, *, gpu: bool, job: str = "train", roles: Roles = None
-) -> Memory:
-    """Estimate of what all processes of one machine hold in its host memory."""
-    ranks = -(-config.cluster.nproc // config.cluster.nnodes)
-    worker = term(f"{ranks} worker processes", ranks * (_GPU_WORKER if gpu else _WORKER), "cluster.nproc", rough=True)
-    around = [worker, *_beside_terms(config, facts, ranks, gpu=gpu, job=job)]
-    state = state_bytes(facts, config.actor.parallel, config.actor.engine, config.model.dtype, dp)
-    own = ranks * (state["optimizer"] + state["parameters"] / dp)
-    staging = Term("a checkpoint on its way to disk", own, "the model's size, actor.parallel", 0.0)
-    if gpu:
-        offloaded = [term("offloaded state", own, "actor.engine.offload")] if config.actor.engine.offload else []
-        # The buffers are on the device: of host memory nothing is certain.
-        responses = [replace(_times(ranks, part), least=0.0) for part in _responses(config, dp, job)]
-        return Memory((Moment("a step", (*around, *offloaded, staging, *responses)),))
-    moments = [
-        Moment(moment.name, (*around, *(_times(ranks, part) for part in moment.terms)))
-        for moment in device_memory(config, facts, dp, gpu=False, job=job, roles=roles).moments
-    ]
-    if job in ("train", "sft"):
-        held = _parts("actor", facts, config.actor.parallel, config.actor.engine, config.model.dtype, dp)
-        moments.append(Moment("a checkpoint", (*around, *(_times(ranks, part) for part in held.values()), staging)))
-    return Memory(tuple(moments))
-
-
-def _times(ranks: int, part: Term) -> Term:
-    what = f"{part.what}, {ranks} ranks" if ranks > 1 else part.what
-    return Term(what, ranks * part.bytes, part.keys, ranks * part.least, part.shrinks)
-
-
-def _beside_terms(config: RunConfig, facts: ModelFacts, ranks: int, *, gpu: bool, job: str) -> list[Term]:
-    """Data, reward processes, weights of past steps, servers on a CPU."""
-    found = []
-    generates = job in ("eval", "generate")
-    rows = ranks * _DATA * _file_bytes([*([] if generates else config.data.train_files), *config.data.val_files])
-    if rows:
-        key = "data.val_files" if generates else "data.train_files"
-        found.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))
-    if config.reward.workers:
-        count = config.reward.workers * max(1, ranks // config.actor.parallel.model_parallel_size)
-        found.append(term(f"{count} reward processes", count * _REWARD_WORKER, "reward.workers", rough=True))
-    if config.rollout.stale_steps and job == "train":
-        weights = sum(stage_parameters(facts, config.actor.parallel)) * _BYTES[config.model.dtype]
-        copies = ranks * (config.rollout.stale_steps + 1) * weights
-        found.append(term("weights of past steps", copies, "rollout.stale_steps"))
-    servers = config.rollout.sglang
-    if config.rollout.engine == "sglang" and not servers.urls and not gpu and job != "sft":
-        held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
-        found.append(term(f"{servers.servers} servers", held, "rollout.sglang.servers", rough=True))
-    return found
-
-
-def _file_bytes(sources: list[str]) -> int:
-    """Bytes of the data files that lie here; what a hub name or a function gives is not known."""
-    files = [Path(source).expanduser() for source in dict.fromkeys(sources)]
-    return sum(file.stat().st_size for file in files if file.is_file())

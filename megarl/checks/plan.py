@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megarl.checks.checklist import Check
+from megarl.checks.host import host_memory
 from megarl.checks.layout import divides_devices
-from megarl.checks.memory import device_memory, host_memory, server_bytes
+from megarl.checks.memory import device_memory, server_bytes
 from megarl.checks.recipe import Checked, check_config
 from megarl.config.correction import describe_correction
 from megarl.config.load import dump_config
@@ -15,6 +16,7 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_text
 from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
 
@@ -117,19 +119,21 @@ def _ranks_text(config: RunConfig, placement: Placement | None) -> str:
 
 
 def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
-    facts, roles = checked.facts, checked.graph.roles if checked.graph else None
-    placement = checked.placement
+    placement, facts = checked.placement, checked.sizes[Role.ACTOR]
     if facts is None or placement is None or not all(map(divides_devices, placement.teams)):
         return "not known: " + (
             "the model's sizes are not known here" if facts is None else "the layout does not divide"
         )
-    dp = placement.teams[0].replicas
     gpu = machine.has_gpu or config.cluster.device_memory_gb is not None
-    memory = device_memory(config, facts, dp, gpu=gpu, roles=roles)
-    lines = [_memory_line(part.what, part.bytes) for part in memory.terms()]
-    lines.append(_memory_line(f"peak ({memory.peak.name})", memory.peak.bytes))
+    lines = []
+    for team in placement.teams:
+        if placement.separate:
+            lines.append(f"team {team.name}")
+        memory = device_memory(config, checked.sizes, team, gpu=gpu)
+        lines += [_memory_line(part.what, part.bytes) for part in memory.terms()]
+        lines.append(_memory_line(f"peak ({memory.peak.name})", memory.peak.bytes))
     ranks = -(-config.cluster.nproc // config.cluster.nnodes)
-    host = host_memory(config, facts, dp, gpu=gpu, roles=roles).peak
+    host = host_memory(config, checked.sizes, placement, gpu=gpu).peak
     lines.append(_memory_line(f"host memory of a machine ({count(ranks, 'rank')})", host.bytes))
     if config.rollout.engine == "sglang" and not config.rollout.sglang.urls:
         if not gpu:  # there it is one of the terms

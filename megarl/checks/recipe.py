@@ -18,7 +18,7 @@ from megarl.checks.files import (
     check_reward,
 )
 from megarl.checks.graph import build, check_graph
-from megarl.checks.layout import check_cluster, check_deadlines, check_layouts
+from megarl.checks.layout import Sizes, check_cluster, check_deadlines, check_layouts
 from megarl.checks.machine import check_machine
 from megarl.checks.packages import check_packages
 from megarl.checks.placement import check_placement
@@ -43,13 +43,13 @@ class Checked:
 
     Attributes:
         items: all checks in order, failed ones included.
-        facts: sizes of the policy, None when they are not known here.
+        sizes: of each role's model, None where they are not known here.
         graph: the task graph of a training run, None when it cannot be built.
         placement: the teams of the job, None when they are not known.
     """
 
     items: list[Check]
-    facts: ModelFacts | None
+    sizes: Sizes
     graph: TaskGraph | None
     placement: Placement | None
 
@@ -106,10 +106,8 @@ def check_config(
     check_secrets(config, checks)
     check_packages(config, checks, launcher, job)
     if machine is not None:
-        check_machine(
-            config, facts, machine, checks, launcher=launcher, job=job, starts=starts, placement=placement, roles=roles
-        )
-    return Checked(checks.items, facts, graph, placement)
+        check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
+    return Checked(checks.items, sizes, graph, placement)
 
 
 def validate(

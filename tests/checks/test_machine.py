@@ -6,11 +6,13 @@ import pytest
 
 from megarl.artifacts.facts import model_facts
 from megarl.checks.checklist import Check
-from megarl.checks.memory import device_memory, host_memory
+from megarl.checks.host import host_memory
+from megarl.checks.memory import device_memory
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
-from megarl.dag.stage import Role
+from megarl.dag.placement import MODEL_ROLES, place, together
 from megarl.machine import Machine
+from megarl.recipes.build import build_task_graph
 
 LAPTOP = Machine(cores=2, memory=24e9)
 SERVER = Machine(cores=64, memory=2e12, has_gpu=True, gpu_memory=85e9)
@@ -31,6 +33,11 @@ def judged(config_of):
         return [check for check in checks if check.name in ("machine", "memory")]
 
     return judge
+
+
+def sizes_of(config):
+    """All models are as large as the policy."""
+    return dict.fromkeys(MODEL_ROLES, model_facts(config.model))
 
 
 def not_ok(checks: list[Check]) -> Check:
@@ -178,7 +185,7 @@ def test_servers_have_to_fit_their_gpus(judged, overrides, does_not_fit):
 def test_weights_of_servers_that_share_the_devices_count_wherever_they_stay(config_of, colocated):
     engines = ["actor.engine.offload=true", "critic.engine.offload=true"]
     config = config_of("rollout.engine=sglang", f"rollout.sglang.colocated={colocated}", *engines)
-    memory = device_memory(config, model_facts(config.model), 1, gpu=True, roles=frozenset(Role))
+    memory = device_memory(config, sizes_of(config), together(config, MODEL_ROLES).teams[0], gpu=True)
     with_weights = {moment.name for moment in memory.moments for part in moment.terms if "a server's" in part.what}
     assert with_weights == ({"generation", "a checkpoint", "log-probs", "values"} if colocated else {"a server"})
 
@@ -191,7 +198,7 @@ def test_of_held_out_rows_only_what_is_known_counts(judged):
 
 def test_the_smaller_of_two_bounds_counts_for_held_out_rows(config_of):
     config = config_of("data.val_files=[val.jsonl]", "data.val_batch_size=1000", "data.max_val_samples=7")
-    memory = host_memory(config, model_facts(config.model), 1, gpu=False, job="eval")
+    memory = host_memory(config, sizes_of(config), together(config), gpu=False, job="eval")
     assert any(part.what.startswith("responses of 7 samples") for part in memory.terms())
 
 
@@ -272,7 +279,66 @@ CASE = [
 @pytest.mark.parametrize(("overrides", "peak"), MEASURED)
 def test_the_estimate_is_near_what_was_measured(config_of, overrides, peak):
     config = config_of(*CASE, *overrides)
-    memory = host_memory(config, model_facts(config.model), config.cluster.nproc, gpu=False)
+    memory = host_memory(config, sizes_of(config), together(config), gpu=False)
     # 0.80 to 1.25: what malloc keeps, and what the libraries keep for the gradient, are not counted byte by byte.
     assert 0.8 < max(m.bytes for m in memory.moments if "update" in m.name) / peak < 1.25
     assert memory.needed.least < peak
+
+
+# -- teams -----------------------------------------------------------------------------------------------------------
+
+PPO = ("algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "algorithm.kl.use=reward", "cluster.nproc=4")
+TEAMS = (
+    "placement.teams.train={roles: [actor], devices: 2}",
+    "placement.teams.value={roles: [critic, reference], devices: 1}",
+    "placement.teams.draw={roles: [rollout], devices: 1}",
+)
+
+
+@pytest.fixture
+def by_team(config_of):
+    """by_team(*overrides) -> recipe, sizes, placement and the estimate of each team's rank on a GPU."""
+
+    def estimate(*overrides: str):
+        config = config_of(*PPO, *TEAMS, *CASE, *overrides)
+        placement = place(build_task_graph(config), config)
+        sizes = sizes_of(config)
+        memory = {team.name: device_memory(config, sizes, team, gpu=True) for team in placement.teams}
+        return config, sizes, placement, memory
+
+    return estimate
+
+
+def test_a_rank_holds_the_models_of_its_team_only(by_team):
+    _, _, _, memory = by_team()
+    held = {name: {part.what.split()[0] for part in found.terms()} for name, found in memory.items()}
+    models = {"actor", "critic", "reference", "rollout"}
+    assert {name: parts & models for name, parts in held.items()} == {
+        "train": {"actor"},
+        "value": {"critic", "reference"},
+        "draw": {"rollout"},
+    }
+    assert [moment.name for moment in memory["draw"].moments] == ["generation"]
+
+
+def test_a_team_with_a_layout_of_its_own_holds_its_part_of_the_model(by_team):
+    def share(*overrides: str) -> float:
+        *_, memory = by_team("cluster.nproc=5", "placement.teams.value.devices=2", *overrides)
+        return next(part.bytes for part in memory["value"].terms() if part.what == "reference parameters")
+
+    assert share("critic.parallel.pp=2", "reference.parallel.pp=2") < 0.8 * share()
+
+
+def test_teams_work_at_the_same_time_in_the_memory_of_one_machine(by_team):
+    config, sizes, placement, _ = by_team()
+    apart = host_memory(config, sizes, placement, gpu=False)
+    alone = [device_memory(config, sizes, team, gpu=False) for team in placement.teams]
+    ranks = [team.devices for team in placement.teams]
+    assert apart.peak.bytes > sum(n * memory.peak.bytes for n, memory in zip(ranks, alone, strict=True))
+    assert apart.needed.least > sum(n * memory.needed.least for n, memory in zip(ranks, alone, strict=True))
+
+
+def test_the_team_that_does_not_fit_is_named(judged):
+    overrides = [*PPO, *TEAMS, *BILLION, "data.batch_size=8", "rollout.sampling.n=1", "cluster.device_memory_gb=30"]
+    failed = [check for check in judged(SERVER, *overrides) if check.status == "fail"]
+    assert [check.message.partition(":")[0] for check in failed] == ["team value"]

@@ -1,0 +1,119 @@
+"""What all processes of one machine hold in its host memory, estimated from sizes.
+
+On a CPU this is what the devices hold, too: every rank of the machine counts, and teams work at the same time. Where
+several machines share a run each of them is taken to hold its part of every team.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.checks.layout import Sizes, layout_key
+from megarl.checks.memory import (
+    Memory,
+    Moment,
+    Term,
+    device_memory,
+    learned_parts,
+    parameter_bytes,
+    response_terms,
+    server_bytes,
+    state_bytes,
+    term,
+)
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.stage import Role
+
+# A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
+_WORKER = 0.65e9
+_GPU_WORKER = 4e9  # CUDA's context and pinned buffers come on top; not measured here
+_REWARD_WORKER = 0.1e9
+_CPU_SERVER = 1.2e9  # an SGLang server without its model
+# Rows as Python objects, their rendered texts and tokens, per byte of a data file (jsonl: 3.4 for the rows only).
+_DATA = 6.0
+
+
+def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: bool, job: str = "train") -> Memory:
+    """Estimate of what all processes of one machine hold in its host memory. `sizes` as in `device_memory`."""
+    facts = sizes[Role.ACTOR]
+    assert facts is not None, "the policy's sizes are known where memory is estimated"
+    ranks = sum(_here(config, team) for team in placement.teams)
+    worker = term(f"{ranks} worker processes", ranks * (_GPU_WORKER if gpu else _WORKER), "cluster.nproc", rough=True)
+    around = [worker, *_beside_terms(config, facts, placement, gpu=gpu, job=job)]
+    teams = [_team_memory(config, sizes, facts, team, gpu=gpu, job=job) for team in placement.teams]
+    if placement.separate:
+        fullest = {"all teams at their fullest": [memory.peak for memory in teams]}
+        fullest["all teams"] = [memory.needed for memory in teams]
+        return Memory(
+            tuple(
+                Moment(name, (*around, *(part for moment in moments for part in moment.terms)))
+                for name, moments in fullest.items()
+            )
+        )
+    return Memory(tuple(Moment(moment.name, (*around, *moment.terms)) for moment in teams[0].moments))
+
+
+def _here(config: RunConfig, team: TeamPlan) -> int:
+    """Ranks of a team on one machine."""
+    return -(-team.devices // config.cluster.nnodes)
+
+
+def _team_memory(config: RunConfig, sizes: Sizes, facts: ModelFacts, team: TeamPlan, *, gpu: bool, job: str) -> Memory:
+    """What the ranks of a team that are on one machine hold. `facts`: of the policy."""
+    ranks, parallel, dp, actor = _here(config, team), team.parallel, team.replicas, config.actor
+    state = state_bytes(facts, parallel, actor.engine, config.model.dtype, dp)
+    own = ranks * (state["optimizer"] + state["parameters"] / dp) if Role.ACTOR in team.roles else 0.0
+    layout = layout_key(config, team.roles[0])
+    staging = [Term("a checkpoint on its way to disk", own, f"the model's size, {layout}", 0.0)] if own else []
+    if gpu:
+        offloaded = [term("offloaded state", own, "actor.engine.offload")] if actor.engine.offload and own else []
+        # The buffers are on the device: of host memory nothing is certain.
+        drawn = response_terms(config, dp, job) if Role.ROLLOUT in team.roles else []
+        responses = [replace(_times(ranks, part), least=0.0) for part in drawn]
+        return Memory((Moment("a step", (*offloaded, *staging, *responses)),))
+    moments = [
+        Moment(moment.name, tuple(_times(ranks, part) for part in moment.terms))
+        for moment in device_memory(config, sizes, team, gpu=False, job=job).moments
+    ]
+    if staging and job in ("train", "sft"):
+        held = learned_parts("actor", facts, parallel, actor.engine, config.model.dtype, dp, layout)
+        moments.append(Moment("a checkpoint", (*(_times(ranks, part) for part in held.values()), *staging)))
+    return Memory(tuple(moments))
+
+
+def _times(ranks: int, part: Term) -> Term:
+    what = f"{part.what}, {ranks} ranks" if ranks > 1 else part.what
+    return Term(what, ranks * part.bytes, part.keys, ranks * part.least, part.shrinks)
+
+
+def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *, gpu: bool, job: str) -> list[Term]:
+    """Data, reward processes, weights of past steps, servers on a CPU: with the ranks that draw samples."""
+    found = []
+    generates = job in ("eval", "generate")
+    team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
+    ranks = _here(config, team)
+    rows = ranks * _DATA * _file_bytes([*([] if generates else config.data.train_files), *config.data.val_files])
+    if rows:
+        key = "data.val_files" if generates else "data.train_files"
+        found.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))
+    if config.reward.workers:
+        count = config.reward.workers * max(1, ranks // team.parallel.model_parallel_size)
+        found.append(term(f"{count} reward processes", count * _REWARD_WORKER, "reward.workers", rough=True))
+    if config.rollout.stale_steps and job == "train":
+        weights = parameter_bytes(facts, team.parallel, config.model.dtype)
+        copies = ranks * (config.rollout.stale_steps + 1) * weights
+        found.append(term("weights of past steps", copies, "rollout.stale_steps"))
+    servers = config.rollout.sglang
+    if config.rollout.engine == "sglang" and not servers.urls and not gpu and job != "sft":
+        held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))
+        found.append(term(f"{servers.servers} servers", held, "rollout.sglang.servers", rough=True))
+    return found
+
+
+def _file_bytes(sources: list[str]) -> int:
+    """Bytes of the data files that lie here; what a hub name or a function gives is not known."""
+    files = [Path(source).expanduser() for source in dict.fromkeys(sources)]
+    return sum(file.stat().st_size for file in files if file.is_file())
