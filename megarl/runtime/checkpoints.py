@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
 from megarl.runtime.changes import Command, announcements
@@ -17,12 +18,29 @@ if TYPE_CHECKING:
     from megarl.runtime.context import StepContext
     from megarl.runtime.controller import Controller
     from megarl.training.saving import Saving
+    from megarl.training.together import Teams
+
 
 FOLDER = "checkpoints"
 
 
+def teams_of(c: Controller) -> Teams | None:
+    """The teams that write checkpoints, as one of them sees them; None: there are no others."""
+    team = c.team
+    if team.store is None:
+        return None
+    from megarl.training.together import Teams
+
+    beside = tuple(plan.name for plan in team.others if Role.CRITIC in plan.roles) if team.leads else ()
+    if not beside and (team.leads or not team.holds(Role.CRITIC)):
+        return None
+    return Teams(team.plan.name, team.plan.first, team.store, c.config.cluster.timeout_s, beside)
+
+
 class Checkpoints:
-    """Saves and restores a controller. All methods are collective.
+    """Saves and restores a controller. All methods are collective over its team, which is that of the actor.
+
+    Other teams have a `megarl.runtime.checkpoint_part.CheckpointPart`.
 
     Attributes:
         source: the checkpoint that `find` found.
@@ -33,6 +51,7 @@ class Checkpoints:
 
     def __init__(self, c: Controller) -> None:
         self._c, self._world, self.best = c, c.layout.world, -math.inf
+        self._teams = teams_of(c)
         self.best_step: int | None = None
         self._root = c.run_dir / FOLDER
         self.source: Path | None = None
@@ -179,8 +198,11 @@ class Checkpoints:
         return self._world.broadcast_json(found if self._world.rank == 0 else None)
 
     def save_start(self) -> None:
-        """Save what RL starts from as step 0, complete when this returns: a cold start is not to be trained twice."""
-        self.save(0, {})
+        """Save what RL starts from as step 0, complete when this returns: a cold start is not to be trained twice.
+
+        There is no critic yet, so no other team has a part in it.
+        """
+        self._save(0, {}, None, None)
         with phase("checkpoint"):
             self._wait()
 
@@ -216,7 +238,9 @@ class Checkpoints:
         value = numbers.get(settings.best_metric or "", -math.inf)
         improved = accuracy is not None and not math.isinf(value) and value >= self.best
         if last or due(step, settings.save_every) or (improved and settings.save_every):
-            self.save(step, numbers, accuracy)
+            self._save(step, numbers, accuracy, self._teams)
+        elif self._teams is not None and self._world.rank == 0:
+            self._teams.announce(step, None)
         if last:
             with phase("checkpoint"):
                 self._wait()
@@ -232,7 +256,7 @@ class Checkpoints:
                 self._wait()
             raise
 
-    def save(self, step: int, numbers: dict[str, float], accuracy: float | None = None) -> None:
+    def _save(self, step: int, numbers: dict[str, float], accuracy: float | None, teams: Teams | None) -> None:
         """Begin to write a checkpoint after `step`, once the last one is complete; arguments as in `after_step`."""
         from megarl.training.checkpoint import begin
 
@@ -263,6 +287,7 @@ class Checkpoints:
                     config=c.config.model_dump(mode="json"),
                     keep_last=settings.keep_last,
                     best=is_best,
+                    teams=teams,
                 )
 
     def _wait(self) -> None:

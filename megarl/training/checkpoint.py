@@ -40,7 +40,7 @@ from megarl.training.rng import load_rng
 from megarl.training.saving import Saving, shard_name
 from megarl.training.sharded_state import load_engines, refuse_foreign, weight_boxes, world_of
 from megarl.training.shards import CheckpointError, Index, label_of, read_index
-from megarl.training.together import Part, Teams, own_files, refuse_folder, rng_name, size_of
+from megarl.training.together import Part, Teams, folder_of, own_files, refuse_folder, rng_name, size_of
 
 if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
@@ -90,23 +90,22 @@ def begin(
     Raises:
         CheckpointError: on every rank of every team alike: the disk is too full, or the folder cannot be made.
     """
-    layout = next(iter(engines.values())).layout
-    world = layout.world
+    world = world_of(engines)
     tag = world.broadcast_json(uuid.uuid4().hex[:8])
-    folder = root / f"step_{step}.tmp-{tag}"
-    parts = {"" if teams is None else teams.name: Part.of(engines, layout)}
+    folder = folder_of(root, step, tag)
     speaks_to = teams if world.rank == 0 else None
     if speaks_to is not None:
         speaks_to.announce(step, tag)
     shard, contents = own_files(engines, tag, step, world.rank)
     contents |= files or {}
+    if world.rank == 0:
+        contents[_STATE] = json.dumps(extra).encode()
+    nbytes = sum(world.all_gather_json(size_of(shard, contents)))
+    parts = {"" if teams is None else teams.name: Part.of(engines, 0, nbytes)}
     if speaks_to is not None:  # nobody else needs to know them
         parts |= speaks_to.parts(step)
-    if world.rank == 0:
-        states = {key: value for part in parts.values() for key, value in part.state.items()}
-        contents[_STATE] = json.dumps(extra | states).encode()
-    nbytes = sum(world.all_gather_json(size_of(shard, contents))) + sum(part.nbytes for part in parts.values())
     fix = _make_room(root, step)
+    nbytes = sum(part.nbytes for part in parts.values())
     problem = world.broadcast_json(_make_folder(folder, nbytes) if world.rank == 0 else None)
     if speaks_to is not None:
         speaks_to.give_folder(step, problem, fix)

@@ -40,7 +40,7 @@ class Saving:
 
     Args:
         folder: exists; removed again when a rank fails.
-        shard: this rank's tensors; None: it has none.
+        shard: this rank's tensors.
         files: contents by name of this rank's other files.
         commit: called in rank 0's thread with the seals of all files, once they are all on disk; None: another team
             does it.
@@ -54,7 +54,7 @@ class Saving:
     def __init__(
         self,
         folder: Path,
-        shard: Snapshot | None,
+        shard: Snapshot,
         files: Mapping[str, bytes],
         commit: Callable[[dict[str, Seal]], None] | None,
         fix: str,
@@ -118,9 +118,8 @@ class Saving:
     def _run(self) -> None:
         number = self._first + self._world.rank
         try:
-            seals: dict[str, Seal] = {}
-            if self._shard is not None:
-                seals[shard_name(number)] = self._shard.write(self._folder / shard_name(number), self._progress)
+            shard = shard_name(number)
+            seals = {shard: self._shard.write(self._folder / shard, self._progress)}
             for name, content in self._files.items():
                 seals[name] = write_file(self._folder / name, [content], self._progress)
             write_atomically(_seal_path(self._folder, number), json.dumps(seals))

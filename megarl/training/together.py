@@ -1,11 +1,11 @@
 """One checkpoint of several teams: what they tell each other, and what a team writes that does not lead.
 
-    team of the actor, which leads                       every other team with a part in it
+    team of the actor, which leads                       every other team with an engine that learns
     checkpoint/4         {"tag": "4f2a81c0"}  -------->  the step is saved; null: it is not
     copy to host memory                                  copy to host memory
-    checkpoint/critic/4                       <--------  its workers, engines, bytes, and what it adds to state.json
+    checkpoint/critic/4                       <--------  its workers, engines and bytes
     makes step_4.tmp-4f2a81c0, if all of it fits
-    checkpoint/4/folder  {"problem": null}    -------->
+    checkpoint_folder/4  {"problem": null}    -------->
     rank_0.safetensors ... seal_0.json ...               rank_2.safetensors ... seal_2.json ...
     waits for the seals of all, meta.json, rename
 
@@ -17,10 +17,11 @@ meta.json says which team's they are. Nothing of it is a checkpoint before the r
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.comm import WorkerGroup
 from megarl.training.rng import rng_bytes
 from megarl.training.saving import Saving
 from megarl.training.sharded_state import snapshot
@@ -28,7 +29,6 @@ from megarl.training.shards import CheckpointError, Snapshot
 
 if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
-    from megarl.training.parallel import Layout
 
 
 class Mail(Protocol):
@@ -50,22 +50,21 @@ class Part:
         layout: sizes of the layout of its engines.
         optimizer_steps, vocab_sizes: of its engines, by their names.
         nbytes: of all its files.
-        state: what it adds to state.json.
     """
 
     workers: tuple[int, int]
     layout: dict[str, int]
-    optimizer_steps: dict[str, int] = field(default_factory=dict)
-    vocab_sizes: dict[str, int] = field(default_factory=dict)
-    nbytes: int = 0
-    state: dict[str, Any] = field(default_factory=dict)
+    optimizer_steps: dict[str, int]
+    vocab_sizes: dict[str, int]
+    nbytes: int
 
     @classmethod
-    def of(cls, engines: Mapping[str, MegatronEngine], layout: Layout, first: int = 0, **more: Any) -> Part:
-        """That of the ranks of `layout`, whose first one is worker `first`."""
+    def of(cls, engines: Mapping[str, MegatronEngine], first: int, nbytes: int) -> Part:
+        """What the team of these engines writes, whose first worker is `first`."""
+        layout = next(iter(engines.values())).layout
         steps = {name: engine.step for name, engine in engines.items()}
         vocab_sizes = {name: engine.hf_config.vocab_size for name, engine in engines.items()}
-        return cls((first, layout.world.size), layout.describe(), steps, vocab_sizes, **more)
+        return cls((first, layout.world.size), layout.describe(), steps, vocab_sizes, nbytes)
 
     def describe(self) -> dict[str, Any]:
         """For meta.json."""
@@ -105,56 +104,50 @@ class Teams:
 
     def give_folder(self, step: int, problem: str | None, fix: str) -> None:
         """The folder is there to be written into, or cannot be."""
-        self.mail.post(f"checkpoint/{step}/folder", {"problem": problem, "fix": fix})
+        self.mail.post(f"checkpoint_folder/{step}", {"problem": problem, "fix": fix})
 
     def take_folder(self, step: int, part: Part) -> dict[str, Any]:
         """Hand in this team's part; what the team that leads says of the folder."""
         self.mail.post(f"checkpoint/{self.name}/{step}", asdict(part))
-        return self.mail.read(f"checkpoint/{step}/folder")
+        return self.mail.read(f"checkpoint_folder/{step}")
 
 
 def begin_part(
-    folder: Path,
-    step: int,
-    engines: Mapping[str, MegatronEngine],
-    layout: Layout,
-    teams: Teams,
-    *,
-    files: Mapping[str, bytes],
-    state: Mapping[str, Any],
+    root: Path, step: int, tag: str, engines: Mapping[str, MegatronEngine], teams: Teams, world: WorkerGroup
 ) -> Saving:
     """Start to write what this team has of a checkpoint that another team leads. Collective over the team.
 
     Returns as soon as everything is copied to host memory, and the folder is there.
 
     Args:
-        folder: where its files go, `ROOT/step_<step>.tmp-<tag>`.
+        root: folder of checkpoints, on a file system that all workers share.
         step: training step that is complete.
-        engines: those that learn here, by name; there may be none.
-        layout: the ranks of the team.
+        tag: as it was announced.
+        engines: those that learn here, by name; at least one.
         teams: as this team sees them.
-        files: contents by name of what this rank adds; no other rank of any team gives the same name.
-        state: what the team adds to state.json.
+        world: all ranks of this team.
 
     Raises:
         CheckpointError: on every rank of every team alike: the disk is too full, or the folder cannot be made.
     """
-    world = layout.world
-    shard, contents = own_files(engines, folder.name.rpartition("-")[2], step, teams.first + world.rank)
-    contents |= files
+    folder = folder_of(root, step, tag)
+    shard, contents = own_files(engines, tag, step, teams.first + world.rank)
     nbytes = sum(world.all_gather_json(size_of(shard, contents)))
-    part = Part.of(engines, layout, teams.first, nbytes=nbytes, state=dict(state))
+    part = Part.of(engines, teams.first, nbytes)
     answer = world.broadcast_json(teams.take_folder(step, part) if world.rank == 0 else None)
     refuse_folder(folder, answer["problem"], answer["fix"])
     return Saving(folder, shard, contents, None, answer["fix"], world, first=teams.first)
 
 
+def folder_of(root: Path, step: int, tag: str) -> Path:
+    """Where a checkpoint is written, before it has its name."""
+    return root / f"step_{step}.tmp-{tag}"
+
+
 def own_files(
     engines: Mapping[str, MegatronEngine], tag: str, step: int, number: int
-) -> tuple[Snapshot | None, dict[str, bytes]]:
-    """What worker `number` writes of its engines, and its random states; nothing where no engine learns."""
-    if not engines:
-        return None, {}
+) -> tuple[Snapshot, dict[str, bytes]]:
+    """What worker `number` writes of its engines, and its random states."""
     return snapshot(engines, {"tag": tag, "step": step}), {rng_name(number): rng_bytes()}
 
 
@@ -163,9 +156,9 @@ def rng_name(number: int) -> str:
     return f"rng_{number}.safetensors"
 
 
-def size_of(shard: Snapshot | None, contents: Mapping[str, bytes]) -> int:
+def size_of(shard: Snapshot, contents: Mapping[str, bytes]) -> int:
     """Bytes that a rank writes."""
-    return (0 if shard is None else shard.nbytes) + sum(map(len, contents.values()))
+    return shard.nbytes + sum(map(len, contents.values()))
 
 
 def refuse_folder(folder: Path, problem: str | None, fix: str) -> None:

@@ -134,8 +134,9 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         config=settings,
         run_dir=checkpoints.Path(),
         layout=SimpleNamespace(world=None),
+        team=SimpleNamespace(store=None),
         kl_controller=controller,
-        loader=loader,
+        loading=loader,
         trained={},
         residency=Residency(),
     )

@@ -23,6 +23,8 @@ from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import kept_reference, put_aside, unchanged_model
 from tests.runtime.harness import RECIPE
 
+ONE_TEAM = SimpleNamespace(store=None)
+
 
 def test_a_misspelt_best_metric_names_those_that_exist():
     numbers = {"val/acc": 0.5, "val/prompts": 8.0}
@@ -95,7 +97,8 @@ def run_dir(tmp_path):
 def of_run(run_dir, resume="auto", loader=None):
     config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
-    return Checkpoints(SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=loader, layout=layout))
+    fields = {"run_dir": run_dir, "trained": {}, "loading": loader, "layout": layout, "team": ONE_TEAM}
+    return Checkpoints(SimpleNamespace(config=config, **fields))
 
 
 def find(run_dir, resume="auto", steps=9, loader=None):
@@ -150,9 +153,12 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     config = RunConfig(name="run", trainer=TrainerConfig(steps=9, resume="never"), sft=SFTConfig(steps=sft_steps))
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
-    c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=None, layout=layout, actor=actor)
+    c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=None, layout=layout, actor=actor)
     c.residency, c.held = Residency(), {}
-    c.context, c.team = SimpleNamespace(), SimpleNamespace(holds=lambda role: role in (Role.REFERENCE, Role.CRITIC))
+    c.context, c.team = (
+        SimpleNamespace(),
+        SimpleNamespace(store=None, holds=lambda role: role in (Role.REFERENCE, Role.CRITIC)),
+    )
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda *_: c)
     monkeypatch.setattr(loop.OwnTeam, "of_graph", lambda *_: None)
@@ -205,7 +211,8 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     part = SimpleNamespace(load_state_dict=lambda state: None)
     trainer = SimpleNamespace(best_metric="val/acc", resume="auto")
     config = SimpleNamespace(trainer=trainer, model_dump=lambda mode: {})
-    c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loader=part, kl_controller=part)
+    c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=part, kl_controller=part)
+    c.team = ONE_TEAM
     c.residency, c.context = Residency(), c
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     part.check_state = lambda state: None
@@ -315,8 +322,8 @@ def saving(monkeypatch, tmp_path):
     part = SimpleNamespace(state_dict=dict)
     trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
     c = SimpleNamespace(config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path)
-    c.loader, c.kl_controller, c.surplus, c.trained, c.residency = part, part, None, {}, Residency()
-    c.context = c
+    c.loading, c.kl_controller, c.surplus, c.trained, c.residency = part, part, None, {}, Residency()
+    c.context, c.team = c, ONE_TEAM
     c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer
 

@@ -1,6 +1,5 @@
 """Several teams write one checkpoint: it is there when all parts are, and any placement goes on from it."""
 
-import json
 import os
 import threading
 import time
@@ -16,38 +15,18 @@ from megarl.config.model import ParallelConfig
 from megarl.config.training import OptimConfig
 from megarl.errors import WorkerError
 from megarl.phase import phase
-from megarl.processes import free_port, write_atomically
-from megarl.rendezvous import Team, join
+from megarl.processes import free_port
+from megarl.rendezvous import join
 from megarl.training import checkpoint, saving, together
 from megarl.training.shards import CheckpointError
 from megarl.training.together import Part, Teams, begin_part
 from tests.dist import fresh_layout, run_distributed, world
+from tests.mail import FolderMail
 from tests.training import cases
 
 OPTIM = OptimConfig(lr=1e-2, eps=1e-3, weight_decay=0.1)
-TEAMS = {"policy": Team("policy", (0, 1)), "values": Team("values", (2,))}
+TEAMS = {"policy": (0, 1), "values": (2,)}
 ENGINES = {"policy": ("actor", "moe", {"ep": 2}), "values": ("critic", "critic", {})}
-
-
-class FolderMail:
-    """Mail between processes, or threads: a file for each."""
-
-    def __init__(self, folder: Path, timeout: float = 60.0) -> None:
-        self._folder, self._timeout = folder, timeout
-
-    def _file(self, name: str) -> Path:
-        return self._folder / name.replace("/", "-")
-
-    def post(self, name: str, value: object) -> None:
-        assert not self._file(name).exists(), name
-        write_atomically(self._file(name), json.dumps(value))
-
-    def read(self, name: str) -> object:
-        deadline = time.monotonic() + self._timeout
-        while not self._file(name).exists():
-            assert time.monotonic() < deadline, f"nobody posts {name}"
-            time.sleep(0.01)
-        return json.loads(self._file(name).read_text())
 
 
 def _engine(model: str, layout, seed: int):
@@ -62,28 +41,27 @@ def _steps(engine, first: int) -> list[dict]:
     return found
 
 
-def _apart(port: int, root: str) -> dict:
+def _apart(ports: dict[str, int], root: str) -> dict:
     """One of two teams: goes on from the colocated step 2, writes step 4, goes on, and goes on from step 4 again."""
     rank = dist.get_rank()
     dist.destroy_process_group()  # that of the harness: a team is a world of its own
-    team = next(team for team in TEAMS.values() if rank in team.ranks)
-    os.environ["MASTER_PORT"] = str(port)
-    join("gloo", 60, Path(root), team)
+    team = next(name for name, ranks in TEAMS.items() if rank in ranks)
+    own = {"RANK": TEAMS[team].index(rank), "WORLD_SIZE": len(TEAMS[team]), "MASTER_PORT": ports[team]}
+    os.environ.update({key: str(value) for key, value in own.items()})
+    join("gloo", 60, Path(root))
     folder, mail = Path(root) / "checkpoints", FolderMail(Path(root) / "mail")
-    name, model, sizes = ENGINES[team.name]
+    name, model, sizes = ENGINES[team]
     layout = fresh_layout(ParallelConfig(**sizes))
     engine = _engine(model, layout, 77)
     meta = checkpoint.verify(folder / "step_2", layout.world, [name])
     assert checkpoint.load(folder / "step_2", {name: engine}, meta)[0] == 2
     found = {"after_2": _steps(engine, 2)}
-    if team.name == "policy":
+    if team == "policy":
         teams = Teams("policy", 0, mail, 60.0, ("values",))
         written = checkpoint.begin(folder, 4, {name: engine}, {"loader": {"at": 7}}, teams=teams)
     else:
         teams = Teams("values", 2, mail, 60.0)
-        tag = world().broadcast_json(teams.announced(4))
-        into = folder / f"step_4.tmp-{tag}"
-        written = begin_part(into, 4, {name: engine}, layout, teams, files={"extra.txt": b"!"}, state={"more": 1})
+        written = begin_part(folder, 4, teams.announced(4), {name: engine}, teams, layout.world)
     found["after_4"] = _steps(engine, 4)  # while it is written
     written.wait()
     if rank == 0:
@@ -105,7 +83,7 @@ def test_a_run_goes_from_one_team_to_two_and_back(alone, tmp_path):
     assert "teams" not in checkpoint.read_meta(root / "step_2")
     undisturbed = {name: [_steps(engine, 2), _steps(engine, 4)] for name, engine in engines.items()}
 
-    ranks = run_distributed(_apart, 3, 240, free_port(), str(tmp_path))
+    ranks = run_distributed(_apart, 3, 240, {team: free_port() for team in TEAMS}, str(tmp_path))
     for found, (name, model, sizes) in zip(ranks, [ENGINES["policy"]] * 2 + [ENGINES["values"]], strict=True):
         assert found["again"] == found["after_4"], "the same layout: bit for bit"
         for got, want in zip([*found["after_2"], *found["after_4"]], chain(*undisturbed[name]), strict=True):
@@ -115,12 +93,12 @@ def test_a_run_goes_from_one_team_to_two_and_back(alone, tmp_path):
 
     meta = checkpoint.verify(root / "step_4", world())
     assert sorted(meta["files"]) == sorted(
-        ["extra.txt", "state.json", *(f"{kind}_{rank}.safetensors" for kind in ("rank", "rng") for rank in range(3))]
+        ["state.json", *(f"{kind}_{rank}.safetensors" for kind in ("rank", "rng") for rank in range(3))]
     )
     assert meta["teams"]["values"] == {"workers": [2, 1], "layout": layout.describe(), "engines": ["critic"]}
     assert list(meta["teams"]) == ["policy", "values"]
     together_again = {"actor": _engine("moe", layout, 8), "critic": _engine("critic", layout, 9)}
-    assert checkpoint.load(root / "step_4", together_again) == (4, {"loader": {"at": 7}, "more": 1})
+    assert checkpoint.load(root / "step_4", together_again) == (4, {"loader": {"at": 7}})
     for name, engine in together_again.items():
         got, want = _steps(engine, 4), undisturbed[name][1]
         assert got == ranks[2]["after_4"] if name == "critic" else got[1]["loss"] == pytest.approx(want[1]["loss"])
@@ -129,13 +107,14 @@ def test_a_run_goes_from_one_team_to_two_and_back(alone, tmp_path):
 @pytest.fixture
 def run(alone, tmp_path):
     """A policy of one rank with step 1 saved, and what a team beside it needs to write a part of step 2."""
-    engine = _engine("dense", fresh_layout(ParallelConfig()), 3)
+    layout = fresh_layout(ParallelConfig())
+    engines = {"actor": _engine("dense", layout, 3)}
     root = tmp_path / "checkpoints"
-    checkpoint.save(root, 1, {"actor": engine}, {})
+    checkpoint.save(root, 1, engines, {})
     mail = FolderMail(tmp_path / "mail", 5.0)
     return SimpleNamespace(
-        engines={"actor": engine},
-        layout=engine.layout,
+        engines=engines,
+        critic={"critic": _engine("critic", layout, 4)},
         root=root,
         mail=mail,
         policy=Teams("policy", 0, mail, 0.2, ("values",)),
@@ -143,9 +122,8 @@ def run(alone, tmp_path):
     )
 
 
-def _values_write(run, content: bytes = b"v" * 999) -> None:
-    into = run.root / f"step_2.tmp-{run.values.announced(2)}"
-    begin_part(into, 2, {}, run.layout, run.values, files={"surplus_0.safetensors": content}, state={}).wait()
+def _values_write(run) -> None:
+    begin_part(run.root, 2, run.values.announced(2), run.critic, run.values, world()).wait()
 
 
 def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(run, monkeypatch):
@@ -164,14 +142,14 @@ def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(
     other.start()
     checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy).wait()
     other.join()
-    assert {name for name, _ in seen} >= {"surplus_0.safetensors", "seal_0.json", "seal_1.json", "state.json"}
+    assert {name for name, _ in seen} >= {"rng_0.safetensors", "rng_1.safetensors", "seal_0.json", "seal_1.json"}
     assert all(steps == [1] for _, steps in seen)
     assert steps_in(run.root) == [1, 2]
-    assert checkpoint.verify(run.root / "step_2", world())["files"]["surplus_0.safetensors"][0] == 999
+    assert checkpoint.verify(run.root / "step_2", world())["optimizer_steps"] == {"actor": 0, "critic": 0}
 
 
 def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays(run):
-    part = Part((1, 2), run.layout.describe(), {"critic": 1}, {"critic": 131}, 1000)
+    part = Part.of(run.critic, 1, 1000)
     run.mail.post("checkpoint/values/2", together.asdict(part))
     with phase("checkpoint"):
         written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy)
@@ -185,7 +163,7 @@ def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays
 
 def test_a_kill_between_the_parts_leaves_a_folder_that_nobody_reads(run):
     """What the policy's team leaves when all are killed while it waits for the other one."""
-    part = Part((1, 1), run.layout.describe(), {"critic": 1}, {"critic": 131}, 1000)
+    part = Part.of(run.critic, 1, 1000)
     run.mail.post("checkpoint/values/2", together.asdict(part))
     written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy)
     left = run.root / f"step_2.tmp-{run.policy.announced(2)}"
@@ -207,7 +185,7 @@ def test_a_checkpoint_that_does_not_fit_is_begun_by_no_team(run, monkeypatch):
 
     def write() -> None:
         with pytest.raises(CheckpointError) as caught:
-            _values_write(run, b"v" * 1_000_000)
+            _values_write(run)
         said.append(str(caught.value))
 
     mine = sum(path.stat().st_size for path in (run.root / "step_1").iterdir())

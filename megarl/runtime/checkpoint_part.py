@@ -1,0 +1,79 @@
+"""What a team does for the checkpoints of a run that another team leads: a critic saves itself, a loader goes on.
+
+team of the actor (megarl.runtime.checkpoints)       this team
+find(): all files, where the run goes on    ----->   load(): its own files of that checkpoint
+after_step(): is a step saved?              ----->   after_step(): its engines (megarl.training.together)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.phase import phase
+from megarl.runtime.checkpoints import FOLDER, teams_of
+
+if TYPE_CHECKING:
+    from megarl.runtime.controller import Controller
+    from megarl.training.saving import Saving
+
+
+class CheckpointPart:
+    """Saves and restores what this team has of the run's checkpoints. All methods are collective over the team.
+
+    Args:
+        c: of a team that is not the actor's.
+    """
+
+    def __init__(self, c: Controller) -> None:
+        self._c, self._world = c, c.layout.world
+        self._teams = teams_of(c)
+        self._saving: Saving | None = None
+
+    def load(self, source: Path) -> None:
+        """Restore what this team has of a checkpoint of a step of RL: its engines, the place of its loader.
+
+        Raises:
+            CheckpointError: its files are not intact as this team sees them, or of another model.
+            DataError: the checkpoint is of other data.
+        """
+        from megarl.training.checkpoint import load, read_state, verify
+
+        trained = self._c.trained
+        meta = verify(source, self._world, trained)
+        if trained:
+            with self._c.residency.phase("resume"):
+                load(source, trained, meta)
+        if self._c.loader is not None:
+            self._c.loader.load_state_dict(read_state(source)["loader"])
+        self._c.context.step = meta["step"]
+
+    def after_step(self, step: int, *, last: bool) -> None:
+        """Begin to write this team's part of the checkpoint of `step`, if it has one and the actor's team saves it.
+
+        The next steps run while it is written; after the last one it is complete.
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoint before it is whole.
+        """
+        from megarl.training.together import begin_part
+
+        if self._teams is None:
+            return
+        with phase("await_checkpoint"):
+            tag = self._world.broadcast_json(self._teams.announced(step) if self._world.rank == 0 else None)
+        with phase("checkpoint"):
+            if self._saving is not None and self._saving.poll():
+                self._saving = None
+            if tag is not None:
+                self._wait()
+                with self._c.residency.phase("checkpoint"):
+                    root = self._c.run_dir / FOLDER
+                    self._saving = begin_part(root, step, tag, self._c.trained, self._teams, self._world)
+            if last:
+                self._wait()
+
+    def _wait(self) -> None:
+        if self._saving is not None:
+            self._saving.wait()
+            self._saving = None

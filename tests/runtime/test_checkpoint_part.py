@@ -1,0 +1,121 @@
+"""A team beside the actor's has its part in the run's checkpoints, and finds it again."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.comm import WorkerGroup
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.stage import Role
+from megarl.residency import Residency
+from megarl.runtime.checkpoint_part import CheckpointPart
+from megarl.runtime.checkpoints import Checkpoints, teams_of
+from megarl.runtime.team import OwnTeam
+from megarl.training import checkpoint, together
+from megarl.training.shards import CheckpointError, Snapshot
+from tests.mail import FolderMail
+
+PARALLEL = RunConfig(name="run").actor.parallel
+PLANS = (
+    TeamPlan("actor", (Role.ACTOR, Role.ROLLOUT), 1, 0, PARALLEL, ()),
+    TeamPlan("critic", (Role.CRITIC,), 1, 1, PARALLEL, ()),
+    TeamPlan("reference", (Role.REFERENCE,), 1, 2, PARALLEL, ()),
+)
+
+
+def team(name: str, mail: FolderMail | None, plans: tuple[TeamPlan, ...] = PLANS) -> OwnTeam:
+    plan = next(plan for plan in plans if plan.name == name)
+    return OwnTeam(plan, Placement(plans), plan.first, mail)
+
+
+def test_teams_with_engines_that_learn_save_and_the_actors_knows_which(tmp_path):
+    def teams(name: str, plans: tuple[TeamPlan, ...] = PLANS):
+        config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=9.0))
+        mail = FolderMail(tmp_path) if len(plans) > 1 else None
+        return teams_of(SimpleNamespace(config=config, team=team(name, mail, plans)))
+
+    lead, beside = teams("actor"), teams("critic")
+    assert (lead.name, lead.first, lead.others, lead.deadline_s) == ("actor", 0, ("critic",), 9.0)
+    assert (beside.name, beside.first, beside.others) == ("critic", 1, ())
+    assert teams("reference") is None
+    assert teams("actor", (PLANS[0], PLANS[2])) is None
+    assert teams("actor", PLANS[:1]) is None
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Makes a worker of a team, with an engine without tensors; what its loader was given."""
+    seen = []
+    monkeypatch.setattr(together, "snapshot", lambda engines, label: Snapshot([], label))
+    trainer = SimpleNamespace(save_every=2, best_metric="val/acc", keep_last=2, resume="auto")
+    cluster = SimpleNamespace(timeout_s=30.0)
+    layout = SimpleNamespace(rank=0, world=WorkerGroup.alone(), dp_size=1, describe=lambda: {"world_size": 1})
+
+    def make(name: str) -> SimpleNamespace:
+        engine = SimpleNamespace(layout=layout, step=7, hf_config=SimpleNamespace(vocab_size=9))
+        loader = SimpleNamespace(state_dict=lambda: {"at": 3}, check_state=lambda state: None)
+        loader.load_state_dict = lambda state: seen.append(state)
+        return SimpleNamespace(
+            config=SimpleNamespace(trainer=trainer, cluster=cluster, model_dump=lambda mode: {}),
+            run_dir=tmp_path / "run",
+            trained={name: engine},
+            layout=layout,
+            loader=loader,
+            loading=loader,
+            residency=Residency(),
+            context=SimpleNamespace(kl_controller=loader, surplus=None, layout=layout),
+            team=team(name, FolderMail(tmp_path / "mail")),
+        )
+
+    return make, seen
+
+
+def test_both_teams_save_what_is_due_what_is_best_and_the_end(worker, monkeypatch):
+    make, given = worker
+    lead, beside, idle = make("actor"), make("critic"), make("reference")
+    checkpoints, part = Checkpoints(lead), CheckpointPart(beside)
+    CheckpointPart(idle).after_step(1, last=True)  # nobody waits for it, and it waits for nobody
+    root = lead.run_dir / "checkpoints"
+    accuracies = {2: 0.5, 3: 0.7, 4: 0.1}
+
+    def walk() -> None:
+        for step in range(1, 6):
+            part.after_step(step, last=step == 5)
+
+    other = threading.Thread(target=walk)
+    other.start()
+    saved = []
+    for step in range(1, 6):
+        accuracy = accuracies.get(step)
+        numbers = {} if accuracy is None else {"val/acc": accuracy}
+        checkpoints.after_step(step, numbers, accuracy, last=step == 5)
+        saved.append(step) if (root.parent.parent / "mail" / f"checkpoint-critic-{step}").exists() else None
+    other.join()
+    assert saved == [2, 3, 4, 5]
+    assert checkpoint.steps_in(root) == [3, 4, 5], "the newest two and the best"
+    meta = checkpoint.verify(root / "step_5", lead.layout.world)
+    assert meta["optimizer_steps"] == {"actor": 7, "critic": 7}
+    assert [team["workers"] for team in meta["teams"].values()] == [[0, 1], [1, 1]]
+
+    loaded = []
+    monkeypatch.setattr(checkpoint, "check_model", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "load_engines", lambda engines, *_: loaded.extend(engines))
+    (root / "step_5" / "rng_0.safetensors").write_bytes(b"")  # the actor's team reads it, and will say so
+    part.load(root / "step_5")
+    assert (loaded, given, beside.context.step) == (["critic"], [{"at": 3}], 5)
+    idle.trained = {}
+    CheckpointPart(idle).load(root / "step_5")
+    assert (loaded, len(given), idle.context.step) == (["critic"], 2, 5)
+    (root / "step_5" / "rng_1.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"rng_1.safetensors has 0 bytes"):
+        part.load(root / "step_5")
+
+
+def test_the_start_of_rl_is_saved_by_the_actors_team_alone(worker):
+    lead = worker[0]("actor")
+    Checkpoints(lead).save_start()  # no other team answers
+    assert "teams" not in checkpoint.read_meta(lead.run_dir / "checkpoints" / "step_0")
