@@ -1,0 +1,216 @@
+"""The store as workers use it: a real Ray, each worker a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megarl.dag.placement import Placement, place
+from tests.store import teams
+
+pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
+
+COUNT = 5
+TEAMS = {
+    "train": {"roles": ["actor", "rollout"], "devices": 2},
+    "score": {"roles": ["reference", "critic"], "devices": 1},
+}
+
+
+def placed() -> Placement:
+    from megarl.config.run import RunConfig
+
+    return place(teams.pipeline(), RunConfig(name="x", cluster={"nproc": 3}, placement={"teams": TEAMS}))
+
+
+class Worker:
+    """One worker's process."""
+
+    def __init__(self, team: str, rank: int) -> None:
+        self._team, self._rank = team, rank
+        self._client: Any = None
+
+    def connect(self, name: str, deadline_s: float) -> str | None:
+        """To another store; the message of the error, if there was one."""
+        from megarl.store.client import StoreClient
+
+        if self._client is not None:
+            self._client.close()
+        return self._told(
+            lambda: setattr(self, "_client", StoreClient.connect(name, self._team, self._rank, deadline_s))
+        )
+
+    def walk(self, steps: list[int]) -> list[dict[str, Any]]:
+        """This worker's part of the steps; what it had after each."""
+        from types import SimpleNamespace
+
+        from megarl.dag.executor import Executor
+        from megarl.metrics import Metrics
+        from megarl.store.crossing import TeamCrossing
+
+        graph, placement = teams.pipeline(), placed()
+        crossing = TeamCrossing(graph, placement, self._client, self._rank, True)
+        executor = Executor(graph, {}, placement[self._team].nodes, crossing)
+        ended = []
+        for step in steps:
+            prompts = teams.prompts(COUNT, self._rank, 2) if self._team == "train" else None
+            context: Any = SimpleNamespace(step=step, metrics=Metrics())
+            board = executor.run(context, prompts)
+            loss = board["loss"].tolist() if "loss" in board else None
+            ended.append({"sample_id": board["sample_id"], "loss": loss, **context.metrics.result()})
+        return ended
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """What a call returns, or the message of its error."""
+        result: list[Any] = []
+        error = self._told(lambda: result.append(getattr(self._client, method)(*arguments)))
+        return result[0] if error is None else error
+
+    def flags(self, step: int, key: str, uids: list[str]) -> list[bool]:
+        """Does what it fetches own its memory, and may it be written to?"""
+        payload = self._client.fetch(step, key, uids)[0]
+        return [payload.flags.owndata, payload.flags.writeable]
+
+    def work(self, seconds: float) -> None:
+        """Be busy, visibly."""
+        from megarl.phase import phase
+
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            with phase("busy"):
+                time.sleep(0.1)
+
+    def _told(self, call: Any) -> str | None:
+        from megarl.phase import phase
+        from megarl.store.core import StoreError
+
+        try:
+            with phase("test"):
+                call()
+        except StoreError as error:
+            return str(error)
+        return None
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[dict[str, Any]]:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=128 << 20,
+        _node_ip_address="127.0.0.1",
+        log_to_driver=False,
+    )
+    make = ray.remote(Worker).options(num_cpus=0)
+    yield {f"{team}{rank}": make.remote(team, rank) for team, rank in (("train", 0), ("train", 1), ("score", 0))}
+    ray.shutdown()
+
+
+@contextlib.contextmanager
+def store(workers: dict[str, Any], name: str, deadline_s: float) -> Iterator[Any]:
+    """A store that all workers are connected to."""
+    import ray
+
+    from megarl.store.actor import start_store
+
+    actor = start_store(name, placed(), COUNT, "dealt")
+    assert ray.get([w.connect.remote(name, deadline_s) for w in workers.values()], timeout=120) == [None] * 3
+    yield actor
+    ray.kill(actor)
+
+
+def test_batches_cross_both_ways(workers: dict[str, Any]) -> None:
+    import ray
+
+    steps = [1, 2]
+    with store(workers, "both", 60.0):
+        ended = dict(zip(workers, ray.get([w.walk.remote(steps) for w in workers.values()], timeout=120), strict=True))
+    from megarl.store.core import Core
+
+    placement = placed()
+    here = teams.walk(teams.pipeline(), placement, Core(placement, COUNT, "dealt"), COUNT, steps)
+    for name, rank in (("train", 0), ("train", 1), ("score", 0)):
+        for told, (board, metrics) in zip(ended[f"{name}{rank}"], here[name][rank], strict=True):
+            loss = board["loss"].tolist() if "loss" in board else None
+            assert told == {"sample_id": board["sample_id"], "loss": loss, **metrics.result()}
+
+
+def test_readers_map_the_givers_bytes(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "mapped", 60.0):
+        group = [["u0", 0, ["u0#0"], 5]]
+        key = placed().given("pick")[0].key
+        ray.get(workers["train1"].call.remote("give", 1, key, [], []), timeout=60)
+        ray.get(workers["train0"].call.remote("give", 1, key, _infos(group), [bytes(1 << 20)]), timeout=60)
+        assert ray.get(workers["score0"].flags.remote(1, key, ["u0"]), timeout=60) == [False, False]
+
+
+def _infos(rows: list[list[Any]]) -> list[Any]:
+    from megarl.store.core import GroupInfo
+
+    return [GroupInfo(uid, ordinal, tuple(ids), tokens) for uid, ordinal, ids, tokens in rows]
+
+
+def test_waits_end_when_no_other_team_moves_and_say_where_they_stand(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "nobody", 2.0):
+        start = time.monotonic()
+        calls = [
+            workers["train0"].call.remote("read", "weights/9"),  # waiting is no progress
+            workers["score0"].call.remote("assignment", 3, "pick", 0),
+        ]
+        train, score = ray.get(calls, timeout=60)
+        assert 2 <= time.monotonic() - start < 20
+    assert "team 'score' rank 0 in phase test timed out waiting for the groups of 'pick' in step 3 after" in score
+    assert "no other team has made progress for 2 s (cluster.timeout_s)\n  team 'train' rank " in score
+    assert "timed out waiting for mail 'weights/9' after" in train
+    assert "team 'score' rank 0: in phase test at step 0, waiting for the groups of 'pick' in step 3, last pro" in train
+
+
+def test_a_wait_lasts_while_another_team_moves(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "busy", 2.0):
+        waiting = workers["score0"].call.remote("read", "weights/1")
+        busy = workers["train0"].work.remote(6.0)
+        assert ray.wait([waiting], timeout=5.0)[0] == []
+        ray.get(busy, timeout=60)
+        ray.get(workers["train1"].call.remote("post", "weights/1", {"x": [1, None]}), timeout=60)
+        assert ray.get(waiting, timeout=60) == {"x": [1, None]}
+
+
+def test_a_store_that_dies_is_named_at_once(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "dying", 60.0) as actor:
+        waiting = workers["score0"].call.remote("read", "weights/1")
+        time.sleep(1.0)
+        start = time.monotonic()
+        ray.kill(actor)
+        told = ray.get(waiting, timeout=60)
+        assert time.monotonic() - start < 20
+    assert "team 'score' rank 0 in phase test, waiting for mail 'weights/1': the store 'dying' is gone" in told
+
+
+def test_a_store_that_was_never_started_is_named(workers: dict[str, Any]) -> None:
+    import ray
+
+    told = ray.get(workers["score0"].connect.remote("no-such", 2.0), timeout=60)
+    assert "team 'score' rank 0: Ray knows no store 'no-such'" in told
+
+
+def test_a_refusal_says_who_was_refused(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "refusing", 60.0):
+        told = [ray.get(workers["train0"].call.remote("post", "m", 1), timeout=60) for _ in range(2)]
+    assert told == [None, "team 'train' rank 0 in phase test: mail 'm' has been posted before"]
