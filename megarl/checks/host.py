@@ -26,6 +26,7 @@ from megarl.checks.memory import (
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
+from megarl.store.size import object_store_bytes
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
 _WORKER = 0.65e9
@@ -45,6 +46,8 @@ def host_memory(config: RunConfig, sizes: Sizes, placement: Placement, *, gpu: b
     around = [worker, *_beside_terms(config, facts, placement, gpu=gpu, job=job)]
     teams = [_team_memory(config, sizes, facts, team, gpu=gpu, job=job) for team in placement.teams]
     if placement.separate:
+        store = object_store_bytes(config, placement)
+        around.append(Term("samples between teams", store, "data.batch_size, rollout.sampling.n", 0.0))
         fullest = {"all teams at their fullest": [memory.peak for memory in teams]}
         fullest["all teams"] = [memory.needed for memory in teams]
         return Memory(

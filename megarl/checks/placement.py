@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from megarl.checks.checklist import Checklist
+from megarl.checks.layout import devices_key
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement, place, together
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 
 
@@ -29,6 +31,8 @@ def check_placement(
     if found.separate:
         checks.ok("placement", ", ".join(f"{team.name} {count(team.devices, 'worker')}" for team in found.teams))
         _check_launcher(found, launcher, checks)
+        _check_servers(config, found, checks)
+        _check_offload(config, found, checks)
     return found
 
 
@@ -42,3 +46,44 @@ def _check_launcher(placement: Placement, launcher: str | None, checks: Checklis
             allowed="--launcher ray, or --launcher local on one machine",
             fix="use --launcher ray, or one team: placement.teams={} placement.auto=null",
         )
+
+
+def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -> None:
+    """Servers on the trainer's devices take turns with the actor, in its team and on its devices."""
+    actor, key, servers = placement.of_role(Role.ACTOR), "rollout.sglang.colocated", config.rollout.sglang
+    if not config.rollout.colocated or actor is None:
+        return
+    if Role.ROLLOUT not in actor.roles:
+        checks.fail(
+            "placement",
+            key,
+            "servers on the trainer's devices take turns with the actor, and the rollout is in another team",
+            found=True,
+            allowed="false, or true with actor and rollout in one team",
+            fix=f"set {key}=false, or add rollout to placement.teams.{actor.name}.roles",
+        )
+    elif servers.servers * servers.ranks > actor.devices:
+        checks.fail(
+            "placement",
+            "rollout.sglang.servers",
+            f"the servers have {count(servers.servers * servers.ranks, 'rank')} on the devices of the team "
+            f"{actor.name}, which has {actor.devices}",
+            found=servers.servers,
+            allowed=f"servers * tp_size of at most {actor.devices}",
+            fix=f"lower rollout.sglang.servers or tp_size, or raise {devices_key(config, actor)}",
+        )
+
+
+def _check_offload(config: RunConfig, placement: Placement, checks: Checklist) -> None:
+    """What leaves the device makes room for others of its team."""
+    for role, engine in ((Role.ACTOR, config.actor.engine), (Role.CRITIC, config.critic.engine)):
+        team = placement.of_role(role)
+        if team is not None and team.roles == (role,) and engine.offload:
+            checks.warn(
+                "placement",
+                f"{role.value}.engine.offload",
+                f"nothing takes turns with the {role.value} in the team {team.name}: moving its state to host memory "
+                "and back takes time, and makes room for nobody",
+                found=True,
+                fix=f"set {role.value}.engine.offload=false",
+            )

@@ -15,10 +15,11 @@ from megarl.config.load import dump_config
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.draw import as_text
-from megarl.dag.placement import Placement
+from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
+from megarl.store.size import handover_bytes, object_store_bytes
 
 ROWS_SHOWN = 64
 
@@ -42,10 +43,12 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
     checks = [*checked.items, *more]
     sections = {"Configuration": dump_config(config)}
     if job == "train":
-        sections["Task graph"] = as_text(checked.graph) if checked.graph else "cannot be built, see the checks"
+        sections["Task graph"] = _graph_text(config, checked)
         sections["Rollout correction"] = "\n".join(describe_correction(config))
     else:
         sections[f"What megarl {job} does"] = "\n".join(_job_lines(config, job))
+    if checked.placement is not None and checked.placement.separate:
+        sections["Teams"] = _teams_text(config, checked, checked.placement, machine)
     sections[f"Ranks ({launcher} launcher)"] = _ranks_text(config, checked.placement)
     if job == "train":
         sections["Memory per rank (estimate)"] = _memory_text(config, checked, machine)
@@ -72,6 +75,43 @@ def _job_lines(config: RunConfig, job: str) -> list[str]:
         f"{sampling.n} per prompt, {greedy}, at most {sampling.max_new_tokens} tokens",
         f"scores them with {config.reward.name}" if job == "eval" else "writes them to responses.jsonl",
     ]
+
+
+def _graph_text(config: RunConfig, checked: Checked) -> str:
+    if checked.graph is None:
+        return "cannot be built, see the checks"
+    placement = checked.placement
+    handovers = () if placement is None else placement.handovers
+    return as_text(checked.graph, placement, {one.key: handover_bytes(config, one) for one in handovers})
+
+
+def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machine: Machine) -> str:
+    """Who holds what on how many workers, what its ranks need, and what the samples between teams need."""
+    rows = [("team", "roles", "layout", "workers", "GB per rank", "nodes")]
+    known = checked.sizes[Role.ACTOR] is not None
+    gpu = _on_gpus(config, machine)
+    for team in placement.teams:
+        memory = "?"
+        if known and divides_devices(team):
+            memory = f"{device_memory(config, checked.sizes, team, gpu=gpu).peak.bytes / 1e9:.3f}"
+        roles = ", ".join(role.value for role in team.roles)
+        rows.append((team.name, roles, _layout_text(team), str(team.devices), memory, ", ".join(team.nodes) or "-"))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    store = object_store_bytes(config, placement) / 1e9
+    lines.append(f"object store of a Ray that the run starts: {store:.3f} GB of shared memory (two steps of samples)")
+    return "\n".join(lines)
+
+
+def _layout_text(team: TeamPlan) -> str:
+    """What differs from one process per replica, and the replicas."""
+    sizes = team.parallel.model_dump(exclude_defaults=True)
+    words = [name if value is True else f"{name} {value}" for name, value in sizes.items()]
+    return ", ".join([*words, f"dp {team.replicas}"])
+
+
+def _on_gpus(config: RunConfig, machine: Machine) -> bool:
+    return machine.has_gpu or config.cluster.device_memory_gb is not None
 
 
 def coordinates(rank: int, nproc: int, parallel: ParallelConfig) -> dict[str, int]:
@@ -124,7 +164,7 @@ def _memory_text(config: RunConfig, checked: Checked, machine: Machine) -> str:
         return "not known: " + (
             "the model's sizes are not known here" if facts is None else "the layout does not divide"
         )
-    gpu = machine.has_gpu or config.cluster.device_memory_gb is not None
+    gpu = _on_gpus(config, machine)
     lines = []
     for team in placement.teams:
         if placement.separate:

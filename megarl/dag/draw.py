@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from megarl.dag.graph import TaskGraph
 from megarl.dag.layout import Drawing, Point, lay_out
+from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 
 # Fill and line per role; one pair for light and one for dark pages. Text takes the page's text colour.
@@ -34,49 +36,111 @@ _LIGHT = {
 }
 _DARK = {"text": "fill: #e8ecf2", ".note": "fill: #a3aebd", ".edge": "stroke: #7d8796", ".tip": "fill: #7d8796"}
 
+_LIGHT_TEAMS = {
+    "rect.outline": "fill: none; stroke-width: 2.5; stroke-dasharray: 7 3",
+    ".queue .edge": "stroke-dasharray: 4 3",
+    ".bars": "stroke: #8a94a3; stroke-width: 2.2",
+}
+_DARK_TEAMS = {".bars": "stroke: #7d8796"}
+_OUTLINES = (
+    ("#1f6feb", "#79b0ff"),
+    ("#b3540a", "#f0a35e"),
+    ("#1a7f37", "#63c77c"),
+    ("#8250df", "#c09bff"),
+    ("#bf3989", "#f285c1"),
+)
 
-def as_text(graph: TaskGraph) -> str:
-    """A line of flow, nodes that may run at the same time in brackets, and a table of all nodes."""
+
+def as_text(graph: TaskGraph, placement: Placement | None = None, sizes: Mapping[str, float] | None = None) -> str:
+    """A line of flow, nodes that may run at the same time in brackets, and a table of all nodes.
+
+    With several teams each node has its team, and a second table says what goes from one to another.
+
+    Args:
+        placement: of the graph; None: one team.
+        sizes: bytes per step of each handover, by its key, as far as they are known.
+    """
+    placement = placement if placement is not None and placement.separate else None
     flow = " -> ".join(row[0] if len(row) == 1 else f"[{' | '.join(row)}]" for row in graph.layers())
-    head = ("node", "role", "type", "after", "reads", "writes")
+    head = ("node", *(("team",) if placement else ()), "role", "type", "after", "reads", "writes")
     rows: list[tuple[str, ...]] = [head]
     edges = graph.direct()
     for id in graph.order():
         node = graph[id]
         lists = ([parent for parent, child in edges if child == id], node.reads, node.writes)
-        kinds = (node.role.name.lower(), node.kind.name.lower())
+        team = (placement.of_node(id).name,) if placement else ()
+        kinds = (*team, node.role.name.lower(), node.kind.name.lower())
         rows.append((id, *kinds, *(", ".join(names) or "-" for names in lists)))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head) - 1)]
-    lines = [f"{graph.id}: {graph.description}".rstrip(": "), f"  {flow}", ""]
+    lines = [f"{graph.id}: {graph.description}".rstrip(": "), f"  {flow}", "", *_table(rows)]
+    return "\n".join([*lines, "", *_handovers(placement, sizes or {})] if placement else lines)
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Rows in columns, the first one underlined."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
+    lines = []
     for row in rows:
-        lines.append(
-            "  " + "  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]).rstrip()
-        )
-    lines.insert(4, "  " + "  ".join("-" * w for w in widths) + "  ------")
-    return "\n".join(lines)
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+        lines.append("  " + "  ".join([*cells, row[-1]]).rstrip())
+    return [lines[0], "  " + "  ".join("-" * w for w in [*widths, len(rows[0][-1])]), *lines[1:]]
 
 
-def as_svg(graph: TaskGraph) -> str:
-    """A self-contained SVG, left to right, that follows the reader's light or dark theme."""
+def _handovers(placement: Placement, sizes: Mapping[str, float]) -> list[str]:
+    """What goes from team to team in a step, in the order of the graph."""
+    rows: list[tuple[str, ...]] = [("after", "from", "to", "MB at most", "fields")]
+    for one in placement.handovers:
+        size = f"{sizes[one.key] / 1e6:.3g}" if one.key in sizes else "?"
+        rows.append((one.node, one.giver, ", ".join(one.takers), size, ", ".join(one.fields)))
+    actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
+    if actor is not None and rollout is not None and actor != rollout:
+        rows.append(("the step", actor.name, rollout.name, "-", "the actor's weights"))
+    return ["handed over in every step:", *_table(rows)]
+
+
+def as_svg(graph: TaskGraph, placement: Placement | None = None) -> str:
+    """A self-contained SVG, left to right, that follows the reader's light or dark theme.
+
+    With several teams the boxes of each have an outline of its colour, and edges from one to another show a queue.
+    """
+    placement = placement if placement is not None and placement.separate else None
     plan = lay_out(graph)
     roles = list(dict.fromkeys(graph[id].role for id in graph.order()))
+    teams = [team.name for team in placement.teams] if placement else []
+    width = max(plan.width, _legend_width(teams))
+    height = plan.height + (20 if teams else 0)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {plan.width:.0f} {plan.height:.0f}" '
-        f'width="{plan.width:.0f}" height="{plan.height:.0f}" role="img" class="megarl-dag" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" role="img" class="megarl-dag" '
         f'aria-label="Task graph {escape(graph.id, quote=True)}">',
-        f"<style>{_styles(roles)}</style>",
+        f"<style>{_styles(roles, len(teams))}</style>",
         f'<text x="24" y="32" class="title">{escape(graph.id)}</text>',
         f'<text x="24" y="50" class="note">{escape(graph.description)}</text>',
     ]
-    parts += [_edge(route) for route in plan.routes]
-    parts += [_box(graph, id, plan) for id in graph.order()]
+    crosses = {edge: _crossing(edge, placement) for edge in graph.direct()} if placement else {}
+    for edge, route in zip(graph.direct(), plan.routes, strict=True):
+        parts.append(_edge(route, crosses.get(edge)))
+    parts += [_box(graph, id, plan, placement) for id in graph.order()]
     parts += _legend(roles, plan.height - 26)
+    parts += _team_legend(teams, plan.height - 6)
     return "\n".join([*parts, "</svg>"])
 
 
-def _styles(roles: list[Role]) -> str:
+def _crossing(edge: tuple[str, str], placement: Placement) -> str | None:
+    """What goes from team to team along an edge, None within a team."""
+    source, target = edge
+    giver, taker = placement.of_node(source).name, placement.of_node(target).name
+    if giver == taker:
+        return None
+    fields = [name for one in placement.given(source) if taker in one.takers for name in one.fields]
+    return f"{giver} to {taker}: {', '.join(fields) or 'the order of the nodes'}"
+
+
+def _styles(roles: list[Role], teams: int) -> str:
     light = _LIGHT | {f".{r.value}": f"fill: {_COLOURS[r][0]}; stroke: {_COLOURS[r][1]}" for r in roles}
     dark = _DARK | {f".{r.value}": f"fill: {_COLOURS[r][2]}; stroke: {_COLOURS[r][3]}" for r in roles}
+    if teams:
+        light |= _LIGHT_TEAMS | {f".team{i}": f"stroke: {_outline(i)[0]}" for i in range(teams)}
+        dark |= _DARK_TEAMS | {f".team{i}": f"stroke: {_outline(i)[1]}" for i in range(teams)}
 
     def rules(styles: dict[str, str]) -> str:
         return " ".join(f".megarl-dag {selector} {{ {style} }}" for selector, style in styles.items())
@@ -84,8 +148,8 @@ def _styles(roles: list[Role]) -> str:
     return f"{rules(light)} @media (prefers-color-scheme: dark) {{ {rules(dark)} }}"
 
 
-def _edge(route: list[Point]) -> str:
-    """Horizontal at both ends, through all points of the route, with an arrow head."""
+def _edge(route: list[Point], crosses: str | None) -> str:
+    """Horizontal at both ends, through all points of the route, with an arrow head; with a queue where it crosses."""
     (x, y), *rest = route
     path = [f"M {x:.1f} {y:.1f}"]
     for next_x, next_y in rest:
@@ -93,15 +157,28 @@ def _edge(route: list[Point]) -> str:
         path.append(f"C {x + bend:.1f} {y:.1f} {next_x - bend:.1f} {next_y:.1f} {next_x:.1f} {next_y:.1f}")
         x, y = next_x, next_y
     tip = f'<path class="tip" d="M {x + 1:.1f} {y:.1f} l -9 -4.5 l 0 9 z"/>'
-    return f'<path class="edge" d="{" ".join(path)}"/>{tip}'
+    line = f'<path class="edge" d="{" ".join(path)}"/>{tip}'
+    if crosses is None:
+        return line
+    bars = " ".join(f"M {x - 17 - 5 * i:.1f} {y - 6:.1f} v 12" for i in range(3))
+    return f'<g class="queue"><title>{escape(crosses)}</title>{line}<path class="bars" d="{bars}"/></g>'
 
 
-def _box(graph: TaskGraph, id: str, plan: Drawing) -> str:
+def _box(graph: TaskGraph, id: str, plan: Drawing, placement: Placement | None) -> str:
     node, (x, y), (width, height) = graph[id], plan.boxes[id], plan.sizes[id]
     hover = f"{id} ({node.kind.name})\n{node.func_name}"
     hover += f"\nreads: {', '.join(node.reads) or '-'}\nwrites: {', '.join(node.writes) or '-'}"
+    outline = ""
+    if placement is not None:
+        team = placement.of_node(id)
+        hover += f"\nteam: {team.name}"
+        hover += "".join(f"\nto {', '.join(one.takers)}: {', '.join(one.fields)}" for one in placement.given(id))
+        outline = (
+            f'<rect x="{x - 4:.1f}" y="{y - 4:.1f}" width="{width + 8:.1f}" height="{height + 8:.1f}" rx="12" '
+            f'class="outline team{placement.teams.index(team)}"/>'
+        )
     return (
-        f"<g><title>{escape(hover)}</title>"
+        f"<g><title>{escape(hover)}</title>{outline}"
         f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="9" class="{node.role.value}"/>'
         f'<text x="{x + width / 2:.1f}" y="{y + 22:.1f}" text-anchor="middle" class="name">{escape(id)}</text>'
         f'<text x="{x + width / 2:.1f}" y="{y + 39:.1f}" text-anchor="middle" class="note">'
@@ -115,5 +192,34 @@ def _legend(roles: list[Role], y: float) -> list[str]:
         label = role.name.lower().replace("_", " ")
         parts.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="12" height="12" rx="3" class="{role.value}"/>')
         parts.append(f'<text x="{x + 18:.0f}" y="{y + 10:.0f}" class="note">{label}</text>')
-        x += 34 + 6.2 * len(label)
+        x += _label_width(label)
+    return parts
+
+
+def _outline(team: int) -> tuple[str, str]:
+    """Colours of a team on a light and on a dark page; after the last the first comes again."""
+    return _OUTLINES[team % len(_OUTLINES)]
+
+
+def _team_label(team: str) -> str:
+    return f"team {team}"
+
+
+def _label_width(label: str) -> float:
+    return 34 + 6.2 * len(label)
+
+
+def _legend_width(teams: list[str]) -> float:
+    return 24 + sum(_label_width(_team_label(team)) for team in teams)
+
+
+def _team_legend(teams: list[str], y: float) -> list[str]:
+    parts, x = [], 24.0
+    for number, team in enumerate(teams):
+        label = _team_label(team)
+        parts.append(
+            f'<rect x="{x:.0f}" y="{y:.0f}" width="12" height="12" rx="3" class="outline team{number}"/>'
+            f'<text x="{x + 18:.0f}" y="{y + 10:.0f}" class="note">{escape(label)}</text>'
+        )
+        x += _label_width(label)
     return parts

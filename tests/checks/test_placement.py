@@ -99,6 +99,34 @@ def test_placements_that_cannot_be(failures, overrides, key, words):
         assert word in str(check.problem())
 
 
+SERVED = ("rollout.engine=sglang", "rollout.sglang.colocated=true", "actor.engine.offload=true")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (
+            ["placement.teams={train: {roles: [actor]}, frozen: {roles: [reference, rollout]}}"],
+            "rollout.sglang.colocated",
+            ["rollout is in another team", "placement.teams.train.roles"],
+        ),
+        (["rollout.sglang.servers=3"], "rollout.sglang.servers", ["team train, which has 2", "at most 2"]),
+    ],
+)
+def test_servers_on_the_trainers_devices_are_on_those_of_the_actors_team(failures, overrides, key, words):
+    found = [check for check in failures(*GRPO, *TWO, *SERVED, *overrides) if check.name == "placement"]
+    assert [check.key for check in found] == [key]
+    for word in words:
+        assert word in str(found[0].problem())
+
+
+def test_moving_out_of_the_way_of_nobody_warns(warned):
+    offload = ("actor.engine.offload=true", "critic.engine.offload=true")
+    assert [check.key for check in warned(*PPO, *FOUR, *offload)] == ["actor.engine.offload", "critic.engine.offload"]
+    assert [check.key for check in warned(*PPO, *offload)] == []
+    assert [check.key for check in warned(*GRPO, *TWO, offload[0])] == [], "generation needs room for its cache"
+
+
 def test_torchrun_has_one_team(config_of):
     config = config_of(*GRPO, *TWO)
     for launcher in ("local", "ray"):

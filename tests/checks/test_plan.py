@@ -105,6 +105,44 @@ def test_plan_of_a_layout_that_does_not_divide(config_of):
     assert "the processes do not divide into replicas" in plan.text
 
 
+TEAMS = (
+    "algorithm.kl.use=loss",
+    "cluster.nproc=5",
+    "data.batch_size=256",
+    "rollout.sampling={n: 8, max_new_tokens: 240}",
+    "reference.parallel.pp=2",
+    "placement.teams={train: {roles: [actor, rollout], devices: 1}, frozen: {roles: [reference], devices: 4}}",
+)
+
+
+def test_plan_of_several_teams_shows_them_their_ranks_memory_and_samples(config_of):
+    plan = make_plan(config_of(*TEAMS), "ray")
+    assert plan.problems == []
+    lines = [" ".join(line.split()) for line in plan.text.splitlines()]
+    frozen = next(line for line in lines if line.startswith("frozen reference"))
+    assert frozen.startswith("frozen reference pp 2, dp 2 4 0.")
+    assert frozen.endswith(" ref_logp")
+    assert "frozen 4 3 1 1 0 0" in lines, "worker 4 is rank 3 of its team: replica 1, stage 1"
+    # 8 bytes * 2 fields * (16 + 240) tokens * 256 prompts * 8 samples, and twice that in the store with ref_logp.
+    assert "rollout train frozen 8.39 prompt_ids, response_ids" in lines
+    assert "ref_logp frozen train 4.19 ref_logp" in lines
+    assert "object store of a Ray that the run starts: 0.134 GB" in plan.text
+    assert lines.index("team train") < lines.index("team frozen") < lines.index("== Checks ==")
+
+
+def test_plan_of_one_team_does_not_speak_of_teams(config_of):
+    text = make_plan(config_of("cluster.nproc=2"), "local").text
+    assert "== Teams ==" not in text
+    assert "handed over" not in text
+
+
+def test_a_team_that_does_not_divide_is_in_the_table_all_the_same(config_of):
+    plan = make_plan(config_of(*TEAMS, "placement.teams={train: {devices: 2}, frozen: {devices: 3}}"), "ray")
+    assert [problem.where for problem in plan.problems] == ["placement.teams.frozen.devices"]
+    assert "frozen  reference" in plan.text
+    assert "the processes do not divide into replicas" in plan.text
+
+
 def test_long_rank_tables_are_shortened(config_of):
     plan = make_plan(config_of(f"cluster.nproc={4 * ROWS_SHOWN}", f"data.batch_size={4 * ROWS_SHOWN}"), "torchrun")
     table = plan.text.partition("== Ranks")[2].partition("==")[2].partition("== Memory")[0]

@@ -5,13 +5,20 @@ from __future__ import annotations
 import itertools
 import xml.etree.ElementTree as ET
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
 from megarl.dag.draw import as_svg, as_text
 from megarl.dag.layout import lay_out
 from megarl.dag.pipeline import Pipeline
+from megarl.dag.placement import Handover, Placement, TeamPlan, together
 from megarl.dag.stage import Contract, Role
+
+SVG = "{http://www.w3.org/2000/svg}"
+ONE_OF_EACH = ["outline team0", "outline team1"]  # in the legend
 
 
 def same(worker, batch):
@@ -41,8 +48,41 @@ def test_text_shows_flow_and_contracts():
     assert line.split() == ["reward", "reward", "compute", "rollout", "response_ids", "score"]
 
 
-def test_svg_is_well_formed_scoped_and_themed():
-    svg = as_svg(demo())
+def teams() -> Placement:
+    """Of `demo`: the scorer's team draws and scores, the other one trains."""
+    train = TeamPlan("train", (Role.ACTOR,), 2, 0, ParallelConfig(), ("old<logp>", "train"))
+    draw = TeamPlan("draw", (Role.ROLLOUT,), 1, 2, ParallelConfig(), ("rollout", "reward"))
+    scores = Handover("reward", "draw", ("score",), ("train",), "rollout")
+    return Placement((train, draw), (scores,))
+
+
+def test_text_shows_teams_and_what_goes_between_them():
+    text = as_text(demo(), teams(), {"reward>train": 2.5e6})
+    lines = [line.split() for line in text.splitlines()]
+    assert ["old<logp>", "train", "actor", "compute", "rollout", "-", "-"] in lines
+    assert ["reward", "draw", "train", "2.5", "score"] in lines
+    assert ["the", "step", "train", "draw", "-", "the", "actor's", "weights"] in lines
+    assert as_text(demo(), together(RunConfig(name="case"))) == as_text(demo())
+
+
+def test_svg_outlines_teams_and_draws_queues_where_they_meet():
+    svg = as_svg(demo(), teams())
+    root = ET.fromstring(svg)
+    groups = [g for g in root.iter(f"{SVG}g") if g.get("class") == "queue"]
+    assert [g.find(f"{SVG}title").text for g in groups] == [
+        "draw to train: the order of the nodes",
+        "draw to train: score",
+    ]
+    outlines = [e.get("class") for e in root.iter(f"{SVG}rect") if "outline" in e.get("class")]
+    assert outlines == ["outline team1", "outline team1", "outline team0", "outline team0", *ONE_OF_EACH]
+    assert {"team train", "team draw"} <= {e.text for e in root.iter(f"{SVG}text")}
+    assert as_svg(demo(), together(RunConfig(name="case"))) == as_svg(demo())
+    assert "queue" not in as_svg(demo())
+
+
+@pytest.mark.parametrize("placement", [None, teams()])
+def test_svg_is_well_formed_scoped_and_themed(placement):
+    svg = as_svg(demo(), placement)
     root = ET.fromstring(svg)
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert {"rollout", "reward", "old<logp>", "train"} <= set(texts)
