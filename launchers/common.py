@@ -48,6 +48,8 @@ Launcher = Literal["local", "torchrun", "ray"]
 LAUNCHERS: tuple[Launcher, ...] = ("local", "torchrun", "ray")
 #: From so many processes on, connections of gloo are made when they are first used.
 LAZY_FROM = 128
+#: Signals that stop a run.
+CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 # By default glibc gives every block above 128 kB back to the kernel as soon as it is freed, and the next allocation
@@ -267,16 +269,15 @@ class Stopped(KeyboardInterrupt):
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[_Ignore]:
     """Turn SIGINT, SIGTERM and SIGHUP into `Stopped`, until the yielded function is called to ignore them."""
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise Stopped(number)
 
     def ignore() -> None:
-        for number in caught:
+        for number in CAUGHT:
             signal.signal(number, signal.SIG_IGN)
 
-    before = {number: signal.signal(number, stop) for number in caught}
+    before = {number: signal.signal(number, stop) for number in CAUGHT}
     try:
         yield ignore
     finally:

@@ -10,6 +10,7 @@ local launcher, Ray is started on this machine for the length of the run, bound 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
@@ -17,14 +18,14 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from megarl.credentials import PASSWORD, USER
 from megarl.errors import ConfigError, WorkerError
-from megarl.launchers.common import Job, layout_environment, process_environment
+from megarl.launchers.common import CAUGHT, Job, layout_environment, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.seats import gpus_of, seats
 from megarl.launchers.supervise import signal_rank
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from megarl.dag.placement import TeamPlan
 
 _AUTH_MODE = "RAY_AUTH_MODE"
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # elsewhere, too: whether nodes may be on several machines
 _PROBE_S = 5.0  # to open a connection to a cluster
 _HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set here only, by `check_hub`
 
@@ -105,6 +107,7 @@ class RayWorkers:
         self._causes: dict[int, str] = {}
         self._group: Any = None
         self._store: Any = None
+        self._entered = False
         self._store_name = f"store-{secrets.token_hex(8)}"  # the cluster may run others
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
         self._deadline = time.monotonic() + job.config.cluster.start_timeout_s
@@ -112,7 +115,12 @@ class RayWorkers:
     def launch(self) -> None:
         """Everything up to the moment all ranks run."""
         job = self._job
-        _connect(self._address, job.config.cluster.nproc, object_store_bytes(job.config, job.placement), self._left())
+        size = object_store_bytes(job.config, job.placement)
+        if self._address is not None:
+            check_reachable(self._address, min(_PROBE_S, self._left()))
+        self._entered = True
+        with _signals_kept():
+            _connect(self._address, job.config.cluster.nproc, size, self._left())
         self._reserve()
         self._number()
         if job.separate:
@@ -224,7 +232,7 @@ class RayWorkers:
         """Kill the actors, give their devices back, and leave Ray; a Ray that this launcher started ends with it."""
         import ray
 
-        if ray.is_initialized():
+        if self._entered and ray.is_initialized():
             for rank in self._results:
                 if rank not in self._ended:
                     signal_rank(self._job, rank, signal.SIGTERM)
@@ -241,17 +249,25 @@ def _handed_on() -> dict[str, str]:
     return {name: os.environ[name] for name in _HANDED_ON if name in os.environ}
 
 
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray handles signals in its own way, which would end the launcher before it has ended the run."""
+    before = {number: signal.getsignal(number) for number in CAUGHT}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float) -> None:
     """Enter the cluster at `address`, or start one here for `nproc` workers with an object store of its own."""
-    if address:
-        check_reachable(address, min(_PROBE_S, limit_s))
-    elif os.environ.get(_AUTH_MODE, "token") == "token":
-        # Ray would use the token in the user's home, which all their clusters have. It reads this when it is imported.
-        os.environ |= {_AUTH_MODE: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if address is None:
+        _keep_strangers_out()
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": True}
-    if address:
+    if address is not None:
         within(limit_s, f"Ray at RAY_ADDRESS={address}", lambda: ray.init(address=address, **quiet))
         return
     ray.init(  # from the main thread: what Ray starts here ends with the thread that started it
@@ -262,6 +278,17 @@ def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float) 
         _node_ip_address="127.0.0.1",
         **quiet,
     )
+
+
+def _keep_strangers_out() -> None:
+    """Let a Ray of our own listen on loopback only, and believe nobody who does not know a token drawn for this run.
+
+    Ray reads both when it is imported. Without the first it takes 127.0.0.1 for "some address of this machine", and
+    listens on every interface; without the second it uses the token in the user's home, which all their clusters share.
+    """
+    os.environ[_CLUSTERS] = "0"
+    if os.environ.get(_AUTH_MODE, "token") == "token":
+        os.environ |= {_AUTH_MODE: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 def check_reachable(address: str, limit_s: float) -> None:

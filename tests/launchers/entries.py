@@ -71,6 +71,7 @@ def meet_in_teams(config: RunConfig, run_dir: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TEAM, WORKER)
     seen = {name: os.environ.get(name) for name in names}
     seen |= {"sum": int(total), "size": dist.get_world_size(), "ray": ray.get_runtime_context().gcs_address}
+    seen["listens"] = [address.removeprefix("::ffff:") for address in _listening()]
     mail = StoreClient.connect(os.environ[STORE], os.environ[TEAM], int(os.environ["RANK"]), config.cluster.timeout_s)
     mail.post(f"from {number}", seen)
     seen["heard"] = [mail.read(f"from {other}")[WORKER] for other in range(config.cluster.nproc)]

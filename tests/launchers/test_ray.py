@@ -59,8 +59,9 @@ def test_a_failure_is_told_as_by_every_launcher(same: Callable[[str, Path], None
     same("ray", tmp_path)
 
 
-def test_workers_go_with_their_launcher(tmp_path: Path) -> None:
-    every.test_workers_go_with_their_launcher("ray", signal.SIGKILL, tmp_path)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_go_with_their_launcher(number: int, tmp_path: Path) -> None:
+    every.test_workers_go_with_their_launcher("ray", number, tmp_path)
 
 
 def test_a_run_has_the_metrics_of_one_of_the_local_launcher(tmp_path: Path) -> None:
@@ -109,6 +110,7 @@ def test_the_local_launcher_runs_several_teams_in_a_ray_of_its_own(tmp_path: Pat
     assert [s["MASTER_ADDR"] for s in seen] == ["127.0.0.1"] * 3
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"] != seen[2]["MASTER_PORT"]
     assert os.environ["RAY_ADDRESS"] not in {s["ray"] for s in seen}
+    assert {address for s in seen for address in s["listens"]} == {"127.0.0.1"}
     assert "hello from 0" in result.out
     assert "hello from 1" not in result.out
     assert "[worker 1 (actor, rank 1)] hello from 1" in result.log
