@@ -40,7 +40,7 @@ _TEXT_MAX = _SIZE - _HEADER.size
 _PEER_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|(wait|socket) timeout|timed out (waiting|after)"
     r"|remote process (has )?(exited|terminated)|heartbeat.*(lost|timeout)|(recvvalue|to recv) failed"
-    r"|aborted communicator|actor died|owner has exited|copies of \S+ have been lost",
+    r"|aborted communicator|actor died|actor \S+ is unavailable|owner has exited|copies of \S+ have been lost",
     re.IGNORECASE,
 )
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
