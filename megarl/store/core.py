@@ -60,6 +60,7 @@ class _Step:
     gifts: dict[str, _Gift] = field(default_factory=dict)
     #: by the node that made the samples; then by uid.
     groups: dict[str, dict[str, GroupInfo]] = field(default_factory=dict)
+    ordinals: dict[str, dict[int, str]] = field(default_factory=dict)
     #: by the same node and team: groups of each of its parts.
     parts: dict[tuple[str, str], list[list[GroupInfo]]] = field(default_factory=dict)
     done: set[tuple[str, int]] = field(default_factory=set)
@@ -115,14 +116,18 @@ class Core:
             raise StoreError(f"{at}: this rank has given it before")
         if len(gift.givers) == self._parts[team]:
             raise StoreError(f"{at}: all {self._parts[team]} replicas have given before, ranks {sorted(gift.givers)}")
-        self._check(at, groups, gift, known)
+        ordinals = state.ordinals.get(handover.samples, {})
+        self._check(at, groups, gift, known, ordinals)
         new = {group.uid: group for group in groups}
-        if len(new) != len(groups) or len(refs) != len(groups):
-            raise StoreError(f"{at}: {len(groups)} groups, {len(new)} names and {len(refs)} payloads")
-        if len(known.keys() | new.keys()) > self._limit:
+        numbers = {group.ordinal: group.uid for group in groups}
+        if not len(groups) == len(new) == len(numbers) == len(refs):
+            counts = f"{len(new)} names, {len(numbers)} numbers and {len(refs)} payloads"
+            raise StoreError(f"{at}: {len(groups)} groups have {counts}")
+        if len(known) + len(new.keys() - known.keys()) > self._limit:
             raise StoreError(f"{at}: more groups than the {self._limit} of a step (data.batch_size)")
         self._steps[step], state.gifts[key] = state, gift
         state.groups.setdefault(handover.samples, {}).update(new)
+        state.ordinals.setdefault(handover.samples, {}).update(numbers)
         gift.givers.add(rank)
         gift.refs.update(zip(new, refs, strict=True))
         if not self._is_complete(handover, gift):
@@ -130,9 +135,10 @@ class Core:
         return [("handover", step, key), ("samples", step, handover.samples)]
 
     @staticmethod
-    def _check(at: str, groups: Sequence[GroupInfo], gift: _Gift, known: dict[str, GroupInfo]) -> None:
-        """Groups come once under each key, and are the same under all keys."""
-        ordinals = {group.ordinal: group.uid for group in known.values()}
+    def _check(
+        at: str, groups: Sequence[GroupInfo], gift: _Gift, known: dict[str, GroupInfo], ordinals: dict[int, str]
+    ) -> None:
+        """Groups come once under each key, and are the same under all keys; each has a number of its own."""
         for group in groups:
             if group.uid in gift.refs:
                 raise StoreError(
@@ -143,10 +149,9 @@ class Core:
                     f"{at}: group {group.uid!r} is another one than what was given of these samples before\n"
                     f"  found:   {group}\n  allowed: {known[group.uid]}"
                 )
-            if ordinals.setdefault(group.ordinal, group.uid) != group.uid:
-                raise StoreError(
-                    f"{at}: groups {group.uid!r} and {ordinals[group.ordinal]!r} are both number {group.ordinal}"
-                )
+            other = ordinals.get(group.ordinal, group.uid)
+            if other != group.uid:
+                raise StoreError(f"{at}: groups {group.uid!r} and {other!r} are both number {group.ordinal}")
 
     def assignment(self, team: str, step: int, samples: str, part: int) -> list[GroupInfo] | None:
         """The groups of one part of a team, of the samples that node `samples` made; None: not all have been given.
@@ -190,11 +195,11 @@ class Core:
 
     def done(self, team: str, rank: int, step: int) -> None:
         """This worker needs nothing more of `step`. What all takers are done with is forgotten."""
-        if self._is_finished(step):
+        if self._is_finished(step) or (team, rank) not in self._takers:
             return
         state = self._steps.setdefault(step, _Step())
         state.done.add((team, rank))
-        if state.done >= self._takers:
+        if len(state.done) == len(self._takers):
             del self._steps[step]
             self._finished = step if self._finished is None else max(step, self._finished)
 
@@ -263,7 +268,10 @@ def shared(groups: Iterable[GroupInfo], parts: int, share: Share) -> list[list[G
     """
     ordered = sorted(groups, key=lambda group: group.ordinal)
     if share == "dealt":
-        return [[group for group in ordered if group.ordinal % parts == part] for part in range(parts)]
+        dealt: list[list[GroupInfo]] = [[] for _ in range(parts)]
+        for group in ordered:
+            dealt[group.ordinal % parts].append(group)
+        return dealt
     from megarl.data.balance import balance
 
     sets = balance([group.tokens for group in ordered], parts, equal_counts=True)

@@ -147,7 +147,8 @@ def test_shares_of_log_normal_lengths_are_even_in_tokens_and_equal_in_number() -
         (lambda c: give(c, "train", 0, 1, BOTH, groups(2)), "this rank has given it before"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(0)), "group 'u0' has been given before by one of ranks [0]"),
         (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 3, 4)), "more groups than the 4 of a step"),
-        (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 2)), "2 groups, 1 names and 2 payloads"),
+        (lambda c: give(c, "train", 1, 1, BOTH, groups(2, 2)), "2 groups have 1 names, 1 numbers and 2 payloads"),
+        (lambda c: give(c, "train", 1, 1, BOTH, [*groups(2), GroupInfo("v", 2, (), 1)]), "2 names, 1 numbers and 2"),
         (lambda c: give(c, "train", 1, 1, BOTH, [GroupInfo("v", 0, (), 1)]), "groups 'v' and 'u0' are both number 0"),
         (
             lambda c: give(c, "ref", 0, 1, BACK, groups(0, tokens={0: 9})),

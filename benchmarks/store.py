@@ -1,0 +1,192 @@
+"""The store between teams: `python -m megarl.benchmarks.store`.
+
+`core`: its state in one process, driven by 512 workers that draw and 512 that score. A step of 1,024 groups of 8
+samples goes there, and what they make of it comes back. CPU-seconds per step, of the core and of what drives it, and
+what is held after many steps. `ray`: a giver and a taker, each a process of its own. Seconds from
+the first byte given to the last byte read, beside copying as much into shared memory and out of it, in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from megarl.config.model import ParallelConfig
+from megarl.dag.placement import Handover, Placement, TeamPlan
+from megarl.dag.stage import Role
+from megarl.store.core import Core, GroupInfo
+
+WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
+CHUNKS, CHUNK_BYTES = 64, 16 << 20
+
+
+def teams(workers: int) -> Placement:
+    """A team that draws and one that scores, of so many workers each."""
+    return Placement(
+        (
+            TeamPlan("train", (Role.ACTOR,), workers, 0, ParallelConfig(), ("rollout", "train")),
+            TeamPlan("score", (Role.REFERENCE,), workers, workers, ParallelConfig(), ("ref_logp",)),
+        ),
+        (
+            Handover("rollout", "train", ("response_ids",), ("score",), "rollout"),
+            Handover("ref_logp", "score", ("ref_logp",), ("train",), "rollout"),
+        ),
+    )
+
+
+def drive(core: Core, step: int, groups: list[GroupInfo]) -> None:
+    """All calls of all workers in one step."""
+    there, back = "rollout>score", "ref_logp>train"
+    held = [groups[worker::WORKERS] for worker in range(WORKERS)]
+    for worker, mine in enumerate(held):
+        core.give("train", worker, step, there, mine, [object() for _ in mine])
+    for worker in range(WORKERS):
+        share = core.assignment("score", step, "rollout", worker)
+        assert share is not None, "all have given"
+        core.fetch(step, there, [group.uid for group in share])
+        core.give("score", worker, step, back, share, [object() for _ in share])
+        core.done("score", worker, step)
+    for worker, mine in enumerate(held):
+        core.fetch(step, back, [group.uid for group in mine])
+        core.done("train", worker, step)
+
+
+def measure_core() -> dict[str, float]:
+    """CPU-seconds of a step, by how groups are shared, and objects that the core holds after many."""
+    import tracemalloc
+
+    groups = [
+        GroupInfo(f"prompt-{k}", k, tuple(f"prompt-{k}#{i}" for i in range(SAMPLES)), 1000 + 37 * k % 900)
+        for k in range(GROUPS)
+    ]
+    result = {}
+    for share in ("dealt", "tokens"):
+        core = Core(teams(WORKERS), GROUPS, share)
+        drive(core, 0, groups)
+        start = time.process_time()
+        for step in range(1, STEPS + 1):
+            drive(core, step, groups)
+        result[f"{share}_cpu_s_per_step"] = (time.process_time() - start) / STEPS
+    gc.collect()
+    tracemalloc.start()
+    for step in range(STEPS + 1, 3 * STEPS + 1):
+        drive(core, step, groups)
+    gc.collect()
+    result["kb_held_after_10_more_steps"] = tracemalloc.get_traced_memory()[0] / 1e3
+    tracemalloc.stop()
+    return result
+
+
+class Process:
+    """One end of the way; a Ray actor."""
+
+    def __init__(self, team: str) -> None:
+        from megarl.store.client import StoreClient
+
+        self._client = StoreClient.connect("bench", team, 0, 60.0)
+
+    def give(self, step: int) -> float:
+        """Hand over a step; returns when it began."""
+        import numpy as np
+
+        groups = [GroupInfo(f"g{k}", k, (f"g{k}#0",), 1) for k in range(CHUNKS)]
+        payloads: list[Any] = [np.full(CHUNK_BYTES, k, np.uint8) for k in range(CHUNKS)]
+        start = time.time()
+        self._client.give(step, "rollout>score", groups, payloads)
+        return start
+
+    def take(self, step: int) -> float:
+        """Read it, every byte; returns when it was done."""
+        import numpy as np
+
+        mine = self._client.assignment(step, "rollout", 0)
+        target = np.empty(CHUNK_BYTES, np.uint8)
+        for payload in self._client.fetch(step, "rollout>score", [group.uid for group in mine]):
+            np.copyto(target, payload)
+        end = time.time()
+        self._client.done(step)
+        return end
+
+    def finish(self, step: int) -> None:
+        """The giver's part of a step without anything to take."""
+        self._client.done(step)
+
+
+def copy_seconds() -> float:
+    """Into shared memory and out of it, chunk by chunk, as the way through the store does."""
+    from multiprocessing.shared_memory import SharedMemory
+
+    import numpy as np
+
+    chunk, target = np.full(CHUNK_BYTES, 1, np.uint8), np.empty(CHUNK_BYTES, np.uint8)
+    memory = SharedMemory(create=True, size=CHUNKS * CHUNK_BYTES)
+    assert memory.buf is not None, "it is open"
+    view = np.frombuffer(memory.buf, np.uint8).reshape(CHUNKS, CHUNK_BYTES)
+    start = time.perf_counter()
+    for k in range(CHUNKS):
+        np.copyto(view[k], chunk)
+    for k in range(CHUNKS):
+        np.copyto(target, view[k])
+    seconds = time.perf_counter() - start
+    del view
+    memory.close()
+    memory.unlink()
+    return seconds
+
+
+def measure_ray() -> dict[str, float]:
+    """Seconds of a gigabyte, and of copying as much; the least of three rounds each, taken in turn."""
+    import ray
+
+    from megarl.store.actor import start_store
+
+    store_bytes = 3 * CHUNKS * CHUNK_BYTES
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=store_bytes, log_to_driver=False)
+    handle = start_store("bench", teams(1), CHUNKS, "dealt")
+    make = ray.remote(Process).options(num_cpus=0)
+    giver, taker = make.remote("train"), make.remote("score")
+    ways, copies = [], []
+    for step in range(4):
+        reading = taker.take.remote(step)
+        start = ray.get(giver.give.remote(step))
+        seconds = ray.get(reading) - start
+        ray.get(giver.finish.remote(step))
+        if step > 0:  # the first one maps the store's memory
+            ways.append(seconds)
+            copies.append(copy_seconds())
+    del handle
+    ray.shutdown()
+    size = CHUNKS * CHUNK_BYTES / 1e9
+    return {
+        "gb": size,
+        "store_s": min(ways),
+        "copy_s": min(copies),
+        "share_of_copying_speed": min(copies) / min(ways),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print what was asked for as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m megarl.benchmarks.store", description="The store between teams.")
+    parser.add_argument("--only", choices=["core", "ray"], help="one of the two")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
+    arguments = parser.parse_args(argv)
+    result: dict[str, Any] = {}
+    if arguments.only != "ray":
+        result["core"] = measure_core()
+    if arguments.only != "core":
+        result["ray"] = measure_ray()
+    text = json.dumps(result, indent=2)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
