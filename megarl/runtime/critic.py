@@ -1,4 +1,4 @@
-"""The value model of PPO: the policy's architecture and layout, a value head, and an optimizer of its own."""
+"""The value model of PPO: a value head in place of the vocabulary, and an optimizer of its own."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
 
 
-def make_critic(c: Controller) -> CriticRole:
-    """The critic of this run.
+def make_critic(c: Controller, start: str | None) -> CriticRole:
+    """The critic of this run. Collective over its team.
 
-    It starts from `critic.path`, else from the actor as it is now; a resumed run then reads it from its checkpoint.
+    It starts from `critic.path`, else from the actor as it is where RL starts: from the one beside it, or in another
+    team from the model at `start`. A resumed run then reads it from its checkpoint.
     """
     from megarl.device import DTYPES
     from megarl.models.config import load_hf_config
     from megarl.models.hf import check_trainable
-    from megarl.models.weights import load_weights
     from megarl.runtime.setup import check_embeddings
     from megarl.training.engine import MegatronEngine
 
@@ -37,18 +37,29 @@ def make_critic(c: Controller) -> CriticRole:
             check_embeddings(hf_config, c.hf_config, "critic.path")
         engine = MegatronEngine(
             hf_config,
-            c.config.actor.parallel,
+            c.config.parallel_of("critic"),
             config.engine,
             config.optim,
             dtype=DTYPES[c.config.model.dtype],
             layout=c.layout,
             total_steps=c.config.updates(config),
-            weights=lambda chunks: load_weights(chunks, source) if source else copy_trunk(c.actor.chunks, chunks),
+            weights=lambda chunks: _begin(c, chunks, source or start),
             name="critic",
             seed=c.config.trainer.seed,
             value_head=True,
         )
         return CriticRole(engine, c.context, offloads=config.engine.offload)
+
+
+def _begin(c: Controller, chunks: list[PolicyModel], source: str | None) -> None:
+    from megarl.models.weights import init_random, load_weights
+
+    if source is not None:
+        load_weights(chunks, source)
+    elif c.team.leads:
+        copy_trunk(c.actor.chunks, chunks)
+    else:  # all of it comes from the checkpoint
+        init_random(chunks, chunks[0].hf_config, c.config.model.init_seed)
 
 
 @torch.no_grad()

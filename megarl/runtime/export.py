@@ -20,7 +20,8 @@ CRITIC = "hf_critic"
 
 def export(c: Controller, checkpoints: Path) -> None:
     """Write the actor of the last step to RUN_DIR/hf, a critic to hf_critic, and the best actor to hf_best, where the
-    best checkpoint by `trainer.best_metric` is of another step. Nothing without `trainer.export_hf`. Collective.
+    best checkpoint by `trainer.best_metric` is of another step. Nothing without `trainer.export_hf`. Collective over a
+    team, which writes what it holds.
 
     The actor may hold the best weights afterwards: nothing is trained or saved after this.
 
@@ -28,27 +29,34 @@ def export(c: Controller, checkpoints: Path) -> None:
         c: this rank's controller, after its last step.
         checkpoints: the run's folder of checkpoints.
     """
-    from megarl.training.checkpoint import best
-
     if not c.config.trainer.export_hf:
         return
     with phase("export"):
-        _write(c, c.actor, LAST)
+        if c.team.leads:
+            _write(c, c.actor, LAST)
         if "critic" in c.models:
             _write(c, c.models["critic"], CRITIC)
-        written = [Exported(LAST, c.context.step, "last")]
+        if c.team.leads:
+            _write_best(c, checkpoints)
+
+
+def _write_best(c: Controller, checkpoints: Path) -> None:
+    """Write the best actor where it is not the last, and what there is."""
+    from megarl.training.checkpoint import best
+
+    written = [Exported(LAST, c.context.step, "last")]
+    if c.layout.rank == 0:
+        write_exported(c.run_dir, written)
+    # One rank looks for all: on a shared file system two ranks may see different folders.
+    source = c.layout.world.broadcast_json(str(best(checkpoints) or "") if c.layout.rank == 0 else None)
+    other = source and Path(source).name != f"step_{c.context.step}"
+    step = _load_best(c, Path(source)) if other else None
+    if step is not None:
+        _write(c, c.actor, BEST)
         if c.layout.rank == 0:
-            write_exported(c.run_dir, written)
-        # One rank looks for all: on a shared file system two ranks may see different folders.
-        source = c.layout.world.broadcast_json(str(best(checkpoints) or "") if c.layout.rank == 0 else None)
-        other = source and Path(source).name != f"step_{c.context.step}"
-        step = _load_best(c, Path(source)) if other else None
-        if step is not None:
-            _write(c, c.actor, BEST)
-            if c.layout.rank == 0:
-                write_exported(c.run_dir, [*written, Exported(BEST, step, "best")])
-        elif c.layout.rank == 0:
-            shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # of an earlier end of this run
+            write_exported(c.run_dir, [*written, Exported(BEST, step, "best")])
+    elif c.layout.rank == 0:
+        shutil.rmtree(c.run_dir / BEST, ignore_errors=True)  # of an earlier end of this run
 
 
 def _load_best(c: Controller, source: Path) -> int | None:
@@ -79,4 +87,4 @@ def _write(c: Controller, model: ModelRole, name: str) -> None:
     from megarl.models.weights import export_weights
 
     with c.residency.phase("export", model.name):
-        export_weights(model.chunks, c.run_dir / name, c.hf_config, c.tokenizer, world=c.layout.world)
+        export_weights(model.chunks, c.run_dir / name, model.engine.hf_config, c.tokenizer, world=c.layout.world)

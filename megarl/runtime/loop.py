@@ -1,6 +1,6 @@
-"""The training loop around a task graph. Every rank runs it by itself:
+"""The training loop around a task graph. Every rank of every team runs it by itself:
 
-resume or cold start
+resume or cold start (the team of the actor; the others are told)
 publish the weights to where samples are drawn, validate
 for each step:   load prompts -> walk the graph -> publish -> [validate] -> [checkpoint] -> log
 export, report
@@ -20,16 +20,18 @@ from megarl.dag.node import Role
 from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
+from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints
 from megarl.runtime.critic import make_critic
 from megarl.runtime.export import export, show_export
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.reference import drop_refused_reference, make_reference
+from megarl.runtime.reference import drop_refused_start, make_reference
 from megarl.runtime.setup import build_controller
+from megarl.runtime.start import Start, all_ready, announce_start, follow_start
 from megarl.runtime.teacher import make_teacher
 from megarl.runtime.team import OwnTeam
-from megarl.runtime.validate import due, evaluate
+from megarl.runtime.validate import due, evaluate_drawn
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
@@ -42,39 +44,42 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     """Train with a recipe's task graph until `trainer.steps`, from the newest checkpoint when there is one."""
     c = build_controller(config, run_dir, OwnTeam.of_graph(config, graph))
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
-    if c.layout.rank == 0:
+    if c.team.leads and c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     try:
-        checkpoints = Checkpoints(c)
-        resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
-        _start_model(c, graph, checkpoints, resumed_at)
-        begun = bool(resumed_at)
-        _make_models(c, checkpoints.source, begun=begun)
+        checkpoints = Checkpoints(c) if c.team.leads else CheckpointPart(c)
+        start = _find_start(c, graph, checkpoints) if isinstance(checkpoints, Checkpoints) else follow_start(c)
+        _make_models(c, start)
         open_rollout(c)
-        if begun:
-            _load(checkpoints)
-        _begin(c, graph, checkpoints)
+        if start.begun:
+            _load(checkpoints, start)
+        all_ready(c)
+        if isinstance(checkpoints, Checkpoints):
+            _begin(c, graph, checkpoints)
         part: Part = "second" if config.sft.steps else "whole"
         # Opened last: a start that is refused leaves the run's record as it was. Step 0 is measured again.
-        with Recorder(c, "train", config.trainer.steps, -1 if resumed_at == 0 else resumed_at, part) as recorder:
+        shown_from = -1 if start.resumed_at == 0 else start.resumed_at
+        with Recorder(c, "train", config.trainer.steps, shown_from, part) as recorder:
             publish(c, c.context.step)
-            if not begun:
+            if not start.begun:
                 _before_first_step(c, recorder, checkpoints)
-            _steps(c, Executor(graph, c.roles), recorder, checkpoints)
+            _steps(c, _executor(c, graph), recorder, checkpoints)
             export(c, run_dir / FOLDER)
-        show_export(c)
+        if c.team.leads:
+            show_export(c)
     finally:
-        drop_refused_reference(c)
+        drop_refused_start(c)
         c.close()
 
 
-def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resumed_at: int | None) -> None:
-    """Bring the actor to where RL begins, by a cold start or from the checkpoint that one left.
+def _find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> Start:
+    """Bring the actor to where RL begins, by a cold start or from the checkpoint that one left; and tell where that is.
 
     That checkpoint is written before anything else can fail. What is made after it (reference, critic) is made from the
     actor, so a run that resumes there makes it again, and is the same run.
     """
     config = c.config
+    resumed_at = checkpoints.find("trainer.steps", config.trainer.steps)
     if resumed_at is None and config.sft.steps:
         examples = sft.load_examples(c)
         _begin(c, graph, checkpoints)
@@ -83,21 +88,32 @@ def _start_model(c: Controller, graph: TaskGraph, checkpoints: Checkpoints, resu
     if resumed_at is None and config.sft.steps:
         checkpoints.save_start()
     elif resumed_at == 0:
-        _load(checkpoints)
+        with phase("resume"):
+            checkpoints.load()
+    return announce_start(c, resumed_at, checkpoints.source)
 
 
-def _make_models(c: Controller, resumed_from: Path | None, *, begun: bool) -> None:
+def _make_models(c: Controller, start: Start) -> None:
     """This team's models that follow from where RL starts."""
-    drop_refused_reference(c)  # of a process that was killed
-    c.layout.world.barrier()
     makers: dict[Role, Callable[[], ModelRole]] = {
-        Role.REFERENCE: lambda: make_reference(c, resumed_from=resumed_from, begun=begun),
+        Role.REFERENCE: lambda: make_reference(c, start.reference or ""),
         Role.TEACHER: lambda: make_teacher(c),
-        Role.CRITIC: lambda: make_critic(c),
+        Role.CRITIC: lambda: make_critic(c, start.critic),
     }
     for role, make in makers.items():
         if c.team.holds(role):
             c.held[role.value] = make()
+
+
+def _executor(c: Controller, graph: TaskGraph) -> Executor:
+    """Walks what the team of this rank does of the graph."""
+    team = c.team
+    if team.store is None:
+        return Executor(graph, c.roles)
+    from megarl.store.crossing import TeamCrossing
+
+    crossing = TeamCrossing(graph, team.placement, team.store, c.layout.dp_rank, c.layout.is_lead)
+    return Executor(graph, c.roles, team.plan.nodes, crossing)
 
 
 def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
@@ -107,29 +123,32 @@ def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
         write_atomically(c.run_dir / "graph.svg", as_svg(graph))  # shown in the report
 
 
-def _load(checkpoints: Checkpoints) -> None:
+def _load(checkpoints: Checkpoints | CheckpointPart, start: Start) -> None:
     with phase("resume"):
-        checkpoints.load()
+        if isinstance(checkpoints, Checkpoints):
+            checkpoints.load()
+        elif start.source is not None:
+            checkpoints.load(Path(start.source))
 
 
-def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoints) -> None:
+def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoints | CheckpointPart) -> None:
     """Held-out numbers of the model that RL starts from."""
-    numbers: dict[str, float] = {}
-    if c.config.validation.before_train and c.val_data is not None:
-        set_step(0)
-        recorder.start_step()
-        with phase("step"):
-            evaluate(c, recorder, 0)
-        numbers = recorder.end_step(0)
+    if not (c.config.validation.before_train and c.config.data.val_files):
+        return
+    set_step(0)
+    recorder.start_step()
+    with phase("step"):
+        evaluate_drawn(c, recorder, 0)
+    numbers = recorder.end_step(0)
+    if isinstance(checkpoints, Checkpoints):
         checkpoints.rate_start(numbers)
-    best_metric = c.config.trainer.best_metric
-    if numbers and best_metric is not None and best_metric.startswith("val/"):  # others come with the first step
-        checkpoints.check_metric(numbers)
+        best_metric = c.config.trainer.best_metric
+        if best_metric is not None and best_metric.startswith("val/"):  # others come with the first step
+            checkpoints.check_metric(numbers)
 
 
-def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: Checkpoints) -> None:
+def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: Checkpoints | CheckpointPart) -> None:
     config = c.config
-    assert c.loader is not None, "checks refuse a training run without data"
     for step in range(c.context.step + 1, config.trainer.steps + 1):
         c.context.step = step
         set_step(step)
@@ -137,10 +156,16 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
         accuracy = None
         recorder.start_step()
         with phase("step"):
-            with phase("load"):
-                prompts = next(c.loader)
+            prompts = None
+            if c.loader is not None:
+                with phase("load"):
+                    prompts = next(c.loader)
             executor.run(c.context, prompts, more=c.loader)
             publish(c, step)
             if last or due(step, config.validation.every):
-                accuracy = evaluate(c, recorder, step)
-        checkpoints.after_step(step, recorder.end_step(step), accuracy, last=last)
+                accuracy = evaluate_drawn(c, recorder, step)
+        numbers = recorder.end_step(step)
+        if isinstance(checkpoints, Checkpoints):
+            checkpoints.after_step(step, numbers, accuracy, last=last)
+        else:
+            checkpoints.after_step(step, last=last)

@@ -1,4 +1,9 @@
-"""From what the ranks measured to one line per step: reduction, timings, throughput, and the tracker on rank 0."""
+"""From what the ranks measured to one line per step: reduction, timings, throughput, and the tracker on rank 0.
+
+Every team reduces what its ranks measured. The actor's team has the tracker, and adds what the others post:
+
+    critic: step 7, its ranks -> metrics/critic/7 ----> actor: step 7, its ranks + critic's -> metrics.jsonl
+"""
 
 from __future__ import annotations
 
@@ -28,7 +33,7 @@ _AFTER_FAILURE_S = 5.0  # the other ranks hang until this one ends; its launcher
 
 
 class Recorder:
-    """Turns a controller's metrics into logged numbers. Only rank 0 has a tracker; every rank gets the numbers.
+    """Turns a controller's metrics into logged numbers. Only worker 0 has a tracker.
 
     Args:
         c: this rank's controller.
@@ -43,7 +48,7 @@ class Recorder:
     ) -> None:
         self._c = c
         self._tracker: Tracker | None = None
-        if c.layout.rank == 0:
+        if c.layout.rank == 0 and c.team.leads:
             from megarl.tracking.tracker import Tracker
 
             self._tracker = Tracker(
@@ -60,6 +65,8 @@ class Recorder:
         self._trace = TraceWriter(c.run_dir, worker_number(), own_worker_name())
         self._peak: float | None = None
         self._alarms = Alarms()
+        # A cold start is the actor's team's own.
+        self._others = c.team.others if stage == "train" else []
         self._start = (time.perf_counter(), time.process_time())
 
     def __enter__(self) -> Recorder:
@@ -98,7 +105,7 @@ class Recorder:
         """Reduce this step's metrics over all ranks, add timings and throughput, log them.
 
         Returns:
-            The numbers, equal on every rank.
+            The numbers, equal on every rank of the team: of all teams in the actor's, else of this one.
         """
         c = self._c
         wall, cpu = self._start
@@ -116,7 +123,9 @@ class Recorder:
         local.max("perf/max_memory_gb", peak)
         local.sum("perf/total_memory_gb", peak)
         local.max("perf/resident_gb", resident_bytes() / 1e9)
-        numbers = c.layout.world.reduce_metrics(local).result()
+        if self._others:
+            self._add_waits(local, events, seconds)
+        numbers = self._with_other_teams(step, c.layout.world.reduce_metrics(local)).result()
         if "perf/total_tokens" in numbers:
             numbers |= self._perf(numbers)
         if self._tracker is not None:
@@ -125,6 +134,25 @@ class Recorder:
                 self._tracker.view.note(f"WARNING: {warning}")
         self._heap.after_step()
         return numbers
+
+    def _add_waits(self, local: Metrics, events: list[phases.PhaseEvent], seconds: float) -> None:
+        """How long this rank waited for other teams in a step of `seconds`."""
+        waited = sum(event.seconds for event in events if _is_wait(event.path))
+        name = f"team/{self._c.team.plan.name}"
+        local.mean(f"{name}/wait_s", waited, 1)
+        local.mean(f"{name}/busy", max(0.0, 1 - waited / seconds), 1)
+
+    def _with_other_teams(self, step: int, mine: Metrics) -> Metrics:
+        """Metrics of all teams in that of the actor; another one tells its own, once."""
+        team, layout = self._c.team, self._c.layout
+        if not team.leads:
+            team.post(layout, f"metrics/{team.plan.name}/{step}", mine.to_json())
+        if not (team.leads and self._others):
+            return mine
+        with phases.phase("await_metrics"):
+            for other in self._others:
+                mine.merge(Metrics.from_json(team.read(f"metrics/{other.name}/{step}")))
+        return mine
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Keep generations for the report."""
@@ -138,11 +166,17 @@ class Recorder:
         made = perf_metrics(
             tokens=numbers["perf/total_tokens"],
             seconds=numbers["timing_s/step"] - numbers.get("timing_s/validate", 0.0),
-            devices=self._c.layout.world_size,
+            devices=sum(team.devices for team in self._c.team.placement.teams),
             flops=numbers.get("perf/flops"),
             peak=self._peak,
         )
         return made | {"perf/max_memory_gb": memory}
+
+
+def _is_wait(path: str) -> bool:
+    """A phase of a step that waits for another team: for samples or weights of it."""
+    stage, _, name = path.partition("/")
+    return stage == "step" and (name == "take" or (name.startswith("await_") and "/" not in name))
 
 
 def _stage_seconds(events: list[phases.PhaseEvent]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError
-from megarl.phase import phase
+from megarl.phase import keep_beating, phase
 from megarl.processes import write_atomically
 from megarl.runtime.roles import ReferenceRole
 from megarl.runtime.setup import build_engine, check_embeddings
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 
 FOLDER = "reference"
 _NEXT = "reference.next"  # of a start that may still be refused
+_PASSING = "start.next"  # what RL starts from, until all teams have their models
 _ORIGIN = "origin.json"  # in the place of a model: where it is
 
 
-def make_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> ReferenceRole:
-    """The reference of this run. Collective.
+def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> str:
+    """Find the weights of the reference, and keep them for later resumes. Collective over the actor's team.
 
-    Its weights are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a
-    resumed run starts from a later actor; where they are those of `model.path`, that path is kept instead. A run that
-    resumes from a checkpoint of another one takes that one's. What is kept lies in a place of its own until
+    They are `reference.path`, else the actor's at the start of RL. Those are kept in the run folder, because a resumed
+    run starts from a later actor; where they are those of `model.path`, that path is kept instead. A run that resumes
+    from a checkpoint of another one takes that one's. What is kept lies in a place of its own until
     `take_up_reference`: the start may still be refused.
 
     Args:
@@ -35,23 +36,54 @@ def make_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> 
         resumed_from: RUN_DIR/checkpoints/step_N; None: no resume.
         begun: it is of a step of RL; the actor of step 0 is where RL starts.
 
+    Returns:
+        Where they are now: a Hugging Face folder, or a name on the hub.
+
     Raises:
         ConfigError: the run of `resumed_from` has kept none.
     """
-    from megarl.models.config import load_hf_config
-    from megarl.models.weights import export_weights, load_weights
-
+    if c.config.reference.path is not None:
+        return c.config.reference.path
     following = c.run_dir / _NEXT
+    if resumed_from is not None and begun:
+        kept = kept_reference(resumed_from)
+        # A run that goes on has it in its place.
+        if resumed_from.resolve().parent != (c.run_dir / "checkpoints").resolve() and c.layout.rank == 0:
+            with phase("keep_reference"), keep_beating():
+                shutil.copytree(kept, following)
+        return _origin(kept) or str(kept)
+    origin = unchanged_model(c.config) if resumed_from is None else None
+    if origin is None:
+        _export_actor(c, following)
+        return str(following)
+    if c.layout.rank == 0:
+        following.mkdir()
+        write_atomically(following / _ORIGIN, json.dumps({"path": origin}))
+    return origin
+
+
+def keep_start(c: Controller) -> str:
+    """Write what RL starts from, for a model of another team that begins with it. Collective over the actor's team."""
+    folder = c.run_dir / _NEXT
+    if not (folder / "config.json").is_file():  # else the reference's
+        folder = c.run_dir / _PASSING
+        _export_actor(c, folder)
+    return str(folder)
+
+
+def _export_actor(c: Controller, folder: Path) -> None:
+    from megarl.models.weights import export_weights
+
+    with phase("keep_reference"), c.residency.phase("load"):
+        export_weights(c.actor.chunks, folder, c.hf_config, c.tokenizer, world=c.layout.world)
+
+
+def make_reference(c: Controller, source: str) -> ReferenceRole:
+    """The reference of this run, with the weights at `source` (`keep_reference`). Collective over its team."""
+    from megarl.models.config import load_hf_config
+    from megarl.models.weights import load_weights
+
     with phase("load_reference"), c.residency.phase("load"):
-        kept, origin = following, None
-        if c.config.reference.path is None and resumed_from is not None and begun:
-            kept = kept_reference(resumed_from)
-            origin = _origin(kept)
-        elif c.config.reference.path is None:
-            origin = unchanged_model(c.config) if resumed_from is None else None
-            if origin is None:
-                export_weights(c.actor.chunks, following, c.hf_config, c.tokenizer, world=c.layout.world)
-        source = c.config.reference.path or origin or str(kept)
         # Not the policy's configuration: RoPE or windows may differ.
         hf_config = load_hf_config(
             c.config.model.model_copy(update={"path": source, "hf_config": None}), "reference.path"
@@ -65,28 +97,22 @@ def make_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> 
             trainable=False,
             name="reference",
         )
-        # For later resumes of this run; one that goes on has it in its place.
-        checkpoints = (c.run_dir / "checkpoints").resolve()
-        goes_on = begun and resumed_from is not None and resumed_from.resolve().parent == checkpoints
-        if origin is not None and not goes_on and c.layout.rank == 0:
-            following.mkdir()
-            write_atomically(following / _ORIGIN, json.dumps({"path": origin}))
-        elif origin is None and not goes_on and kept != following:
-            export_weights(engine.chunks, following, hf_config, c.tokenizer, world=c.layout.world)
         return ReferenceRole(engine, c.context, offloads=c.config.actor.engine.offload)
 
 
-def drop_refused_reference(c: Controller) -> None:
+def drop_refused_start(c: Controller) -> None:
     """Forget what a start that was refused has made. Not collective: of a start that fails, some ranks may be gone.
 
     Rank 0 does it, as it also takes it up: no rank removes what another one has accepted.
     """
-    if c.layout.rank == 0:
-        shutil.rmtree(c.run_dir / _NEXT, ignore_errors=True)
+    if c.layout.rank == 0 and c.team.leads:
+        for name in (_NEXT, _PASSING):
+            shutil.rmtree(c.run_dir / name, ignore_errors=True)
 
 
 def take_up_reference(run_dir: Path) -> None:
     """The start is accepted: the reference that it has made is that of the run from now on. One rank calls this."""
+    shutil.rmtree(run_dir / _PASSING, ignore_errors=True)
     if _is_model(run_dir / _NEXT):
         shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
         (run_dir / _NEXT).rename(run_dir / FOLDER)

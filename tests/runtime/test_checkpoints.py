@@ -15,12 +15,14 @@ from megarl.comm import WorkerGroup
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig, TrainerConfig
 from megarl.config.training import SFTConfig
+from megarl.dag.placement import together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, DataError, UserError
 from megarl.residency import PARTS, Residency
-from megarl.runtime import export, loop
+from megarl.runtime import export, loop, start
 from megarl.runtime.checkpoints import Checkpoints, check_best_metric
 from megarl.runtime.reference import kept_reference, put_aside, unchanged_model
+from megarl.runtime.team import OwnTeam
 from tests.runtime.harness import RECIPE
 
 ONE_TEAM = SimpleNamespace(store=None)
@@ -140,7 +142,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     def refuse(*_):
         raise ConfigError("no such thing", where="its.key")
 
-    def make_reference(c, **_):
+    def keep_reference(c, **_):
         (run_dir / "reference.next").mkdir()
         (run_dir / "reference.next" / "config.json").write_text("of this start")
 
@@ -152,17 +154,16 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     (run_dir / "reference" / "config.json").write_text("of the run so far")
     config = RunConfig(name="run", trainer=TrainerConfig(steps=9, resume="never"), sft=SFTConfig(steps=sft_steps))
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
+    placement = together(config, (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.ROLLOUT))
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=None, layout=layout, actor=actor)
     c.residency, c.held = Residency(), {}
-    c.context, c.team = (
-        SimpleNamespace(),
-        SimpleNamespace(store=None, holds=lambda role: role in (Role.REFERENCE, Role.CRITIC)),
-    )
+    c.context, c.team = SimpleNamespace(), OwnTeam(placement.teams[0], placement, 0)
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda *_: c)
     monkeypatch.setattr(loop.OwnTeam, "of_graph", lambda *_: None)
-    monkeypatch.setattr(loop, "make_reference", make_reference)
+    monkeypatch.setattr(start, "keep_reference", keep_reference)
+    monkeypatch.setattr(loop, "make_reference", lambda *_: None)
     monkeypatch.setattr(loop, "make_critic", refuse)  # after a cold start this would be a run that has begun
     monkeypatch.setattr(loop.sft, "load_examples", refuse)
     before = files_in(run_dir)
@@ -249,6 +250,7 @@ def test_a_damaged_best_checkpoint_costs_a_finished_run_no_more_than_that_model(
     c = SimpleNamespace(config=SimpleNamespace(trainer=SimpleNamespace(export_hf=True)), run_dir=run_dir)
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     c.actor, c.models, c.residency = SimpleNamespace(engine=SimpleNamespace(layout=c.layout)), {}, Residency()
+    c.team = SimpleNamespace(leads=True)
     critic = SimpleNamespace(parts={*PARTS}, held={*PARTS})
     critic.hold = lambda *parts: setattr(critic, "held", {*parts})
     c.residency.add("critic", critic, offloads=True)

@@ -31,6 +31,7 @@ def make(tmp_path, monkeypatch):
             run_dir=tmp_path,
             layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
             config=config,
+            team=SimpleNamespace(leads=True, others=[]),
             progress=no_progress,
         )
         c.context = c
