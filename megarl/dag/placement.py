@@ -154,7 +154,7 @@ def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[
     _check_roles(named, roles)
     devices = sum(team.devices for team in placement.teams.values())
     if devices != nproc:
-        table = ", ".join(f"{name} {team.devices}" for name, team in placement.teams.items())
+        table = "; ".join(f"{name} ({', '.join(team.roles)}) {team.devices}" for name, team in placement.teams.items())
         raise ConfigError(
             f"the teams have {count(devices, 'device')}, and the run has {count(nproc, 'worker')}: "
             f"{abs(devices - nproc)} too {'many' if devices > nproc else 'few'} in the teams",
@@ -255,11 +255,11 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str]) -> Iterable[Handover]:
     readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> teams
     for id in graph.order():
         node, inputs = graph[id], graph.inputs(id)
-        _check_together(node, inputs.samples, nodes)
+        _check_together(node, None if inputs.samples is None else graph[inputs.samples], graph, nodes)
         for name, writer in inputs.sources.items():
             if nodes[writer] != nodes[id]:
                 readers[writer].setdefault(name, set()).add(nodes[id])
-                _check_handle(node, name, writer, nodes)
+                _check_handle(node, name, graph[writer], nodes)
     for writer, fields in readers.items():
         made = {takers: [f for f in fields if fields[f] == set(takers)] for takers in map(_ordered, fields.values())}
         own = graph[writer].declared.resamples
@@ -273,29 +273,46 @@ def _ordered(teams: set[str]) -> tuple[str, ...]:
     return tuple(sorted(teams))
 
 
-def _check_together(node: Node, samples: str | None, nodes: dict[str, str]) -> None:
-    """What resamples, and what asks for more prompts, walks all before it itself; so does what reads prompts."""
+def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: dict[str, str]) -> None:
+    """What resamples, and what asks for more prompts, walks all before it itself; so does what reads prompts.
+
+    Args:
+        samples: made the samples that `node` works on; None: these are prompts.
+    """
+    first = next(iter(graph))
     if samples is None:
-        home, why = nodes[next(iter(nodes))], "works on prompts, before samples are drawn"
-    elif node.declared.resamples or node.declared.refills:
-        home, why = nodes[samples], f"makes other samples of those of {samples!r}"
+        before, why = first, "works on prompts, before samples are drawn"
+    elif node.declared.refills:
+        before, why = samples, f"asks {samples.id!r} for more samples until a step has enough, which it does in turns"
+    elif node.declared.resamples:
+        before, why = samples, f"makes other samples of those of {samples.id!r}"
     else:
         return
-    if nodes[node.id] != home:
+    if nodes[node.id] != nodes[before.id]:
         raise ConfigError(
-            f"node {node.id!r} {why}, and would be in another team than what it works on",
+            f"node {node.id!r} {why}: both have to be in one team",
             where="placement.teams",
-            found=f"{node.id} in {nodes[node.id]}, and before it a node in {home}",
-            fix=f"put their roles into one team; {node.id!r} is of role {node.role.value}",
+            found=f"{before.id} in {nodes[before.id]}, {node.id} in {nodes[node.id]}",
+            fix=_one_team(before, node),
         )
 
 
-def _check_handle(node: Node, name: str, writer: str, nodes: dict[str, str]) -> None:
+def _one_team(*nodes: Node) -> str:
+    """What to do about nodes that have to be in one team: name the roles by which they come into theirs."""
+    found: list[str] = []
+    for node in nodes:
+        roles = [role.value for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in MODEL_ROLES]
+        scores = node.role is Role.REWARD or "scorer" in node.needs_roles
+        found += roles or [Role.ROLLOUT.value if scores else Role.ACTOR.value]
+    return f"put {' and '.join(dict.fromkeys(found))} into one team; other roles may have teams of their own"
+
+
+def _check_handle(node: Node, name: str, writer: Node, nodes: dict[str, str]) -> None:
     """A handle of work under way means something in its own process only."""
     if name in node.declared.consumes:
         raise ConfigError(
-            f"node {node.id!r} waits for {name!r}, which lives in the process of {writer!r}",
+            f"node {node.id!r} waits for {name!r}, which lives in the process of {writer.id!r}",
             where="placement.teams",
-            found=f"{node.id} in {nodes[node.id]}, {writer} in {nodes[writer]}",
-            fix="put their roles into one team",
+            found=f"{node.id} in {nodes[node.id]}, {writer.id} in {nodes[writer.id]}",
+            fix=_one_team(writer, node),
         )

@@ -50,7 +50,10 @@ def test_other_commands_have_one_team_of_all_workers(config_of, job):
     ("overrides", "key", "words"),
     [
         ([*GRPO, *TWO, "cluster.nproc=3"], "placement.teams", ["4 devices", "1 too many", "cluster.nproc=4"]),
-        ([*GRPO, *TWO, "cluster.nproc=6"], "placement.teams", ["2 too few", "train 2, frozen 2"]),
+        (
+            [*GRPO, *TWO, "cluster.nproc=6"], "placement.teams",
+            ["2 too few", "train (actor, rollout) 2; frozen (reference) 2", "cluster.nproc=6"],
+        ),
         (
             [*GRPO, *TWO, "placement.teams.frozen.roles=[reference, rollout]"],
             "placement.teams",
@@ -88,7 +91,7 @@ def test_other_commands_have_one_team_of_all_workers(config_of, job):
             [*GRPO, "algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true", *TWO,
              "placement.teams={train: {roles: [actor]}, frozen: {roles: [reference, rollout]}}"],
             "placement.teams",
-            ["dynamic_sampling", "put their roles into one team"],
+            ["asks 'rollout' for more samples", "dynamic_sampling in train", "put rollout and actor into one team"],
         ),
     ],
 )  # fmt: skip

@@ -1,0 +1,113 @@
+"""Which team walks which nodes, and that each gets what it reads, once, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megarl.components import COMPONENTS
+from megarl.config.load import load_config
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.placement import MODEL_ROLES, Placement, place, roles_of, together
+from megarl.dag.stage import Role
+from megarl.errors import ConfigError
+from megarl.recipes.build import build_task_graph
+
+RECIPES = {
+    "grpo": ("grpo_quickstart", "algorithm.kl.use=loss"),
+    "ppo": ("ppo_quickstart", "algorithm.kl.use=reward"),
+    "dapo": ("dapo_quickstart", "algorithm.kl.use=loss"),
+    "distilled": ("grpo_quickstart", "algorithm.distillation.coef=1", "teacher.path=org/teacher", "actor.ppo_epochs=2"),
+}
+TOGETHER = {"dapo": {Role.ROLLOUT: Role.ACTOR}}  # dynamic sampling asks for more
+
+
+def load(name: str, teams: dict[str, list[str]]) -> tuple[TaskGraph, RunConfig]:
+    recipe, *overrides = RECIPES[name]
+    given = ", ".join(f"{team}: {{roles: [{', '.join(roles)}], devices: 1}}" for team, roles in teams.items())
+    overrides += [f"placement.teams={{{given}}}", f"cluster.nproc={max(1, len(teams))}"]
+    config = load_config(recipe, overrides, components=COMPONENTS)
+    return build_task_graph(config), config
+
+
+def needs(graph: TaskGraph, placement: Placement) -> Iterator[tuple[str, str, str]]:
+    """(writer, field, team that reads it and did not write it), by walking the graph as one team does."""
+    writers: dict[str, str] = {}
+    for id in graph.order():
+        declared, team = graph[id].declared, placement.of_node(id)
+        read = writers if declared.resamples else [name for name in declared.uses if name in writers]
+        for name in read:
+            if placement.of_node(writers[name]) != team:
+                yield writers[name], name, team.name
+        writers |= dict.fromkeys((*declared.writes, *declared.may_write), id)
+        if declared.resamples:  # it carries all fields, also those of the prompts
+            writers |= dict.fromkeys((*graph.entry, *writers), id)
+        for name in declared.consumes:
+            writers.pop(name, None)
+
+
+@given(st.sampled_from(list(RECIPES)), st.lists(st.integers(0, 3), min_size=5, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_every_team_is_handed_what_it_reads_of_others_once(name, choice):
+    graph, _ = load(name, {})
+    wanted = dict(zip(MODEL_ROLES, choice, strict=True))
+    for role, other in TOGETHER.get(name, {}).items():
+        wanted[role] = wanted[other]
+    teams: dict[str, list[str]] = {}
+    for role in roles_of(graph):
+        teams.setdefault(f"team{wanted[role]}", []).append(role.value)
+    graph, config = load(name, teams)
+    placement = place(graph, config)
+    handed = [(one.node, field, taker) for one in placement.handovers for field in one.fields for taker in one.takers]
+    assert sorted(handed) == sorted(set(needs(graph, placement)))
+    assert all(placement.of_node(one.node).name == one.giver for one in placement.handovers)
+    assert len({one.key for one in placement.handovers}) == len(placement.handovers)
+    walked = [id for team in placement.teams for id in team.nodes]
+    assert sorted(walked) == sorted(graph.order())
+    assert Role.ACTOR in placement.teams[0].roles
+    workers = [placement.of_worker(number).name for number in range(config.cluster.nproc)]
+    assert workers == [team.name for team in placement.teams]
+
+
+def test_nodes_are_walked_where_their_models_are_and_rewards_where_samples_are_drawn():
+    roles = {role: [role] for role in ("actor", "critic", "reference", "rollout")}
+    graph, config = load("ppo", roles)
+    assert {team.name: set(team.nodes) for team in place(graph, config).teams} == {
+        "actor": {"old_logp", "rollout_gap", "kl_in_reward", "advantage", "actor_train"},
+        "critic": {"value", "critic_train"},
+        "reference": {"ref_logp"},
+        "rollout": {"rollout", "reward_submit", "reward"},
+    }
+
+
+def test_roles_that_the_graph_does_not_have_are_left_out():
+    graph, config = load("grpo", {"train": ["actor", "rollout", "critic"], "frozen": ["reference"]})
+    placement = place(graph, config)
+    assert placement["train"].roles == (Role.ACTOR, Role.ROLLOUT)
+    assert placement.of_role(Role.CRITIC) is None
+
+
+def test_without_teams_all_roles_are_together():
+    graph, config = load("ppo", {})
+    placement = place(graph, config)
+    assert not placement.separate
+    assert placement.handovers == ()
+    assert placement.teams[0].nodes == tuple(graph.order())
+    assert together(config).teams[0].parallel == placement.teams[0].parallel == config.actor.parallel
+
+
+def test_dynamic_sampling_stays_with_what_draws():
+    graph, config = load("dapo", {"train": ["actor"], "draw": ["rollout"], "frozen": ["reference"]})
+    with pytest.raises(ConfigError, match=r"asks 'rollout' for more samples(?s:.*)put rollout and actor into one team"):
+        place(graph, config)
+
+
+def test_a_team_has_one_layout():
+    graph, config = load("ppo", {"train": ["actor", "critic", "rollout"], "frozen": ["reference"]})
+    critic = config.critic.model_copy(update={"parallel": config.actor.parallel.model_copy(update={"pp": 2})})
+    with pytest.raises(ConfigError, match=r"critic\.parallel: (?s:.*)share the team 'train'"):
+        place(graph, config.model_copy(update={"critic": critic}))
