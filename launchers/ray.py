@@ -27,11 +27,10 @@ from megarl.credentials import PASSWORD, USER
 from megarl.errors import ConfigError, WorkerError
 from megarl.launchers.common import CAUGHT, Job, layout_environment, process_environment
 from megarl.launchers.output import Follower
-from megarl.launchers.seats import gpus_of, seats
+from megarl.launchers.seats import ranks_of, seats
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
 from megarl.processes import STORE, TEAM, WORKER, has_nvidia_device
-from megarl.rollout.sglang.gpus import TRAINER_GPUS
 from megarl.store.size import object_store_bytes
 
 if TYPE_CHECKING:
@@ -178,29 +177,19 @@ class RayWorkers:
         """Set the workers of one team to work, which meet at an address of their own."""
         import ray
 
-        job, everywhere = self._job, {host for host, _ in self._places}
-        mine = slice(team.first, team.first + team.devices)
-        actors, hosts = self._actors[mine], [host for host, _ in self._places[mine]]
-        master = "127.0.0.1" if len(everywhere) == 1 else hosts[0]
-        port = ray.get(actors[0].listen.remote(master), timeout=self._left())
-        # The team's own GPUs come first: its colocated servers share these.
-        gpus = [*self._places[mine], *self._places[: mine.start], *self._places[mine.stop :]]
-        for rank, actor in enumerate(actors):
-            environment = layout_environment(team.parallel) | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank - hosts.index(hosts[rank])),
-                "LOCAL_WORLD_SIZE": str(hosts.count(hosts[rank])),
-                "WORLD_SIZE": str(team.devices),
-                "MASTER_ADDR": master,
-                "MASTER_PORT": str(port),
-                TRAINER_GPUS: gpus_of(hosts[rank], gpus),
-            }
-            number = team.first + rank
+        job, first = self._job, team.first
+        one_machine = len({host for host, _ in self._places}) == 1
+        master = "127.0.0.1" if one_machine else self._places[first][0]
+        port = ray.get(self._actors[first].listen.remote(master), timeout=self._left())
+        shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+        # Not in the actors' runtime_env, which Ray shows to everybody.
+        shared |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
+        for number, own in enumerate(ranks_of(team, self._places), first):
+            environment = shared | own
             if job.separate:
                 environment |= {TEAM: team.name, WORKER: str(number), STORE: self._store_name}
-            # Not in the actors' runtime_env, which Ray shows to everybody.
-            environment |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
-            self._results[number] = actor.run.remote(job.entry, str(job.config_path), str(job.log_dir), environment)
+            paths = str(job.config_path), str(job.log_dir)
+            self._results[number] = self._actors[number].run.remote(job.entry, *paths, environment)
 
     def _left(self) -> float:
         return max(1.0, self._deadline - time.monotonic())

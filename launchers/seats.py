@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 
 from megarl.dag.placement import TeamPlan
+from megarl.rollout.sglang.gpus import TRAINER_GPUS
 
 #: Address of a node, and the GPUs that Ray gave to a process there: numbers, or UUIDs where the node was started so.
 Place = tuple[str, list[str]]
@@ -61,6 +62,32 @@ def _choose(need: int, replica: int, free: dict[str, list[int]]) -> list[int]:
         chosen += taken
         need -= size
     return chosen
+
+
+def ranks_of(team: TeamPlan, places: Sequence[Place]) -> list[dict[str, str]]:
+    """What the workers of a team are told about their place in it, as torchrun would, in the order of their ranks.
+
+    Args:
+        team: one of the run's.
+        places: of all workers of all teams, in the order of their numbers.
+    """
+    mine = slice(team.first, team.first + team.devices)
+    # The team's own GPUs come first: its colocated servers share these, and no other server takes any of the rest.
+    taken = [*places[mine], *places[: mine.start], *places[mine.stop :]]
+    hosts = [host for host, _ in places[mine]]
+    machines = list(dict.fromkeys(hosts))
+    return [
+        {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(team.devices),
+            "LOCAL_RANK": str(rank - hosts.index(host)),
+            "LOCAL_WORLD_SIZE": str(hosts.count(host)),
+            "GROUP_RANK": str(machines.index(host)),
+            "GROUP_WORLD_SIZE": str(len(machines)),
+            TRAINER_GPUS: gpus_of(host, taken),
+        }
+        for rank, host in enumerate(hosts)
+    ]
 
 
 def gpus_of(host: str, places: Sequence[Place]) -> str:

@@ -38,7 +38,8 @@ _INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TEST
 # allocator and stream settings: segments that grow cannot be mapped by another process nor paused by SGLang's memory
 # saver, and one connection to the device keeps a server's kernels in one queue.
 _TRAINER_ONLY = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "RAY_AUTH_TOKEN"),
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUDA_DEVICE_MAX_CONNECTIONS"),
 )
 _TRAINER_PREFIXES = ("PYTHON", "TORCHELASTIC_", "MEGARL_")

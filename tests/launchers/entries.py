@@ -68,7 +68,17 @@ def meet_in_teams(config: RunConfig, run_dir: Path) -> None:
     number = worker_number()
     total = torch.tensor([number])
     dist.all_reduce(total)
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TEAM, WORKER)
+    names = (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        TEAM,
+        WORKER,
+    )
     seen = {name: os.environ.get(name) for name in names}
     seen |= {"sum": int(total), "size": dist.get_world_size(), "ray": ray.get_runtime_context().gcs_address}
     seen["listens"] = [address.removeprefix("::ffff:") for address in _listening()]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import TeamPlan
-from megarl.launchers.seats import seats
+from megarl.launchers.seats import ranks_of, seats
 
 
 def teams(*sizes: int, tp: int = 1) -> list[TeamPlan]:
@@ -40,6 +40,25 @@ def test_a_model_parallel_group_stays_on_one_machine() -> None:
     found = seats(places, teams(2, 2, 8, tp=4))
     actor = [places[index][0] for index in found[4:]]
     assert actor == ["0"] * 4 + ["1"] * 4
+
+
+def test_workers_are_told_their_place_in_their_team() -> None:
+    places = on(4, 2)
+    actor, critic = teams(2, 4)
+
+    told = ranks_of(critic, places)
+
+    assert [w["RANK"] for w in told] == ["0", "1", "2", "3"]
+    assert [(w["LOCAL_RANK"], w["LOCAL_WORLD_SIZE"]) for w in told] == [("0", "2"), ("1", "2")] * 2
+    assert [(w["GROUP_RANK"], w["GROUP_WORLD_SIZE"]) for w in told] == [("0", "2")] * 2 + [("1", "2")] * 2
+    assert {w["WORLD_SIZE"] for w in told} == {"4"}
+    assert {w["GROUP_WORLD_SIZE"] for w in ranks_of(actor, places)} == {"1"}
+
+
+def test_the_gpus_of_all_teams_of_a_machine_are_taken_and_the_teams_own_come_first() -> None:
+    actor, critic = teams(2, 4)
+    assert [w["MEGARL_TRAINER_GPUS"] for w in ranks_of(critic, on(4, 2))] == ["2,3,0,1"] * 2 + ["0,1"] * 2
+    assert [w["MEGARL_TRAINER_GPUS"] for w in ranks_of(actor, on(4, 2))] == ["0,1,2,3"] * 2
 
 
 @given(

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 
+from megarl.config.run import ClusterConfig
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 from megarl.launchers.seats import gpus_of, rank_order
 from megarl.processes import nvidia_devices
 from megarl.rollout.sglang.gpus import TRAINER_GPUS, server_gpus
+from megarl.rollout.sglang.launch import WorkerPlace
 
 
 def seen(workers: int, environment: dict[str, str], present: int, **settings: Any) -> list[tuple[str, ...] | None]:
@@ -56,6 +58,17 @@ def test_ray_s_gpus_of_a_node_are_told_in_the_order_of_its_ranks() -> None:
     places = [("a", ["1"]), ("a", ["0"]), ("b", ["3"])]
     assert [gpus_of(node, places) for node in "ab"] == ["1,0", "3"]
     assert gpus_of("a", [("a", []), ("a", [])]) == ""
+
+
+def test_servers_are_started_where_the_team_of_their_workers_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = ClusterConfig(nproc=8, nnodes=2)
+    told = {"RANK": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert WorkerPlace.from_environment(cluster) == WorkerPlace(machine=1, machines=2, is_first=True, workers=1)
+    for name in told:
+        monkeypatch.delenv(name)
+    assert WorkerPlace.from_environment(ClusterConfig(nproc=2)) == WorkerPlace(workers=2)
 
 
 @pytest.mark.parametrize(("workers", "settings"), [(5, {}), (3, {"colocated": True})])

@@ -31,10 +31,11 @@ class WorkerPlace:
 
     @classmethod
     def from_environment(cls, cluster: ClusterConfig) -> WorkerPlace:
-        """The place of a worker; ranks of a machine are consecutive."""
-        rank, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-        workers = cluster.nproc // cluster.nnodes
-        return cls(rank // workers, cluster.nnodes, local == 0, workers)
+        """The place of a worker among those of its team, from what its launcher says: torchrun's variables."""
+        values = os.environ
+        workers = int(values.get("LOCAL_WORLD_SIZE", cluster.nproc // cluster.nnodes))
+        machine, machines = int(values.get("GROUP_RANK", "0")), int(values.get("GROUP_WORLD_SIZE", "1"))
+        return cls(machine, machines, int(values.get("LOCAL_RANK", "0")) == 0, workers)
 
 
 def open_fleet(
