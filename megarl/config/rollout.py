@@ -54,7 +54,7 @@ class RolloutConfig(Section):
     )
     sglang: SGLangConfig = Field(default_factory=SGLangConfig, description="servers of the engine sglang")
     parallel: ParallelConfig | None = Field(
-        None, description="layout of an embedded engine in a team of its own; null: the actor's"
+        None, description="layout in a team of its own; null: the actor's, and of workers that ask servers dp only"
     )
     sampling: SamplingConfig = Field(default_factory=lambda: SamplingConfig(n=8), description="training samples")
     limits: LimitsConfig = Field(default_factory=LimitsConfig, description="of episodes with several turns")

@@ -236,6 +236,9 @@ def _team_of(node: Node, owner: dict[Role, str]) -> str:
 
 def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConfig:
     """The layout that all roles of a team have."""
+    roles = tuple(roles)
+    if roles == (Role.ROLLOUT,) and config.rollout.engine != "embedded":
+        return config.rollout.parallel or ParallelConfig()  # its workers hold no model: they ask servers
     layouts = {role.value: config.parallel_of(role.value) for role in roles}
     first, *_ = layouts.values()
     other = next((role for role, layout in layouts.items() if layout != first), None)

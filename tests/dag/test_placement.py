@@ -111,3 +111,12 @@ def test_a_team_has_one_layout():
     critic = config.critic.model_copy(update={"parallel": config.actor.parallel.model_copy(update={"pp": 2})})
     with pytest.raises(ConfigError, match=r"critic\.parallel: (?s:.*)share the team 'train'"):
         place(graph, config.model_copy(update={"critic": critic}))
+
+
+def test_workers_that_ask_servers_hold_no_model_to_split():
+    graph, config = load("grpo", {"train": ["actor", "reference"], "draw": ["rollout"]})
+    actor = config.actor.model_copy(update={"parallel": config.actor.parallel.model_copy(update={"tp": 2})})
+    for engine, tp in (("embedded", 2), ("sglang", 1)):
+        rollout = config.rollout.model_copy(update={"engine": engine})
+        placement = place(graph, config.model_copy(update={"actor": actor, "rollout": rollout}))
+        assert {team.name: team.parallel.tp for team in placement.teams} == {"train": 2, "draw": tp}
