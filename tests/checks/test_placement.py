@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megarl.checks.plan import make_plan
 from megarl.checks.recipe import check_config
+from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
@@ -153,3 +157,13 @@ def test_mistakes_in_a_team_name_its_key(write, text, words):
         load_config(file)
     for word in (*words, "teams.yaml:4"):
         assert word in str(caught.value)
+
+
+def test_the_documented_example_and_its_dry_run_are_those_of_the_code(write):
+    page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
+    recipe, shown = page.partition("```yaml")[2], page.partition("## Reading the dry run")[2]
+    plan = make_plan(load_config(write(recipe.partition("```")[0], "four.yaml"), components=COMPONENTS), "ray")
+    assert plan.problems == []
+    lines = plan.text.splitlines()
+    for line in shown.split("```")[1].strip().splitlines():
+        assert line in lines
