@@ -39,16 +39,6 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
             allowed="integer >= 2, or 1 with algorithm.advantage.allow_singleton",
             fix="set rollout.sampling.n=8",
         )
-    if "greedy_score" in fields and config.has_turns:
-        checks.fail(
-            "estimator",
-            "algorithm.advantage.name",
-            f"{name} scores a greedy response to every prompt, and an environment may begin with an observation of its "
-            "own",
-            found=f"{name} with env.name={config.env['name']}",
-            allowed=[other for other in ADVANTAGES.names() if "greedy_score" not in ADVANTAGES.required(other)],
-            fix="set algorithm.advantage.name=rloo, or env.name=single_turn",
-        )
     if "reward_parts" in fields:
         _check_parts(config, checks)
 
