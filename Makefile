@@ -18,7 +18,7 @@ test: $(STAMP)
 
 # Repetitions, seeds and kill matrices of what the suite shows once; the names are in tests/campaigns.py.
 campaign-%: $(STAMP)
-	$(BIN)/pytest --campaign $* --durations=0
+	$(BIN)/pytest --campaign=$* --durations=0
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

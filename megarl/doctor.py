@@ -23,6 +23,7 @@ REQUIRED = (
 OPTIONAL = {
     "flash-attn": "variable-length attention kernels on GPUs (else: scaled-dot-product attention of torch)",
     "transformer-engine": "Megatron-Core takes its fused AdamW and gradient norm on GPUs (else: torch's)",
+    "mcp": "tools of Model Context Protocol servers (env.mcp)",
     "mbridge": "tests compare weight conversion with it",
 }
 

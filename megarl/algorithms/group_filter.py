@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
 
     from megarl.config.base import ComponentSection
 
-#: fn(score, uid, *, and of mask, offsets, live, what it reads and its settings those that it names) -> bool [B]: kept
+#: Offered to every filter, which may take them or not.
+OFFERED = ("mask", "offsets", "live")
+#: fn(score, uid, *, those of OFFERED that it names, what it reads, its settings) -> bool [B]: kept
 FILTERS = Registry("sample filter", "algorithm.filter.name", Spec, by_name=True)
 
 
@@ -151,17 +152,17 @@ def kept_samples(
         section: names the filter and gives its settings.
         score: float [B].
         uid: B group names.
-        fields: what the filter may take: `mask` (bool [N]), `offsets` (int64 [B + 1]), `live` (bool [B] or None), and
-            what it declares to read.
+        fields: `mask` (bool [N]), `offsets` (int64 [B + 1]) and `live` (bool [B] or None), of which the filter gets
+            those that it names, and what it declares to read.
 
     Raises:
         UserError: there is no such filter, the keys are not its own, or it returns something else.
     """
     chosen = FILTERS.choose(section)
     own = {key: getattr(chosen.settings, key) for key in chosen.spec.settings.model_fields}
-    taken = inspect.signature(chosen.function).parameters
-    given = {key: value for key, value in (own | dict(fields)).items() if key in taken}
-    keep = chosen.function(score, uid, **given)
+    named = FILTERS.parameters(section.component)
+    given = {key: value for key, value in fields.items() if key not in OFFERED or key in named}
+    keep = chosen.function(score, uid, **given, **own)
     is_tensor = isinstance(keep, torch.Tensor)
     if not (is_tensor and keep.dtype == torch.bool and keep.shape == score.shape):
         raise UserError(

@@ -14,7 +14,7 @@ come from here.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -135,7 +135,7 @@ class Registry(Generic[S]):
         A function that declares nothing reads the keys of all that have a name; those that it names, `by_name`.
 
         Raises:
-            UserError: as `get`; or it is a component of another kind.
+            UserError: as `get`; it is a component of another kind; or `by_name`, and does not say what it takes.
         """
         function = self.get(name)
         declared = self.declared(function)
@@ -146,7 +146,7 @@ class Registry(Generic[S]):
     def _settings_named(self, function: Callable[..., Any]) -> type[Settings]:
         """The settings of all components that are parameters of `function`; made once, since steps ask for them."""
         if function not in self._named:
-            taken = inspect.signature(function).parameters
+            taken = self._parameters(function)
             every = self.every_setting().model_fields
             fields: dict[str, Any] = {name: (info.annotation, info) for name, info in every.items() if name in taken}
             self._named[function] = create_model("NamedSettings", __base__=Settings, **fields)
@@ -206,8 +206,33 @@ class Registry(Generic[S]):
         return Chosen(function, spec, settings)
 
     def required(self, name: str) -> list[str]:
-        """Names of the parameters without a default, in order."""
-        parameters = inspect.signature(self.get(name)).parameters.values()
+        """Names of the parameters without a default, in order.
+
+        Raises:
+            UserError: as `parameters`.
+        """
         return [
-            p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+            p.name
+            for p in self.parameters(name).values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         ]
+
+    def parameters(self, name: str) -> Mapping[str, inspect.Parameter]:
+        """Parameters of the function of that name, in order.
+
+        Raises:
+            UserError: as `get`; or it does not say what it takes.
+        """
+        return self._parameters(self.get(name))
+
+    def _parameters(self, function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+        try:
+            return inspect.signature(function).parameters
+        except (TypeError, ValueError):
+            raise ConfigError(
+                f"this {self.kind} does not say what it takes",
+                where=self.key,
+                found=getattr(function, "__name__", repr(function)),
+                allowed="a function that is written in Python",
+                fix="call it in a function of your own, and name that one",
+            ) from None

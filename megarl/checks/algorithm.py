@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
-
 from megarl.algorithms.advantages import ADVANTAGES
 from megarl.algorithms.advantages.base import GroupSettings
-from megarl.algorithms.group_filter import FILTERS
+from megarl.algorithms.group_filter import FILTERS, OFFERED
 from megarl.algorithms.losses import POLICY_LOSSES
 from megarl.algorithms.needs import estimator_fields
 from megarl.checks.checklist import Checklist, Roles
 from megarl.checks.components import check_component, check_signature
 from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
+from megarl.errors import ConfigError
 
 
 def check_algorithm(config: RunConfig, roles: Roles, checks: Checklist) -> None:
@@ -30,6 +29,14 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
     if chosen is None:
         return
     settings = chosen.settings
+    try:
+        required = ADVANTAGES.required(name)
+    except ConfigError as error:
+        checks.from_error("estimator", error)
+        return
+    if ADVANTAGES.declared(chosen.function) is not None:
+        given = [*required, *chosen.spec.settings.model_fields]
+        check_signature("estimator", chosen.function, ADVANTAGES.key, (), given, checks)
     if isinstance(settings, GroupSettings) and n < 2 and not settings.allow_singleton:
         checks.fail(
             "group size",
@@ -38,16 +45,6 @@ def _check_estimator(config: RunConfig, checks: Checklist) -> None:
             found=n,
             allowed="integer >= 2, or 1 with algorithm.advantage.allow_singleton",
             fix="set rollout.sampling.n=8",
-        )
-    if "greedy_score" in fields and config.has_turns:
-        checks.fail(
-            "estimator",
-            "algorithm.advantage.name",
-            f"{name} scores a greedy response to every prompt, and an environment may begin with an observation of its "
-            "own",
-            found=f"{name} with env.name={config.env['name']}",
-            allowed=[other for other in ADVANTAGES.names() if "greedy_score" not in ADVANTAGES.required(other)],
-            fix="set algorithm.advantage.name=rloo, or env.name=single_turn",
         )
     if "reward_parts" in fields:
         _check_parts(config, checks)
@@ -95,9 +92,10 @@ def _check_teacher(config: RunConfig, roles: Roles, checks: Checklist) -> None:
 def _check_filter(config: RunConfig, checks: Checklist) -> None:
     chosen = check_component("filter", config.algorithm.filter, FILTERS, checks)
     if chosen is not None:
-        offered = ("mask", "offsets", "live", *chosen.spec.reads, *chosen.spec.settings.model_fields)
-        taken = [name for name in offered if name in inspect.signature(chosen.function).parameters]
-        check_signature("filter", chosen.function, FILTERS.key, ("score", "uid"), taken, checks)
+        named = FILTERS.parameters(config.algorithm.filter.name)
+        offered = [name for name in OFFERED if name in named]
+        given = [*offered, *chosen.spec.reads, *chosen.spec.settings.model_fields]
+        check_signature("filter", chosen.function, FILTERS.key, ("score", "uid"), given, checks)
 
 
 def _check_loss(config: RunConfig, checks: Checklist) -> None:

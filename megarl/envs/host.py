@@ -29,7 +29,7 @@ _THREADS = 16
 _CONTAINED = (Exception, SystemExit, asyncio.CancelledError)
 _Outcome = tuple[Any, BaseException | None]
 #: Names of metrics `env/<name>` that every run has.
-_TAKEN = ("cached", "cut", "errors", "tokens/max", "tokens/mean", "turns/max", "turns/mean")
+_TAKEN = ("cached", "cut", "errors", "greedy_errors", "tokens/max", "tokens/mean", "turns/max", "turns/mean")
 
 
 class HostError(MegarlError):

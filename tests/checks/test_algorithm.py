@@ -26,11 +26,6 @@ def estimator(name: str) -> list[str]:
             ["remax", "greedy rollout"],
         ),
         (
-            ["algorithm.advantage.name=remax", "env={name: game.py:Game}"],
-            "algorithm.advantage.name",
-            ["remax", "an observation of its own", "env.name=game.py:Game"],
-        ),
-        (
             ["algorithm.overlong.buffer_tokens=9", "env={name: game.py:Game}", "rollout.limits.tokens=9"],
             "algorithm.overlong.buffer_tokens",
             ["longest response (9 tokens)"],

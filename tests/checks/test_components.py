@@ -198,6 +198,39 @@ def test_a_function_that_takes_something_else_is_refused_before_a_run(write, fai
     assert (check.key, "does not take the arguments" in check.message) == (key, True)
 
 
+@pytest.mark.parametrize(
+    ("section", "registry", "declared", "parameters", "lacks"),
+    [
+        ("filter", "FILTERS", "settings=Own", "score, uid, *, mask", "most"),
+        ("filter", "FILTERS", "reads=('old_logp',)", "score, uid, *, mask", "old_logp"),
+        ("advantage", "ADVANTAGES", "settings=Own", "token_rewards, mask", "most"),
+    ],
+)
+def test_a_component_that_does_not_take_what_it_declares_is_refused(
+    write, failures, section, registry, declared, parameters, lacks
+):
+    module = f"lacks_{lacks}_in_{section}"
+    write(
+        f"from {WHERE[registry]} import {registry}\n"
+        "from megarl.algorithms.registry import Settings\n"
+        "class Own(Settings):\n    most: float = 1.0\n"
+        f"@{registry}.register({declared})\ndef mine({parameters}): ...\n"
+        f"@{registry}.register({declared})\ndef any_of_them({parameters}, **more): ...\n",
+        f"{module}.py",
+    )
+    (check,) = failures(f"algorithm.{section}.name={module}.py:mine")
+    assert check.key == f"algorithm.{section}.name"
+    assert f"{lacks})" in check.allowed
+    assert not failures(f"algorithm.{section}.name={module}.py:any_of_them")
+
+
+@pytest.mark.parametrize("section", ["filter", "advantage"])
+def test_a_function_that_does_not_say_what_it_takes_is_refused(failures, section):
+    checks = failures(f"algorithm.{section}.name=builtins:max")
+    assert [(check.key, check.found) for check in checks] == [(f"algorithm.{section}.name", "max")]
+    assert "does not say what it takes" in checks[0].message
+
+
 REGISTRIES = {registry.key: registry for registry in BY_SECTION.values()}
 
 

@@ -109,6 +109,7 @@ def test_doctor_lists_versions_and_devices(capsys: pytest.CaptureFixture[str]) -
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
     assert "megatron-core" in shown
+    assert "\n  mcp " in shown
     assert "devices" in shown
 
 

@@ -33,7 +33,9 @@ class FakeServer(ThreadingHTTPServer):
     wait: nothing comes until the request is aborted, then half of it; foreign: with another run's weights; empty: no
     token, and the length limit is said to be reached.
 
-    `info`: what it says of itself; bytes go as they are, at None it hangs up.
+    `info`: what it says of itself; bytes go as they are, at None it hangs up. `health_s`: how long it takes to say that
+    it is well; `looks`: how often it has said so. `keeps`: a connection takes more than one request, until `end_idle`
+    ends all that are there, which the client finds out with its next request on one.
     """
 
     daemon_threads = True
@@ -45,17 +47,29 @@ class FakeServer(ThreadingHTTPServer):
         self.running = self.most = 0
         self.hangs = threading.Event()
         self.aborts, self.aborted = list[str](), threading.Condition()
+        self.health_s, self.looks, self.keeps = 0.0, 0, False
+        self.open, self.ended = set[object](), set[object]()
         self.info: Any = {"tp_size": 1, "ep_size": 1, "dp_size": 1, "dtype": "float32", "context_length": None}
 
     @property
     def api(self) -> ServerApi:
         return ServerApi(f"http://127.0.0.1:{self.server_port}", KEY, "fake")
 
+    def end_idle(self) -> None:
+        self.ended |= self.open
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: FakeServer
 
+    def setup(self) -> None:
+        super().setup()
+        if self.server.keeps:
+            self.protocol_version = "HTTP/1.1"
+            self.server.open.add(self)
+
     def do_GET(self) -> None:
+        time.sleep(self.server.health_s)
         if self.server.hangs.is_set():
             time.sleep(5)
         if self.path != "/server_info":
@@ -64,8 +78,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         else:
             self._send(200, self.server.info)
+        self.server.looks += self.path == "/health"
 
     def do_POST(self) -> None:
+        if self in self.server.ended:
+            self.close_connection = True
+            return
         assert self.headers["Authorization"] == f"Bearer {KEY}"
         payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if self.path == "/abort_request":

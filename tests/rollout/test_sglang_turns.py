@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
+
+import pytest
 
 from megarl.comm import team_world
 from megarl.config.rollout import SamplingConfig
@@ -85,6 +89,53 @@ def test_all_turns_of_episodes_that_begin_alike_go_to_one_server():
         assert sum(len(server.payloads) for server in made) == TURNS * len(TALKS)
 
 
+def test_an_episode_keeps_its_server_when_connections_end_that_were_idle_between_its_turns(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("megarl.rollout.sglang.client._IDLE_S", 0.05)
+    with servers(ok, ok) as made:
+        for server in made:
+            server.keeps = True
+        engine = alone(made)
+        generation = engine.open(SAMPLING, [], 2, 100)
+        for turn in range(TURNS):
+            for i, first in enumerate((70, 72)):
+                generation.submit(i, [first, turn], turn, 8)
+            collect(generation, 2)
+            time.sleep(0.2)  # the environment thinks
+            for server in made:
+                server.end_idle()
+        generation.close()
+        assert [sorted(p["input_ids"][0] for p in server.payloads) for server in made] == [[70] * TURNS, [72] * TURNS]
+        assert len(engine.servers()) == 2
+
+
+def test_a_server_that_nobody_asked_while_the_process_stood_still_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The clock jumps by an hour while a turn is under way, and servers take a while to say that they are well."""
+    jumped = threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 3600 * jumped.is_set())
+    monkeypatch.setattr("megarl.rollout.sglang.client.time", clock)
+    monkeypatch.setattr("megarl.rollout.sglang.client._HEALTH_EVERY_S", 0.05)
+
+    def held(server: FakeServer, payload: dict[str, Any]) -> str:
+        jumped.set()
+        looks = server.looks
+        server.lock.release()
+        until(lambda: server.looks >= looks + 2)  # the first one may have been on its way before
+        server.lock.acquire()
+        return "ok"
+
+    with servers(held) as made:
+        made[0].health_s = 0.3
+        generation = alone(made).open(SAMPLING, [], 1, 100)
+        generation.submit(0, [70], 0, 8)
+        collect(generation, 1)
+        generation.close()
+        assert len(made[0].payloads) == 1
+
+
 def test_a_long_turn_holds_up_no_other_episode():
     """The first turn of episode 0 is answered only after the last turn of episode 3 has come."""
     last = threading.Event()
@@ -107,12 +158,16 @@ def test_a_long_turn_holds_up_no_other_episode():
 
 def started(made: FakeServer, count: int) -> None:
     """Wait until so many requests have come."""
-    pause = threading.Event()
+    until(lambda: len(made.payloads) >= count)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait until it is true."""
     for _ in range(_WAIT_S * 100):
-        if len(made.payloads) >= count:
+        if condition():
             return
-        pause.wait(0.01)
-    raise AssertionError(f"{len(made.payloads)} requests came, not {count}")
+        time.sleep(0.01)
+    raise AssertionError(f"not within {_WAIT_S} s")
 
 
 def collect(generation: Any, count: int) -> dict[int, Completion]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,40 @@ class Stall(Guess):
             time.sleep(600)
         return await super().step(action)
 """
+#: Begins with an observation that is made of the data's prompt, writes down what it begins with, and cannot begin for
+#: the fifth time with an odd seed. Four samples come first: the fifth is the greedy episode.
+FRAGILE = f"""
+import json, sys, threading
+from collections import Counter
+from pydantic import Field
+sys.path.append({str(GUESS.parent)!r})
+from guess import Guess, GuessSettings
+
+class FragileSettings(GuessSettings):
+    log: str = Field(description="file of seeds and prompts")
+
+class Shared:
+    def __init__(self):
+        self.lock, self.seen = threading.Lock(), Counter()
+
+class Fragile(Guess):
+    Settings = FragileSettings
+
+    @classmethod
+    def open(cls, settings):
+        return Shared()
+
+    def reset(self, row, seed):
+        with self.shared.lock:
+            self.shared.seen[seed] += 1
+            times = self.shared.seen[seed]
+            with open(self.settings.log, "a") as log:
+                log.write(json.dumps([seed, row["prompt"]]) + "\\n")
+        if times == 5 and seed % 2:
+            raise RuntimeError("no state")
+        return row["prompt"] + super().reset(row, seed)
+"""
+GREEDY = ("algorithm.advantage.name=remax", "data.val_files=[]", "validation.every=0", "trainer.best_metric=null")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +105,34 @@ def test_episodes_of_three_turns_are_played_trained_on_and_reported(undisturbed)
 def test_two_replicas_play_the_same_episodes(recipe, undisturbed, tmp_path):
     two = harness.run(recipe, tmp_path, *SETTINGS, "validation.every=0", "trainer.steps=1")
     for name, value in undisturbed[1].items():
+        assert two[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def compared_with_greedy_episodes(recipe: Path, folder: Path, *overrides: str):
+    """Metrics of a run with ReMax, and the prompts that the environment of each seed began with."""
+    (folder / "fragile.py").write_text(FRAGILE)
+    env = f"env={{name: '{folder}/fragile.py:Fragile', log: '{folder}/log', on_error: mark}}"
+    numbers = harness.run(recipe, folder / "run", *SETTINGS, *GREEDY, env, *overrides)
+    began = defaultdict(list)
+    for line in (folder / "log").read_text().splitlines():
+        seed, prompt = json.loads(line)
+        began[seed].append(prompt)
+    return numbers, began
+
+
+def test_remax_plays_one_greedy_episode_of_the_same_task_per_prompt(recipe, tmp_path_factory):
+    one, began = compared_with_greedy_episodes(recipe, tmp_path_factory.mktemp("one"), "cluster.nproc=1")
+    assert len(one) == 3
+    assert len(began) == 12
+    assert all(len(prompts) == 5 and len(set(prompts)) == 1 for prompts in began.values()), "same seed, same prompt"
+    failed = sum(seed % 2 for seed in began)
+    assert 0 < failed < 12
+    assert sum(numbers["env/greedy_errors"] for numbers in one.values()) == failed
+    assert all(numbers["env/errors"] == 0 and numbers["env/turns/max"] == 3 for numbers in one.values())
+    assert all(numbers["actor/grad_norm"] > 0 and numbers["critic/greedy_score/mean"] > 0 for numbers in one.values())
+    two, again = compared_with_greedy_episodes(recipe, tmp_path_factory.mktemp("two"), "trainer.steps=1")
+    assert again.items() <= began.items()
+    for name, value in one[1].items():
         assert two[1][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 

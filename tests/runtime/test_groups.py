@@ -111,7 +111,8 @@ def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.Monke
         reward, "collect", lambda c, scorer, asked, samples: [{"overall": scores[uid]} for uid in asked]
     )
     sampling = SimpleNamespace(model_copy=lambda update: None)
-    c = SimpleNamespace(config=SimpleNamespace(rollout=SimpleNamespace(sampling=sampling)), metrics=Metrics())
+    config = SimpleNamespace(rollout=SimpleNamespace(sampling=sampling), has_turns=False)
+    c = SimpleNamespace(config=config, metrics=Metrics())
     assert rollout.greedy_rollout(c, samples, rollout=None, scorer=None)["greedy_score"].tolist() == [
         3.0,
         5.0,

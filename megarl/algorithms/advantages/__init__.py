@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,11 +48,11 @@ def estimate(name: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -
         options: settings, such as gamma, lam, norm_by_std, allow_singleton, all_sum.
 
     Raises:
-        ConfigError: the estimator needs something that neither holds.
+        ConfigError: the estimator needs something that neither holds, or does not say what it takes.
     """
     function = ADVANTAGES.get(name)
     offered = {**options, **fields}
-    parameters = inspect.signature(function).parameters
+    parameters = ADVANTAGES.parameters(name)
     missing = [key for key in ADVANTAGES.required(name) if key not in offered]
     if missing:
         raise ConfigError(

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession
 
 _HEALTH_EVERY_S = 5.0
+# Servers end connections that are idle (SGLang after 5 s). A request that meets the end of its connection is lost, and
+# its server would be taken for dead, so none is used again that has been idle nearly as long.
+_IDLE_S = 1.0
 _PREFILL_ALONE = 256  # prompt tokens from which the first sample's prefill is worth waiting for
 _INTERRUPTIONS = 100  # per sample; more means that a server answers without getting anywhere
 _ABORT_AGAIN_S = 1.0  # a server forgets an abort that overtakes its request
@@ -118,7 +121,7 @@ class Dispatch:
 
         self._freed = asyncio.Condition()
         timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s)
-        connector = aiohttp.TCPConnector(limit=0, ssl=tls_context())
+        connector = aiohttp.TCPConnector(limit=0, ssl=tls_context(), keepalive_timeout=_IDLE_S)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             watches = [asyncio.create_task(self._watch(number)) for number in self._servers]
             try:
@@ -249,18 +252,20 @@ class Dispatch:
         import aiohttp
 
         server, limit = self._servers[number], self._config.health_timeout_s
-        seen = time.monotonic()
+        asked: float | None = None  # since when without an answer; while this process stood still nobody asked
         while number not in self.failed:
             await asyncio.sleep(min(_HEALTH_EVERY_S, limit / 4))
+            now = time.monotonic()
+            asked = now if asked is None else asked
             try:
-                timeout = aiohttp.ClientTimeout(total=max(0.1, seen + limit - time.monotonic()))
+                timeout = aiohttp.ClientTimeout(total=max(0.1, asked + limit - now))
                 settings: Any = {"headers": server.headers, "timeout": timeout, "allow_redirects": False}
                 async with self._session.get(f"{server.url}/health", **settings) as response:
                     if response.status == 200:
-                        seen = time.monotonic()
+                        asked = None
             except (TimeoutError, aiohttp.ClientError, OSError):
                 pass
-            if time.monotonic() - seen >= limit:
+            if asked is not None and time.monotonic() - asked >= limit:
                 self._fail(number, f"no sign of life for {limit:g} s")
 
     def _fail(self, number: int, why: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.versions import VERSION_FIELDS
 from megarl.errors import MegarlError
+from megarl.runtime.stages.needs import needed_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +30,10 @@ SAMPLE_FIELDS = (
 )
 #: What episodes of several turns have in addition, which begin with the environment's first observation.
 TURN_FIELDS = ("turn_starts", "turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
-_OF_PROMPTS = ("uid", "prompt_text", "answer", "data_source", "row")
+#: The prompt of the data, beside the first observation that has taken its place.
+DATA_PROMPT = ("data_prompt_ids", "data_prompt_text")
+_OF_ROWS = ("uid", "answer", "data_source", "row")
+_OF_PROMPTS = ("prompt_text", *_OF_ROWS)
 
 
 def _of_prompts(config: RunConfig) -> list[str]:
@@ -38,12 +42,26 @@ def _of_prompts(config: RunConfig) -> list[str]:
 
 
 def _of_turns(config: RunConfig) -> list[str]:
-    return [*TURN_FIELDS, "prompt_ids", "prompt_text"] if config.has_turns else []
+    return [*TURN_FIELDS, *_data_prompt(config), "prompt_ids", "prompt_text"] if config.has_turns else []
+
+
+def _data_prompt(config: RunConfig) -> list[str]:
+    """What a greedy episode begins with, where one is played."""
+    return list(DATA_PROMPT) if config.has_turns and "greedy_score" in needed_fields(config) else []
+
+
+def _of_greedy(config: RunConfig) -> list[str]:
+    """What greedy responses begin with; and the mask, without samples that have none to be compared with."""
+    return [*DATA_PROMPT, "response_mask"] if config.has_turns else ["prompt_ids", "prompt_text"]
+
+
+def _masked(config: RunConfig) -> list[str]:
+    return ["response_mask"] if config.has_turns else []
 
 
 def generated_fields(config: RunConfig) -> list[str]:
     """What generation gives every sample."""
-    return [*SAMPLE_FIELDS, *(TURN_FIELDS if config.has_turns else [])]
+    return [*SAMPLE_FIELDS, *(TURN_FIELDS if config.has_turns else []), *_data_prompt(config)]
 
 
 class RolloutError(MegarlError):
@@ -63,6 +81,10 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
     """Draw `rollout.sampling.n` responses for every prompt of this rank."""
     with nullcontext() if rollout.stale is None else rollout.stale.installed():
         samples = generate(c, rollout, prompts, c.config.rollout.sampling)
+    if kept := _data_prompt(c.config):
+        given = prompts.repeat(c.config.rollout.sampling.n)
+        for name in kept:
+            samples.set(name, given[name.removeprefix("data_")])
     _record_lengths(c, samples)
     if rollout.episodes is not None:
         from megarl.runtime.episodes import record_episodes
@@ -72,30 +94,53 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
 
 
 @stage(
-    reads=["prompt_ids", *_OF_PROMPTS],
+    reads=_OF_ROWS,
+    needs=_of_greedy,
     writes=["greedy_score"],
+    gives=_masked,
     kind=Kind.MODEL_INFERENCE,
     role=Role.ROLLOUT,
 )
 def greedy_rollout(c: StepContext, samples: Batch, *, rollout: RolloutRole, scorer: ScorerRole) -> Batch:
-    """Score of a greedy response to every sample's prompt, the baseline of ReMax."""
+    """Score of a greedy response to every sample's prompt, the baseline of ReMax.
+
+    With an environment it is the score of a greedy episode, which begins with the prompt of the data and the seed that
+    the samples' environments had. Where its environment failed there is no baseline: all samples of the prompt are
+    masked out, like episodes that failed themselves.
+    """
     import torch
 
-    from megarl.data.batch import Batch
     from megarl.data.groups import group_places
     from megarl.runtime.stages.reward import collect, submit
 
+    by_turn = c.config.has_turns
     first = samples.select([group[0] for group in group_places(samples["uid"])])
-    prompts = Batch({"prompt_ids": first["prompt_ids"]}, {name: first[name] for name in _OF_PROMPTS}, size=len(first))
+    prompts = _given_prompts(first, "data_" if by_turn else "")
     greedy = c.config.rollout.sampling.model_copy(update={"n": 1, "temperature": 0.0})
     best = generate(c, rollout, prompts, greedy)
     results = collect(c, scorer, submit(scorer, best), best)
     score = torch.tensor([result["overall"] for result in results], dtype=torch.float32)
     number = {uid: place for place, uid in enumerate(prompts["uid"])}
-    samples.set("greedy_score", score[[number[uid] for uid in samples["uid"]]])
-    c.metrics.mean("critic/greedy_score/mean", float(score.double().sum()), len(score))
+    of_sample = torch.tensor([number[uid] for uid in samples["uid"]], dtype=torch.int64)
+    samples.set("greedy_score", score[of_sample])
+    if by_turn:
+        good = torch.tensor([not error for error in best["env_error"]], dtype=torch.bool)
+        mask = samples["response_mask"]
+        samples.set("response_mask", mask.like(mask.values & torch.repeat_interleave(good[of_sample], mask.lengths)))
+        c.metrics.sum("env/greedy_errors", int((~good).sum()))
+        score = score[good]
+    if len(score):
+        c.metrics.mean("critic/greedy_score/mean", float(score.double().sum()), len(score))
     _record_work(c, best)
     return samples
+
+
+def _given_prompts(samples: Batch, prefix: str) -> Batch:
+    """The prompts of the data, one per sample; `prefix`: of the fields that have them."""
+    from megarl.data.batch import Batch
+
+    columns = {"prompt_text": samples[f"{prefix}prompt_text"], **{name: samples[name] for name in _OF_ROWS}}
+    return Batch({"prompt_ids": samples[f"{prefix}prompt_ids"]}, columns, size=len(samples))
 
 
 def generate(c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig) -> Batch:
