@@ -1,4 +1,4 @@
-"""What a team does for the checkpoints of a run that another team leads: a critic saves itself, a loader goes on.
+"""What another team than the actor's does for the checkpoints of a run: a critic saves itself, and comes back.
 
 team of the actor (megarl.runtime.checkpoints)       this team
 find(): all files, where the run goes on    ----->   load(): its own files of that checkpoint
@@ -31,22 +31,17 @@ class CheckpointPart:
         self._saving: Saving | None = None
 
     def load(self, source: Path) -> None:
-        """Restore what this team has of a checkpoint of a step of RL: its engines, the place of its loader.
+        """Restore the engines of this team, if any learns, from a checkpoint of a step of RL.
 
         Raises:
             CheckpointError: its files are not intact as this team sees them, or of another model.
-            DataError: the checkpoint is of other data.
         """
-        from megarl.training.checkpoint import load, read_state, verify
+        from megarl.training.checkpoint import load, verify
 
         trained = self._c.trained
-        meta = verify(source, self._world, trained)
         if trained:
             with self._c.residency.phase("resume"):
-                load(source, trained, meta)
-        if self._c.loader is not None:
-            self._c.loader.load_state_dict(read_state(source)["loader"])
-        self._c.context.step = meta["step"]
+                load(source, trained, verify(source, self._world, trained))
 
     def after_step(self, step: int, *, last: bool) -> None:
         """Begin to write this team's part of the checkpoint of `step`, if it has one and the actor's team saves it.
