@@ -6,15 +6,21 @@ import importlib.util
 
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement
 from megarl.rewards import REWARDS
 
 
-def check_packages(config: RunConfig, checks: Checklist, launcher: str | None, job: str) -> None:
+def check_packages(
+    config: RunConfig, placement: Placement | None, checks: Checklist, launcher: str | None, job: str
+) -> None:
     """What launcher, tracking, rewards and data files need in addition to the packages that every run needs."""
     sources = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
     tables = next((key for key, names in sources.items() if any(n.endswith(".parquet") for n in names)), None)
     if launcher == "ray":
         _need("ray", "--launcher", "ray", "use --launcher local or torchrun", checks)
+    elif launcher == "local" and placement is not None and placement.separate:
+        teams = ", ".join(team.name for team in placement.teams)
+        _need("ray", "placement", teams, "leave placement out: one team needs no Ray", checks)
     if job != "generate" and config.tracking.mlflow:
         _need("mlflow", "tracking.mlflow", True, "set tracking.mlflow=false", checks)
     reward = config.reward.name

@@ -104,7 +104,7 @@ def check_config(
         check_reward(config, checks)
     check_places(config, checks)
     check_secrets(config, checks)
-    check_packages(config, checks, launcher, job)
+    check_packages(config, placement, checks, launcher, job)
     if machine is not None:
         check_machine(config, sizes, placement, machine, checks, launcher=launcher, job=job, starts=starts)
     return Checked(checks.items, sizes, graph, placement)

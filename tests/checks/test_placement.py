@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from megarl.checks import packages
+from megarl.checks import plan as plan_module
 from megarl.checks.plan import make_plan
 from megarl.checks.recipe import check_config
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
+from megarl.machine import Machine
 
 PPO = ("algorithm.pipeline=ppo", "algorithm.advantage.name=gae", "algorithm.kl.use=reward", "cluster.nproc=4")
 FOUR = (
@@ -48,6 +51,8 @@ def test_other_commands_have_one_team_of_all_workers(config_of, job):
     checked = check_config(config_of(*PPO, *FOUR, *settings), launcher="torchrun", job=job)
     assert [check for check in checked.items if check.status == "fail"] == []
     assert [team.devices for team in checked.placement.teams] == [4]
+    odd = config_of(*PPO, *FOUR, *settings, "actor.parallel.pp=2", "cluster.nproc=5", "data.batch_size=10")
+    assert [c.key for c in check_config(odd, job=job).items if c.status == "fail"] == ["cluster.nproc"]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +164,17 @@ def test_mistakes_in_a_team_name_its_key(write, text, words):
         assert word in str(caught.value)
 
 
-def test_the_documented_example_and_its_dry_run_are_those_of_the_code(write):
+def test_several_teams_on_this_machine_need_ray(config_of, monkeypatch):
+    monkeypatch.setattr(packages, "_is_installed", lambda module: module != "ray")
+    found = {}
+    for name, overrides in {"two": [*GRPO, *TWO], "one": GRPO}.items():
+        items = check_config(config_of(*overrides), launcher="local").items
+        found[name] = [check.key for check in items if check.status == "fail"]
+    assert found == {"two": ["placement"], "one": []}
+
+
+def test_the_documented_example_and_its_dry_run_are_those_of_the_code(write, monkeypatch):
+    monkeypatch.setattr(plan_module, "this_machine", lambda: Machine(cores=2, memory=24e9))
     page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
     recipe, shown = page.partition("```yaml")[2], page.partition("## Reading the dry run")[2]
     plan = make_plan(load_config(write(recipe.partition("```")[0], "four.yaml"), components=COMPONENTS), "ray")
