@@ -28,7 +28,7 @@ from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference
 from megarl.runtime.setup import build_controller
-from megarl.runtime.start import Start, all_ready, announce_start, follow_start
+from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
 from megarl.runtime.teacher import make_teacher
 from megarl.runtime.team import OwnTeam
 from megarl.runtime.validate import due, evaluate_drawn
@@ -72,7 +72,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         c.close()
 
 
-def _find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> Start:
+def _find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> RunStart:
     """Bring the actor to where RL begins, by a cold start or from the checkpoint that one left; and tell where that is.
 
     That checkpoint is written before anything else can fail. What is made after it (reference, critic) is made from the
@@ -93,7 +93,7 @@ def _find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> St
     return announce_start(c, resumed_at, checkpoints.source)
 
 
-def _make_models(c: Controller, start: Start) -> None:
+def _make_models(c: Controller, start: RunStart) -> None:
     """This team's models that follow from where RL starts."""
     makers: dict[Role, Callable[[], ModelRole]] = {
         Role.REFERENCE: lambda: make_reference(c, start.reference or ""),
@@ -123,7 +123,7 @@ def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
         write_atomically(c.run_dir / "graph.svg", as_svg(graph))  # shown in the report
 
 
-def _load(checkpoints: Checkpoints | CheckpointPart, start: Start) -> None:
+def _load(checkpoints: Checkpoints | CheckpointPart, start: RunStart) -> None:
     with phase("resume"):
         if isinstance(checkpoints, Checkpoints):
             checkpoints.load()

@@ -27,7 +27,7 @@ _START, _READY = "start", "ready"
 
 
 @dataclass(frozen=True)
-class Start:
+class RunStart:
     """Where a run begins.
 
     Attributes:
@@ -48,7 +48,7 @@ class Start:
         return bool(self.resumed_at)
 
 
-def announce_start(c: Controller, resumed_at: int | None, source: Path | None) -> Start:
+def announce_start(c: Controller, resumed_at: int | None, source: Path | None) -> RunStart:
     """Keep what RL starts from for whoever begins with it, and tell the other teams. Collective over the actor's team.
 
     Args:
@@ -68,15 +68,15 @@ def announce_start(c: Controller, resumed_at: int | None, source: Path | None) -
     home = placement.of_role(Role.CRITIC)
     if home is not None and home != c.team.plan and c.config.critic.path is None and not begun:
         critic = (unchanged_model(c.config) if source is None else None) or keep_start(c)
-    start = Start(resumed_at, None if source is None else str(source), reference, critic)
+    start = RunStart(resumed_at, None if source is None else str(source), reference, critic)
     c.team.post(c.layout, _START, dataclasses.asdict(start))
     return start
 
 
-def follow_start(c: Controller) -> Start:
+def follow_start(c: Controller) -> RunStart:
     """What the actor's team has announced."""
     with phase("await_start"):
-        start = Start(**c.team.read(_START))
+        start = RunStart(**c.team.read(_START))
     c.context.step = start.resumed_at or 0
     return start
 
