@@ -107,7 +107,8 @@ class Recorder:
         Returns:
             The numbers, equal on every rank of the team: of all teams in the actor's, else of this one.
         """
-        c = self._c
+        c, leads = self._c, self._c.team.leads
+        told = self._read_others(step) if leads else []  # the step is over when all teams are through
         wall, cpu = self._start
         seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
         events = phases.drain()
@@ -115,7 +116,8 @@ class Recorder:
         # The ranks of one replica saw the same samples: only its first one speaks for them.
         local = c.context.metrics if c.layout.is_lead else Metrics()
         c.context.metrics = Metrics()
-        local.max("timing_s/step", seconds)
+        if leads:
+            local.max("timing_s/step", seconds)
         for name, spent in _stage_seconds(events).items():
             local.max(f"timing_s/{name}", spent)
         local.sum("perf/cpu_s", cpu_seconds)
@@ -125,8 +127,13 @@ class Recorder:
         local.max("perf/resident_gb", resident_bytes() / 1e9)
         if self._others:
             self._add_waits(local, events, seconds)
-        numbers = self._with_other_teams(step, c.layout.world.reduce_metrics(local)).result()
-        if "perf/total_tokens" in numbers:
+        reduced = c.layout.world.reduce_metrics(local)
+        for metrics in told:
+            reduced.merge(metrics)
+        if not leads:
+            c.team.post(c.layout, f"metrics/{c.team.plan.name}/{step}", reduced.to_json())
+        numbers = reduced.result()
+        if leads and "perf/total_tokens" in numbers:
             numbers |= self._perf(numbers)
         if self._tracker is not None:
             self._tracker.log(step, numbers)
@@ -142,17 +149,13 @@ class Recorder:
         local.mean(f"{name}/wait_s", waited, 1)
         local.mean(f"{name}/busy", max(0.0, 1 - waited / seconds), 1)
 
-    def _with_other_teams(self, step: int, mine: Metrics) -> Metrics:
-        """Metrics of all teams in that of the actor; another one tells its own, once."""
-        team, layout = self._c.team, self._c.layout
-        if not team.leads:
-            team.post(layout, f"metrics/{team.plan.name}/{step}", mine.to_json())
-        if not (team.leads and self._others):
-            return mine
+    def _read_others(self, step: int) -> list[Metrics]:
+        """What the other teams have posted, once each of them is through the step."""
+        if not self._others:
+            return []
         with phases.phase("await_metrics"):
-            for other in self._others:
-                mine.merge(Metrics.from_json(team.read(f"metrics/{other.name}/{step}")))
-        return mine
+            found = [self._c.team.read(f"metrics/{team.name}/{step}") for team in self._others]
+        return [Metrics.from_json(metrics) for metrics in found]
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Keep generations for the report."""
@@ -174,9 +177,9 @@ class Recorder:
 
 
 def _is_wait(path: str) -> bool:
-    """A phase of a step that waits for another team: for samples or weights of it."""
-    stage, _, name = path.partition("/")
-    return stage == "step" and (name == "take" or (name.startswith("await_") and "/" not in name))
+    """A phase that waits for another team in a step or at its end: for samples, weights, or what it has measured."""
+    name = path.removeprefix("step/")
+    return name == "take" or (name.startswith("await_") and "/" not in name)
 
 
 def _stage_seconds(events: list[phases.PhaseEvent]) -> dict[str, float]:

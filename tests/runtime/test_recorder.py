@@ -6,12 +6,17 @@ from types import SimpleNamespace
 import pytest
 
 from megarl.comm import WorkerGroup
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.stage import Role
 from megarl.metrics import Metrics
 from megarl.phase import PhaseEvent, drain, phase
 from megarl.residency import Residency
 from megarl.runtime import health, recorder
 from megarl.runtime.context import no_progress
 from megarl.runtime.recorder import Recorder
+from megarl.runtime.team import OwnTeam
+from tests.mail import FolderMail
 
 
 class FakeTracker:
@@ -118,3 +123,58 @@ def test_the_wait_for_other_ranks_has_a_name_of_its_own():
     with phase("step"), residency.phase("publish"):
         pass
     assert [event.path for event in drain()] == ["step/residency/meet", "step/residency", "step"]
+
+
+def of_team(name: str, tmp_path) -> SimpleNamespace:
+    """A worker of one of two teams, with their mail in a folder."""
+    parallel = RunConfig(name="run").actor.parallel
+    plans = (
+        TeamPlan("train", (Role.ACTOR,), 2, 0, parallel, ()),
+        TeamPlan("frozen", (Role.TEACHER,), 1, 2, parallel, ()),
+    )
+    placement = Placement(plans)
+    team = OwnTeam(placement[name], placement, placement[name].first, FolderMail(tmp_path / "mail"))
+    config = SimpleNamespace(
+        tracking=SimpleNamespace(peak_tflops=None),
+        model=SimpleNamespace(dtype="fp32"),
+        name="x",
+        model_dump=lambda mode: {},
+    )
+    layout = SimpleNamespace(rank=0, is_lead=True, world=WorkerGroup.alone())
+    c = SimpleNamespace(run_dir=tmp_path, layout=layout, config=config, team=team, metrics=Metrics())
+    c.context = c
+    return c
+
+
+def test_the_step_of_the_actors_team_has_what_all_teams_measured(tmp_path, monkeypatch):
+    logged = []
+    monkeypatch.setattr("megarl.tracking.tracker.Tracker", lambda *args, **more: FakeTracker(lambda status: None))
+    monkeypatch.setattr(FakeTracker, "log", lambda self, step, numbers: logged.append(step), raising=False)
+    monkeypatch.setattr(recorder, "peak_flops", lambda *_: 1e12)
+    monkeypatch.setattr(recorder, "peak_memory_gb", lambda: 3.0)
+    clock = iter([0.0, 0.0, 0.0, 0.0, 8.0, 10.0])
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: next(clock))
+    beside, lead = (of_team(name, tmp_path) for name in ("frozen", "train"))
+    records = [recorder.Recorder(c, "train", total_steps=1) for c in (beside, lead)]
+    for record in records:
+        record.start_step()
+    drain()
+    waits = {"step/take": 6, "step/teacher_logp": 2, "step/teacher_logp/take": 1}
+    monkeypatch.setattr(recorder.phases, "drain", lambda: [PhaseEvent(p, 0, s * 10**9, 1) for p, s in waits.items()])
+    beside.metrics.sum("perf/flops", 4e12)
+    beside.metrics.mean("both", 1, 1)
+    lead.metrics.sum("perf/total_tokens", 600)
+    lead.metrics.sum("perf/flops", 2e12)
+    lead.metrics.mean("both", 0, 3)
+    records[0].end_step(1)
+    waits = {"step/await_weights": 1, "await_metrics": 1, "step/actor_train": 5, "checkpoint/take": 9}
+    numbers = records[1].end_step(1)
+    assert logged == [1]
+    assert numbers["team/frozen/wait_s"] == 6
+    assert numbers["team/frozen/busy"] == pytest.approx(0.25)
+    assert numbers["team/train/wait_s"] == 2
+    assert numbers["team/train/busy"] == pytest.approx(0.8)
+    assert (numbers["timing_s/step"], numbers["timing_s/teacher_logp"], numbers["timing_s/actor_train"]) == (10, 2, 5)
+    assert numbers["both"] == 0.25
+    assert (numbers["perf/total_memory_gb"], numbers["perf/flops"]) == (6.0, 6e12)
+    assert numbers["perf/throughput"] == 600 / 10 / 3, "of the workers of all teams"

@@ -1,0 +1,84 @@
+"""Whole runs whose models are in several teams give what one team gives: bit for bit under the same layout."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime import harness
+
+pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(600)]
+
+GRPO = ("sft.steps=0", "trainer.steps=3", "trainer.export_hf=false")
+PPO = (*harness.PPO, "trainer.steps=3")
+#: Another layout sums in another order; metrics of the first steps differ by so little, or by so much of their value.
+ROUNDING = {"abs": 1e-5, "rel": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.write_recipe(tmp_path_factory.mktemp("teams"))
+
+
+@pytest.fixture(scope="module")
+def ppo(recipe: Path) -> dict[int, dict[str, float]]:
+    """PPO with KL in the reward, all models in one process."""
+    return harness.train(recipe, recipe.parent / "ppo", *PPO, "cluster.nproc=1")
+
+
+def apart(recipe: Path, name: str, settings: tuple[str, ...], **teams: tuple[list[str], int]) -> dict[int, Any]:
+    """Metrics of a run whose models are in these teams."""
+    placed = [f"placement.teams.{team}={{roles: {roles}, devices: {n}}}" for team, (roles, n) in teams.items()]
+    devices = sum(n for _, n in teams.values())
+    return harness.run(recipe, recipe.parent / name, *settings, f"cluster.nproc={devices}", *placed)
+
+
+def of_training(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Without what only several teams have."""
+    return {
+        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "store/"))}
+        for step, numbers in steps.items()
+    }
+
+
+def assert_near(steps: dict[int, dict[str, float]], others: dict[int, dict[str, float]]) -> None:
+    assert steps.keys() == others.keys()
+    for step, numbers in steps.items():
+        assert others[step] == pytest.approx(numbers, **ROUNDING, nan_ok=True), f"step {step}"
+
+
+def test_grpo_with_its_reference_in_a_team_of_the_same_layout_is_the_same_run(recipe):
+    together = harness.train(recipe, recipe.parent / "grpo", *GRPO, "cluster.nproc=2")
+    steps = apart(recipe, "grpo-apart", GRPO, train=(["actor", "rollout"], 2), frozen=(["reference"], 2))
+    assert of_training(steps) == together
+    assert together[3]["actor/kl_loss"] > 0
+    for numbers in list(steps.values())[1:]:
+        assert 0 < numbers["team/frozen/busy"] < 1
+        assert numbers["team/frozen/wait_s"] > 0
+        assert numbers["store/read_gb"] == pytest.approx(numbers["store/given_gb"]), "every group is read once"
+
+
+def test_ppo_with_a_team_per_model_is_the_same_run_and_goes_on_from_a_checkpoint(recipe, ppo):
+    def run() -> dict[int, dict[str, float]]:
+        teams = {"train": (["actor", "rollout"], 1), "value": (["critic"], 1), "frozen": (["reference"], 1)}
+        return apart(recipe, "ppo-apart", PPO, **teams)
+
+    first = run()
+    assert of_training(first) == ppo
+    assert {"critic/vf_loss", "critic/vf_explained_var", "actor/reward_kl"} <= first[3].keys()
+    run_dir = recipe.parent / "ppo-apart"
+    assert (run_dir / "hf_critic" / "config.json").is_file()
+    assert not list(run_dir.glob("*.next")), "what passes from team to team at the start is gone"
+    shutil.rmtree(run_dir / "checkpoints" / "step_3")
+    assert of_training(run()) == ppo
+    assert "resuming after step 2 of 3" in (run_dir / "log.txt").read_text()
+
+
+def test_ppo_whose_critic_and_reference_have_other_layouts_is_the_same_up_to_rounding(recipe, ppo):
+    layouts = ("critic.parallel={tp: 2, sp: true}", "reference.parallel={pp: 2}")
+    teams = {"train": (["actor", "rollout"], 1), "value": (["critic"], 2), "frozen": (["reference"], 2)}
+    steps = apart(recipe, "ppo-layouts", (*PPO, *layouts), **teams)
+    assert_near(ppo, of_training(steps))
