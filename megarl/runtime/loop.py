@@ -27,6 +27,7 @@ from megarl.runtime.export import export, show_export
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference
+from megarl.runtime.rollout_team import resume_loader, share_loader, tell_loader
 from megarl.runtime.setup import build_controller
 from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
 from megarl.runtime.teacher import make_teacher
@@ -47,12 +48,15 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     if c.team.leads and c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     try:
+        share_loader(c)
         checkpoints = Checkpoints(c) if c.team.leads else CheckpointPart(c)
         start = _find_start(c, graph, checkpoints) if isinstance(checkpoints, Checkpoints) else follow_start(c)
         _make_models(c, start)
         open_rollout(c)
         if start.begun:
             _load(checkpoints, start)
+        elif start.source is not None:
+            resume_loader(c, Path(start.source))
         all_ready(c)
         if isinstance(checkpoints, Checkpoints):
             _begin(c, graph, checkpoints)
@@ -161,6 +165,7 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
                 with phase("load"):
                     prompts = next(c.loader)
             executor.run(c.context, prompts, more=c.loader)
+            tell_loader(c)
             publish(c, step)
             if last or due(step, config.validation.every):
                 accuracy = evaluate_drawn(c, recorder, step)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.dag.stage import Role
 from megarl.data.loader import refuse_other_data
 from megarl.errors import ConfigError, WorkerError
 from megarl.phase import phase
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from megarl.rollout.embedded.engine import EmbeddedEngine
     from megarl.rollout.embedded.pushed import PushedWeights
     from megarl.runtime.context import StepContext
+    from megarl.runtime.controller import Controller
     from megarl.sync.updater import SyncReport, WeightSync
     from megarl.training.parallel import Layout
     from megarl.training.together import Mail
@@ -163,6 +165,39 @@ class LoaderElsewhere:
     def check_state(self, state: dict[str, Any]) -> None:
         """As `PromptLoader.check_state`."""
         refuse_other_data(self._state, state)
+
+
+def share_loader(c: Controller) -> None:
+    """Before a checkpoint is looked for: the actor's team learns what the rollout's loader draws from.
+
+    Every team calls; where one holds both roles there is nothing to tell.
+    """
+    draws, leads = c.team.holds(Role.ROLLOUT), c.team.leads
+    if draws and not leads and c.layout.rank == 0:
+        c.mail.post(LOADER, _state_of(c))
+    elif leads and not draws:
+        with phase("await_loader"):
+            c.loader_elsewhere = LoaderElsewhere(c.context, c.mail)
+
+
+def tell_loader(c: Controller) -> None:
+    """After the walk of a step: where the rollout's loader stands, for a checkpoint. Every team calls."""
+    if c.team.holds(Role.ROLLOUT) and not c.team.leads and c.layout.rank == 0:
+        c.mail.post(f"{LOADER}/{c.context.step}", _state_of(c))
+
+
+def resume_loader(c: Controller, checkpoint: Path) -> None:
+    """Draw from here on in the order of `checkpoint`, which a cold start left, in a rollout's team of its own."""
+    from megarl.training.checkpoint import read_state
+
+    if c.team.holds(Role.ROLLOUT) and not c.team.leads:
+        assert c.loader is not None, "the team that draws has the data"
+        c.loader.load_state_dict(read_state(checkpoint)["loader"])
+
+
+def _state_of(c: Controller) -> dict[str, Any]:
+    assert c.loader is not None, "checks refuse a training run without data"
+    return c.loader.state_dict()
 
 
 # -- held-out evaluation ----------------------------------------------------------------------------------------------

@@ -1,0 +1,79 @@
+"""Whole runs whose rollout has a team of its own, beside those of one team."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.runtime import harness
+
+pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+
+STEPS = ("trainer.steps=3", "validation.every=1")
+TWO_TEAMS = (
+    "cluster.nproc=2",
+    "placement.teams.train={roles: [actor, reference], devices: 1}",
+    "placement.teams.draw={roles: [rollout], devices: 1}",
+)
+FOUR_TEAMS = (
+    "cluster.nproc=4",
+    "placement.teams.train={roles: [actor], devices: 1}",
+    "placement.teams.value={roles: [critic], devices: 1}",
+    "placement.teams.frozen={roles: [reference], devices: 1}",
+    "placement.teams.draw={roles: [rollout], devices: 1}",
+)
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+def same(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Without what only several teams have."""
+    return {
+        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "store/", "sync/"))}
+        for step, numbers in steps.items()
+    }
+
+
+def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):
+    """After a cold start, with validation before and after every step."""
+    together = harness.train(recipe, tmp_path / "one", *STEPS, "cluster.nproc=1")
+    apart = harness.run(recipe, tmp_path / "two", *STEPS, *TWO_TEAMS, program="local")
+    assert same(apart) == together
+    assert set(apart) == {0, 1, 2, 3}
+    assert apart[0]["sync/verified_tensors"] > 0
+    for numbers in apart.values():
+        assert "val/acc" in numbers
+        assert (numbers["sync/servers"], numbers["sync/failed"]) == (1, 0)
+
+
+def test_ppo_with_a_team_for_every_model_changes_no_number(recipe, tmp_path):
+    together = harness.train(recipe, tmp_path / "one", *harness.PPO, *STEPS, "cluster.nproc=1")
+    apart = harness.run(recipe, tmp_path / "four", *harness.PPO, *STEPS, *FOUR_TEAMS, program="local")
+    assert same(apart) == together
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path):
+    settings = (*TWO_TEAMS, "trainer.steps=5", "validation.every=1", "trainer.save_every=1")
+    undisturbed = harness.run(recipe, tmp_path / "whole", *settings, program="local")
+    process = harness.start(recipe, tmp_path / "killed", *settings)
+    try:
+        harness.wait_for(lambda: in_step(tmp_path / "killed", 3), process)
+        for worker in harness.workers(tmp_path / "killed").values():
+            harness.kill(worker)
+    finally:
+        process.kill()
+        process.communicate()
+    resumed = harness.run(recipe, tmp_path / "killed", *settings, program="local")
+    assert same(resumed) == same(undisturbed)
+    assert "resuming after step" in (tmp_path / "killed" / "log.txt").read_text()
+
+
+def in_step(run_dir: Path, step: int) -> bool:
+    """A worker has begun this step, and the one before it is saved."""
+    if not (run_dir / "checkpoints" / f"step_{step - 1}" / "meta.json").is_file():
+        return False
+    return any(harness.read_beat(run_dir, worker).step == step for worker in harness.workers(run_dir))
