@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
@@ -51,8 +52,9 @@ def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):
 
 
 def test_ppo_with_a_team_for_every_model_changes_no_number(recipe, tmp_path):
-    together = harness.train(recipe, tmp_path / "one", *harness.PPO, *STEPS, "cluster.nproc=1")
-    apart = harness.run(recipe, tmp_path / "four", *harness.PPO, *STEPS, *FOUR_TEAMS, program="local")
+    settings = (*harness.PPO, *STEPS, "sft.steps=2")  # a critic, too, begins where the cold start ends
+    together = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
+    apart = harness.run(recipe, tmp_path / "four", *settings, *FOUR_TEAMS, program="local")
     assert same(apart) == together
 
 
@@ -70,6 +72,22 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path):
     resumed = harness.run(recipe, tmp_path / "killed", *settings, program="local")
     assert same(resumed) == same(undisturbed)
     assert "resuming after step" in (tmp_path / "killed" / "log.txt").read_text()
+
+
+@pytest.mark.servers
+def test_servers_are_asked_by_one_team_and_filled_by_another(recipe, tmp_path):
+    need_interpreter()
+    settings = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", "sft.steps=0")
+    steps = harness.run(recipe, tmp_path, *settings, *STEPS, *TWO_TEAMS, program="local")
+    for step in (1, 2, 3):
+        numbers = steps[step]
+        assert (numbers["sync/servers"], numbers["sync/failed"]) == (1, 0)
+        assert numbers["sync/verified_tensors"] > 0
+        assert numbers["rollout_corr/staleness_max"] == 0
+        # Both compute in fp32 with other kernels; old weights would differ by 1e-2.
+        assert numbers["rollout_corr/logp_diff_max"] < 1e-4
+        assert 0 < numbers["sync/probe_gap"] < 1e-4
+        assert "val/acc" in numbers
 
 
 def in_step(run_dir: Path, step: int) -> bool:
