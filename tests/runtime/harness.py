@@ -120,19 +120,37 @@ def _program(recipe: Path, run_dir: Path, overrides: Sequence[str], launcher: st
     )
 
 
-def train(recipe: Path, run_dir: Path, *overrides: str) -> dict[int, dict[str, float]]:
-    """As `run`, without command and launcher: the ranks are children of the test."""
-    from megarl.config.load import load_config
+def train(
+    recipe: Path, run_dir: Path, *overrides: str, work: Callable[..., None] | None = None
+) -> dict[int, dict[str, float]]:
+    """As `run`, without command and launcher: the ranks are children of the test. Several teams need no Ray.
 
-    processes = load_config(recipe, overrides).cluster.nproc
-    run_distributed(_train, processes, 240, str(recipe), str(run_dir), list(overrides))
+    Args:
+        work: what each rank does with the arguments of `work_of_rank`, in place of it.
+    """
+    from megarl.config.load import load_config
+    from tests.store.served import served
+
+    config = load_config(recipe, overrides)
+    apart = config.placement.teams or config.placement.auto
+    with served(config) if apart else contextlib.nullcontext([]) as teams:
+        arguments = (str(recipe), str(run_dir), list(overrides), teams)
+        run_distributed(work or work_of_rank, config.cluster.nproc, 240, *arguments)
     return metrics(run_dir)
 
 
-def _train(recipe: str, run_dir: str, overrides: list[str]) -> None:
+def work_of_rank(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run, as one of its ranks; `teams`: environments of the workers of several teams."""
     from megarl.config.load import load_config
     from megarl.recipes import entry
+    from tests.store.served import enter
 
+    if teams:
+        import torch.distributed as dist
+
+        number = dist.get_rank()
+        dist.destroy_process_group()  # that of all ranks: a team is a world of its own
+        enter(teams[number])
     os.chdir(Path(recipe).parent)
     Path(run_dir).mkdir(parents=True, exist_ok=True)
     entry.train(load_config(Path(recipe), overrides), Path(run_dir))

@@ -1,0 +1,141 @@
+"""The store of a whole run without Ray: a core in the test's process, which workers reach over a socket.
+
+with served(config) as environments:     # one per worker, in their order
+    ...                                  # each worker calls `enter(environment)` before it runs
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+import numpy as np
+
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement, place
+from megarl.processes import STORE, TEAM, WORKER, free_port
+from megarl.store.core import Core
+
+_KEY = b"of a test"
+_LIMIT_S = 120.0
+
+
+class Shelf:
+    """A core that several threads use, and wait at. `None` is the answer of a method that only changes something."""
+
+    def __init__(self, core: Core) -> None:
+        self._core, self._change = core, threading.Condition()
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """The answer of the core, as soon as there is one."""
+        if method in ("post", "give", "done"):
+            with self._change:
+                getattr(self._core, method)(*arguments)
+                self._change.notify_all()
+            return None
+        found: list[Any] = []
+
+        def there() -> bool:
+            found[:] = [getattr(self._core, method)(*arguments)]
+            return found[0] is not None
+
+        with self._change:
+            assert self._change.wait_for(there, timeout=_LIMIT_S), f"timed out waiting for {method} {arguments}"
+        return found[0]
+
+    def serve(self, listener: Listener) -> None:
+        """Every worker that connects, in a thread of its own, until the listener is closed."""
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(listener.accept(),), daemon=True).start()
+
+    def _serve(self, worker: Connection) -> None:
+        with contextlib.suppress(EOFError, OSError):  # it has ended
+            while True:
+                try:
+                    answer = (True, self.call(*worker.recv()))
+                except (EOFError, OSError):
+                    raise
+                except Exception as error:  # of the core: the worker's own
+                    answer = (False, error)
+                worker.send(answer)
+
+
+class FarClient:
+    """What `megarl.store.client.StoreClient` does, with a shelf in another process."""
+
+    def __init__(self, shelf: Connection, team: str, rank: int) -> None:
+        self._shelf, self.team, self.rank = shelf, team, rank
+
+    @classmethod
+    def connect(cls, name: str, team: str, rank: int, deadline_s: float) -> FarClient:
+        """`name` is the port of the shelf."""
+        return cls(Client(("127.0.0.1", int(name)), authkey=_KEY), team, rank)
+
+    def _call(self, *call: Any) -> Any:
+        self._shelf.send(call)
+        good, answer = self._shelf.recv()
+        if not good:
+            raise answer
+        return answer
+
+    def post(self, name: str, value: Any) -> None:
+        """Leave a JSON value under a name that is free."""
+        self._call("post", name, json.dumps(value))
+
+    def read(self, name: str) -> Any:
+        """The value under a name, as soon as it is there."""
+        return json.loads(self._call("read", name)[0])
+
+    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Sequence[bytes]) -> None:
+        """Hand over this replica's groups of one node."""
+        self._call("give", self.team, self.rank, step, key, list(groups), [bytes(one) for one in payloads])
+
+    def assignment(self, step: int, samples: str, part: int) -> Any:
+        """The groups of one part."""
+        return self._call("assignment", self.team, step, samples, part)
+
+    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[np.ndarray]:
+        """The payloads of groups."""
+        return [np.frombuffer(one, dtype=np.uint8) for one in self._call("fetch", step, key, list(uids))]
+
+    def done(self, step: int) -> None:
+        """This worker needs nothing more of `step`."""
+        self._call("done", self.team, self.rank, step)
+
+
+@contextlib.contextmanager
+def served(config: RunConfig) -> Iterator[list[dict[str, str]]]:
+    """The store of a run with several teams, as long as the block lasts; environments of its workers."""
+    from megarl.recipes.build import build_task_graph
+
+    placement = place(build_task_graph(config), config)
+    shelf = Shelf(Core(placement, config.data.batch_size, config.placement.share))
+    with Listener(("127.0.0.1", 0), backlog=16, authkey=_KEY) as listener:
+        threading.Thread(target=shelf.serve, args=(listener,), daemon=True).start()
+        yield environments(placement, listener.address[1])
+
+
+def environments(placement: Placement, port: int) -> list[dict[str, str]]:
+    """What a launcher tells the workers of all teams, in their order."""
+    told = []
+    for team in placement.teams:
+        meeting = str(free_port())
+        for rank in range(team.devices):
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": team.devices, "LOCAL_WORLD_SIZE": team.devices}
+            names = {TEAM: team.name, WORKER: team.first + rank, STORE: port, "MASTER_PORT": meeting}
+            told.append({name: str(value) for name, value in (own | names).items()})
+    return told
+
+
+def enter(environment: dict[str, str]) -> None:
+    """In a worker's process: become a worker of its team, with this store in place of the one that Ray holds."""
+    from megarl.store import client
+
+    os.environ.update(environment)
+    client.StoreClient = FarClient  # type: ignore[assignment, misc]
