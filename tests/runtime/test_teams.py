@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.runtime import harness
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(600)]
 
@@ -82,3 +85,86 @@ def test_ppo_whose_critic_and_reference_have_other_layouts_is_the_same_up_to_rou
     teams = {"train": (["actor", "rollout"], 1), "value": (["critic"], 2), "frozen": (["reference"], 2)}
     steps = apart(recipe, "ppo-layouts", (*PPO, *layouts), **teams)
     assert_near(ppo, of_training(steps))
+
+
+# -- many layouts: a campaign -----------------------------------------------------------------------------------------
+
+#: Recipes, by what models they work with. The cold start of GRPO is trained before other teams have models.
+RECIPES = {
+    "grpo": ("trainer.steps=3",),
+    "ppo": PPO,
+    "dapo": (*harness.DAPO, "trainer.steps=3", "algorithm.kl={use: loss, coef: 0.01}"),
+    "distill": ("sft.steps=0", "trainer.steps=3", "algorithm.distillation.coef=0.5"),
+}
+A_R, A, C, F, R, T = ["actor", "rollout"], ["actor"], ["critic"], ["reference"], ["rollout"], ["teacher"]
+#: Recipe, whether it is the same bit for bit, teams with their workers, further settings.
+LAYOUTS: list[tuple[str, bool, list[tuple[list[str], int]], tuple[str, ...]]] = [
+    ("grpo", True, [(A_R, 1), (F, 1)], ()),
+    ("grpo", False, [(A_R, 1), (F, 2)], ()),
+    ("grpo", False, [(A_R, 1), (F, 2)], ("placement.share=tokens",)),
+    ("grpo", False, [(A_R, 1), (F, 2)], ("reference.parallel={tp: 2, sp: true}",)),
+    ("grpo", False, [(A_R, 1), (F, 2)], ("reference.parallel={pp: 2}",)),
+    ("grpo", False, [(A_R, 2), (F, 1)], ("actor.parallel={tp: 2}", "reference.parallel={}")),
+    ("grpo", False, [(A_R, 2), (F, 2)], ("actor.parallel={pp: 2}", "reference.parallel={tp: 2}")),
+    ("grpo", True, [(A, 1), (F, 1), (R, 1)], ()),
+    ("grpo", True, [([*A, *F], 1), (R, 1)], ()),
+    (
+        "grpo",
+        False,
+        [(A, 2), (F, 1), (R, 1)],
+        ("actor.parallel={tp: 2}", "reference.parallel={}", "rollout.parallel={}"),
+    ),
+    ("ppo", True, [(A_R, 1), (C, 1), (F, 1)], ()),
+    ("ppo", True, [([*A_R, *C], 1), (F, 1)], ()),
+    ("ppo", True, [([*A_R, *F], 1), (C, 1)], ()),
+    ("ppo", True, [(A_R, 1), ([*C, *F], 1)], ()),
+    ("ppo", True, [(A, 1), (C, 1), (F, 1), (R, 1)], ()),
+    ("ppo", True, [(A, 1), ([*C, *R], 1), (F, 1)], ()),
+    ("ppo", False, [(A_R, 1), (C, 2), (F, 1)], ()),
+    ("ppo", False, [(A_R, 1), (C, 2), (F, 1)], ("critic.parallel={pp: 2}",)),
+    (
+        "ppo",
+        False,
+        [(A_R, 2), (C, 1), (F, 1)],
+        ("actor.parallel={tp: 2}", "critic.parallel={}", "reference.parallel={}"),
+    ),
+    ("dapo", True, [(A_R, 1), (F, 1)], ()),
+    ("dapo", False, [(A_R, 1), (F, 2)], ("reference.parallel={tp: 2}",)),
+    ("distill", True, [(A_R, 1), (F, 1), (T, 1)], ()),
+    ("distill", False, [(A_R, 1), ([*F, *T], 2)], ("reference.parallel={tp: 2}", "teacher.parallel={tp: 2}")),
+]
+
+
+@pytest.fixture(scope="module")
+def colocated(recipe: Path) -> Callable[[str], tuple[tuple[str, ...], dict[int, dict[str, float]]]]:
+    """Settings of a recipe, and metrics of its run in one process."""
+    done: dict[str, tuple[tuple[str, ...], dict[int, dict[str, float]]]] = {}
+
+    def run(name: str) -> tuple[tuple[str, ...], dict[int, dict[str, float]]]:
+        if name not in done:
+            settings = RECIPES[name]
+            if name == "distill":
+                run("grpo")  # the model that it leaves is the teacher
+                settings = (*settings, f"teacher.path={recipe.parent / 'one-grpo' / 'hf'}")
+            done[name] = settings, harness.train(recipe, recipe.parent / f"one-{name}", *settings, "cluster.nproc=1")
+        return done[name]
+
+    return run
+
+
+def _id(case: tuple[str, bool, list[tuple[list[str], int]], tuple[str, ...]]) -> str:
+    name, _, teams, more = case
+    return "_".join([name, *("+".join(roles) + str(n) for roles, n in teams), *(m.partition(".")[0] for m in more)])
+
+
+@pytest.mark.campaign("teams")
+@pytest.mark.parametrize("case", LAYOUTS, ids=_id)
+def test_every_placement_is_the_run_of_one_process(recipe, colocated, case):
+    name, same, teams, more = case
+    settings, together = colocated(name)
+    named = {f"team{number}": team for number, team in enumerate(teams)}
+    steps = of_training(apart(recipe, f"apart-{_id(case)}", (*settings, *more), **named))
+    if same:
+        assert steps == together
+    else:
+        assert_near(together, steps)

@@ -1,0 +1,110 @@
+"""What the team of the actor tells the others of where the run begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.comm import WorkerGroup
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.stage import Role
+from megarl.residency import Residency
+from megarl.runtime import reference
+from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
+from megarl.runtime.team import OwnTeam
+from tests.mail import FolderMail
+
+PARALLEL = RunConfig(name="run").actor.parallel
+TEAMS = {"train": (Role.ACTOR, Role.ROLLOUT), "value": (Role.CRITIC,), "frozen": (Role.REFERENCE,)}
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """Makes the first worker of a team."""
+    mail = FolderMail(tmp_path / "mail", timeout=0.1)
+
+    def export(c, folder: Path) -> None:
+        folder.mkdir()
+        (folder / "config.json").touch()
+
+    monkeypatch.setattr(reference, "_export_actor", export)
+    (tmp_path / "run").mkdir()
+
+    def make(name: str, teams=TEAMS, **settings) -> SimpleNamespace:
+        plans = [TeamPlan(team, roles, 1, first, PARALLEL, ()) for first, (team, roles) in enumerate(teams.items())]
+        placement = Placement(tuple(plans))
+        return SimpleNamespace(
+            config=RunConfig(name="run", **settings),
+            run_dir=tmp_path / "run",
+            layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
+            team=OwnTeam(placement[name], placement, placement[name].first, mail),
+            context=SimpleNamespace(step=0),
+            residency=Residency(),
+        )
+
+    return make
+
+
+def test_a_fresh_model_is_written_once_and_both_begin_with_it(worker, tmp_path):
+    kept = str(tmp_path / "run" / "reference.next")
+    start = announce_start(worker("train"), None, None)
+    assert start == RunStart(None, None, kept, kept)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["reference.next"]
+    assert follow_start(worker("value")) == start
+
+
+def test_where_nothing_has_changed_both_begin_with_the_models_own_files(worker, tmp_path):
+    start = announce_start(worker("train", model={"path": str(tmp_path)}), None, None)
+    assert (start.reference, start.critic) == (str(tmp_path), str(tmp_path))
+    assert not list((tmp_path / "run").glob("*/config.json"))
+
+
+def test_a_critic_with_weights_of_its_own_begins_with_none_of_the_actors(worker):
+    settings = {"critic": {"path": "of-its-own"}, "reference": {"path": "elsewhere"}}
+    start = announce_start(worker("train", **settings), None, None)
+    assert (start.reference, start.critic) == ("elsewhere", None)
+
+
+def test_a_start_that_passes_to_a_critic_only_does_not_stay(worker, tmp_path):
+    teams = {"train": TEAMS["train"], "value": TEAMS["value"]}
+    passing = tmp_path / "run" / "start.next"
+    assert announce_start(worker("train", teams), None, None) == RunStart(None, None, None, str(passing))
+    reference.take_up_reference(tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+@pytest.mark.parametrize(("step", "begun"), [(0, False), (7, True)])
+def test_a_resumed_run_takes_the_reference_that_it_has_kept_and_the_critic_of_its_checkpoint(
+    worker, tmp_path, step, begun
+):
+    run_dir = tmp_path / "run"
+    (run_dir / "reference").mkdir()
+    (run_dir / "reference" / "config.json").touch()
+    source = run_dir / "checkpoints" / f"step_{step}"
+    start = announce_start(worker("train"), step, source)
+    assert start.begun == begun
+    kept = str(run_dir / ("reference" if begun else "reference.next"))
+    assert (start.reference, start.critic) == (kept, None if begun else kept)
+    c = worker("frozen")
+    follow_start(c)
+    assert c.context.step == step
+
+
+def test_a_run_that_goes_on_from_another_one_copies_its_reference(worker, tmp_path):
+    other = tmp_path / "other"
+    (other / "reference").mkdir(parents=True)
+    (other / "reference" / "config.json").write_text("{}")
+    start = announce_start(worker("train"), 7, other / "checkpoints" / "step_7")
+    assert start.reference == str(other / "reference")
+    assert (tmp_path / "run" / "reference.next" / "config.json").read_text() == "{}"
+
+
+def test_the_start_is_accepted_when_all_teams_are_ready(worker):
+    all_ready(worker("value"))
+    with pytest.raises(AssertionError, match="nobody posts ready/frozen"):
+        all_ready(worker("train"))
+    all_ready(worker("frozen"))
+    all_ready(worker("train"))
