@@ -44,7 +44,7 @@ def _check_launcher(placement: Placement, launcher: str | None, checks: Checklis
             f"torchrun starts one world of workers, and this recipe has {len(placement.teams)}, one per team",
             found=f"--launcher torchrun with the teams {', '.join(team.name for team in placement.teams)}",
             allowed="--launcher ray, or --launcher local on one machine",
-            fix="use --launcher ray, or one team: placement.teams={} placement.auto=null",
+            fix="use --launcher ray, or one team: placement='!replace {}'",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from megarl.artifacts.facts import ModelFacts, model_facts
@@ -46,49 +47,71 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
     weights = [1.0] * len(held)
     if placement.auto == "param_aware":
         weights = [sum(_work(config, graph, role) for role in team) for team in held]
-    shares = whole_replicas(nproc, sizes, weights)
+    batches = [_batch(config, team) for team in held]
+    shares = whole_replicas(nproc, sizes, weights, batches)
     if shares is None:
-        near = next(n for n in range(nproc - 1, 0, -1) if whole_replicas(n, sizes, weights) is not None)
+        near = next((n for n in range(nproc - 1, 0, -1) if whole_replicas(n, sizes, weights, batches)), None)
+        rows = [(team[0].value, batch) for team, batch in zip(held, batches, strict=True) if batch]
         raise ConfigError(
-            f"{count(nproc, 'worker')} cannot be shared out in whole replicas",
+            f"{count(nproc, 'worker')} cannot be shared out in whole replicas whose number divides the batches",
             where="placement.auto",
             found=f"cluster.nproc={nproc}",
-            allowed=f"sums of multiples of these, at least one of each: {needs}",
-            fix=f"set cluster.nproc={near}, or other layouts",
+            allowed=f"workers per replica: {needs}; replicas: "
+            + ", ".join(f"{name} a divisor of {batch}" for name, batch in rows),
+            fix="other batch sizes or layouts" + ("" if near is None else f", or cluster.nproc={near}"),
         )
     return {team[0].value: (team, share) for team, share in zip(held, shares, strict=True)}
 
 
-def whole_replicas(devices: int, sizes: Sequence[int], weights: Sequence[float]) -> list[int] | None:
-    """Shares of `devices` that are multiples of `sizes`, at least one each, about in proportion to `weights`.
+def _batch(config: RunConfig, team: Roles) -> int:
+    """What the number of a team's replicas has to divide: the prompts of all its batches; 0: it takes any share."""
+    learns = next((role for role in team if role in (Role.ACTOR, Role.CRITIC)), None)
+    if learns is None:
+        return 0
+    of_role = (config.actor if learns is Role.ACTOR else config.critic).mini_batch_size
+    sft = config.sft.batch_size if learns is Role.ACTOR and config.sft.steps else 0
+    return math.gcd(config.data.batch_size, of_role or 0, sft)
+
+
+def whole_replicas(
+    devices: int, sizes: Sequence[int], weights: Sequence[float], batches: Sequence[int]
+) -> list[int] | None:
+    """Shares of `devices` that are whole replicas, at least one each, about in proportion to `weights`.
+
+    Args:
+        sizes: workers per replica of each team.
+        batches: what the number of a team's replicas divides; 0: any.
 
     Returns:
         They add up to `devices`; None: no such shares do.
 
-    >>> whole_replicas(8, [1, 1, 1], [1, 1, 1]), whole_replicas(16, [4, 6], [1, 1]), whole_replicas(7, [2, 4], [1, 1])
-    ([3, 3, 2], [4, 12], None)
+    >>> whole_replicas(8, [1, 1, 1], [1, 1, 1], [0, 0, 0]), whole_replicas(8, [1, 1, 1], [1, 1, 1], [16, 16, 0])
+    ([3, 3, 2], [2, 4, 2])
     """
-    attainable = _attainable(devices, sizes)
+    choices = [
+        [n * size for n in range(1, devices // size + 1) if batch % n == 0]
+        for size, batch in zip(sizes, batches, strict=True)
+    ]
+    attainable = _attainable(devices, choices)
     if not attainable[0] >> devices & 1:
         return None
     shares, left = [], devices
-    for place, size in enumerate(sizes):
+    for place, mine in enumerate(choices):
         wish = left * weights[place] / sum(weights[place:])
         rest = attainable[place + 1]
-        options = [share for share in range(size, left + 1, size) if rest >> (left - share) & 1]
+        options = [share for share in mine if share <= left and rest >> (left - share) & 1]
         shares.append(min(options, key=lambda share: (abs(share - wish), -share)))
         left -= shares[-1]
     return shares
 
 
-def _attainable(devices: int, sizes: Sequence[int]) -> list[int]:
-    """Bit n of entry i: the teams from i on can share n devices in whole replicas."""
+def _attainable(devices: int, choices: Sequence[Sequence[int]]) -> list[int]:
+    """Bit n of entry i: the teams from i on can have n devices together."""
     found, everything = [1], (1 << (devices + 1)) - 1
-    for size in reversed(sizes):
-        sums, step = found[0] << size, size
-        while step <= devices:  # any number of further replicas: by doubling
-            sums |= sums << step
-            step *= 2
+    for mine in reversed(choices):
+        sums = 0
+        for share in mine:
+            sums |= found[0] << share
         found.insert(0, sums & everything)
     return found
 

@@ -145,6 +145,9 @@ def test_torchrun_has_one_team(config_of):
         assert [c for c in check_config(config, launcher=launcher).items if c.status == "fail"] == []
     (check,) = (c for c in check_config(config, launcher="torchrun").items if c.status == "fail")
     assert "--launcher ray" in str(check.problem())
+    one_team = config_of(*GRPO, *TWO, "placement=!replace {}")  # the other fix that it names
+    assert "placement='!replace {}'" in str(check.problem())
+    assert [c for c in check_config(one_team, launcher="torchrun").items if c.status == "fail"] == []
 
 
 @pytest.mark.parametrize(

@@ -17,31 +17,37 @@ from megarl.dag.shares import whole_replicas
 from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
 
-TEAMS = st.lists(st.tuples(st.integers(1, 6), st.floats(0.1, 100)), min_size=1, max_size=4)
+TEAM = st.tuples(st.integers(1, 6), st.floats(0.1, 100), st.sampled_from([0, 1, 4, 12]))
 
 
-def some_way(devices: int, sizes: list[int]) -> bool:
+def some_way(devices: int, sizes: list[int], batches: list[int]) -> bool:
     """By trying all numbers of replicas."""
-    ranges = [range(size, devices + 1, size) for size in sizes]
-    return any(sum(shares) == devices for shares in itertools.product(*ranges))
+    replicas = [[n for n in range(1, devices + 1) if batch == 0 or batch % n == 0] for batch in batches]
+    return any(
+        sum(n * size for n, size in zip(numbers, sizes, strict=True)) == devices
+        for numbers in itertools.product(*replicas)
+    )
 
 
-@given(st.integers(1, 24), TEAMS)
+@given(st.integers(1, 20), st.lists(TEAM, min_size=1, max_size=4))
 @settings(max_examples=200, deadline=None)
 def test_shares_are_whole_replicas_and_add_up_wherever_that_is_possible(devices, teams):
-    sizes, weights = [size for size, _ in teams], [weight for _, weight in teams]
-    shares = whole_replicas(devices, sizes, weights)
-    assert (shares is not None) == some_way(devices, sizes)
+    sizes, weights, batches = map(list, zip(*teams, strict=True))
+    shares = whole_replicas(devices, sizes, weights, batches)
+    assert (shares is not None) == some_way(devices, sizes, batches)
     if shares is not None:
         assert sum(shares) == devices
-        assert all(share >= size and share % size == 0 for share, size in zip(shares, sizes, strict=True))
+        for share, size, batch in zip(shares, sizes, batches, strict=True):
+            assert share >= size
+            assert share % size == 0
+            assert batch % (share // size) == 0
 
 
 @given(st.integers(4, 64), st.lists(st.integers(1, 9), min_size=1, max_size=4))
 @settings(max_examples=100, deadline=None)
 def test_shares_follow_the_weights(devices, weights):
     """Within one worker per team, where a minimum of one does not take more."""
-    shares = whole_replicas(devices, [1] * len(weights), weights)
+    shares = whole_replicas(devices, [1] * len(weights), weights, [0] * len(weights))
     for share, weight in zip(shares, weights, strict=True):
         assert share == 1 or abs(share - devices * weight / sum(weights)) <= len(weights)
 
@@ -52,7 +58,9 @@ MODEL = """{model_type: qwen3, hidden_size: 64, num_hidden_layers: %d, num_atten
 
 def shares_of(*overrides: str) -> dict[str, int]:
     model = f"model={{path: null, hf_config: {MODEL % 4}, tokenizer: 'chars:0123456789+='}}"
-    config = load_config("ppo_quickstart", [model, "algorithm.kl.use=reward", *overrides], components=COMPONENTS)
+    batches = ["sft.steps=0", "data.batch_size=120", "actor.mini_batch_size=120", "critic.mini_batch_size=120"]
+    overrides = (model, "algorithm.kl.use=reward", *batches, *overrides)
+    config = load_config("ppo_quickstart", overrides, components=COMPONENTS)
     return {team.name: team.devices for team in place(build_task_graph(config), config).teams}
 
 
@@ -77,6 +85,12 @@ def test_param_aware_shares_count_parameters(tmp_path):
     (folder / "config.json").write_text(json.dumps(yaml.safe_load(MODEL % 1)))
     found = shares_of("placement.auto=param_aware", "cluster.nproc=16", f"critic.path={folder}")
     assert found["critic"] < 4 < found["actor"]
+
+
+def test_what_learns_gets_a_number_of_replicas_that_divides_its_batches():
+    """By equal shares each would have 3: the actor's mini-batches of 10 go to 1, 2 or 5 replicas."""
+    found = shares_of("placement.auto=even", "cluster.nproc=9", "actor.mini_batch_size=10")
+    assert found == {"actor": 2, "critic": 4, "reference": 3}
 
 
 def test_sizes_that_are_not_known_are_asked_for_by_name():
