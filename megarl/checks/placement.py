@@ -32,6 +32,7 @@ def check_placement(
         checks.ok("placement", ", ".join(f"{team.name} {count(team.devices, 'worker')}" for team in found.teams))
         _check_launcher(found, launcher, checks)
         _check_servers(config, found, checks)
+        _check_rollout(config, found, checks)
         _check_offload(config, found, checks)
     return found
 
@@ -71,6 +72,32 @@ def _check_servers(config: RunConfig, placement: Placement, checks: Checklist) -
             found=servers.servers,
             allowed=f"servers * tp_size of at most {actor.devices}",
             fix=f"lower rollout.sglang.servers or tp_size, or raise {devices_key(config, actor)}",
+        )
+
+
+def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -> None:
+    """What a rollout in another team than the actor's draws on gets its weights from there."""
+    team, servers = placement.of_role(Role.ROLLOUT), config.rollout.sglang
+    if team is None or Role.ACTOR in team.roles:
+        return
+    if config.rollout.engine == "embedded" and config.sync.fp8:
+        checks.fail(
+            "placement",
+            "sync.fp8",
+            f"the team {team.name} decodes with an embedded engine, which takes no FP8 values",
+            found=True,
+            allowed="false, or true with rollout.engine=sglang",
+            fix="set sync.fp8=false",
+        )
+    if config.rollout.engine == "sglang" and config.cluster.nnodes > 1 and not servers.urls:
+        checks.fail(
+            "placement",
+            "rollout.sglang.urls",
+            f"servers are started on the machines of the team {team.name}, and which of the {config.cluster.nnodes} "
+            "machines these are is not known before the start",
+            found=[],
+            allowed="cluster.nnodes=1, or addresses of servers that run already",
+            fix=f"start the servers and name them, or add actor to the roles of {team.name}",
         )
 
 

@@ -139,6 +139,26 @@ def test_moving_out_of_the_way_of_nobody_warns(warned):
     assert [check.key for check in warned(*GRPO, *TWO, offload[0])] == [], "generation needs room for its cache"
 
 
+DRAWS = (
+    "algorithm.kl.use=none",
+    "cluster.nproc=4",
+    "placement.teams.train={roles: [actor], devices: 2}",
+    "placement.teams.draw={roles: [rollout], devices: 2}",
+)
+
+
+def test_an_engine_in_another_team_takes_no_fp8(failures):
+    (check,) = failures(*DRAWS, "sync.fp8=true")
+    assert check.key == "sync.fp8"
+    assert "the team draw" in str(check.problem())
+
+
+def test_servers_of_a_team_are_started_on_one_machine_only(failures):
+    (check,) = failures(*DRAWS, "rollout.engine=sglang", "cluster.nnodes=2", "rollout.sglang.servers=2")
+    assert check.key == "rollout.sglang.urls"
+    assert "2 machines" in str(check.problem())
+
+
 def test_torchrun_has_one_team(config_of):
     config = config_of(*GRPO, *TWO)
     for launcher in ("local", "ray"):
