@@ -124,7 +124,7 @@ def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
     """Before a record is opened, and after all that may refuse the start: the run folder is that of this start now."""
     checkpoints.begin()
     if c.layout.rank == 0:
-        write_atomically(c.run_dir / "graph.svg", as_svg(graph))  # shown in the report
+        write_atomically(c.run_dir / "graph.svg", as_svg(graph, c.team.placement))  # shown in the report
 
 
 def _load(checkpoints: Checkpoints | CheckpointPart, start: RunStart) -> None:

@@ -74,6 +74,7 @@ def test_ppo_with_a_team_per_model_is_the_same_run_and_goes_on_from_a_checkpoint
     assert {"critic/vf_loss", "critic/vf_explained_var", "actor/reward_kl"} <= first[3].keys()
     run_dir = recipe.parent / "ppo-apart"
     assert (run_dir / "hf_critic" / "config.json").is_file()
+    assert "team frozen" in (run_dir / "graph.svg").read_text()
     assert not list(run_dir.glob("*.next")), "what passes from team to team at the start is gone"
     shutil.rmtree(run_dir / "checkpoints" / "step_3")
     assert of_training(run()) == ppo
