@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from megarl.compat import torch_nested
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
+from megarl.data.wire import Parts, pack, unpack
 from megarl.errors import close_matches
 
 __all__ = ["Batch", "Jagged"]
 
 torch_nested.install()
-
-_COLUMNS = "columns.json"
-_OFFSETS = "offsets."
-_FIELD = "field."
 
 
 class Batch:
@@ -156,15 +153,7 @@ class Batch:
         return [self._slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     def _slice(self, start: int, stop: int) -> Batch:
-        shared: dict[int, Jagged] = {}
-
-        def cut(value: Tensor | Jagged) -> Tensor | Jagged:
-            if not isinstance(value, Jagged):
-                return value[start:stop]
-            part = value.slice(start, stop)
-            return shared.setdefault(id(value.offsets), part).like(part.values)
-
-        return self._map(cut, lambda column: column[start:stop], stop - start)
+        return self._like(*_cut(self.fields, self._columns, start, stop))
 
     def repeat(self, n: int) -> Batch:
         """Each sample n times in a row: a, a, b, b for n = 2."""
@@ -190,25 +179,7 @@ class Batch:
         Raises:
             ValueError: no batch, or names, kinds, dtypes or inner shapes differ; the message names them.
         """
-        if not batches:
-            raise ValueError("concat of no batches: the names of the fields would be unknown")
-        first = batches[0]
-        for number, other in enumerate(batches[1:], 1):
-            _check_alike(first, other, number)
-        fields: dict[str, Tensor | Jagged] = {}
-        shared: dict[tuple[int, ...], Jagged] = {}
-        every = [batch.fields for batch in batches]
-        for name, value in first.fields.items():
-            parts: list[Any] = [some[name] for some in every]
-            if isinstance(value, Jagged):
-                joined = Jagged.concat(parts)
-                fields[name] = shared.setdefault(tuple(id(p.offsets) for p in parts), joined).like(joined.values)
-            else:
-                fields[name] = torch.cat(parts)
-        columns = {
-            name: list(itertools.chain.from_iterable(b._columns[name] for b in batches)) for name in first._columns
-        }
-        return Batch(fields, columns, size=sum(map(len, batches)))
+        return _joined([(batch.fields, batch._columns, len(batch)) for batch in batches])
 
     # -- the wire ------------------------------------------------------------------------------------------------
 
@@ -218,40 +189,33 @@ class Batch:
         Raises:
             ValueError: a column holds something that JSON would not give back unchanged.
         """
-        from safetensors.torch import save
-
-        tensors: dict[str, Tensor] = {}
-        cuts: list[Tensor] = []
-        layout: dict[str, int | None] = {}
-        for name, value in self.fields.items():
-            if isinstance(value, Jagged):
-                layout[name] = _number_of(value.offsets.cpu(), cuts)
-                tensors[_FIELD + name] = _own(value.values)
-            else:
-                layout[name] = None
-                tensors[_FIELD + name] = _own(value)
-        for number, offsets in enumerate(cuts):
-            tensors[f"{_OFFSETS}{number}"] = _own(offsets)
-        for name, column in self._columns.items():
-            _check_plain(name, column)
-        head = {"size": self._size, "layout": layout, "columns": self._columns}
-        # surrogatepass: half of a surrogate pair (a cut emoji in decoded text) must survive the trip.
-        text = json.dumps(head, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        tensors[_COLUMNS] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        return save(tensors)
+        return pack((self.fields, self._columns, self._size)).tobytes()
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Batch:
         """Inverse of `to_bytes`; everything is on the CPU, dtypes and bits are kept."""
-        from safetensors.torch import load
+        return cls.from_blocks([np.frombuffer(data, dtype=np.uint8)])
 
-        tensors = load(data)
-        head = json.loads(tensors[_COLUMNS].numpy().tobytes().decode("utf-8", "surrogatepass"))
-        fields = {
-            name: tensors[_FIELD + name] if cut is None else Jagged(tensors[_FIELD + name], tensors[f"{_OFFSETS}{cut}"])
-            for name, cut in head["layout"].items()
-        }
-        return cls(fields, head["columns"], size=head["size"])
+    def to_blocks(self, parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """What `to_bytes` gives of the samples of each part, uint8; many small parts cost little more than one.
+
+        Args:
+            parts: positions; no sample is in two of them.
+        """
+        order = [place for part in parts for place in part]
+        whole = self if order == list(range(self._size)) else self.select(order)
+        fields = whole.fields
+        ends = list(itertools.accumulate(map(len, parts)))
+        return [pack(_cut(fields, whole._columns, end - len(part), end)) for part, end in zip(parts, ends, strict=True)]
+
+    @staticmethod
+    def from_blocks(blocks: Sequence[np.ndarray]) -> Batch:
+        """All samples of the blocks of `to_blocks`, in order, as `concat` would give them; the blocks are copied.
+
+        Raises:
+            ValueError: as `concat`.
+        """
+        return _joined([unpack(block) for block in blocks])
 
     def __repr__(self) -> str:
         parts = [f"{name}: {_kind(value)}" for name, value in self.fields.items()]
@@ -271,8 +235,41 @@ def _kind(value: Tensor | Jagged | list) -> str:
     return f"{'jagged' if isinstance(value, Jagged) else 'tensor'} {str(inner.dtype)[6:]} [*{shape}]"
 
 
-def _check_alike(first: Batch, other: Batch, number: int) -> None:
-    mine, theirs = ({**batch.fields, **batch.columns} for batch in (first, other))
+def _cut(fields: Mapping[str, Tensor | Jagged], columns: Mapping[str, list], start: int, stop: int) -> Parts:
+    """Samples `start` to `stop`, views; fields over the same tokens go on sharing their offsets."""
+    shared: dict[int, Jagged] = {}
+    cut: dict[str, Tensor | Jagged] = {}
+    for name, value in fields.items():
+        if isinstance(value, Jagged):
+            part = value.slice(start, stop)
+            cut[name] = shared.setdefault(id(value.offsets), part).like(part.values)
+        else:
+            cut[name] = value[start:stop]
+    return cut, {name: column[start:stop] for name, column in columns.items()}, stop - start
+
+
+def _joined(every: Sequence[Parts]) -> Batch:
+    """See `Batch.concat`."""
+    if not every:
+        raise ValueError("concat of no batches: the names of the fields would be unknown")
+    first, columns, _ = every[0]
+    for number, other in enumerate(every[1:], 1):
+        _check_alike(every[0], other, number)
+    fields: dict[str, Tensor | Jagged] = {}
+    shared: dict[tuple[int, ...], Jagged] = {}
+    for name, value in first.items():
+        parts: list[Any] = [some[name] for some, _, _ in every]
+        if isinstance(value, Jagged):
+            joined = Jagged.concat(parts)
+            fields[name] = shared.setdefault(tuple(id(p.offsets) for p in parts), joined).like(joined.values)
+        else:
+            fields[name] = torch.cat(parts)
+    chained = {name: list(itertools.chain.from_iterable(some[name] for _, some, _ in every)) for name in columns}
+    return Batch(fields, chained, size=sum(size for _, _, size in every))
+
+
+def _check_alike(first: Parts, other: Parts, number: int) -> None:
+    mine, theirs = ({**fields, **columns} for fields, columns, _ in (first, other))
     if mine.keys() != theirs.keys():
         raise ValueError(
             f"batches 0 and {number} do not have the same names: only in 0: {sorted(mine.keys() - theirs.keys())}, "
@@ -282,43 +279,3 @@ def _check_alike(first: Batch, other: Batch, number: int) -> None:
         kinds = _kind(mine[name]), _kind(theirs[name])
         if kinds[0] != kinds[1]:
             raise ValueError(f"{name!r} is {kinds[0]} in batch 0 and {kinds[1]} in batch {number}")
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Detached, on the CPU, contiguous, in memory that no other tensor shares (safetensors insists)."""
-    flat = tensor.detach().cpu().contiguous()
-    return flat if flat.data_ptr() != tensor.data_ptr() else flat.clone()
-
-
-def _number_of(offsets: Tensor, known: list[Tensor]) -> int:
-    """Place of `offsets` among `known`, appended when new: fields over the same tokens store them once."""
-    for number, old in enumerate(known):
-        if torch.equal(old, offsets):
-            return number
-    known.append(offsets)
-    return len(known) - 1
-
-
-_SCALARS = (str, int, float, bool, type(None))
-
-
-def _check_plain(name: str, value: Any) -> None:
-    """Refuse what JSON would silently change: tuples become lists, number keys become strings."""
-    kind = type(value)
-    if kind in _SCALARS:
-        return
-    if kind is list:
-        for item in value:
-            if type(item) not in _SCALARS:
-                _check_plain(name, item)
-        return
-    if kind is dict:
-        for key, item in value.items():
-            if type(key) is not str:
-                raise ValueError(f"column {name!r}: dictionary key {key!r} is no string")
-            if type(item) not in _SCALARS:
-                _check_plain(name, item)
-        return
-    raise ValueError(
-        f"column {name!r} holds {kind.__name__} {value!r:.80}; allowed: str, int, float, bool, None, list, dict"
-    )

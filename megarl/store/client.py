@@ -85,20 +85,19 @@ class StoreClient:
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
-    def give(self, step: int, key: str, groups: Sequence[GroupInfo], payloads: Sequence[bytes]) -> None:
+    def give(self, step: int, key: str, groups: Sequence[GroupInfo], payloads: Sequence[np.ndarray]) -> None:
         """Hand over this replica's groups of one node, all at once; a replica that has none gives none.
 
         Args:
             step: of the training.
             key: of the handover (`megarl.dag.placement.Handover.key`).
             groups: to hand over.
-            payloads: of each group, what `fetch` returns. They stay in this machine's object store.
+            payloads: of each group, uint8: what `fetch` returns. They stay in this machine's object store.
         """
-        import numpy as np
         import ray
 
         # Arrays: Ray copies them once into shared memory, where readers see them; bytes it would copy again to read.
-        refs = [ray.put(np.frombuffer(payload, dtype=np.uint8)) for payload in payloads]
+        refs = [ray.put(payload) for payload in payloads]
         self._call(f"hand over {key!r} of step {step}", "give", self.team, self.rank, step, key, list(groups), refs)
 
     def assignment(self, step: int, samples: str, part: int) -> list[GroupInfo]:

@@ -96,7 +96,7 @@ class TeamCrossing:
         payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
         context.metrics.sum("store/read_gb", sum(map(len, payloads)) / 1e9)
         try:
-            came = Batch.concat([Batch.from_bytes(payload.tobytes()) for payload in payloads])
+            came = Batch.from_blocks(payloads)
         except ValueError as error:
             raise self._wrong(context, handover, str(error)) from error
         if not groups:  # a group of another replica, of which only the fields are of interest
@@ -126,7 +126,7 @@ class TeamCrossing:
         keep = {*handover.fields, *NAMES}
         sent = board.drop([name for name in board.names() if name not in keep]).to("cpu")
         try:
-            payloads = [sent.select(places).to_bytes() for places in group_places(board["uid"])]
+            payloads = sent.to_blocks(group_places(board["uid"]))
         except ValueError as error:
             raise self._wrong(context, handover, str(error)) from error
         context.metrics.sum("store/given_gb", sum(map(len, payloads)) / 1e9)

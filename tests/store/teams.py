@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from megarl.config.model import ParallelConfig
@@ -124,7 +123,7 @@ class HereClient:
     def __init__(self, core: Core, change: threading.Condition, team: str, rank: int) -> None:
         self.core, self.change, self.team, self.rank = core, change, team, rank
 
-    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Sequence[bytes]) -> None:
+    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Sequence[Any]) -> None:
         """At once."""
         with self.change:
             self.core.give(self.team, self.rank, step, key, groups, list(payloads))
@@ -136,8 +135,7 @@ class HereClient:
 
     def fetch(self, step: int, key: str, uids: Sequence[str]) -> Any:
         """As soon as they are there."""
-        found = self._wait(lambda: self.core.fetch(step, key, uids))
-        return [np.frombuffer(payload, dtype=np.uint8) for payload in found]
+        return self._wait(lambda: self.core.fetch(step, key, uids))
 
     def done(self, step: int) -> None:
         """At once."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megarl.dag.placement import Placement, place
@@ -149,7 +150,7 @@ def test_readers_map_the_givers_bytes(workers: dict[str, Any]) -> None:
         group = [["u0", 0, ["u0#0"], 5]]
         key = placed().given("pick")[0].key
         ray.get(workers["train1"].call.remote("give", 1, key, [], []), timeout=60)
-        ray.get(workers["train0"].call.remote("give", 1, key, _infos(group), [bytes(1 << 20)]), timeout=60)
+        ray.get(workers["train0"].call.remote("give", 1, key, _infos(group), [np.zeros(1 << 20, np.uint8)]), timeout=60)
         assert ray.get(workers["score0"].flags.remote(1, key, ["u0"]), timeout=60) == [False, False]
 
 
