@@ -67,6 +67,7 @@ _SPEED: list[_Chart] = [
     ("Throughput", "prompt and response tokens per second and device", [("perf/throughput", "")], None),
     ("Model FLOPs utilisation", "share of the device's peak", [("perf/mfu", "")], None),
     ("Peak memory", "GB per device", [("perf/max_memory_gb", "")], None),
+    ("Busy teams", "share of a step in which a team does not wait for others", [("team/*/busy", "")], None),
 ]
 _SFT: list[_Chart] = [
     ("Loss", "per response token", [("sft/loss", "")], None),
@@ -247,12 +248,14 @@ def _line_chart(runs: list[Run], stage: str, row: _Chart, used: set[str]) -> dic
 
 
 def _expand(wanted: list[tuple[str, str]], have: dict[str, Points]) -> list[tuple[str, str]]:
-    """`reward/*` becomes the metrics of that prefix; a single part would only repeat the score."""
+    """`reward/*` and `team/*/busy` become all metrics of that form; a single part would only repeat the score."""
     names = []
     for name, label in wanted:
-        if name.endswith("/*"):
-            found = [n for n in sorted(have) if n.startswith(name[:-1]) and n != "reward/errors"]
-            names += [(n, n.rsplit("/", 1)[-1]) for n in found] if len(found) > 1 else []
+        before, star, after = name.partition("*")
+        if star:
+            found = [n for n in sorted(have) if n.startswith(before) and n.endswith(after) and n != "reward/errors"]
+            labels = [n.removesuffix(after).rsplit("/", 1)[-1] for n in found]
+            names += list(zip(found, labels, strict=True)) if len(found) > 1 else []
         else:
             names.append((name, label))
     return names

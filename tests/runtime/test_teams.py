@@ -36,7 +36,8 @@ def apart(recipe: Path, name: str, settings: tuple[str, ...], **teams: tuple[lis
     """Metrics of a run whose models are in these teams."""
     placed = [f"placement.teams.{team}={{roles: {roles}, devices: {n}}}" for team, (roles, n) in teams.items()]
     devices = sum(n for _, n in teams.values())
-    return harness.run(recipe, recipe.parent / name, *settings, f"cluster.nproc={devices}", *placed)
+    machine = (f"cluster.nproc={devices}", "cluster.timeout_s=240")  # so many programs are imported at the same time
+    return harness.run(recipe, recipe.parent / name, *settings, *machine, *placed)
 
 
 def of_training(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:

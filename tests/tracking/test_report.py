@@ -73,6 +73,19 @@ def test_every_metric_is_drawn_once(tmp_path):
     assert kl["y"] == [0.1, None, 0.1, 0.1, 0.1]
 
 
+def test_how_busy_the_teams_were_is_one_chart(tmp_path):
+    writer = JsonlWriter(make_run(tmp_path) / "metrics.jsonl", durable=False)
+    parts = {"reward/digits": 0.5, "reward/errors": 0.0, "team/train/busy": 0.9, "team/value/busy": 0.4}
+    writer.write({"step": 6, "stage": "train", "time": 0.0, **parts})
+    data = report_data([load_run(tmp_path)])
+    charts = {chart["title"]: chart for group in data["groups"] for chart in group["charts"]}
+    assert [(line["label"], line["y"]) for line in charts["Busy teams"]["lines"]] == [
+        ("train", [0.9]),
+        ("value", [0.4]),
+    ]
+    assert "Reward parts" not in charts, "a single part would only repeat the score"
+
+
 def test_stages_have_charts_of_their_own(tmp_path):
     data = report_data([load_run(make_run(tmp_path, stage="sft"))])
     assert [group["title"] for group in data["groups"]] == [
