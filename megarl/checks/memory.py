@@ -312,7 +312,7 @@ class _Models:
                 what = f"{name} parameters" + (" (if as large as the policy)" if sizes.get(role) is None else "")
                 self.state[name] = {PARAMETERS: term(what, parameter_bytes(facts, team.parallel, dtype), layout)}
             elif Role.ACTOR not in team.roles and config.rollout.engine == "embedded":
-                size = parameter_bytes(facts, team.parallel, config.rollout_dtype)
+                size = parameter_bytes(facts, team.parallel, dtype)
                 self._always.append(term("rollout parameters", size, layout))
         if servers:
             self.state[SERVERS] = {WEIGHTS: servers[0]}

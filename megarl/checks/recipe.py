@@ -97,7 +97,7 @@ def check_config(
         check_correction(config, checks)
     check_sampling(config, facts, checks)
     if job != "sft":
-        check_servers(config, facts, checks, launcher)
+        check_servers(config, placement, facts, checks, launcher)
     check_job(config, job, checks)
     check_data(config, job, checks)
     if job != "generate":

@@ -14,6 +14,8 @@ from megarl.compat.sglang import find_python, sglang_version
 from megarl.config.base import Section
 from megarl.config.run import RunConfig
 from megarl.config.sglang import url_problem
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.processes import nvidia_devices
 
@@ -33,10 +35,17 @@ _STARTED = (
 )
 
 
-def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist, launcher: str | None = None) -> None:
+def check_servers(
+    config: RunConfig,
+    placement: Placement | None,
+    facts: ModelFacts | None,
+    checks: Checklist,
+    launcher: str | None = None,
+) -> None:
     """All checks of the servers, or that none is set up for nothing. `facts`: of the model, None: not known."""
     if config.rollout.engine != "sglang":
-        _check_unused(config, checks)
+        draws = None if placement is None else placement.of_role(Role.ROLLOUT)
+        _check_unused(config, checks, pushes=draws is not None and Role.ACTOR not in draws.roles)
         return
     _check_ignored(config, checks)
     _check_interpreter(config, checks)
@@ -52,9 +61,10 @@ def check_servers(config: RunConfig, facts: ModelFacts | None, checks: Checklist
     _check_sync(config, checks)
 
 
-def _check_unused(config: RunConfig, checks: Checklist) -> None:
-    """Whoever sets keys of the servers expects servers."""
-    keys = [*_changed("rollout.sglang", config.rollout.sglang), *_changed("sync", config.sync)]
+def _check_unused(config: RunConfig, checks: Checklist, *, pushes: bool) -> None:
+    """Whoever sets keys of the servers expects servers. `pushes`: an engine in another team is sent weights, too."""
+    keys = _changed("rollout.sglang", config.rollout.sglang)
+    keys += [] if pushes else _changed("sync", config.sync)
     if keys:
         checks.warn(
             _NAME,

@@ -147,6 +147,13 @@ DRAWS = (
 )
 
 
+def test_weights_are_sent_to_an_engine_in_another_team(warned):
+    assert [check.key for check in warned(*DRAWS, "sync.timeout_s=60")] == []
+    assert [check.key for check in warned("sync.timeout_s=60")] == ["rollout.engine"]
+    (check,) = warned(*DRAWS, "sync.timeout_s=60", "rollout.sglang.servers=2")
+    assert "sync" not in check.message
+
+
 def test_an_engine_in_another_team_takes_no_fp8(failures):
     (check,) = failures(*DRAWS, "sync.fp8=true")
     assert check.key == "sync.fp8"
