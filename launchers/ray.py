@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -132,7 +132,8 @@ class RayWorkers:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         cluster = self._job.config.cluster
-        bundle = _bundle(cluster, ray.cluster_resources())
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        bundle = bundle_of(cluster, nodes)
         strategy = "STRICT_PACK" if cluster.nnodes == 1 else "PACK"
         self._group = ray.util.placement_group([bundle] * cluster.nproc, strategy=strategy)
         if not self._group.wait(self._left()):
@@ -329,16 +330,30 @@ def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
         raise errors[0]
 
 
-def _bundle(cluster: ClusterConfig, resources: dict[str, float]) -> dict[str, float]:
-    """What one worker reserves: a GPU where the cluster has any, and a share of its CPUs."""
-    gpus, cpus = resources.get("GPU", 0.0), resources.get("CPU", 0.0)
+def bundle_of(cluster: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """What one worker reserves: a GPU where the nodes have any, and a share of their CPUs.
+
+    Args:
+        cluster: of the recipe; workers of one machine are on one node.
+        nodes: what each node of the Ray cluster has.
+
+    Raises:
+        ConfigError: too few GPUs.
+    """
+    if cluster.nnodes == 1:
+        nodes = [max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))]
+    gpus, cpus = (sum(node.get(name, 0.0) for node in nodes) for name in ("GPU", "CPU"))
     if (gpus or has_nvidia_device()) and gpus < cluster.nproc:
         raise ConfigError(
-            "the Ray cluster has too few GPUs",
+            "the Ray cluster has too few GPUs"
+            if cluster.nnodes > 1
+            else "no node of the Ray cluster has that many GPUs",
             where="cluster.nproc",
             found=cluster.nproc,
             allowed=f"at most {int(gpus)}, one process per GPU",
-            fix="set cluster.nproc, or add nodes to the Ray cluster",
+            fix="set cluster.nproc, or add nodes to the Ray cluster"
+            if cluster.nnodes > 1
+            else "set cluster.nproc, or cluster.nnodes to the number of nodes that shall share the work",
         )
     share = min(1.0, int(100 * cpus / cluster.nproc) / 100)
     return {"CPU": share, "GPU": 1.0} if gpus else {"CPU": share}

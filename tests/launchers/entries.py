@@ -91,7 +91,7 @@ def meet_in_teams(config: RunConfig, run_dir: Path) -> None:
 
 
 def _reference_fails(config: RunConfig, run_dir: Path, fail: Callable[[], None]) -> None:
-    """The reference fails, while the actor's first rank waits for it, and the other one for that."""
+    """The reference fails while the actor's first rank waits for it, and the other one for that."""
     import torch.distributed as dist
 
     join("gloo", config.cluster.timeout_s, run_dir)
@@ -99,9 +99,12 @@ def _reference_fails(config: RunConfig, run_dir: Path, fail: Callable[[], None])
     set_step(4)
     if os.environ[TEAM] == "actor":
         with phase("train"):
+            mail.post(f"{os.environ['RANK']} waits", True)
             if os.environ["RANK"] == "0":
                 mail.read("scores")
             dist.barrier()
+    for rank in range(2):
+        mail.read(f"{rank} waits")
     with phase("score"):
         fail()
 

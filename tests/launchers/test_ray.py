@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.run import RunConfig
+from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import ConfigError, WorkerError
+from megarl.launchers import ray as ray_launcher
 from megarl.launchers.common import run_workers
+from megarl.launchers.ray import within
 from megarl.processes import free_port
 from tests.launchers import test_launchers as every
 from tests.runtime import harness
@@ -23,20 +25,16 @@ pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_cluster() -> Iterator[None]:
-    """One Ray for the whole module, found by RAY_ADDRESS; starting one per test would double the time."""
-    import ray
+    """One Ray of two nodes for the whole module, found by RAY_ADDRESS; one per test would double the time."""
+    from ray.cluster_utils import Cluster
 
     before = os.environ.pop("RAY_ADDRESS", None)
-    context = ray.init(
-        num_cpus=2,
-        include_dashboard=False,
-        object_store_memory=128 << 20,
-        _node_ip_address="127.0.0.1",
-        log_to_driver=False,
-    )
-    os.environ["RAY_ADDRESS"] = context.address_info["address"]
+    node = {"num_cpus": 1, "object_store_memory": 128 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(**node)
+    os.environ["RAY_ADDRESS"] = cluster.address
     yield
-    ray.shutdown()
+    cluster.shutdown()
     del os.environ["RAY_ADDRESS"]
     if before is not None:
         os.environ["RAY_ADDRESS"] = before
@@ -70,6 +68,21 @@ def test_a_run_has_the_metrics_of_one_of_the_local_launcher(tmp_path: Path) -> N
     assert harness.run(recipe, tmp_path / "ray", program="ray") == local
 
 
+def test_teams_on_two_nodes_have_the_metrics_of_those_in_a_ray_of_their_own(tmp_path: Path) -> None:
+    recipe = harness.write_recipe(tmp_path)
+    more = ["sft.steps=0", "trainer.steps=2", "trainer.export_hf=false", "cluster.nproc=2"]
+    for name, roles in (("train", ["actor", "rollout"]), ("frozen", ["reference"])):
+        more.append(f"placement.teams.{name}={{roles: {roles}, devices: 1}}")
+
+    def numbers(run_dir: Path, *settings: str, launcher: str | None = None) -> dict[int, dict[str, float]]:
+        steps = harness.run(recipe, run_dir, *more, *settings, program=launcher)
+        return {step: {k: v for k, v in step_s.items() if not k.startswith("team/")} for step, step_s in steps.items()}
+
+    here = numbers(tmp_path / "here")
+    assert here[2]["actor/kl_loss"] > 0
+    assert numbers(tmp_path / "there", "cluster.nnodes=2", launcher="ray") == here
+
+
 def test_ray_is_started_when_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS")
     assert every.launch("ray", "write_environment", tmp_path, "3").code == 0  # three workers, also on two cores
@@ -84,9 +97,29 @@ def test_a_ray_cluster_that_is_gone_is_named_at_once(
         run_workers("ray", "m:f", RunConfig(name="x"), tmp_path)
 
 
-def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
-    from megarl.launchers.ray import within
+@pytest.mark.parametrize(
+    ("nnodes", "nproc", "nodes", "bundle"),
+    [
+        (1, 2, [{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 0.5}),
+        (2, 2, [{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.0}),
+        (1, 2, [{"CPU": 8.0}, {"CPU": 1.0, "GPU": 2.0}], {"CPU": 0.5, "GPU": 1.0}),
+        (2, 8, [{"CPU": 64.0, "GPU": 4.0}] * 2, {"CPU": 1.0, "GPU": 1.0}),
+    ],
+)
+def test_workers_of_one_machine_share_the_cpus_of_one_node(
+    nnodes: int, nproc: int, nodes: list[dict[str, float]], bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_launcher, "has_nvidia_device", lambda: False)
+    assert ray_launcher.bundle_of(ClusterConfig(nproc=nproc, nnodes=nnodes), nodes) == bundle
 
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_too_few_gpus_are_named_at_once(nnodes: int) -> None:
+    with pytest.raises(ConfigError, match=rf"cluster\.nproc(?s:.*)allowed: at most {4 * nnodes}, one process per GPU"):
+        ray_launcher.bundle_of(ClusterConfig(nproc=10, nnodes=nnodes), [{"CPU": 8.0, "GPU": 4.0}] * 2)
+
+
+def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
     with pytest.raises(WorkerError, match=r"Ray at x was not ready within cluster\.start_timeout_s = 0\.1 s"):
         within(0.1, "Ray at x", lambda: time.sleep(5))
     with pytest.raises(ZeroDivisionError):
