@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.artifacts.trained import steps_in
@@ -53,6 +54,7 @@ def _apart(ports: dict[str, int], root: str) -> dict:
     name, model, sizes = ENGINES[team]
     layout = fresh_layout(ParallelConfig(**sizes))
     engine = _engine(model, layout, 77)
+    torch.manual_seed(rank)  # a worker's own
     meta = checkpoint.verify(folder / "step_2", layout.world, [name])
     assert checkpoint.load(folder / "step_2", {name: engine}, meta)[0] == 2
     found = {"after_2": _steps(engine, 2)}
@@ -62,6 +64,7 @@ def _apart(ports: dict[str, int], root: str) -> dict:
     else:
         teams = Teams("values", 2, mail, 60.0)
         written = begin_part(folder, 4, teams.announced(4), {name: engine}, teams, layout.world)
+    drawn = torch.rand(3)
     found["after_4"] = _steps(engine, 4)  # while it is written
     written.wait()
     if rank == 0:
@@ -69,6 +72,7 @@ def _apart(ports: dict[str, int], root: str) -> dict:
     mail.read("complete")  # the team of the values has only written its part
     again = _engine(model, layout, 78)
     checkpoint.load(folder / "step_4", {name: again}, checkpoint.verify(folder / "step_4", layout.world, [name]))
+    assert torch.equal(torch.rand(3), drawn), "random states of this worker"
     found["again"] = _steps(again, 4)
     return found
 
