@@ -38,7 +38,8 @@ def load_rng(path: Path) -> None:
 
     with safe_open(path, "pt") as file:
         plain = json.loads(file.metadata()["plain"])
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        # Copies: the tracker keeps what it is given, and a mapped file may be cut or removed later.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
     version, internal, gauss_next = plain["python"]
     random.setstate((version, tuple(internal), gauss_next))
     kind, position, has_gauss, gauss = plain["numpy"]

@@ -82,7 +82,7 @@ def test_both_teams_save_what_is_due_what_is_best_and_the_end(worker, monkeypatc
         for step in range(1, 6):
             part.after_step(step, last=step == 5)
 
-    other = threading.Thread(target=walk)
+    other = threading.Thread(target=walk, daemon=True)
     other.start()
     saved = []
     for step in range(1, 6):
@@ -90,7 +90,7 @@ def test_both_teams_save_what_is_due_what_is_best_and_the_end(worker, monkeypatc
         numbers = {} if accuracy is None else {"val/acc": accuracy}
         checkpoints.after_step(step, numbers, accuracy, last=step == 5)
         saved.append(step) if (root.parent.parent / "mail" / f"checkpoint-critic-{step}").exists() else None
-    other.join()
+    other.join(30)
     assert saved == [2, 3, 4, 5]
     assert checkpoint.steps_in(root) == [3, 4, 5], "the newest two and the best"
     meta = checkpoint.verify(root / "step_5", lead.layout.world)

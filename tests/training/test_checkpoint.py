@@ -123,6 +123,9 @@ def test_resume_is_bit_for_bit(alone, tmp_path, dtype):
     assert _hashes(fresh) == _hashes(frozen)
     assert checkpoint.read_meta(folder)["config"] == {"name": "x"}
     assert len({path.stat().st_mode for path in folder.iterdir() if path.is_file()}) == 1  # readable by the same people
+    for path in folder.iterdir():
+        path.write_bytes(b"")  # a state that is still mapped would end this process
+    checkpoint.save(tmp_path, 3, {"actor": again}, extra)
 
 
 def test_a_checkpoint_needs_optimizer_state_and_no_gradients(alone, tmp_path):

@@ -142,10 +142,10 @@ def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(
 
     monkeypatch.setattr(saving, "write_file", look(write_file))
     monkeypatch.setattr(saving, "write_atomically", look(seal))
-    other = threading.Thread(target=_values_write, args=(run,))
+    other = threading.Thread(target=_values_write, args=(run,), daemon=True)
     other.start()
     checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy).wait()
-    other.join()
+    other.join(30)
     assert {name for name, _ in seen} >= {"rng_0.safetensors", "rng_1.safetensors", "seal_0.json", "seal_1.json"}
     assert all(steps == [1] for _, steps in seen)
     assert steps_in(run.root) == [1, 2]
@@ -195,12 +195,12 @@ def test_a_checkpoint_that_does_not_fit_is_begun_by_no_team(run, monkeypatch):
     mine = sum(path.stat().st_size for path in (run.root / "step_1").iterdir())
     free = checkpoint._SPARE + mine + 500_000  # enough for this team's part
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    other = threading.Thread(target=write)
+    other = threading.Thread(target=write, daemon=True)
     other.start()
     with pytest.raises(
         CheckpointError, match=r"GB are needed(?s:.*)it goes on from the checkpoint of step 1"
     ) as caught:
         checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy)
-    other.join()
+    other.join(30)
     assert said == [str(caught.value)]
     assert [path.name for path in run.root.iterdir()] == ["step_1"]
