@@ -43,7 +43,7 @@ def apart(recipe: Path, name: str, settings: tuple[str, ...], **teams: tuple[lis
 def of_training(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
     """Without what only several teams have."""
     return {
-        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "store/"))}
+        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "store/", "sync/"))}
         for step, numbers in steps.items()
     }
 
