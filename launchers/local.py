@@ -31,13 +31,14 @@ def start(job: Job) -> Workers:
             allowed="1",
             fix="use --launcher torchrun or --launcher ray",
         )
+    shared = os.environ | process_environment(job.config, cluster.nproc)
+    warn_of_few_cores(job, shared, cluster.nproc)
     if job.separate:
         from megarl.launchers import ray
 
         return ray.start(job, own=True)
     workers = LocalWorkers()
-    shared = os.environ | process_environment(job.config, cluster.nproc) | layout_environment(job.config.actor.parallel)
-    warn_of_few_cores(job, shared, cluster.nproc)
+    shared |= layout_environment(job.config.actor.parallel)
     shared |= {"MASTER_ADDR": LOOPBACK[0], "WORLD_SIZE": str(cluster.nproc), "LOCAL_WORLD_SIZE": str(cluster.nproc)}
     command = [sys.executable, "-m", "megarl.runtime.worker", "--entry", job.entry, "--config", str(job.config_path)]
     try:

@@ -15,6 +15,7 @@ from megarl.runtime.health import RankFailure, Watch, read_beat, read_errors, wh
 
 POLL_S = 0.1
 SETTLE_S = 1.0  # after the first bad end: time for the others to show that they only lost a peer
+LOST_S = 5.0  # the same, as long as all that failed only lost a peer: word of a death may come late
 LINGER_S = 15.0  # a rank that has reported its error ends within this time, or is ended
 STACKS_S = 0.5  # time for hung ranks to write their stacks into the log
 
@@ -32,7 +33,7 @@ def supervise(workers: Workers, job: Job) -> int:
     while True:
         ended = workers.poll()
         if any(ended.values()):
-            ended = _settle(workers)
+            ended = _settle(workers, job)
             failure = first_failure(workers, job, ended, oom_kills() > oom_before)
             _report(failure, workers, job, ended)
             return failure.exit_code
@@ -50,9 +51,14 @@ def supervise(workers: Workers, job: Job) -> int:
         time.sleep(POLL_S)
 
 
-def _settle(workers: Workers) -> dict[int, int]:
-    deadline = time.monotonic() + SETTLE_S
-    while len(ended := workers.poll()) < len(workers.ranks()) and time.monotonic() < deadline:
+def _settle(workers: Workers, job: Job) -> dict[int, int]:
+    """Exit codes, after the others had time to show what they know of the cause."""
+    start = time.monotonic()
+    while len(ended := workers.poll()) < len(workers.ranks()):
+        waited = time.monotonic() - start
+        cause_known = not first_failure(workers, job, ended, oom_killed=False).peer_lost
+        if waited > (SETTLE_S if cause_known else LOST_S):
+            break
         time.sleep(POLL_S)
     return ended
 

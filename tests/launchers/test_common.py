@@ -244,6 +244,39 @@ def test_an_abort_comes_before_connections_that_it_closed(tmp_path: Path) -> Non
     assert (found.rank, found.message) == (1, "was killed by signal 6 (SIGABRT)")
 
 
+class Dying:
+    """Two workers: the first loses its peer, and word of the other's end comes `after_s` later, or never."""
+
+    def __init__(self, after_s: float) -> None:
+        self._end = time.monotonic() + after_s
+
+    def ranks(self) -> list[int]:
+        return [0, 1]
+
+    def poll(self) -> dict[int, int]:
+        return {0: 1} | ({1: -9} if time.monotonic() > self._end else {})
+
+    def cause(self, rank: int) -> None:
+        return None
+
+    def stop(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("after_s", "told"),
+    [(0.3, "rank 1 was killed by signal 9"), (60, "rank 0 failed in phase train at step 1: RuntimeError: Connection")],
+)
+def test_word_of_a_death_may_come_after_what_the_peers_saw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], after_s: float, told: str
+) -> None:
+    monkeypatch.setattr(supervise, "SETTLE_S", 0.0)
+    monkeypatch.setattr(supervise, "LOST_S", 1.0)
+    lost = failed(0, "Connection closed by peer", 1.0)
+    monkeypatch.setattr("megarl.launchers.local.start", lambda job: write_error(tmp_path, lost) or Dying(after_s))
+    assert run_workers("local", "m:f", config(nproc=2), tmp_path) == 1
+    assert f"megarl: {told}" in capsys.readouterr().err
+
+
 def test_lost_connections_alone_are_still_reported(tmp_path: Path) -> None:
     assert first(tmp_path, {0: 1}, failed(0, "Connection closed by peer", 1.0)).rank == 0
 
