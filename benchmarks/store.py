@@ -2,8 +2,8 @@
 
 `core`: its state in one process, driven by 512 workers that draw and 512 that score. A step of 1,024 groups of 8
 samples goes there, and what they make of it comes back. CPU-seconds per step, of the core and of what drives it, and
-what is held after many steps. `ray`: a giver and a taker, each a process of its own. Seconds from
-the first byte given to the last byte read, beside copying as much into shared memory and out of it, in the same run.
+what is held after many steps. `ray`: a giver and a taker, each a process of its own. Seconds from the first byte given
+to the last byte read, of bytes and of a batch, beside copying as much into shared memory and out of it in the same run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.dag.stage import Role
 from megarl.store.core import Core, GroupInfo
 
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
-CHUNKS, CHUNK_BYTES = 64, 16 << 20
+CHUNKS, CHUNK_BYTES, TOKENS = 32, 16 << 20, 64 << 10
 
 
 def teams(workers: int) -> Placement:
@@ -86,47 +86,61 @@ class Process:
     """One end of the way; a Ray actor."""
 
     def __init__(self, team: str) -> None:
+        import numpy as np
+        import torch
+
+        from megarl.data.batch import Batch, Jagged
         from megarl.store.client import StoreClient
 
+        torch.set_num_threads(1)
         self._client = StoreClient.connect("bench", team, 0, 60.0)
+        self._target = np.zeros(CHUNK_BYTES, np.uint8)
+        lengths = torch.full((CHUNKS * SAMPLES,), TOKENS)
+        first = Jagged.from_lengths(torch.zeros(CHUNKS * SAMPLES * TOKENS), lengths)
+        fields = CHUNK_BYTES // (SAMPLES * TOKENS * first.values.element_size())
+        self._batch = Batch(
+            {f"field_{i}": first.like(first.values + i) for i in range(fields)} if team == "train" else {}
+        )
+        self._bytes = [np.full(CHUNK_BYTES, k, np.uint8) for k in range(CHUNKS if team == "train" else 0)]
 
-    def give(self, step: int) -> float:
+    def give(self, step: int, batch: bool) -> float:
         """Hand over a step; returns when it began."""
-        import numpy as np
-
         groups = [GroupInfo(f"g{k}", k, (f"g{k}#0",), 1) for k in range(CHUNKS)]
-        payloads: list[Any] = [np.full(CHUNK_BYTES, k, np.uint8) for k in range(CHUNKS)]
+        places = [range(k * SAMPLES, (k + 1) * SAMPLES) for k in range(CHUNKS)]
         start = time.time()
-        self._client.give(step, "rollout>score", groups, payloads)
+        self._client.give(step, "rollout>score", groups, self._batch.to_blocks(places) if batch else self._bytes)
+        self._client.done(step)
         return start
 
-    def take(self, step: int) -> float:
+    def take(self, step: int, batch: bool) -> float:
         """Read it, every byte; returns when it was done."""
         import numpy as np
 
+        from megarl.data.batch import Batch
+
         mine = self._client.assignment(step, "rollout", 0)
-        target = np.empty(CHUNK_BYTES, np.uint8)
-        for payload in self._client.fetch(step, "rollout>score", [group.uid for group in mine]):
-            np.copyto(target, payload)
+        payloads = self._client.fetch(step, "rollout>score", [group.uid for group in mine])
+        if batch:
+            Batch.from_blocks(payloads)
+        else:
+            for payload in payloads:
+                np.copyto(self._target, payload)
         end = time.time()
         self._client.done(step)
         return end
 
-    def finish(self, step: int) -> None:
-        """The giver's part of a step without anything to take."""
-        self._client.done(step)
-
 
 def copy_seconds() -> float:
-    """Into shared memory and out of it, chunk by chunk, as the way through the store does."""
+    """Into shared memory that is mapped, and out of it, chunk by chunk, as the way through the store does."""
     from multiprocessing.shared_memory import SharedMemory
 
     import numpy as np
 
-    chunk, target = np.full(CHUNK_BYTES, 1, np.uint8), np.empty(CHUNK_BYTES, np.uint8)
+    chunk, target = np.full(CHUNK_BYTES, 1, np.uint8), np.zeros(CHUNK_BYTES, np.uint8)
     memory = SharedMemory(create=True, size=CHUNKS * CHUNK_BYTES)
     assert memory.buf is not None, "it is open"
     view = np.frombuffer(memory.buf, np.uint8).reshape(CHUNKS, CHUNK_BYTES)
+    view[:] = 0
     start = time.perf_counter()
     for k in range(CHUNKS):
         np.copyto(view[k], chunk)
@@ -140,7 +154,7 @@ def copy_seconds() -> float:
 
 
 def measure_ray() -> dict[str, float]:
-    """Seconds of a gigabyte, and of copying as much; the least of three rounds each, taken in turn."""
+    """Seconds of the way of bytes, of a batch, and of copying as much; the least of three rounds, taken in turn."""
     import ray
 
     from megarl.store.actor import start_store
@@ -150,23 +164,24 @@ def measure_ray() -> dict[str, float]:
     handle = start_store("bench", teams(1), CHUNKS, "dealt")
     make = ray.remote(Process).options(num_cpus=0)
     giver, taker = make.remote("train"), make.remote("score")
-    ways, copies = [], []
-    for step in range(4):
-        reading = taker.take.remote(step)
-        start = ray.get(giver.give.remote(step))
-        seconds = ray.get(reading) - start
-        ray.get(giver.finish.remote(step))
-        if step > 0:  # the first one maps the store's memory
-            ways.append(seconds)
-            copies.append(copy_seconds())
+    ways: dict[bool, list[float]] = {False: [], True: []}
+    copies = []
+    for step in range(8):
+        batch = step % 2 == 1
+        reading = taker.take.remote(step, batch)
+        start = ray.get(giver.give.remote(step, batch))
+        ways[batch].append(ray.get(reading) - start)
+        copies.append(copy_seconds())
     del handle
     ray.shutdown()
-    size = CHUNKS * CHUNK_BYTES / 1e9
+    copy, way, whole = min(copies), min(ways[False][1:]), min(ways[True][1:])  # the first ones map the memory
     return {
-        "gb": size,
-        "store_s": min(ways),
-        "copy_s": min(copies),
-        "share_of_copying_speed": min(copies) / min(ways),
+        "gb": CHUNKS * CHUNK_BYTES / 1e9,
+        "copy_s": copy,
+        "bytes_s": way,
+        "batch_s": whole,
+        "bytes_share_of_copying_speed": copy / way,
+        "batch_share_of_copying_speed": copy / whole,
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -196,7 +196,7 @@ class Batch:
         """Inverse of `to_bytes`; everything is on the CPU, dtypes and bits are kept."""
         return cls.from_blocks([np.frombuffer(data, dtype=np.uint8)])
 
-    def to_blocks(self, parts: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def to_blocks(self, parts: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
         """What `to_bytes` gives of the samples of each part, uint8; many small parts cost little more than one.
 
         Args:
@@ -204,9 +204,10 @@ class Batch:
         """
         order = [place for part in parts for place in part]
         whole = self if order == list(range(self._size)) else self.select(order)
-        fields = whole.fields
-        ends = list(itertools.accumulate(map(len, parts)))
-        return [pack(_cut(fields, whole._columns, end - len(part), end)) for part, end in zip(parts, ends, strict=True)]
+        fields, end = whole.fields, 0
+        for part in parts:
+            start, end = end, end + len(part)
+            yield pack(_cut(fields, whole._columns, start, end))
 
     @staticmethod
     def from_blocks(blocks: Sequence[np.ndarray]) -> Batch:

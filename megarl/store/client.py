@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -85,7 +85,7 @@ class StoreClient:
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
-    def give(self, step: int, key: str, groups: Sequence[GroupInfo], payloads: Sequence[np.ndarray]) -> None:
+    def give(self, step: int, key: str, groups: Sequence[GroupInfo], payloads: Iterable[np.ndarray]) -> int:
         """Hand over this replica's groups of one node, all at once; a replica that has none gives none.
 
         Args:
@@ -93,12 +93,19 @@ class StoreClient:
             key: of the handover (`megarl.dag.placement.Handover.key`).
             groups: to hand over.
             payloads: of each group, uint8: what `fetch` returns. They stay in this machine's object store.
+
+        Returns:
+            Bytes of all payloads.
         """
         import ray
 
         # Arrays: Ray copies them once into shared memory, where readers see them; bytes it would copy again to read.
-        refs = [ray.put(payload) for payload in payloads]
+        refs, size = [], 0
+        for payload in payloads:
+            refs.append(ray.put(payload))
+            size += len(payload)
         self._call(f"hand over {key!r} of step {step}", "give", self.team, self.rank, step, key, list(groups), refs)
+        return size
 
     def assignment(self, step: int, samples: str, part: int) -> list[GroupInfo]:
         """The groups that part `part` of this team works on, in order, as soon as all of the step have been given.

@@ -125,12 +125,12 @@ class TeamCrossing:
         groups = self._held(board)
         keep = {*handover.fields, *NAMES}
         sent = board.drop([name for name in board.names() if name not in keep]).to("cpu")
+        blocks = sent.to_blocks(group_places(board["uid"]))
         try:
-            payloads = sent.to_blocks(group_places(board["uid"]))
-        except ValueError as error:
+            size = self._client.give(context.step, handover.key, groups, blocks)
+        except ValueError as error:  # of a column that cannot be sent
             raise self._wrong(context, handover, str(error)) from error
-        context.metrics.sum("store/given_gb", sum(map(len, payloads)) / 1e9)
-        self._client.give(context.step, handover.key, groups, payloads)
+        context.metrics.sum("store/given_gb", size / 1e9)
 
     def _held(self, board: Batch | None) -> list[GroupInfo]:
         """The groups of the board. Those that this team made itself are numbered as the loader deals prompts."""

@@ -59,7 +59,7 @@ def test_what_is_read_is_a_view() -> None:
 def test_blocks_are_the_bytes_of_each_part_and_come_back_in_order() -> None:
     whole = batch()
     parts = [[2, 0], [], [3, 1]]
-    blocks = whole.to_blocks(parts)
+    blocks = list(whole.to_blocks(parts))
     assert [block.tobytes() for block in blocks] == [whole.select(part).to_bytes() for part in parts]
     assert same(Batch.from_blocks(blocks), whole.select([2, 0, 3, 1]))
 

@@ -6,7 +6,7 @@ rollout (team train) -> pick (train, resamples) -> ref_logp (team ref), values (
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,11 +123,13 @@ class HereClient:
     def __init__(self, core: Core, change: threading.Condition, team: str, rank: int) -> None:
         self.core, self.change, self.team, self.rank = core, change, team, rank
 
-    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Sequence[Any]) -> None:
+    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Any]) -> int:
         """At once."""
+        refs = list(payloads)
         with self.change:
-            self.core.give(self.team, self.rank, step, key, groups, list(payloads))
+            self.core.give(self.team, self.rank, step, key, groups, refs)
             self.change.notify_all()
+        return sum(map(len, refs))
 
     def assignment(self, step: int, samples: str, part: int) -> Any:
         """As soon as it is there."""

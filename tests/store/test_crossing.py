@@ -127,7 +127,7 @@ def test_a_column_that_cannot_be_sent_is_named() -> None:
     placement = teams.placed(graph, 1, 1, 1)
     board = one_team(2, 0, 1, 2)
     board.set("note", [object()] * len(board))
-    crossing = crossing_of(placement, "train", graph, {"give": lambda *a: None})
+    crossing = crossing_of(placement, "train", graph, {"give": lambda step, key, groups, blocks: len(list(blocks))})
     with pytest.raises(StoreError, match=r"step 2, 'pick>critic'.*column 'note' holds object"):
         crossing.give(SimpleNamespace(step=2, metrics=Metrics()), graph["pick"], board)
 
