@@ -74,6 +74,13 @@ DAPO = (
     "sft.steps=0",
 )
 
+#: Episodes of the environment in tests/envs/guess.py; digits end a turn, so that a model that knows nothing ends some.
+GUESSING = (
+    f"env.name={Path(__file__).parents[1] / 'envs' / 'guess.py'}:Guess",
+    "rollout.sampling={n: 4, max_new_tokens: 4, stop_token_ids: [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]}",
+    "rollout.limits.tokens=20",
+)
+
 
 def write_recipe(folder: Path) -> Path:
     """The tiny recipe and its reward file."""

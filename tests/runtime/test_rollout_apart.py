@@ -51,6 +51,17 @@ def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):
         assert (numbers["sync/servers"], numbers["sync/failed"]) == (1, 0)
 
 
+def test_two_replicas_draw_turns_of_an_environment_as_one_process_does(recipe, tmp_path):
+    """Both take the weights and share out the prompts; the size of a batch decides how products are rounded."""
+    settings = (*STEPS, *harness.GUESSING, "sft.steps=0")
+    together = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
+    teams = (*TWO_TEAMS, "cluster.nproc=3", "placement.teams.draw.devices=2")
+    apart = same(harness.run(recipe, tmp_path / "three", *settings, *teams, program="local"))
+    assert apart.keys() == together.keys()
+    for step, numbers in together.items():
+        assert apart[step] == pytest.approx(numbers, rel=1e-6, abs=1e-6)
+
+
 def test_ppo_with_a_team_for_every_model_changes_no_number(recipe, tmp_path):
     settings = (*harness.PPO, *STEPS, "sft.steps=2")  # a critic, too, begins where the cold start ends
     together = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")

@@ -18,6 +18,7 @@ from megarl.models.weights.export import write_metadata
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from tests.rollout.forked import forked_servers
 from tests.rollout.servers import need_interpreter
+from tests.runtime import harness
 from tests.runtime.harness import metrics, run, start, wait_for, write_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(900)]
@@ -27,14 +28,7 @@ LEARNING = ("sft.steps=0", "trainer.steps=6", "trainer.save_every=0", "validatio
 #: On a CPU these calls free nothing, but they must be taken at the right moments all the same.
 COLOCATED = ("rollout.sglang.colocated=true", "actor.engine.offload=true")
 SGLANG = ("rollout.engine=sglang", "sync.verify=every", "cluster.timeout_s=400", *LEARNING)
-
-#: Episodes of the environment in tests/envs/guess.py; digits end a turn, so that a model that knows nothing ends some.
-GUESSING = (
-    f"env.name={Path(__file__).parents[1] / 'envs' / 'guess.py'}:Guess",
-    "rollout.sampling={n: 4, max_new_tokens: 4, stop_token_ids: [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]}",
-    "rollout.limits.tokens=20",
-    "algorithm.kl.use=none",
-)
+GUESSING = (*harness.GUESSING, "algorithm.kl.use=none")
 
 
 @pytest.fixture(scope="module")
