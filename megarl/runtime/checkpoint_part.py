@@ -56,7 +56,7 @@ class CheckpointPart:
         if self._teams is None:
             return
         with phase("await_checkpoint"):
-            tag = self._world.broadcast_json(self._teams.announced(step) if self._world.rank == 0 else None)
+            tag = self._teams.announced(step)
         with phase("checkpoint"):
             if self._saving is not None and self._saving.poll():
                 self._saving = None

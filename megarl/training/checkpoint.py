@@ -93,22 +93,21 @@ def begin(
     world = world_of(engines)
     tag = world.broadcast_json(uuid.uuid4().hex[:8])
     folder = folder_of(root, step, tag)
-    speaks_to = teams if world.rank == 0 else None
-    if speaks_to is not None:
-        speaks_to.announce(step, tag)
+    if teams is not None and world.rank == 0:
+        teams.announce(step, tag)
     shard, contents = own_files(engines, tag, step, world.rank)
     contents |= files or {}
     if world.rank == 0:
         contents[_STATE] = json.dumps(extra).encode()
     nbytes = sum(world.all_gather_json(size_of(shard, contents)))
     parts = {"" if teams is None else teams.name: Part.of(engines, 0, nbytes)}
-    if speaks_to is not None:  # nobody else needs to know them
-        parts |= speaks_to.parts(step)
+    if teams is not None:
+        parts |= teams.parts(step)
     fix = _make_room(root, step)
     nbytes = sum(part.nbytes for part in parts.values())
     problem = world.broadcast_json(_make_folder(folder, nbytes) if world.rank == 0 else None)
-    if speaks_to is not None:
-        speaks_to.give_folder(step, problem, fix)
+    if teams is not None and world.rank == 0:
+        teams.give_folder(step, problem, fix)
     refuse_folder(folder, problem, fix)
     meta = {"format": FORMAT, "megarl": megarl.__version__, "tag": tag, "step": step, "config": config or {}}
     commit = functools.partial(_commit, folder, meta | _facts_of(parts), keep_last, best)

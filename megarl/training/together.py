@@ -9,9 +9,10 @@
     rank_0.safetensors ... seal_0.json ...               rank_2.safetensors ... seal_2.json ...
     waits for the seals of all, meta.json, rename
 
-The left column is `megarl.training.checkpoint.begin`. Only the first rank of a team reads and posts. Files are named by
-their worker's number among those of all teams, so that a checkpoint looks the same whoever wrote it, and only
-meta.json says which team's they are. Nothing of it is a checkpoint before the rename.
+The left column is `megarl.training.checkpoint.begin`. The first rank of a team posts, and every rank reads by itself:
+a team may rightly wait for another one longer than a collective does. Files are named by their worker's number among
+those of all teams, so that a checkpoint looks the same whoever wrote it, and only meta.json says which team's they are.
+Nothing of it is a checkpoint before the rename.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Teams:
-    """The teams that write one checkpoint, as one of them sees them. Only its first rank calls the methods.
+    """The teams that write one checkpoint, as one of them sees them.
 
     Attributes:
         name: of this team.
@@ -90,7 +91,7 @@ class Teams:
     others: tuple[str, ...] = ()
 
     def announce(self, step: int, tag: str | None) -> None:
-        """Say that the checkpoint of `step` is written under `tag`; None: there is none of this step."""
+        """Say that the checkpoint of `step` is written under `tag`; None: there is none. One rank calls this."""
         self.mail.post(f"checkpoint/{step}", None if tag is None else {"tag": tag})
 
     def announced(self, step: int) -> str | None:
@@ -103,12 +104,15 @@ class Teams:
         return {team: Part(**self.mail.read(f"checkpoint/{team}/{step}")) for team in self.others}
 
     def give_folder(self, step: int, problem: str | None, fix: str) -> None:
-        """The folder is there to be written into, or cannot be."""
+        """The folder is there to be written into, or cannot be. One rank calls this."""
         self.mail.post(f"checkpoint_folder/{step}", {"problem": problem, "fix": fix})
 
-    def take_folder(self, step: int, part: Part) -> dict[str, Any]:
-        """Hand in this team's part; what the team that leads says of the folder."""
+    def give_part(self, step: int, part: Part) -> None:
+        """Everything of this team's part is copied. One rank calls this."""
         self.mail.post(f"checkpoint/{self.name}/{step}", asdict(part))
+
+    def folder_given(self, step: int) -> dict[str, Any]:
+        """What the team that leads says of the folder."""
         return self.mail.read(f"checkpoint_folder/{step}")
 
 
@@ -133,8 +137,9 @@ def begin_part(
     folder = folder_of(root, step, tag)
     shard, contents = own_files(engines, tag, step, teams.first + world.rank)
     nbytes = sum(world.all_gather_json(size_of(shard, contents)))
-    part = Part.of(engines, teams.first, nbytes)
-    answer = world.broadcast_json(teams.take_folder(step, part) if world.rank == 0 else None)
+    if world.rank == 0:
+        teams.give_part(step, Part.of(engines, teams.first, nbytes))
+    answer = teams.folder_given(step)
     refuse_folder(folder, answer["problem"], answer["fix"])
     return Saving(folder, shard, contents, None, answer["fix"], world, first=teams.first)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from megarl.comm import WorkerGroup
 from megarl.config.run import RunConfig
@@ -17,6 +19,7 @@ from megarl.runtime.checkpoints import Checkpoints, teams_of
 from megarl.runtime.team import OwnTeam
 from megarl.training import checkpoint, together
 from megarl.training.shards import CheckpointError, Snapshot
+from tests.dist import run_distributed
 from tests.mail import FolderMail
 
 PARALLEL = RunConfig(name="run").actor.parallel
@@ -114,3 +117,21 @@ def test_the_start_of_rl_is_saved_by_the_actors_team_alone(worker):
     lead = worker("actor")
     Checkpoints(lead).save_start()  # no other team answers
     assert "teams" not in checkpoint.read_meta(lead.run_dir / "checkpoints" / "step_0")
+
+
+def _waits_longer_than_a_collective(folder: str) -> bool:
+    """Rank 0 posts the mail of step 1 when the deadline of the group is over, and both ranks wait for it."""
+    group = WorkerGroup("the world", dist.group.WORLD, 1.0).subgroup([0, 1], "a team")
+    mail = FolderMail(Path(folder))
+    layout = SimpleNamespace(rank=group.rank, world=group)
+    config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=1.0))
+    part = CheckpointPart(SimpleNamespace(config=config, layout=layout, team=team("critic", mail)))
+    if group.rank == 0:
+        threading.Timer(3.0, mail.post, ("checkpoint/1", None)).start()
+    part.after_step(1, last=False)
+    return group.all_gather_json(True) == [True, True]
+
+
+@pytest.mark.procs
+def test_a_team_waits_for_another_one_longer_than_for_its_own_ranks(tmp_path):
+    assert run_distributed(_waits_longer_than_a_collective, 2, 60, str(tmp_path)) == [True, True]
