@@ -86,13 +86,11 @@ class Executor:
         for id in self.nodes:
             node = self.graph[id]
             if self._crossing is not None:
-                with phase("take"):
-                    board = self._crossing.take(context, node, board)
+                board = self._crossing.take(context, node, board)
             assert board is not None, "the first node of a team is given prompts, or samples of another team"
             board = self._run_node(node, context, board, more)
             if self._crossing is not None:
-                with phase("give"):
-                    self._crossing.give(context, node, board)
+                self._crossing.give(context, node, board)
         assert board is not None, "a team walks at least one node"
         return board
 

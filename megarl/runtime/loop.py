@@ -88,6 +88,8 @@ def _find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> Ru
         examples = sft.load_examples(c)
         _begin(c, graph, checkpoints)
         sft.cold_start(c, examples)
+    if not c.team.holds(Role.ROLLOUT):
+        c.end_drawing()
     c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, c.context.resting))
     if resumed_at is None and config.sft.steps:
         checkpoints.save_start()

@@ -68,6 +68,7 @@ class Recorder:
         # A cold start is the actor's team's own.
         self._others = c.team.others if stage == "train" else []
         self._start = (time.perf_counter(), time.process_time())
+        self._since: int | None = None  # from when on waits are counted
 
     def __enter__(self) -> Recorder:
         if self._tracker is not None:
@@ -100,6 +101,8 @@ class Recorder:
     def start_step(self) -> None:
         """Begin to time a step."""
         self._start = (time.perf_counter(), time.process_time())
+        if self._since is None or self._c.team.leads:
+            self._since = time.time_ns()
 
     def end_step(self, step: int) -> dict[str, float]:
         """Reduce this step's metrics over all ranks, add timings and throughput, log them.
@@ -126,7 +129,7 @@ class Recorder:
         local.sum("perf/total_memory_gb", peak)
         local.max("perf/resident_gb", resident_bytes() / 1e9)
         if self._others:
-            self._add_waits(local, events, seconds)
+            self._add_waits(local, events)
         reduced = c.layout.world.reduce_metrics(local)
         for metrics in told:
             reduced.merge(metrics)
@@ -142,9 +145,13 @@ class Recorder:
         self._heap.after_step()
         return numbers
 
-    def _add_waits(self, local: Metrics, events: list[phases.PhaseEvent], seconds: float) -> None:
-        """How long this rank waited for other teams in a step of `seconds`."""
-        waited = sum(event.seconds for event in events if _is_wait(event.path))
+    def _add_waits(self, local: Metrics, events: list[phases.PhaseEvent]) -> None:
+        """How long this rank waited for other teams in this step, which one that does not lead begins when it has
+        ended the last one: it may wait between the two, too."""
+        assert self._since is not None, "a step has begun"
+        now, since = time.time_ns(), self._since
+        waited = sum(event.seconds for event in events if event.start_ns >= since and _is_wait(event.path))
+        seconds, self._since = max(now - since, 1) / 1e9, now
         name = f"team/{self._c.team.plan.name}"
         local.mean(f"{name}/wait_s", waited, 1)
         local.mean(f"{name}/busy", max(0.0, 1 - waited / seconds), 1)
@@ -177,9 +184,9 @@ class Recorder:
 
 
 def _is_wait(path: str) -> bool:
-    """A phase that waits for another team in a step or at its end: for samples, weights, or what it has measured."""
+    """A phase that waits for another team: for samples in the walk of a step, for weights or what it has measured."""
     name = path.removeprefix("step/")
-    return name == "take" or (name.startswith("await_") and "/" not in name)
+    return name == "take/wait" or (name.startswith("await_") and "/" not in name)
 
 
 def _stage_seconds(events: list[phases.PhaseEvent]) -> dict[str, float]:

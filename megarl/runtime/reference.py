@@ -65,7 +65,9 @@ def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> 
 def keep_start(c: Controller) -> str:
     """Write what RL starts from, for a model of another team that begins with it. Collective over the actor's team."""
     folder = c.run_dir / _NEXT
-    if not (folder / "config.json").is_file():  # else the reference's
+    # One rank looks for all: on a shared file system two ranks may see different folders.
+    there = (folder / "config.json").is_file() if c.layout.rank == 0 else None
+    if not c.layout.world.broadcast_json(there):  # else the reference is the same model
         folder = c.run_dir / _PASSING
         _export_actor(c, folder)
     return str(folder)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.placement import Placement, TeamPlan, place, together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
-from megarl.processes import STORE, TEAM, worker_number
+from megarl.processes import STORE, TEAM
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -25,13 +25,11 @@ class OwnTeam:
     Attributes:
         plan: roles, layout and nodes of this team.
         placement: all teams.
-        worker: number of this worker among those of all teams.
         store: what the teams exchange goes through it; None: there is only this team.
     """
 
     plan: TeamPlan
     placement: Placement
-    worker: int
     store: StoreClient | None = None
 
     @classmethod
@@ -44,7 +42,7 @@ class OwnTeam:
         """
         placement = place(graph, config)
         if not placement.separate:
-            return cls(placement.teams[0], placement, worker_number())
+            return cls(placement.teams[0], placement)
         if TEAM not in os.environ:
             raise ConfigError(
                 "the roles of this run have several teams, and this launcher starts one",
@@ -56,13 +54,13 @@ class OwnTeam:
 
         name, rank = os.environ[TEAM], int(os.environ["RANK"])
         store = StoreClient.connect(os.environ[STORE], name, rank, config.cluster.timeout_s)
-        return cls(placement[name], placement, worker_number(), store)
+        return cls(placement[name], placement, store)
 
     @classmethod
     def of_all(cls, config: RunConfig) -> OwnTeam:
         """One team of all workers, for work without a graph."""
         placement = together(config)
-        return cls(placement.teams[0], placement, worker_number())
+        return cls(placement.teams[0], placement)
 
     @property
     def others(self) -> list[TeamPlan]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.node import Node
 from megarl.data.batch import Batch, Jagged
 from megarl.data.groups import group_places
+from megarl.phase import phase
 from megarl.store.core import GroupInfo, StoreError
 
 if TYPE_CHECKING:
@@ -62,10 +63,12 @@ class TeamCrossing:
         for handover in self._placement.taken(self._team.name):
             if handover.key in self._taken or handover.node not in {inputs.sources.get(f) for f in handover.fields}:
                 continue
-            if handover.samples != self._samples:
-                board, self._samples = None, handover.samples
-                self._groups = self._client.assignment(context.step, handover.samples, self._replica)
-            board = self._receive(context, handover, board)
+            with phase("take"):
+                if handover.samples != self._samples:
+                    board, self._samples = None, handover.samples
+                    with phase("wait"):
+                        self._groups = self._client.assignment(context.step, handover.samples, self._replica)
+                board = self._receive(context, handover, board)
             self._taken.add(handover.key)
         if inputs.samples != self._samples:
             raise StoreError(
@@ -84,7 +87,8 @@ class TeamCrossing:
             self._samples, self._groups = node.id, None
         if self._is_lead:
             for handover in self._placement.given(node.id):
-                self._send(context, handover, board)
+                with phase("give"):
+                    self._send(context, handover, board)
         if node.id == self._team.nodes[-1]:
             self._client.done(context.step)
 
@@ -93,7 +97,8 @@ class TeamCrossing:
     def _receive(self, context: Any, handover: Handover, board: Batch | None) -> Batch:
         """`board` with the fields of `handover`; a new one where there is none yet."""
         groups = self._held(board)
-        payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
+        with phase("wait"):
+            payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
         context.metrics.sum("store/read_gb", sum(map(len, payloads)) / 1e9)
         try:
             came = Batch.from_blocks(payloads)

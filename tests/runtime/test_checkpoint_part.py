@@ -32,7 +32,7 @@ PLANS = (
 
 def team(name: str, mail: FolderMail | None, plans: tuple[TeamPlan, ...] = PLANS) -> OwnTeam:
     plan = next(plan for plan in plans if plan.name == name)
-    return OwnTeam(plan, Placement(plans), plan.first, mail)
+    return OwnTeam(plan, Placement(plans), mail)
 
 
 def test_teams_with_engines_that_learn_save_and_the_actors_knows_which(tmp_path):

@@ -158,7 +158,7 @@ def test_a_start_that_is_refused_leaves_the_run_folder_as_it_was(run_dir, monkey
     actor = SimpleNamespace(reset_optimizer=lambda *_: None)
     c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=None, layout=layout, actor=actor)
     c.residency, c.held = Residency(), {}
-    c.context, c.team = SimpleNamespace(), OwnTeam(placement.teams[0], placement, 0)
+    c.context, c.team = SimpleNamespace(), OwnTeam(placement.teams[0], placement)
     c.close = lambda: None
     monkeypatch.setattr(loop, "build_controller", lambda *_: c)
     monkeypatch.setattr(loop.OwnTeam, "of_graph", lambda *_: None)

@@ -133,7 +133,7 @@ def of_team(name: str, tmp_path) -> SimpleNamespace:
         TeamPlan("frozen", (Role.TEACHER,), 1, 2, parallel, ()),
     )
     placement = Placement(plans)
-    team = OwnTeam(placement[name], placement, placement[name].first, FolderMail(tmp_path / "mail"))
+    team = OwnTeam(placement[name], placement, FolderMail(tmp_path / "mail"))
     config = SimpleNamespace(
         tracking=SimpleNamespace(peak_tflops=None),
         model=SimpleNamespace(dtype="fp32"),
@@ -146,35 +146,60 @@ def of_team(name: str, tmp_path) -> SimpleNamespace:
     return c
 
 
+class Clock:
+    """Time that passes when the test says so."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.seconds, self.events = 0, []
+        monkeypatch.setattr(recorder.time, "perf_counter", lambda: float(self.seconds))
+        monkeypatch.setattr(recorder.time, "time_ns", lambda: self.seconds * 10**9)
+        monkeypatch.setattr(recorder.phases, "drain", self.drain)
+
+    def spend(self, path: str, seconds: int) -> None:
+        begun, self.seconds = self.seconds, self.seconds + seconds
+        self.events.append(PhaseEvent(path, begun * 10**9, self.seconds * 10**9, 1))
+
+    def drain(self) -> list[PhaseEvent]:
+        events, self.events = self.events, []
+        return events
+
+
 def test_the_step_of_the_actors_team_has_what_all_teams_measured(tmp_path, monkeypatch):
     logged = []
     monkeypatch.setattr("megarl.tracking.tracker.Tracker", lambda *args, **more: FakeTracker(lambda status: None))
     monkeypatch.setattr(FakeTracker, "log", lambda self, step, numbers: logged.append(step), raising=False)
     monkeypatch.setattr(recorder, "peak_flops", lambda *_: 1e12)
     monkeypatch.setattr(recorder, "peak_memory_gb", lambda: 3.0)
-    clock = iter([0.0, 0.0, 0.0, 0.0, 8.0, 10.0])
-    monkeypatch.setattr(recorder.time, "perf_counter", lambda: next(clock))
+    clock = Clock(monkeypatch)
     beside, lead = (of_team(name, tmp_path) for name in ("frozen", "train"))
-    records = [recorder.Recorder(c, "train", total_steps=1) for c in (beside, lead)]
+    records = [recorder.Recorder(c, "train", total_steps=2) for c in (beside, lead)]
+    clock.spend("await_start", 3600)  # the other team's cold start
     for record in records:
         record.start_step()
-    drain()
-    waits = {"step/take": 6, "step/teacher_logp": 2, "step/teacher_logp/take": 1}
-    monkeypatch.setattr(recorder.phases, "drain", lambda: [PhaseEvent(p, 0, s * 10**9, 1) for p, s in waits.items()])
+    for path, seconds in {"step/take/wait": 6, "step/take": 0, "step/teacher_logp": 2}.items():
+        clock.spend(path, seconds)
     beside.metrics.sum("perf/flops", 4e12)
     beside.metrics.mean("both", 1, 1)
     lead.metrics.sum("perf/total_tokens", 600)
     lead.metrics.sum("perf/flops", 2e12)
     lead.metrics.mean("both", 0, 3)
     records[0].end_step(1)
-    waits = {"step/await_weights": 1, "await_metrics": 1, "step/actor_train": 5, "checkpoint/take": 9}
-    numbers = records[1].end_step(1)
-    assert logged == [1]
-    assert numbers["team/frozen/wait_s"] == 6
-    assert numbers["team/frozen/busy"] == pytest.approx(0.25)
-    assert numbers["team/train/wait_s"] == 2
-    assert numbers["team/train/busy"] == pytest.approx(0.8)
-    assert (numbers["timing_s/step"], numbers["timing_s/teacher_logp"], numbers["timing_s/actor_train"]) == (10, 2, 5)
-    assert numbers["both"] == 0.25
-    assert (numbers["perf/total_memory_gb"], numbers["perf/flops"]) == (6.0, 6e12)
-    assert numbers["perf/throughput"] == 600 / 10 / 3, "of the workers of all teams"
+    for path, seconds in {"step/await_weights": 1, "await_metrics": 1}.items():
+        clock.spend(path, seconds)
+    first = records[1].end_step(1)
+    assert (first["team/frozen/wait_s"], first["team/frozen/busy"]) == (6, pytest.approx(0.25))
+    assert (first["team/train/wait_s"], first["team/train/busy"]) == (2, pytest.approx(0.8))
+    assert (first["timing_s/step"], first["timing_s/teacher_logp"]) == (10, 2)
+    assert first["both"] == 0.25
+    assert (first["perf/total_memory_gb"], first["perf/flops"]) == (6.0, 6e12)
+    assert first["perf/throughput"] == 600 / 10 / 3, "of the workers of all teams"
+
+    clock.spend("await_checkpoint", 4)  # between two steps, and of the team's own time
+    for record in records:
+        record.start_step()
+    clock.spend("step/teacher_logp", 4)
+    records[0].end_step(2)
+    second = records[1].end_step(2)
+    assert (second["team/frozen/wait_s"], second["team/frozen/busy"]) == (4, pytest.approx(0.6))
+    assert (second["team/train/wait_s"], second["team/train/busy"]) == (0, 1)
+    assert logged == [1, 2]

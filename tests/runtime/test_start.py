@@ -40,7 +40,7 @@ def worker(tmp_path, monkeypatch):
             config=RunConfig(name="run", **settings),
             run_dir=tmp_path / "run",
             layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
-            team=OwnTeam(placement[name], placement, placement[name].first, mail),
+            team=OwnTeam(placement[name], placement, mail),
             context=SimpleNamespace(step=0),
             residency=Residency(),
         )

@@ -18,11 +18,10 @@ def config(**teams: list[str]) -> RunConfig:
     return RunConfig(name="run", cluster=ClusterConfig(nproc=max(1, len(teams))), **settings)
 
 
-def test_without_placement_the_only_team_holds_what_the_graph_works_with_and_leads(monkeypatch):
-    monkeypatch.setenv("RANK", "3")
+def test_without_placement_the_only_team_holds_what_the_graph_works_with_and_leads():
     team = OwnTeam.of_graph(config(), build_task_graph(config()))
     assert [role for role in Role if team.holds(role)] == [Role.ACTOR, Role.ROLLOUT, Role.REFERENCE]
-    assert (team.worker, team.leads, team.others, team.store) == (3, True, [], None)
+    assert (team.leads, team.others, team.store) == (True, [], None)
 
 
 def test_work_without_a_graph_has_one_team_whatever_the_placement():

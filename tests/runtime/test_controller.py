@@ -1,0 +1,34 @@
+"""What a rank holds, and when it lets go of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megarl.config.run import RunConfig
+from megarl.runtime.controller import Controller
+from megarl.runtime.roles import RolloutRole, ScorerRole
+from megarl.runtime.team import OwnTeam
+
+
+def closing(name: str, closed: list[str]) -> SimpleNamespace:
+    return SimpleNamespace(close=lambda: closed.append(name))
+
+
+def test_what_only_a_cold_start_draws_with_ends_with_it():
+    closed: list[str] = []
+    scorer = ScorerRole(closing("runner", closed))
+    rollout = RolloutRole(SimpleNamespace(), SimpleNamespace(), closing("episodes", closed))
+    held = {"rollout": rollout, "scorer": scorer}
+    team, sync = OwnTeam.of_all(RunConfig(name="run")), closing("sync", closed)
+    c = Controller(team, SimpleNamespace(), Path(), SimpleNamespace(), held, sync, None, SimpleNamespace())
+    assert c.rollout is rollout
+    c.end_drawing()
+    assert sorted(closed) == ["episodes", "runner"]
+    assert (c.roles, c.val_data) == ({}, None)
+    with pytest.raises(AssertionError, match="team 'all' has no rollout"):
+        c.rollout  # noqa: B018
+    c.close()
+    assert sorted(closed) == ["episodes", "runner", "sync"], "each once"
