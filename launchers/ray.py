@@ -24,14 +24,15 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from megarl.credentials import PASSWORD, USER
+from megarl.dag.stage import Role
 from megarl.errors import ConfigError, WorkerError
 from megarl.launchers.common import CAUGHT, Job, layout_environment, process_environment
 from megarl.launchers.output import Follower
 from megarl.launchers.seats import ranks_of, seats
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
-from megarl.processes import STORE, TEAM, WORKER, has_nvidia_device
-from megarl.store.size import object_store_bytes
+from megarl.processes import STORE, TEAM, WORKER, has_nvidia_device, shared_memory_free
+from megarl.store.size import LEAST, object_store_bytes
 
 if TYPE_CHECKING:
     from megarl.config.run import ClusterConfig
@@ -115,6 +116,8 @@ class RayWorkers:
         """Everything up to the moment all ranks run."""
         job = self._job
         size = object_store_bytes(job.config, job.placement)
+        if self._address is None:
+            size = self._within_shared_memory(size)
         if self._address is not None:
             check_reachable(self._address, min(_PROBE_S, self._left()))
         self._entered = True
@@ -126,6 +129,18 @@ class RayWorkers:
             self._start_store()
         for team in job.teams:
             self._run(team)
+
+    def _within_shared_memory(self, wanted: int) -> int:
+        """`wanted` bytes, or what this machine has: Ray refuses more, or takes slow files for all of it, unasked."""
+        free = shared_memory_free()
+        if free is None or wanted <= max(free, LEAST):
+            return wanted
+        self._job.log.say(
+            f"megarl: warning: the samples between teams may take {wanted / 1e9:.1f} GB of shared memory, and /dev/shm "
+            f"has {free / 1e9:.1f} GB: what does not fit goes through files; enlarge it (docker run --shm-size), or "
+            "lower data.batch_size"
+        )
+        return max(free, LEAST)
 
     def _reserve(self) -> None:
         import ray
@@ -185,7 +200,8 @@ class RayWorkers:
         shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
         # Not in the actors' runtime_env, which Ray shows to everybody.
         shared |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
-        for number, own in enumerate(ranks_of(team, self._places), first):
+        lends = job.config.rollout.engine == "sglang" and team.roles == (Role.ROLLOUT,)  # it only sends requests
+        for number, own in enumerate(ranks_of(team, self._places, lends=lends), first):
             environment = shared | own
             if job.separate:
                 environment |= {TEAM: team.name, WORKER: str(number), STORE: self._store_name}

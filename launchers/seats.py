@@ -3,7 +3,7 @@
     machine A   0 1 2 3 4 5 6 7        actor, tp 4, 8 workers:     A0 .. A7
     machine B   0 1 2 3 4 5 6 7        reference, tp 2, 6 workers: B0 .. B5,   critic, 2 workers: B6 B7
 
-Ranks of a team that are on one machine follow each other, in the order of their GPUs.
+Ranks of a team that are on one machine are in the order of their GPUs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def rank_order(places: Sequence[Place]) -> list[int]:
 def seats(places: Sequence[Place], teams: Sequence[TeamPlan]) -> list[int]:
     """Index into `places` of every worker, team by team.
 
-    A team that fits onto one machine is on one, and a model-parallel group does not leave its machine as long as any
-    has room for it whole. Large teams choose first; a machine that just fits leaves the roomy ones to others.
+    A team that fits onto one machine is on one. Of a larger one no tensor and context parallel group (tp * cp ranks
+    that follow each other) leaves its machine, as long as any machine has room for it whole. Large teams choose first;
+    a machine that just fits leaves the roomy ones to others.
 
     Args:
         places: of as many processes as the teams have workers.
@@ -44,43 +45,45 @@ def seats(places: Sequence[Place], teams: Sequence[TeamPlan]) -> list[int]:
         free.setdefault(places[index][0], []).append(index)
     chosen: dict[str, list[int]] = {}
     for team in sorted(teams, key=lambda team: -team.devices):
-        mine = _choose(team.devices, team.parallel.model_parallel_size, free)
-        chosen[team.name] = sorted(mine, key=order.index)
+        whole, rest = _choose(team.devices, team.parallel.tp * team.parallel.cp, free)
+        chosen[team.name] = sorted(whole, key=order.index) + rest
     return [index for team in teams for index in chosen[team.name]]
 
 
-def _choose(need: int, replica: int, free: dict[str, list[int]]) -> list[int]:
-    """`need` of the `free` processes, which are taken out, in whole replicas per machine where that is possible."""
-    chosen: list[int] = []
+def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int], list[int]]:
+    """`need` of the `free` processes, which are taken out: those of units on one machine, and those of the others."""
+    whole: list[int] = []
+    rest: list[int] = []
     while need:
         fits = [host for host, indices in free.items() if len(indices) >= need]
         host = min(fits, key=lambda h: len(free[h])) if fits else max(free, key=lambda h: len(free[h]))
         size = min(need, len(free[host]))
-        if replica <= size < need:
-            size -= size % replica
+        if size >= unit:
+            size -= size % unit
         taken, free[host] = free[host][:size], free[host][size:]
-        chosen += taken
+        (whole if size >= unit else rest).extend(taken)
         need -= size
-    return chosen
+    return whole, rest
 
 
-def ranks_of(team: TeamPlan, places: Sequence[Place]) -> list[dict[str, str]]:
+def ranks_of(team: TeamPlan, places: Sequence[Place], *, lends: bool = False) -> list[dict[str, str]]:
     """What the workers of a team are told about their place in it, as torchrun would, in the order of their ranks.
 
     Args:
         team: one of the run's.
         places: of all workers of all teams, in the order of their numbers.
+        lends: they leave their GPUs to the servers that they start.
     """
     mine = slice(team.first, team.first + team.devices)
-    # The team's own GPUs come first: its colocated servers share these, and no other server takes any of the rest.
-    taken = [*places[mine], *places[: mine.start], *places[mine.stop :]]
+    # The team's own GPUs come first: its colocated servers share these, and no server takes any of the rest.
+    taken = [*([] if lends else places[mine]), *places[: mine.start], *places[mine.stop :]]
     hosts = [host for host, _ in places[mine]]
     machines = list(dict.fromkeys(hosts))
     return [
         {
             "RANK": str(rank),
             "WORLD_SIZE": str(team.devices),
-            "LOCAL_RANK": str(rank - hosts.index(host)),
+            "LOCAL_RANK": str(hosts[:rank].count(host)),
             "LOCAL_WORLD_SIZE": str(hosts.count(host)),
             "GROUP_RANK": str(machines.index(host)),
             "GROUP_WORLD_SIZE": str(len(machines)),

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -122,6 +123,11 @@ def nvidia_devices(root: Path = Path("/dev")) -> int:
         root: folder of the device files.
     """
     return sum(file.name.removeprefix("nvidia").isdecimal() for file in root.glob("nvidia*"))
+
+
+def shared_memory_free(folder: Path = Path("/dev/shm")) -> int | None:
+    """Bytes that are free in shared memory; None where there is no such file system."""
+    return shutil.disk_usage(folder).free if folder.is_dir() else None
 
 
 def oom_kills(root: Path = Path("/")) -> int:

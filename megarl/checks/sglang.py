@@ -217,7 +217,8 @@ def _check_layout(config: RunConfig, checks: Checklist) -> None:
 def _check_gpus(config: RunConfig, checks: Checklist) -> None:
     """Servers are on GPUs of their own, or know that they are not."""
     servers, cluster = config.rollout.sglang, config.cluster
-    workers, here = cluster.nproc // cluster.nnodes, servers.servers // cluster.nnodes
+    requesting = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
+    workers, here = (cluster.nproc - requesting) // cluster.nnodes, servers.servers // cluster.nnodes
     if servers.urls or any(argument.startswith("--base-gpu-id") for argument in servers.extra_args):
         return
     needed, key = max(1, here) * servers.ranks, "rollout.sglang.gpus"

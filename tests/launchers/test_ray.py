@@ -17,6 +17,7 @@ from megarl.launchers import ray as ray_launcher
 from megarl.launchers.common import run_workers
 from megarl.launchers.ray import within
 from megarl.processes import free_port
+from megarl.store.size import LEAST
 from tests.launchers import test_launchers as every
 from tests.runtime import harness
 
@@ -117,6 +118,36 @@ def test_workers_of_one_machine_share_the_cpus_of_one_node(
 def test_too_few_gpus_are_named_at_once(nnodes: int) -> None:
     with pytest.raises(ConfigError, match=rf"cluster\.nproc(?s:.*)allowed: at most {4 * nnodes}, one process per GPU"):
         ray_launcher.bundle_of(ClusterConfig(nproc=10, nnodes=nnodes), [{"CPU": 8.0, "GPU": 4.0}] * 2)
+
+
+@pytest.mark.parametrize(
+    ("free", "size", "warns"),
+    [(None, 9 << 30, False), (9 << 30, 9 << 30, False), (4 << 30, 4 << 30, True), (1 << 20, LEAST, True)],
+)
+def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
+    free: int | None,
+    size: int,
+    warns: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class NoRay(Exception):
+        pass
+
+    def init(**settings: object) -> None:
+        assert settings["object_store_memory"] == size
+        raise NoRay("as far as this test goes")
+
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(ray_launcher, "object_store_bytes", lambda config, placement: 9 << 30)
+    monkeypatch.setattr(ray_launcher, "shared_memory_free", lambda: free)
+    monkeypatch.setattr(ray_launcher, "_keep_strangers_out", lambda: None)
+    monkeypatch.setattr("ray.init", init)
+    run_workers("ray", "m:f", RunConfig(name="x"), tmp_path)
+    said = capsys.readouterr().err
+    assert "as far as this test goes" in said
+    assert ("may take 9.7 GB of shared memory, and /dev/shm has" in said) == warns
 
 
 def test_what_waits_inside_ray_ends_at_the_deadline() -> None:

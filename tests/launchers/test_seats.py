@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megarl.config.model import ParallelConfig
@@ -61,12 +61,58 @@ def test_the_gpus_of_all_teams_of_a_machine_are_taken_and_the_teams_own_come_fir
     assert [w["MEGARL_TRAINER_GPUS"] for w in ranks_of(actor, on(4, 2))] == ["0,1,2,3"] * 2
 
 
+def crossing(hosts: list[str], unit: int) -> int:
+    """Groups of `unit` ranks that are on several machines."""
+    return sum(len(set(hosts[start : start + unit])) > 1 for start in range(0, len(hosts), unit))
+
+
+@given(
+    machines=st.lists(st.integers(1, 9), min_size=1, max_size=6),
+    split=st.sampled_from([{"tp": 2}, {"tp": 4}, {"tp": 2, "cp": 2}, {"tp": 2, "pp": 2}, {"cp": 4}, {"tp": 8}]),
+    share=st.floats(0.0, 1.0),
+    data=st.data(),
+)
+def test_no_group_leaves_its_machine_as_long_as_one_has_room_for_it_whole(
+    machines: list[int], split: dict[str, int], share: float, data: st.DataObject
+) -> None:
+    layout = ParallelConfig(**split)
+    unit, total = layout.tp * layout.cp, sum(machines)
+    assume(total >= unit)
+    large = max(unit, int(share * (total // unit)) * unit)
+    plans = [TeamPlan("large", (), large, 0, layout, ())]
+    if large < total:
+        assume(total - large <= large)
+        plans.append(TeamPlan("small", (), total - large, large, ParallelConfig(), ()))
+    places = data.draw(st.permutations(on(*machines)))
+
+    hosts = [places[index][0] for index in seats(places, plans)[:large]]
+
+    possible = sum(size // unit for size in machines)
+    assert crossing(hosts, unit) == max(0, large // unit - possible)
+
+
+def test_groups_stay_whole_where_machines_hold_odd_numbers() -> None:
+    places = on(1, 4, 3)
+    hosts = [places[index][0] for index in seats(places, teams(8, tp=4))]
+    assert crossing(hosts, 4) == 1
+    assert [w["LOCAL_RANK"] for w in ranks_of(teams(8, tp=4)[0], [(host, []) for host in hosts])] == [
+        *("0", "1", "2", "3"),
+        *("0", "1", "2", "0"),
+    ]
+
+
+def test_workers_that_only_send_requests_leave_their_gpus_to_servers() -> None:
+    _, rollout = teams(2, 2)
+    assert {w["MEGARL_TRAINER_GPUS"] for w in ranks_of(rollout, on(4), lends=True)} == {"0,1"}
+    assert {w["MEGARL_TRAINER_GPUS"] for w in ranks_of(rollout, on(2, 2), lends=True)} == {""}
+
+
 @given(
     machines=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     cuts=st.lists(st.integers(1, 31), max_size=3, unique=True),
     tp=st.sampled_from([1, 2, 4]),
 )
-def test_everyone_gets_one_seat_and_ranks_of_a_machine_follow_each_other(
+def test_everyone_gets_one_seat_and_ranks_of_a_machine_follow_each_other_where_nothing_is_split(
     machines: list[int], cuts: list[int], tp: int
 ) -> None:
     total = sum(machines)
@@ -80,4 +126,4 @@ def test_everyone_gets_one_seat_and_ranks_of_a_machine_follow_each_other(
     for plan in plans:
         hosts = [places[index][0] for index in found[plan.first : plan.first + plan.devices]]
         changes = sum(a != b for a, b in itertools.pairwise(hosts))
-        assert changes == len(collections.Counter(hosts)) - 1
+        assert tp > 1 or changes == len(collections.Counter(hosts)) - 1

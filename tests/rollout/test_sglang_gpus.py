@@ -42,6 +42,11 @@ def test_with_ray_a_worker_sees_only_its_own_and_servers_get_the_others() -> Non
     assert seen(4, environment, 8, colocated=True)[0] == ("5", "2", "0", "7")
 
 
+def test_servers_of_workers_that_lend_their_gpus_get_all_that_no_other_team_has() -> None:
+    assert seen(1, {"CUDA_VISIBLE_DEVICES": "5", TRAINER_GPUS: "0,1,2,3"}, 8) == [("4", "5"), ("6", "7")]
+    assert seen(1, {"CUDA_VISIBLE_DEVICES": "5", TRAINER_GPUS: ""}, 4) == [("0", "1"), ("2", "3")]
+
+
 def test_where_ray_tells_uuids_only_the_trainers_gpus_are_known() -> None:
     environment = {TRAINER_GPUS: "GPU-a,GPU-b,GPU-c,GPU-d"}
     assert seen(4, environment, 8, colocated=True)[0] == ("GPU-a", "GPU-b", "GPU-c", "GPU-d")

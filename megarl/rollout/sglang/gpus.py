@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 
-#: GPUs of the workers of this machine, where each of them sees only its own: set by the Ray launcher.
+#: GPUs of the workers of this machine, where each of them sees only its own: set by the Ray launcher. Without those of
+#: workers that only send requests: their servers take these.
 TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
 
 
@@ -61,8 +62,8 @@ def server_gpus(
 def _split(workers: int, environment: Mapping[str, str], present: int) -> tuple[list[str], list[str]]:
     """This machine's GPUs: the trainer's, and the rest."""
     everything = [str(gpu) for gpu in range(present)]
-    if environment.get(TRAINER_GPUS):
-        trainer = environment[TRAINER_GPUS].split(",")
+    if TRAINER_GPUS in environment:
+        trainer = [name for name in environment[TRAINER_GPUS].split(",") if name]
         if not all(name.isdecimal() for name in trainer):  # numbers do not tell which are not the trainer's
             everything = []
     else:
