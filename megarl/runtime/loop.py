@@ -53,10 +53,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         start = _find_start(c, graph, checkpoints) if isinstance(checkpoints, Checkpoints) else follow_start(c)
         _make_models(c, start)
         open_rollout(c)
-        if start.begun:
-            _load(checkpoints, start)
-        elif start.source is not None:
-            resume_loader(c, Path(start.source))
+        if start.source is not None:
+            _resume(c, checkpoints, start)
         all_ready(c)
         if isinstance(checkpoints, Checkpoints):
             _begin(c, graph, checkpoints)
@@ -129,12 +127,15 @@ def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
         write_atomically(c.run_dir / "graph.svg", as_svg(graph, c.team.placement))  # shown in the report
 
 
-def _load(checkpoints: Checkpoints | CheckpointPart, start: RunStart) -> None:
+def _resume(c: Controller, checkpoints: Checkpoints | CheckpointPart, start: RunStart) -> None:
+    """What this team has of the checkpoint that the run goes on from; the actor of a cold start has been loaded."""
+    assert start.source is not None, "only a run that resumes"
     with phase("resume"):
-        if isinstance(checkpoints, Checkpoints):
+        if start.begun and isinstance(checkpoints, Checkpoints):
             checkpoints.load()
-        elif start.source is not None:
+        elif start.begun and isinstance(checkpoints, CheckpointPart):
             checkpoints.load(Path(start.source))
+        resume_loader(c, Path(start.source))
 
 
 def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoints | CheckpointPart) -> None:

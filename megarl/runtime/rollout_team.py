@@ -187,7 +187,7 @@ def tell_loader(c: Controller) -> None:
 
 
 def resume_loader(c: Controller, checkpoint: Path) -> None:
-    """Draw from here on in the order of `checkpoint`, which a cold start left, in a rollout's team of its own."""
+    """Go on where the loader stood at `checkpoint`, in a rollout's team of its own; in others nothing is to be done."""
     from megarl.training.checkpoint import read_state
 
     if c.team.holds(Role.ROLLOUT) and not c.team.leads:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,14 @@ import pytest
 import torch
 
 from megarl.config.run import RunConfig
+from megarl.dag.stage import Role
+from megarl.data.batch import Batch
+from megarl.data.loader import PromptLoader
 from megarl.errors import DataError, WorkerError
 from megarl.rendezvous import write_token
-from megarl.runtime import rollout_team
+from megarl.runtime import loop, rollout_team
+from megarl.runtime.checkpoint_part import CheckpointPart
+from megarl.runtime.start import RunStart
 from tests.dist import single_process, world
 from tests.rollout import cases
 
@@ -87,6 +93,21 @@ def test_a_run_without_a_token_has_no_key(tmp_path):
         rollout_team.open_engine(config, tmp_path, cases.engine(cases.build()), single_process(), Letters())
 
 
+class Numbers:
+    """Samples that are their own place."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
+        return Batch({}, {"number": [(epoch, index) for index in indices]}, size=len(indices))
+
+
 def loader_state(position: int, fingerprint: str = "abc") -> dict[str, Any]:
     return {"epoch": 0, "position": position, "seed": 0, "shuffle": True, "samples": 9, "fingerprint": fingerprint}
 
@@ -113,6 +134,21 @@ def test_a_resumed_loader_begins_where_the_checkpoint_was_written(tmp_path):
     assert loader.state_dict() == loader_state(5)
     context.step = 8
     assert loader.state_dict() == loader_state(3)
+
+
+@pytest.mark.parametrize("resumed_at", [0, 2], ids=["of a cold start", "of a step"])
+def test_a_resumed_run_draws_the_prompts_that_come_next(tmp_path, resumed_at):
+    """In the team that draws, which has no engine of its own in the checkpoint."""
+    data = Numbers(9)
+    written = PromptLoader(data, 4, seed=7)
+    for _ in range(resumed_at):
+        next(written)
+    (tmp_path / "state.json").write_text(json.dumps({"loader": written.state_dict()}))
+    team = SimpleNamespace(holds=lambda role: role is Role.ROLLOUT, leads=False, store=None)
+    c = SimpleNamespace(team=team, layout=SimpleNamespace(world=world()), loader=PromptLoader(data, 4), trained={})
+    start = RunStart(resumed_at, str(tmp_path), None, None)
+    loop._resume(c, CheckpointPart(c), start)
+    assert next(c.loader)["number"] == next(written)["number"]
 
 
 def test_a_checkpoint_of_other_data_is_refused_where_the_loader_is_not(tmp_path):
