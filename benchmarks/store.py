@@ -1,9 +1,11 @@
 """The store between teams: `python -m megarl.benchmarks.store`.
 
 `core`: its state in one process, driven by 512 workers that draw and 512 that score. A step of 1,024 groups of 8
-samples goes there, and what they make of it comes back. CPU-seconds per step, of the core and of what drives it, and
-what is held after many steps. `ray`: a giver and a taker, each a process of its own. Seconds from the first byte given
-to the last byte read, of bytes and of a batch, beside copying as much into shared memory and out of it in the same run.
+samples goes there, and what they make of it comes back. CPU-seconds per step, of the core and of what drives it, what
+is held after many steps, and the CPU-seconds of a minute in which all of them wait.
+
+`ray`: a giver and a taker, each a process of its own. Seconds from the first byte given to the last byte read, of bytes
+and of a batch, beside copying as much into shared memory and out of it in the same run.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.store.core import Core, GroupInfo
+from megarl.store.standing import Ping, Roll
 
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
 CHUNKS, CHUNK_BYTES, TOKENS = 32, 16 << 20, 64 << 10
@@ -72,6 +75,7 @@ def measure_core() -> dict[str, float]:
         for step in range(1, STEPS + 1):
             drive(core, step, groups)
         result[f"{share}_cpu_s_per_step"] = (time.process_time() - start) / STEPS
+    result["minute_of_waiting_cpu_s"] = wait_a_minute()
     gc.collect()
     tracemalloc.start()
     for step in range(STEPS + 1, 3 * STEPS + 1):
@@ -80,6 +84,18 @@ def measure_core() -> dict[str, float]:
     result["kb_held_after_10_more_steps"] = tracemalloc.get_traced_memory()[0] / 1e3
     tracemalloc.stop()
     return result
+
+
+def wait_a_minute() -> float:
+    """CPU-seconds of a minute in which all workers tell where they are, and ask in every slice where the others are."""
+    start = time.process_time()
+    roll = Roll(["train", "score"], 0.0)
+    for now in range(0, 60, 5):
+        for team in ("train", "score"):
+            for worker in range(WORKERS):
+                roll.ping(team, worker, Ping(now, "step/take", 1, "the groups of 'rollout' in step 1"), now)
+                roll.others(team, now)
+    return time.process_time() - start
 
 
 class Process:

@@ -35,7 +35,8 @@ class PlacementConfig(Section):
     share: Literal["dealt", "tokens"] = Field(
         "dealt",
         description="how the replicas of a team share samples of another team, in whole groups: dealt: group k to "
-        "replica k modulo their number, as inside one team; tokens: equally many groups each, tokens as even as can be",
+        "replica k modulo their number, as inside one team; tokens: equally many groups each, tokens as even as can be "
+        "in a step; a mini-batch then holds other prompts, and its tokens need not be even",
     )
 
     @property

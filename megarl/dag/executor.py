@@ -32,7 +32,7 @@ class NodeError(MegarlError):
 
 
 class Crossing(Protocol):
-    """What goes from team to team around the nodes that this worker walks. All methods are collective over its team."""
+    """What goes from team to team around the nodes that this worker walks; every rank of its team calls both."""
 
     def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
         """`board` with what other teams have made that `node` uses; None stands for a board that has not come yet."""

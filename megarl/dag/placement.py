@@ -256,6 +256,7 @@ def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConf
 def _handovers(graph: TaskGraph, nodes: dict[str, str]) -> Iterable[Handover]:
     """What goes from team to team, in the order of the graph."""
     readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> teams
+    known: dict[str, str | None] = {}  # team -> the samples that it has, by the node that made them
     for id in graph.order():
         node, inputs = graph[id], graph.inputs(id)
         _check_together(node, None if inputs.samples is None else graph[inputs.samples], graph, nodes)
@@ -263,6 +264,11 @@ def _handovers(graph: TaskGraph, nodes: dict[str, str]) -> Iterable[Handover]:
             if nodes[writer] != nodes[id]:
                 readers[writer].setdefault(name, set()).add(nodes[id])
                 _check_handle(node, name, graph[writer], nodes)
+                known[nodes[id]] = inputs.samples
+        if known.get(nodes[id]) != inputs.samples:
+            raise _unknown_samples(node, graph[inputs.samples or id], nodes)
+        if node.declared.resamples:
+            known[nodes[id]] = id
     for writer, fields in readers.items():
         made = {takers: [f for f in fields if fields[f] == set(takers)] for takers in map(_ordered, fields.values())}
         own = graph[writer].declared.resamples
@@ -308,6 +314,16 @@ def _one_team(*nodes: Node) -> str:
         scores = node.role is Role.REWARD or "scorer" in node.needs_roles
         found += roles or [Role.ROLLOUT.value if scores else Role.ACTOR.value]
     return f"put {' and '.join(dict.fromkeys(found))} into one team; other roles may have teams of their own"
+
+
+def _unknown_samples(node: Node, maker: Node, nodes: dict[str, str]) -> ConfigError:
+    return ConfigError(
+        f"node {node.id!r} works on the samples of {maker.id!r} and reads nothing of them, so its team does not learn "
+        "which they are",
+        where="placement.teams",
+        found=f"{maker.id} in {nodes[maker.id]}, {node.id} in {nodes[node.id]}",
+        fix=f"let its stage read a field of theirs, or {_one_team(maker, node)}",
+    )
 
 
 def _check_handle(node: Node, name: str, writer: Node, nodes: dict[str, str]) -> None:

@@ -29,7 +29,7 @@ class StoreActor:
 
     def __init__(self, placement: Placement, groups_per_step: int, share: Share) -> None:
         self._core = Core(placement, groups_per_step, share)
-        self._roll = Roll({team.name: team.devices for team in placement.teams}, time.monotonic())
+        self._roll = Roll([team.name for team in placement.teams], time.monotonic())
         self._waiting: dict[Topic, set[asyncio.Future[None]]] = {}
 
     async def ping(self, team: str, rank: int, ping: Ping) -> None:

@@ -9,6 +9,7 @@ stand.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -46,9 +47,8 @@ class StoreClient:
         self._slice_s = min(_SLICE_S, deadline_s / 4)
         self._changes = 0
         self._waits_for = ""
-        self._closed = threading.Event()
         phase.on_change(self._moved)
-        self._ping()
+        self._call("answer", "ping", team, rank, self._word())
         threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
 
     @classmethod
@@ -67,10 +67,6 @@ class StoreClient:
         except ValueError as error:
             raise StoreError(f"team {team!r} rank {rank}: Ray knows no store {name!r}: {error}") from error
         return cls(actor, name, team, rank, deadline_s)
-
-    def close(self) -> None:
-        """Tell nothing more. A worker that is about to end need not call this."""
-        self._closed.set()
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
@@ -186,7 +182,7 @@ class StoreClient:
         """This worker's own deadline is here, so to its launcher it is alive; to other teams it stands still."""
         self._waits_for = what
         try:
-            with phase.keep_beating(every_s=self._slice_s):
+            with phase.keep_beating(limit_s=math.inf, every_s=self._slice_s):
                 yield
         finally:
             self._waits_for = ""
@@ -196,9 +192,16 @@ class StoreClient:
             self._changes += 1
 
     def _keep_telling(self) -> None:
-        while not self._closed.wait(self._slice_s):
-            self._ping()
+        import ray
 
-    def _ping(self) -> None:
-        word = Ping(self._changes, phase.current(), phase.step_now, self._waits_for)
-        self._actor.ping.remote(self.team, self.rank, word)
+        while True:
+            time.sleep(self._slice_s)
+            try:
+                ray.get(self._actor.ping.remote(self.team, self.rank, self._word()), timeout=self._deadline_s)
+            except ray.exceptions.GetTimeoutError:
+                continue
+            except ray.exceptions.RayError:  # the store is gone: whoever waits for it says so
+                return
+
+    def _word(self) -> Ping:
+        return Ping(self._changes, phase.current(), phase.step_now, self._waits_for)

@@ -89,10 +89,6 @@ class Core:
         self._mail: dict[str, Any] = {}
         self._series: dict[str, list[int]] = {}  # numbers of the mail that is kept, in the order of its coming
 
-    def __len__(self) -> int:
-        """Steps that are not finished."""
-        return len(self._steps)
-
     # -- samples -----------------------------------------------------------------------------------------------------
 
     def give(

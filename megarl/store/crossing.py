@@ -70,11 +70,7 @@ class TeamCrossing:
                         self._groups = self._client.assignment(context.step, handover.samples, self._replica)
                 board = self._receive(context, handover, board)
             self._taken.add(handover.key)
-        if inputs.samples != self._samples:
-            raise StoreError(
-                f"node {node.id!r} works on the samples of {inputs.samples!r} and reads nothing of them, so its team "
-                f"{self._team.name!r} does not learn which they are\n  fix:     let its stage read a field of theirs"
-            )
+        assert inputs.samples == self._samples, "a placement lets every team learn which samples it works on"
         return board
 
     def give(self, context: Any, node: Node, board: Batch) -> None:

@@ -11,20 +11,23 @@ if TYPE_CHECKING:
 #: Of a Ray that hands over nothing but arguments and exit codes.
 LEAST = 128 << 20
 _BYTES_PER_TOKEN = 8  # of one field: token ids are int64, log-probs and values fp32
+_BYTES_PER_SAMPLE = 256  # of one handover: its names, offsets, and what JSON puts around them
+_BYTES_PER_GROUP = 4096  # of one handover: the header of a block, and Ray's own
 _STEPS = 2  # what one team has finished another may still read, while the next step is given
 
 
 def handover_bytes(config: RunConfig, handover: Handover) -> int:
-    """Most that one handover takes in a step.
+    """About what one handover takes in a step in which all samples are as long as they may be.
 
-        8 bytes x fields x tokens of the longest sample x samples of a step
+        samples of a step x (8 bytes x fields x tokens of the longest sample + 256) + groups x 4096
 
-    An upper bound for fields with one value per token or sample; pictures and other inputs of vision models come on top
-    of it.
+    Columns of text count like tokens. Pictures and other inputs of vision models, and transcripts that say more than
+    the tokens of a sample, come on top of it.
     """
     sampling = config.rollout.sampling
     longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
-    return _BYTES_PER_TOKEN * len(handover.fields) * longest * config.data.batch_size * sampling.n
+    per_sample = _BYTES_PER_TOKEN * len(handover.fields) * longest + _BYTES_PER_SAMPLE
+    return config.data.batch_size * (sampling.n * per_sample + _BYTES_PER_GROUP)
 
 
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:

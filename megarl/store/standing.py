@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -44,35 +44,29 @@ class Standing(NamedTuple):
         return f"{who}: {where}{waits}, last progress {self.silent_s:.0f} s ago"
 
 
-@dataclass
-class _Seen:
-    ping: Ping | None
-    since: float
-
-
 class Roll:
-    """The last word of every worker.
+    """The last word of every worker. What it is asked costs as much as there are teams, however many workers they have.
 
     Args:
-        workers: how many each team has.
+        teams: by name.
         now: seconds on any steady clock, the same for all calls.
     """
 
-    def __init__(self, workers: dict[str, int], now: float) -> None:
-        self._seen = {(team, rank): _Seen(None, now) for team, count in workers.items() for rank in range(count)}
+    def __init__(self, teams: Iterable[str], now: float) -> None:
+        self._pings: dict[tuple[str, int], Ping] = {}
+        self._last: dict[str, tuple[int, float]] = dict.fromkeys(teams, (0, now))  # who moved last, and when
 
     def ping(self, team: str, rank: int, ping: Ping, now: float) -> None:
         """A worker's word."""
-        seen = self._seen[team, rank]
-        if seen.ping is None or ping.changes != seen.ping.changes:
-            seen.since = now
-        seen.ping = ping
+        before = self._pings.get((team, rank))
+        self._pings[team, rank] = ping
+        if before is None or ping.changes != before.changes:
+            self._last[team] = (rank, now)
 
     def others(self, team: str, now: float) -> list[Standing]:
         """Of every other team the worker that made progress last."""
-        last: dict[str, Standing] = {}
-        for (name, rank), seen in self._seen.items():
-            silent = now - seen.since
-            if name != team and (name not in last or silent < last[name].silent_s):
-                last[name] = Standing(name, rank, seen.ping, silent)
-        return list(last.values())
+        return [
+            Standing(name, rank, self._pings.get((name, rank)), now - since)
+            for name, (rank, since) in self._last.items()
+            if name != team
+        ]

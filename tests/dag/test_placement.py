@@ -12,8 +12,9 @@ from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
+from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import MODEL_ROLES, Placement, place, roles_of, together
-from megarl.dag.stage import Role
+from megarl.dag.stage import Kind, Role, stage
 from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
 
@@ -104,6 +105,22 @@ def test_dynamic_sampling_stays_with_what_draws():
     graph, config = load("dapo", {"train": ["actor"], "draw": ["rollout"], "frozen": ["reference"]})
     with pytest.raises(ConfigError, match=r"asks 'rollout' for more samples(?s:.*)put rollout and actor into one team"):
         place(graph, config)
+
+
+def test_a_node_that_reads_nothing_of_its_samples_learns_of_them_by_nothing():
+    def draws(c, samples):
+        return samples
+
+    def blind(c, samples):
+        return samples
+
+    p = Pipeline("p").add(stage(reads=["uid"], writes=["x"], role=Role.ROLLOUT, resamples=True)(draws))
+    p.add(stage(reads=[], writes=["y"], kind=Kind.MODEL_INFERENCE, role=Role.REFERENCE)(blind))
+    _, config = load("grpo", {"train": ["actor", "rollout"], "frozen": ["reference"]})
+    with pytest.raises(ConfigError, match="'blind' works on the samples of 'draws' and reads nothing of them"):
+        place(p.build(), config)
+    _, together_ = load("grpo", {"train": ["actor", "rollout", "reference"]})
+    assert place(p.build(), together_).handovers == ()
 
 
 def test_a_team_has_one_layout():

@@ -39,8 +39,6 @@ class Worker:
         """To another store; the message of the error, if there was one."""
         from megarl.store.client import StoreClient
 
-        if self._client is not None:
-            self._client.close()
         return self._told(
             lambda: setattr(self, "_client", StoreClient.connect(name, self._team, self._rank, deadline_s))
         )
@@ -122,6 +120,9 @@ def store(workers: dict[str, Any], name: str, deadline_s: float) -> Iterator[Any
     from megarl.store.actor import start_store
 
     actor = start_store(name, placed(), COUNT, "dealt")
+    ray.get(
+        actor.__ray_ready__.remote(), timeout=120
+    )  # deadlines of these tests are shorter than the start of a process
     assert ray.get([w.connect.remote(name, deadline_s) for w in workers.values()], timeout=120) == [None] * 3
     yield actor
     ray.kill(actor)

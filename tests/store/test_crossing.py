@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megarl.dag.executor import Executor
-from megarl.dag.pipeline import Pipeline
-from megarl.dag.stage import Kind, Role, stage
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
 from megarl.metrics import Metrics
@@ -57,7 +54,7 @@ def test_teams_have_what_one_team_has(train: int, ref: int, critic: int, tp: int
         assert sorted(set().union(*held)) == sorted(f"p{k}" for k in range(count))
         assert sum(len(group_places(uid)) for uid in held) == count
         assert len(held) == replicas
-    assert len(core) == 0
+    assert core._steps == {}
 
 
 def test_equal_layouts_work_on_the_samples_in_the_order_of_one_team() -> None:
@@ -130,18 +127,3 @@ def test_a_column_that_cannot_be_sent_is_named() -> None:
     crossing = crossing_of(placement, "train", graph, {"give": lambda step, key, groups, blocks: len(list(blocks))})
     with pytest.raises(StoreError, match=r"step 2, 'pick>critic'.*column 'note' holds object"):
         crossing.give(SimpleNamespace(step=2, metrics=Metrics()), graph["pick"], board)
-
-
-def test_a_node_that_reads_nothing_of_its_samples_is_named() -> None:
-    @stage(reads=[], writes=["blind"], kind=Kind.MODEL_INFERENCE, role=Role.REFERENCE)
-    def blind(c, samples):
-        return samples
-
-    graph = Pipeline("p").add(teams.rollout).add(blind).build()
-    placement = teams.placed(Pipeline("p").add(teams.rollout).add(teams.ref_logp).add(teams.values).build(), 1, 1, 1)
-    seen = replace(
-        placement, teams=tuple(replace(t, nodes=("blind",)) if t.name == "ref" else t for t in placement.teams)
-    )
-    crossing = crossing_of(replace(seen, handovers=()), "ref", graph)
-    with pytest.raises(StoreError, match="'blind' works on the samples of 'rollout' and reads nothing of them"):
-        crossing.take(SimpleNamespace(step=1, metrics=Metrics()), graph["blind"], None)
