@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -92,9 +92,11 @@ class FarClient:
         """The value under a name, as soon as it is there."""
         return json.loads(self._call("read", name)[0])
 
-    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Sequence[bytes]) -> None:
-        """Hand over this replica's groups of one node."""
-        self._call("give", self.team, self.rank, step, key, list(groups), [bytes(one) for one in payloads])
+    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[np.ndarray]) -> int:
+        """Hand over this replica's groups of one node; their bytes."""
+        refs = [bytes(one) for one in payloads]
+        self._call("give", self.team, self.rank, step, key, list(groups), refs)
+        return sum(map(len, refs))
 
     def assignment(self, step: int, samples: str, part: int) -> Any:
         """The groups of one part."""
