@@ -104,6 +104,8 @@ LAYOUTS: list[tuple[str, bool, list[tuple[list[str], int]], tuple[str, ...]]] = 
     ("grpo", True, [(A_R, 1), (F, 1)], ()),
     ("grpo", False, [(A_R, 1), (F, 2)], ()),
     ("grpo", False, [(A_R, 1), (F, 2)], ("placement.share=tokens",)),
+    ("grpo", False, [(A_R, 1), (F, 3)], ()),
+    ("grpo", False, [([*A, *F], 1), (R, 3)], ()),
     ("grpo", False, [(A_R, 1), (F, 2)], ("reference.parallel={tp: 2, sp: true}",)),
     ("grpo", False, [(A_R, 1), (F, 2)], ("reference.parallel={pp: 2}",)),
     ("grpo", False, [(A_R, 2), (F, 1)], ("actor.parallel={tp: 2}", "reference.parallel={}")),
