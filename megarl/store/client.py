@@ -98,7 +98,11 @@ class StoreClient:
         # Arrays: Ray copies them once into shared memory, where readers see them; bytes it would copy again to read.
         refs, size = [], 0
         for payload in payloads:
-            refs.append(ray.put(payload))
+            try:
+                refs.append(ray.put(payload))
+            except ray.exceptions.RayError as error:
+                what = f"{len(payload)} bytes of {key!r} of step {step} do not go into this machine's object store"
+                raise StoreError(f"{self._who()}: {what}: {error}") from error
             size += len(payload)
         self._call(f"hand over {key!r} of step {step}", "give", self.team, self.rank, step, key, list(groups), refs)
         return size

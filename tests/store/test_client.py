@@ -74,6 +74,15 @@ class Worker:
         payload = self._client.fetch(step, key, uids)[0]
         return [payload.flags.owndata, payload.flags.writeable]
 
+    def give_where_nothing_fits(self, step: int, key: str) -> Any:
+        """The message of the error."""
+        from unittest import mock
+
+        import ray
+
+        with mock.patch.object(ray, "put", side_effect=ray.exceptions.ObjectStoreFullError("full")):
+            return self.call("give", step, key, _infos([["u0", 0, ["u0#0"], 5]]), [np.zeros(9, np.uint8)])
+
     def work(self, seconds: float) -> None:
         """Be busy, visibly."""
         from megarl.phase import phase
@@ -208,6 +217,15 @@ def test_a_store_that_was_never_started_is_named(workers: dict[str, Any]) -> Non
 
     told = ray.get(workers["score0"].connect.remote("no-such", 2.0), timeout=60)
     assert "team 'score' rank 0: Ray knows no store 'no-such'" in told
+
+
+def test_an_object_store_that_is_full_is_named(workers: dict[str, Any]) -> None:
+    import ray
+
+    key = placed().given("pick")[0].key
+    with store(workers, "full", 60.0):
+        told = ray.get(workers["train0"].give_where_nothing_fits.remote(1, key), timeout=60)
+    assert f"9 bytes of {key!r} of step 1 do not go into this machine's object store: " in told
 
 
 def test_a_refusal_says_who_was_refused(workers: dict[str, Any]) -> None:
