@@ -89,6 +89,18 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
             allowed="false, or true with rollout.engine=sglang",
             fix="set sync.fp8=false",
         )
+    here, parallel = config.cluster.nproc // config.cluster.nnodes, team.parallel
+    spread = parallel.ep > 1 or parallel.pp > 1 or parallel.model_parallel_size > here
+    if config.rollout.engine == "embedded" and team.devices > here and spread:
+        checks.fail(
+            "placement",
+            devices_key(config, team),
+            f"a replica of the team {team.name}, and replicas that share experts, take weights on one machine only, "
+            f"and the ranks of this layout are spread over several of {here} workers each",
+            found=team.devices,
+            allowed=f"at most {here}, or a layout with pp 1, ep 1 and tp * cp of at most {here}",
+            fix=f"set {devices_key(config, team)}={here}, or rollout.parallel={{pp: 1, ep: 1}}",
+        )
     if config.rollout.engine == "sglang" and config.cluster.nnodes > 1 and not servers.urls:
         checks.fail(
             "placement",

@@ -289,10 +289,12 @@ def _check_together(node: Node, samples: Node | None, graph: TaskGraph, nodes: d
         samples: made the samples that `node` works on; None: these are prompts.
     """
     first = next(iter(graph))
-    if samples is None:
+    if node.declared.refills:  # its team walks all that comes before, again and again
+        again = [graph[id] for id in graph.order() if id in graph.upstream(node.id)]
+        before = next((other for other in again if nodes[other.id] != nodes[node.id]), node)
+        why = f"asks {before.id!r} for more samples until a step has enough, which it does in turns"
+    elif samples is None:
         before, why = first, "works on prompts, before samples are drawn"
-    elif node.declared.refills:
-        before, why = samples, f"asks {samples.id!r} for more samples until a step has enough, which it does in turns"
     elif node.declared.resamples:
         before, why = samples, f"makes other samples of those of {samples.id!r}"
     else:

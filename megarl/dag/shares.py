@@ -46,7 +46,7 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
         )
     weights = [1.0] * len(held)
     if placement.auto == "param_aware":
-        weights = [sum(_work(config, graph, role) for role in team) for team in held]
+        weights = [_work(config, graph, team) for team in held]
     batches = [_batch(config, team) for team in held]
     shares = whole_replicas(nproc, sizes, weights, batches)
     if shares is None:
@@ -116,10 +116,11 @@ def _attainable(devices: int, choices: Sequence[Sequence[int]]) -> list[int]:
     return found
 
 
-def _work(config: RunConfig, graph: TaskGraph, role: Role) -> float:
-    """Multiplications for each token of a step: parameters that compute it, times passes over them."""
-    passes = sum(_passes(config, node) for node in graph if node.role is role)
-    return passes * _facts(config, role).computing_parameters if passes else 0.0
+def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:
+    """Multiplications for each token of a step: parameters that compute it, times passes over them, at least one."""
+    passes = {role: sum(_passes(config, node) for node in graph if node.role is role) for role in team}
+    passes[team[0]] = max(passes[team[0]], 1.0)
+    return sum(number * _facts(config, role).computing_parameters for role, number in passes.items() if number)
 
 
 def _passes(config: RunConfig, node: Node) -> float:

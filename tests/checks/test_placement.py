@@ -154,6 +154,22 @@ def test_weights_are_sent_to_an_engine_in_another_team(warned):
     assert "sync" not in check.message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (["rollout.parallel={pp: 2}"], True),
+        (["rollout.parallel={tp: 2}"], False),
+        (["rollout.parallel={pp: 2}", "placement.teams={train: {devices: 6}, draw: {devices: 2}}"], False),
+        (["rollout.parallel={pp: 2}", "cluster.nnodes=1"], False),
+    ],
+)
+def test_replicas_that_take_weights_are_on_one_machine(failures, overrides, refused):
+    many = ["cluster={nproc: 8, nnodes: 4}", "placement.teams={train: {devices: 4}, draw: {devices: 4}}"]
+    found = failures(*DRAWS, *many, "data.batch_size=24", *overrides)
+    assert [check.key for check in found] == (["placement.teams.draw.devices"] if refused else [])
+    assert all("at most 2" in str(check.problem()) for check in found)
+
+
 def test_an_engine_in_another_team_takes_no_fp8(failures):
     (check,) = failures(*DRAWS, "sync.fp8=true")
     assert check.key == "sync.fp8"

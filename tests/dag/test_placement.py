@@ -14,7 +14,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import MODEL_ROLES, Placement, place, roles_of, together
-from megarl.dag.stage import Kind, Role, stage
+from megarl.dag.stage import Contract, Kind, Role, stage
 from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
 
@@ -137,3 +137,17 @@ def test_workers_that_ask_servers_hold_no_model_to_split():
         rollout = config.rollout.model_copy(update={"engine": engine})
         placement = place(graph, config.model_copy(update={"actor": actor, "rollout": rollout}))
         assert {team.name: team.parallel.tp for team in placement.teams} == {"train": 2, "draw": tp}
+
+
+def test_what_asks_for_more_samples_walks_all_that_is_before_it():
+    def stage(context, batch): ...
+
+    def ask(context, batch, more, *, actor): ...
+
+    p = Pipeline("case").add(stage, "draw", contract=Contract(role=Role.ROLLOUT, writes=("x",), resamples=True))
+    p.add(stage, "look", contract=Contract(role=Role.REFERENCE, reads=("x",), writes=("y",)))
+    more = Contract(role=Role.DYNAMIC_SAMPLING, reads=("x", "y"), resamples=True, refills=True)
+    graph = p.add(ask, "more", contract=more).build()
+    _, config = load("grpo", {"train": ["actor", "rollout"], "frozen": ["reference"]})
+    with pytest.raises(ConfigError, match=r"asks 'look' for more samples(?s:.*)put reference and actor into one team"):
+        place(graph, config)

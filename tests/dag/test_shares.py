@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
+from megarl.config.run import RunConfig
+from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import place
-from megarl.dag.shares import whole_replicas
+from megarl.dag.shares import share_out, whole_replicas
+from megarl.dag.stage import Contract, Role
 from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
 
@@ -56,11 +59,16 @@ MODEL = """{model_type: qwen3, hidden_size: 64, num_hidden_layers: %d, num_atten
             head_dim: 16, intermediate_size: 128, vocab_size: 32, max_position_embeddings: 256}"""
 
 
-def shares_of(*overrides: str) -> dict[str, int]:
+def small(*overrides: str) -> RunConfig:
+    """PPO with KL in the reward, of a small model."""
     model = f"model={{path: null, hf_config: {MODEL % 4}, tokenizer: 'chars:0123456789+='}}"
     batches = ["sft.steps=0", "data.batch_size=120", "actor.mini_batch_size=120", "critic.mini_batch_size=120"]
     overrides = (model, "algorithm.kl.use=reward", *batches, *overrides)
-    config = load_config("ppo_quickstart", overrides, components=COMPONENTS)
+    return load_config("ppo_quickstart", overrides, components=COMPONENTS)
+
+
+def shares_of(*overrides: str) -> dict[str, int]:
+    config = small(*overrides)
     return {team.name: team.devices for team in place(build_task_graph(config), config).teams}
 
 
@@ -104,3 +112,12 @@ def test_workers_that_cannot_be_shared_out_name_the_layouts():
         shares_of("placement.auto=even", *layouts)
     with pytest.raises(ConfigError, match=r"1 missing(?s:.*)at least 8"):
         shares_of("placement.auto=even", *layouts[:3], "cluster.nproc=7")
+
+
+def test_a_team_whose_model_no_node_computes_with_has_its_share():
+    def look(context, batch, *, actor): ...
+
+    p = Pipeline("case").add(look, "draw", contract=Contract(role=Role.ACTOR, writes=("x",)))
+    graph = p.add(look, "look", contract=Contract(role=Role.TEACHER, reads=("x",))).build()
+    held = share_out(small("placement.auto=param_aware", "cluster.nproc=4"), graph, (Role.ACTOR, Role.TEACHER))
+    assert {name: devices for name, (_, devices) in held.items()} == {"actor": 2, "teacher": 2}
