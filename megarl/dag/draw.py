@@ -87,7 +87,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _handovers(placement: Placement, sizes: Mapping[str, float]) -> list[str]:
     """What goes from team to team in a step, in the order of the graph."""
-    rows: list[tuple[str, ...]] = [("after", "from", "to", "MB at most", "fields")]
+    rows: list[tuple[str, ...]] = [("after", "from", "to", "MB (about)", "fields")]
     for one in placement.handovers:
         size = f"{sizes[one.key] / 1e6:.3g}" if one.key in sizes else "?"
         rows.append((one.node, one.giver, ", ".join(one.takers), size, ", ".join(one.fields)))

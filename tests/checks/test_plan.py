@@ -123,9 +123,9 @@ def test_plan_of_several_teams_shows_them_their_ranks_memory_and_samples(config_
     assert frozen.startswith("frozen reference pp 2, dp 2 4 0.")
     assert frozen.endswith(" ref_logp")
     assert "frozen 4 3 1 1 0 0" in lines, "worker 4 is rank 3 of its team: replica 1, stage 1"
-    # 8 bytes * 2 fields * (16 + 240) tokens * 256 prompts * 8 samples, and twice that in the store with ref_logp.
-    assert "rollout train frozen 8.39 prompt_ids, response_ids" in lines
-    assert "ref_logp frozen train 4.19 ref_logp" in lines
+    # 256 prompts * (8 samples * (8 bytes * 2 fields * (16 + 240) tokens + 256) + 4096)
+    assert "rollout train frozen 9.96 prompt_ids, response_ids" in lines
+    assert "ref_logp frozen train 5.77 ref_logp" in lines
     assert "object store of a Ray that the run starts: 0.134 GB" in plan.text
     assert lines.index("team train") < lines.index("team frozen") < lines.index("== Checks ==")
 
