@@ -30,12 +30,14 @@ def ray_cluster() -> Iterator[None]:
     from ray.cluster_utils import Cluster
 
     before = os.environ.pop("RAY_ADDRESS", None)
+    handler = signal.getsignal(signal.SIGTERM)
     node = {"num_cpus": 1, "object_store_memory": 128 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=node)
     cluster.add_node(**node)
     os.environ["RAY_ADDRESS"] = cluster.address
     yield
     cluster.shutdown()
+    signal.signal(signal.SIGTERM, handler)  # in place of Ray's
     del os.environ["RAY_ADDRESS"]
     if before is not None:
         os.environ["RAY_ADDRESS"] = before
