@@ -215,6 +215,15 @@ def _check_generation(config: RunConfig, checks: Checklist) -> None:
             found="bf16",
             fix=f"set rollout.dtype=model, or a preset of {_KEY}",
         )
+    lag = config.async_.max_staleness
+    if lag and not knobs.active:
+        checks.warn(
+            "sampling",
+            "async.max_staleness",
+            "samples are drawn with older weights than those that they train, and nothing corrects for that",
+            found=lag,
+            fix=f"set a preset of {_KEY}, for example decoupled_token_is",
+        )
     if rollout.stale_steps:
         checks.warn(
             "sampling",

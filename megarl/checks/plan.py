@@ -19,7 +19,7 @@ from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
-from megarl.store.size import handover_bytes, object_store_bytes
+from megarl.store.size import handover_bytes, object_store_bytes, steps_held
 
 ROWS_SHOWN = 64
 
@@ -99,7 +99,8 @@ def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machi
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
     store = object_store_bytes(config, placement) / 1e9
-    lines.append(f"object store of a Ray that the run starts: {store:.3f} GB of shared memory (two steps of samples)")
+    steps = count(steps_held(config), "step")
+    lines.append(f"object store of a Ray that the run starts: {store:.3f} GB of shared memory ({steps} of samples)")
     return "\n".join(lines)
 
 

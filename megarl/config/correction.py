@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from megarl.config.base import Section
+from megarl.errors import count
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -191,5 +192,6 @@ def describe_correction(config: RunConfig) -> list[str]:
 def gap_source(config: RunConfig) -> str:
     """The two policies that the gap lies between: engine, precision and age of the weights."""
     rollout = config.rollout
-    age = f", weights {rollout.stale_steps} steps old" if rollout.stale_steps else ""
+    lag = rollout.stale_steps + config.async_.max_staleness  # one of them is 0
+    age = f", weights {count(lag, 'step')} old" if lag else ""
     return f"{rollout.engine} engine {config.rollout_dtype}{age} -> trainer {config.model.dtype}"

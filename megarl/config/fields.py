@@ -78,9 +78,14 @@ def is_free_form(info: FieldInfo) -> bool:
     return any(typing.get_origin(kind) is dict for kind in alternatives(info.annotation))
 
 
+def fields_of(model: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a section by the names that they have in a recipe."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
 def iter_keys(model: type[Section] = RunConfig, prefix: str = "") -> Iterator[Key]:
     """Every key below `model`, sections before their contents, in the order of the models."""
-    for name, info in model.model_fields.items():
+    for name, info in fields_of(model).items():
         section = section_of(info)
         yield Key(prefix + name, info, section)
         if section is not None:
@@ -96,7 +101,7 @@ def find_key(path: tuple[str, ...]) -> Key | None:
     entries: type[Section] | None = None  # of the mapping that the last part named
     above: Key | None = None
     for depth, name in enumerate(path):
-        info = model.model_fields.get(name) if entries is None else FieldInfo(annotation=entries)
+        info = fields_of(model).get(name) if entries is None else FieldInfo(annotation=entries)
         if info is None:
             return above if names_component(model) else None
         above = Key(".".join(path[: depth + 1]), info, section_of(info))
@@ -111,7 +116,7 @@ def nearest_keys(path: tuple[str, ...]) -> list[str]:
     """Known dotted keys that a misspelt `path` may have meant, best first: among its siblings, else anywhere."""
     parent = find_key(path[:-1]).section if len(path) > 1 else RunConfig  # type: ignore[union-attr]
     prefix = "".join(f"{part}." for part in path[:-1])
-    siblings = close_matches(path[-1], list(parent.model_fields if parent else ()))
+    siblings = close_matches(path[-1], list(fields_of(parent) if parent else ()))
     if siblings:
         return [prefix + siblings[0]]
     by_name: dict[str, list[str]] = {}

@@ -23,6 +23,7 @@ from megarl.config.fields import (
     alternatives,
     describe_allowed,
     entries_of,
+    fields_of,
     find_key,
     iter_keys,
     names_component,
@@ -354,7 +355,7 @@ def _first_unknown(path: tuple[str, ...]) -> tuple[str, ...]:
 def _unknown_key(path: tuple[str, ...], where: str) -> ConfigError:
     near = nearest_keys(path)
     parent = find_key(path[:-1]).section if len(path) > 1 else RunConfig  # type: ignore[union-attr]
-    allowed = list(parent.model_fields) if parent else []
+    allowed = list(fields_of(parent)) if parent else []
     return ConfigError(
         f"unknown key {'.'.join(path)}",
         where=where,
@@ -424,10 +425,10 @@ def _known_part(
     problems: list[ConfigError],
 ) -> dict[str, Any]:
     """Copy of `data` without the keys that `model` does not know; each of those becomes a problem."""
-    known = {}
+    known, known_fields = {}, fields_of(model)
     for name, value in data.items():
         here = (*path, str(name))
-        info = model.model_fields.get(name) if isinstance(name, str) else None
+        info = known_fields.get(name) if isinstance(name, str) else None
         if info is None and names_component(model) and isinstance(name, str):
             known[name] = value
             continue

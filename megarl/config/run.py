@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.algorithm import AlgorithmConfig
+from megarl.config.asynchrony import AsyncConfig
 from megarl.config.base import Section
 from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
@@ -73,6 +74,8 @@ class TrackingConfig(Section):
 class RunConfig(Section):
     """One recipe file, resolved."""
 
+    model_config = ConfigDict(serialize_by_alias=True)  # `async` is no name in Python
+
     name: str = Field(description="run name, also the folder below tracking.dir")
     model: ModelConfig = Field(default_factory=ModelConfig, description="policy")
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig, description="objective")
@@ -97,6 +100,9 @@ class RunConfig(Section):
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="loop")
     cluster: ClusterConfig = Field(default_factory=ClusterConfig, description="processes")
     placement: PlacementConfig = Field(default_factory=PlacementConfig, description="roles on devices of their own")
+    async_: AsyncConfig = Field(
+        default_factory=AsyncConfig, alias="async", description="generation that runs ahead of training"
+    )
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")
 
     def longest_sequence(self) -> int:

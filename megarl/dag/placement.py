@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.dag.ahead import refuse_ahead
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.shares import share_out
@@ -139,7 +140,9 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
         mine = tuple(id for id in graph.order() if nodes[id] == name)
         teams.append(TeamPlan(name, held, devices, first, _layout(config, name, held), mine))
         first += devices
-    return Placement(tuple(teams), tuple(_handovers(graph, nodes)) if len(teams) > 1 else ())
+    found = Placement(tuple(teams), tuple(_handovers(graph, nodes)) if len(teams) > 1 else ())
+    refuse_ahead(config, found)
+    return found
 
 
 def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[str, tuple[tuple[Role, ...], int]]:

@@ -101,6 +101,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "trainer.export_hf": None,
     "cluster": None,
     "placement": None,
+    "async": None,
     "tracking": None,
 }
 

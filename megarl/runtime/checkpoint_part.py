@@ -1,4 +1,5 @@
-"""What another team than the actor's does for the checkpoints of a run: a critic saves itself, and comes back.
+"""What another team than the actor's does for the checkpoints of a run: a critic saves itself, and comes back; a
+rollout that runs ahead saves what it has drawn (megarl.runtime.drawn).
 
 team of the actor (megarl.runtime.checkpoints)       this team
 find(): all files, where the run goes on    ----->   load(): its own files of that checkpoint
@@ -7,6 +8,7 @@ after_step(): is a step saved?              ----->   after_step(): its engines (
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,10 +45,15 @@ class CheckpointPart:
             with self._c.residency.phase("resume"):
                 load(source, trained, verify(source, self._world, trained))
 
-    def after_step(self, step: int, *, last: bool) -> None:
+    def after_step(self, step: int, *, last: bool, files: Mapping[str, bytes] | None = None) -> None:
         """Begin to write this team's part of the checkpoint of `step`, if it has one and the actor's team saves it.
 
         The next steps run while it is written; after the last one it is complete.
+
+        Args:
+            step: of the checkpoint.
+            last: no step follows.
+            files: contents by name of what this rank adds.
 
         Raises:
             CheckpointError: it could not be written; the checkpoint before it is whole.
@@ -63,8 +70,8 @@ class CheckpointPart:
             if tag is not None:
                 self._wait()
                 with self._c.residency.phase("checkpoint"):
-                    root = self._c.run_dir / FOLDER
-                    self._saving = begin_part(root, step, tag, self._c.trained, self._teams, self._world)
+                    c, root = self._c, self._c.run_dir / FOLDER
+                    self._saving = begin_part(root, step, tag, c.trained, self._teams, c.layout, files or {})
             if last:
                 self._wait()
 

@@ -10,6 +10,7 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
 from megarl.runtime.changes import Command, announcements
+from megarl.runtime.drawn import describe_drawn, refuse_other_fields
 from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.validate import due
 
@@ -31,8 +32,9 @@ def teams_of(c: Controller) -> Teams | None:
         return None
     from megarl.training.together import Teams
 
-    beside = tuple(plan.name for plan in team.others if Role.CRITIC in plan.roles) if team.leads else ()
-    if not beside and (team.leads or not team.holds(Role.CRITIC)):
+    parts = {Role.CRITIC, Role.ROLLOUT} if c.config.async_.max_staleness else {Role.CRITIC}
+    beside = tuple(plan.name for plan in team.others if parts & {*plan.roles}) if team.leads else ()
+    if not beside and (team.leads or not parts & {*team.plan.roles}):
         return None
     return Teams(team.plan.name, team.plan.first, team.store, c.config.cluster.timeout_s, beside)
 
@@ -91,7 +93,10 @@ class Checkpoints:
             if self.source is not None and self._meta is not None:
                 check_model(self.source, self._meta, self._c.trained, self._world)
                 if self._c.loading is not None:
-                    self._c.loading.check_state(read_state(self.source)["loader"])
+                    state = read_state(self.source)
+                    self._c.loading.check_state(state["loader"])
+                    if state.get("drawn") is not None:
+                        refuse_other_fields(self.source, state["drawn"], self._c.team.placement)
                 now = self._c.config.model_dump(mode="json")
                 command: Command = "sft" if key.startswith("sft.") else "train"
                 changes = announcements(self._meta["config"], now, command, begun=self._meta["step"] > 0)
@@ -274,6 +279,7 @@ class Checkpoints:
             "best_step": self.best_step,
             "best_metric": settings.best_metric,
             "accuracy": accuracy,
+            "drawn": None if teams is None else describe_drawn(c.config, c.team.placement, step),
         }
         with phase("checkpoint"):
             self._wait()

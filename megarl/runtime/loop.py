@@ -20,6 +20,7 @@ from megarl.dag.node import Role
 from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
+from megarl.runtime.ahead import Drawing, await_drawn, draws_apart, find_drawn
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints
 from megarl.runtime.critic import make_critic
@@ -27,7 +28,7 @@ from megarl.runtime.export import export, show_export
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference
-from megarl.runtime.rollout_team import resume_loader, share_loader, tell_loader
+from megarl.runtime.rollout_team import resume_loader, share_loader
 from megarl.runtime.setup import build_controller
 from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
 from megarl.runtime.teacher import make_teacher
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
     from megarl.runtime.roles import ModelRole
+    from megarl.store.crossing import TeamCrossing
     from megarl.tracking.tracker import Part
 
 
@@ -53,8 +55,10 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         start = _find_start(c, graph, checkpoints) if isinstance(checkpoints, Checkpoints) else follow_start(c)
         _make_models(c, start)
         open_rollout(c)
+        held = None
         if start.source is not None:
             _resume(c, checkpoints, start)
+            held = find_drawn(c, Path(start.source))
         all_ready(c)
         if isinstance(checkpoints, Checkpoints):
             _begin(c, graph, checkpoints)
@@ -65,7 +69,12 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             publish(c, c.context.step)
             if not start.begun:
                 _before_first_step(c, recorder, checkpoints)
-            _steps(c, _executor(c, graph), recorder, checkpoints)
+            crossing = _crossing(c, graph)
+            executor = Executor(graph, c.roles, c.team.plan.nodes, crossing)
+            if isinstance(checkpoints, CheckpointPart) and crossing is not None and draws_apart(c):
+                Drawing(c, executor, crossing, recorder, checkpoints, held).run()
+            else:
+                _steps(c, executor, recorder, checkpoints)
             export(c, run_dir / FOLDER)
         if c.team.leads:
             show_export(c)
@@ -109,15 +118,14 @@ def _make_models(c: Controller, start: RunStart) -> None:
             c.held[role.value] = make()
 
 
-def _executor(c: Controller, graph: TaskGraph) -> Executor:
-    """Walks what the team of this rank does of the graph."""
+def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
+    """What goes between this rank's team and others; None: there are no others."""
     team = c.team
     if team.store is None:
-        return Executor(graph, c.roles)
+        return None
     from megarl.store.crossing import TeamCrossing
 
-    crossing = TeamCrossing(graph, team.placement, team.store, c.layout.dp_rank, c.layout.is_lead)
-    return Executor(graph, c.roles, team.plan.nodes, crossing)
+    return TeamCrossing(graph, team.placement, team.store, c.layout.dp_rank, c.layout.is_lead)
 
 
 def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
@@ -168,7 +176,8 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
                 with phase("load"):
                     prompts = next(c.loader)
             executor.run(c.context, prompts, more=c.loader)
-            tell_loader(c)
+            if c.team.leads:
+                await_drawn(c, step)
             publish(c, step)
             if last or due(step, config.validation.every):
                 accuracy = evaluate_drawn(c, recorder, step)

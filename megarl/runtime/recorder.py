@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from megarl import phase as phases
+from megarl.dag.stage import Role
 from megarl.device import peak_memory_gb
 from megarl.metrics import Metrics
 from megarl.processes import own_worker_name, worker_number
@@ -173,9 +174,12 @@ class Recorder:
         if self._peak is None:
             self._peak = peak_flops(self._c.config.model.dtype, self._c.config.tracking.peak_tflops)
         memory = numbers["perf/max_memory_gb"]  # of the largest rank, not of this one
+        validation = (
+            "validate" if self._c.team.holds(Role.ROLLOUT) else "await_validation"
+        )  # as this team's step has it
         made = perf_metrics(
             tokens=numbers["perf/total_tokens"],
-            seconds=numbers["timing_s/step"] - numbers.get("timing_s/validate", 0.0),
+            seconds=numbers["timing_s/step"] - numbers.get(f"timing_s/{validation}", 0.0),
             devices=sum(team.devices for team in self._c.team.placement.teams),
             flops=numbers.get("perf/flops"),
             peak=self._peak,

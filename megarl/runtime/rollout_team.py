@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.stage import Role
 from megarl.data.loader import refuse_other_data
 from megarl.errors import ConfigError, WorkerError
+from megarl.metrics import Metrics
 from megarl.phase import phase
 from megarl.processes import LOOPBACK
 from megarl.rendezvous import run_key
@@ -144,17 +145,21 @@ class LoaderElsewhere:
     Args:
         context: of this rank; its step says which state is asked for.
         mail: between the two.
+        lag: steps that the rollout's team is ahead, `async.max_staleness`.
+        steps: after which it draws nothing more.
     """
 
-    def __init__(self, context: StepContext, mail: Mail) -> None:
+    def __init__(self, context: StepContext, mail: Mail, lag: int = 0, steps: int = 0) -> None:
         self._context, self._mail, self._step = context, mail, 0
+        self._lag, self._steps = lag, steps
         self._state: dict[str, Any] = mail.read(LOADER)
 
     def state_dict(self) -> dict[str, Any]:
-        """As `PromptLoader.state_dict`, after the step that runs; waits until the rollout's team has drawn it."""
+        """As `PromptLoader.state_dict`, after the last step that is drawn when this one is trained; waits for it."""
         if self._context.step != self._step:
             self._step = self._context.step
-            self._state = self._mail.read(f"{LOADER}/{self._step}")
+            drawn = min(self._step + self._lag, self._steps) if self._lag else self._step
+            self._state = self._mail.read(f"{LOADER}/{drawn}")
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -177,12 +182,13 @@ def share_loader(c: Controller) -> None:
         c.mail.post(LOADER, _state_of(c))
     elif leads and not draws:
         with phase("await_loader"):
-            c.loader_elsewhere = LoaderElsewhere(c.context, c.mail)
+            lag, steps = c.config.async_.max_staleness, c.config.trainer.steps
+            c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, lag, steps)
 
 
 def tell_loader(c: Controller) -> None:
-    """After the walk of a step: where the rollout's loader stands, for a checkpoint. Every team calls."""
-    if c.team.holds(Role.ROLLOUT) and not c.team.leads and c.layout.rank == 0:
+    """After the walk of a step: where the rollout's loader stands, for a checkpoint. Its team calls."""
+    if c.layout.rank == 0:
         c.mail.post(f"{LOADER}/{c.context.step}", _state_of(c))
 
 
@@ -203,14 +209,16 @@ def _state_of(c: Controller) -> dict[str, Any]:
 # -- held-out evaluation ----------------------------------------------------------------------------------------------
 
 
-def post_validation(step: int, accuracy: float, rows: list[dict[str, Any]], world: WorkerGroup, mail: Mail) -> None:
-    """Tell the actor's team what the rollout's has measured after `step`; metrics go with those of the step."""
+def post_validation(
+    step: int, accuracy: float, metrics: Metrics, rows: list[dict[str, Any]], world: WorkerGroup, mail: Mail
+) -> None:
+    """Tell the actor's team what the rollout's has measured after `step`, which may have drawn a later one since."""
     if world.rank == 0:
-        mail.post(f"{VALIDATION}/{step}", {"accuracy": accuracy, "rows": rows})
+        mail.post(f"{VALIDATION}/{step}", {"accuracy": accuracy, "metrics": metrics.to_json(), "rows": rows})
 
 
-def read_validation(step: int, mail: Mail) -> tuple[float, list[dict[str, Any]]]:
-    """Accuracy after `step`, and rows for the report; waits until the rollout's team has measured it."""
+def read_validation(step: int, mail: Mail) -> tuple[float, Metrics, list[dict[str, Any]]]:
+    """Accuracy and metrics after `step`, and rows for the report; waits until the rollout's team has measured it."""
     with phase("await_validation"):
         said = mail.read(f"{VALIDATION}/{step}")
-    return said["accuracy"], said["rows"]
+    return said["accuracy"], Metrics.from_json(said["metrics"]), said["rows"]

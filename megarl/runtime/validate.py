@@ -82,7 +82,7 @@ def evaluate(c: Controller, recorder: Recorder, step: int) -> float | None:
 def evaluate_drawn(c: Controller, recorder: Recorder, step: int) -> float | None:
     """As `evaluate`, in the team that draws the samples of RL; every team calls.
 
-    That of the actor is told accuracy and samples, and others know nothing. Metrics go with those of the team's step.
+    That of the actor is told all of it, and others know nothing.
     """
     from megarl.runtime.rollout_team import post_validation, read_validation
 
@@ -92,15 +92,18 @@ def evaluate_drawn(c: Controller, recorder: Recorder, step: int) -> float | None
     if not c.team.holds(Role.ROLLOUT):
         if not trains:
             return None
-        accuracy, rows = read_validation(step, c.mail)
+        accuracy, metrics, rows = read_validation(step, c.mail)
         recorder.samples(step, rows)
+        if c.layout.rank == 0:  # reduced over all ranks
+            c.context.metrics.merge(metrics)
         return accuracy
     if trains:
         return evaluate(c, recorder, step)
     result = validate(c)
     assert result is not None, "the team that draws has the held-out prompts"
-    accuracy = _take_up(c, result)
-    post_validation(step, accuracy, result.rows, c.layout.world, c.mail)
+    metrics = c.layout.dp_group.reduce_metrics(result.metrics)
+    accuracy = metrics.result()["val/acc"]
+    post_validation(step, accuracy, metrics, result.rows, c.layout.world, c.mail)
     return accuracy
 
 

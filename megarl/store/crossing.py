@@ -7,7 +7,8 @@ everything else that comes for these samples comes for just these groups, and is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,15 @@ if TYPE_CHECKING:
 NAMES = ("uid", "sample_id")
 
 
+@dataclass(frozen=True)
+class Gift:
+    """What a rank has handed over in one walk under one key: its groups, and the samples with the fields that went."""
+
+    node: str
+    groups: list[GroupInfo]
+    samples: Batch
+
+
 class TeamCrossing:
     """See `megarl.dag.executor.Crossing`. Every rank of a team has one; they do not talk to each other.
 
@@ -37,6 +47,9 @@ class TeamCrossing:
         client: of this worker.
         replica: number of the replica that this worker is part of.
         is_lead: it gives for its replica.
+
+    Attributes:
+        given: what it has given in the last walk, by the keys of handovers.
     """
 
     def __init__(
@@ -48,6 +61,7 @@ class TeamCrossing:
         self._taken: set[str] = set()
         self._samples: str | None = None  # whose samples are on the board; None: prompts
         self._groups: list[GroupInfo] | None = None  # of the board; None: not counted yet
+        self.given: dict[str, Gift] = {}
 
     def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
         """`board` with what other teams have made that `node` uses, waiting for it.
@@ -58,7 +72,7 @@ class TeamCrossing:
             StoreError: it does not come, or is not of the samples on the board.
         """
         if node.id == self._team.nodes[0]:
-            self._taken, self._samples, self._groups = set(), None, None
+            self._taken, self._samples, self._groups, self.given = set(), None, None, {}
         inputs = self._graph.inputs(node.id)
         for handover in self._placement.taken(self._team.name):
             if handover.key in self._taken or handover.node not in {inputs.sources.get(f) for f in handover.fields}:
@@ -87,6 +101,17 @@ class TeamCrossing:
                     self._send(context, handover, board)
         if node.id == self._team.nodes[-1]:
             self._client.done(context.step)
+
+    def give_again(self, step: int, given: Mapping[str, Gift]) -> None:
+        """In place of a walk of `step`, by a team that takes nothing: hand over what an earlier one gave.
+
+        Raises:
+            StoreError: the store refuses it.
+        """
+        self.given = dict(given)
+        for key, gift in given.items():
+            self._client.give(step, key, gift.groups, gift.samples.to_blocks(group_places(gift.samples["uid"])))
+        self._client.done(step)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -132,6 +157,7 @@ class TeamCrossing:
         except ValueError as error:  # of a column that cannot be sent
             raise self._wrong(context, handover, str(error)) from error
         context.metrics.sum("store/given_gb", size / 1e9)
+        self.given[handover.key] = Gift(handover.node, groups, sent)
 
     def _held(self, board: Batch | None) -> list[GroupInfo]:
         """The groups of the board. Those that this team made itself are numbered as the loader deals prompts."""

@@ -13,7 +13,7 @@ LEAST = 128 << 20
 _BYTES_PER_TOKEN = 8  # of one field: token ids are int64, log-probs and values fp32
 _BYTES_PER_SAMPLE = 256  # of one handover: its names, offsets, and what JSON puts around them
 _BYTES_PER_GROUP = 4096  # of one handover: the header of a block, and Ray's own
-_STEPS = 2  # what one team has finished another may still read, while the next step is given
+_STEPS = 2  # what one team has finished another may still read, while the next step is given; and those drawn ahead
 
 
 def handover_bytes(config: RunConfig, handover: Handover) -> int:
@@ -30,8 +30,13 @@ def handover_bytes(config: RunConfig, handover: Handover) -> int:
     return config.data.batch_size * (sampling.n * per_sample + _BYTES_PER_GROUP)
 
 
+def steps_held(config: RunConfig) -> int:
+    """Steps whose samples may be there at the same time."""
+    return _STEPS + config.async_.max_staleness
+
+
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
-    """Size of the object store of a Ray that is started for a run: two steps of all handovers, and at least `LEAST`.
+    """Size of the object store of a Ray that is started for a run: `steps_held` of all handovers, and at least `LEAST`.
 
     Where it is exceeded, Ray moves objects to disk.
 
@@ -40,4 +45,4 @@ def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
         placement: its teams; None: there is one.
     """
     handovers = () if placement is None else placement.handovers
-    return max(LEAST, _STEPS * sum(handover_bytes(config, handover) for handover in handovers))
+    return max(LEAST, steps_held(config) * sum(handover_bytes(config, handover) for handover in handovers))

@@ -100,7 +100,7 @@ def begin(
     if world.rank == 0:
         contents[_STATE] = json.dumps(extra).encode()
     nbytes = sum(world.all_gather_json(size_of(shard, contents)))
-    parts = {"" if teams is None else teams.name: Part.of(engines, 0, nbytes)}
+    parts = {"" if teams is None else teams.name: Part.of(engines, 0, nbytes, next(iter(engines.values())).layout)}
     if teams is not None:
         parts |= teams.parts(step)
     fix = _make_room(root, step)

@@ -1,6 +1,6 @@
 """One checkpoint of several teams: what they tell each other, and what a team writes that does not lead.
 
-    team of the actor, which leads                       every other team with an engine that learns
+    team of the actor, which leads                       every other team that has something to save
     checkpoint/4         {"tag": "4f2a81c0"}  -------->  the step is saved; null: it is not
     copy to host memory                                  copy to host memory
     checkpoint/critic/4                       <--------  its workers, engines and bytes
@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.comm import WorkerGroup
 from megarl.training.rng import rng_bytes
 from megarl.training.saving import Saving
 from megarl.training.sharded_state import snapshot
@@ -30,6 +29,7 @@ from megarl.training.shards import CheckpointError, Snapshot
 
 if TYPE_CHECKING:
     from megarl.training.engine import MegatronEngine
+    from megarl.training.parallel import Layout
 
 
 class Mail(Protocol):
@@ -60,9 +60,8 @@ class Part:
     nbytes: int
 
     @classmethod
-    def of(cls, engines: Mapping[str, MegatronEngine], first: int, nbytes: int) -> Part:
-        """What the team of these engines writes, whose first worker is `first`."""
-        layout = next(iter(engines.values())).layout
+    def of(cls, engines: Mapping[str, MegatronEngine], first: int, nbytes: int, layout: Layout) -> Part:
+        """What the team with this layout and these engines writes, whose first worker is `first`."""
         steps = {name: engine.step for name, engine in engines.items()}
         vocab_sizes = {name: engine.hf_config.vocab_size for name, engine in engines.items()}
         return cls((first, layout.world.size), layout.describe(), steps, vocab_sizes, nbytes)
@@ -117,7 +116,13 @@ class Teams:
 
 
 def begin_part(
-    root: Path, step: int, tag: str, engines: Mapping[str, MegatronEngine], teams: Teams, world: WorkerGroup
+    root: Path,
+    step: int,
+    tag: str,
+    engines: Mapping[str, MegatronEngine],
+    teams: Teams,
+    layout: Layout,
+    files: Mapping[str, bytes],
 ) -> Saving:
     """Start to write what this team has of a checkpoint that another team leads. Collective over the team.
 
@@ -127,18 +132,20 @@ def begin_part(
         root: folder of checkpoints, on a file system that all workers share.
         step: training step that is complete.
         tag: as it was announced.
-        engines: those that learn here, by name; at least one.
+        engines: those that learn here, by name.
         teams: as this team sees them.
-        world: all ranks of this team.
+        layout: of this team.
+        files: contents by name of what this rank adds to the folder; no other rank gives the same name.
 
     Raises:
         CheckpointError: on every rank of every team alike: the disk is too full, or the folder cannot be made.
     """
-    folder = folder_of(root, step, tag)
+    folder, world = folder_of(root, step, tag), layout.world
     shard, contents = own_files(engines, tag, step, teams.first + world.rank)
+    contents |= files
     nbytes = sum(world.all_gather_json(size_of(shard, contents)))
     if world.rank == 0:
-        teams.give_part(step, Part.of(engines, teams.first, nbytes))
+        teams.give_part(step, Part.of(engines, teams.first, nbytes, layout))
     answer = teams.folder_given(step)
     refuse_folder(folder, answer["problem"], answer["fix"])
     return Saving(folder, shard, contents, None, answer["fix"], world, first=teams.first)

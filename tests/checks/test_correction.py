@@ -13,6 +13,11 @@ from megarl.recipes.build import build_task_graph
 from megarl.runtime.stages import logprob, rollout
 
 CORRECTION = "rollout_correction"
+AHEAD = (
+    "async.max_staleness=1",
+    "cluster.nproc=2",
+    "placement.teams={train: {roles: [actor], devices: 1}, draw: {roles: [rollout], devices: 1}}",
+)
 
 
 def nodes(config):
@@ -126,6 +131,8 @@ def test_generation_in_another_precision_or_age_is_warned_of(warned):
     assert [c.key for c in warned("model.dtype=fp32", "rollout.dtype=bf16")] == ["rollout.dtype"]
     assert not warned("model.dtype=fp32", "rollout.dtype=bf16", f"{CORRECTION}.preset=decoupled_token_is")
     assert [c.key for c in warned("rollout.stale_steps=4")] == ["rollout.stale_steps"]
+    assert "async.max_staleness" in [c.key for c in warned(*AHEAD)]
+    assert not [c for c in warned(*AHEAD, f"{CORRECTION}.preset=decoupled_token_is") if c.key == "async.max_staleness"]
 
 
 def test_the_default_costs_no_node(config_of):

@@ -300,3 +300,14 @@ def test_home_is_expanded_in_paths_and_nowhere_else(write, monkeypatch):
     assert config.reward.name == "/elsewhere/me/r.py:fn"
     assert config.trainer.resume == "/elsewhere/me/run/checkpoints/step_1"
     assert config.name == "~x"
+
+
+def test_a_section_named_like_a_word_of_python_is_written_as_it_is_read(write, tmp_path):
+    config = load_config(write("async: {max_staleness: 1}"))
+    assert config.async_.max_staleness == 1
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_config(config))
+    assert "\nasync:\n" in copy.read_text()
+    assert load_config(copy) == config
+    assert load_config(copy, ["async.max_staleness=0"]).async_.max_staleness == 0
+    assert "did you mean async?" in message(write("asyn: {max_staleness: 1}"))

@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.comm import WorkerGroup
+from megarl.config.asynchrony import AsyncConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
@@ -36,8 +37,8 @@ def team(name: str, mail: FolderMail | None, plans: tuple[TeamPlan, ...] = PLANS
 
 
 def test_teams_with_engines_that_learn_save_and_the_actors_knows_which(tmp_path):
-    def teams(name: str, plans: tuple[TeamPlan, ...] = PLANS):
-        config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=9.0))
+    def teams(name: str, plans: tuple[TeamPlan, ...] = PLANS, lag: int = 0):
+        config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=9.0), async_=AsyncConfig(max_staleness=lag))
         mail = FolderMail(tmp_path) if len(plans) > 1 else None
         return teams_of(SimpleNamespace(config=config, team=team(name, mail, plans)))
 
@@ -47,6 +48,13 @@ def test_teams_with_engines_that_learn_save_and_the_actors_knows_which(tmp_path)
     assert teams("reference") is None
     assert teams("actor", (PLANS[0], PLANS[2])) is None
     assert teams("actor", PLANS[:1]) is None
+    apart = (
+        TeamPlan("actor", (Role.ACTOR,), 1, 0, PARALLEL, ()),
+        TeamPlan("draw", (Role.ROLLOUT,), 1, 1, PARALLEL, ()),
+    )
+    assert teams("actor", apart) is None and teams("draw", apart) is None
+    assert teams("actor", apart, lag=1).others == ("draw",)
+    assert teams("draw", apart, lag=1).name == "draw"
 
 
 @pytest.fixture
@@ -61,7 +69,7 @@ def worker(tmp_path, monkeypatch):
         engine = SimpleNamespace(layout=layout, step=7, hf_config=SimpleNamespace(vocab_size=9))
         loader = SimpleNamespace(state_dict=dict, check_state=lambda state: None)
         return SimpleNamespace(
-            config=SimpleNamespace(trainer=trainer, cluster=cluster, model_dump=lambda mode: {}),
+            config=SimpleNamespace(trainer=trainer, cluster=cluster, async_=AsyncConfig(), model_dump=lambda mode: {}),
             run_dir=tmp_path / "run",
             trained={name: engine},
             layout=layout,
@@ -124,7 +132,7 @@ def _waits_longer_than_a_collective(folder: str) -> bool:
     group = WorkerGroup("the world", dist.group.WORLD, 1.0).subgroup([0, 1], "a team")
     mail = FolderMail(Path(folder))
     layout = SimpleNamespace(rank=group.rank, world=group)
-    config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=1.0))
+    config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=1.0), async_=AsyncConfig())
     part = CheckpointPart(SimpleNamespace(config=config, layout=layout, team=team("critic", mail)))
     if group.rank == 0:
         threading.Timer(3.0, mail.post, ("checkpoint/1", None)).start()

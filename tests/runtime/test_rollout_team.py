@@ -16,6 +16,7 @@ from megarl.dag.stage import Role
 from megarl.data.batch import Batch
 from megarl.data.loader import PromptLoader
 from megarl.errors import DataError, WorkerError
+from megarl.metrics import Metrics
 from megarl.rendezvous import write_token
 from megarl.runtime import loop, rollout_team
 from megarl.runtime.checkpoint_part import CheckpointPart
@@ -124,6 +125,18 @@ def test_the_loaders_place_is_that_after_the_step(tmp_path):
     assert found == [0, 4, 8]
 
 
+def test_the_loaders_place_is_that_after_the_step_that_is_drawn_ahead(tmp_path):
+    mail, context = Letters(), SimpleNamespace(step=0)
+    for name, position in (("loader", 0), ("loader/2", 8), ("loader/3", 12)):
+        mail.post(name, loader_state(position))
+    loader = rollout_team.LoaderElsewhere(context, mail, lag=1, steps=3)
+    found = []
+    for step in (0, 1, 2, 3):
+        context.step = step
+        found.append(loader.state_dict()["position"])
+    assert found == [0, 8, 12, 12]
+
+
 def test_a_resumed_loader_begins_where_the_checkpoint_was_written(tmp_path):
     mail, context = Letters(), SimpleNamespace(step=0)
     mail.post("loader", loader_state(0))
@@ -161,5 +174,8 @@ def test_a_checkpoint_of_other_data_is_refused_where_the_loader_is_not(tmp_path)
 
 def test_a_validation_comes_as_it_was_measured():
     mail, rows = Letters(), [{"prompt": "1+1=", "response": "2", "answer": "2", "score": 1.0}]
-    rollout_team.post_validation(4, 0.625, rows, world(), mail)
-    assert rollout_team.read_validation(4, mail) == (0.625, rows)
+    metrics = Metrics()
+    metrics.mean("val/acc", 5, 8)
+    rollout_team.post_validation(4, 0.625, metrics, rows, world(), mail)
+    accuracy, found, shown = rollout_team.read_validation(4, mail)
+    assert (accuracy, found.to_json(), shown) == (0.625, metrics.to_json(), rows)

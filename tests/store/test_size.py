@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megarl.config.asynchrony import AsyncConfig
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
@@ -27,6 +28,8 @@ def test_two_steps_of_the_longest_samples_fit() -> None:
         8 * (2 * 8 * 16_384 + 256) + 4096
     )
     assert object_store_bytes(large, between("prompt_ids")) == 2 * 512 * (8 * (8 * 16_384 + 256) + 4096)
+    ahead = large.model_copy(update={"async_": AsyncConfig(max_staleness=1)})
+    assert object_store_bytes(ahead, between("prompt_ids")) == 3 * 512 * (8 * (8 * 16_384 + 256) + 4096)
 
 
 def test_it_is_never_smaller_than_ray_needs_for_itself() -> None:

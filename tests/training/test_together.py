@@ -63,7 +63,7 @@ def _apart(ports: dict[str, int], root: str) -> dict:
         written = checkpoint.begin(folder, 4, {name: engine}, {"loader": {"at": 7}}, teams=teams)
     else:
         teams = Teams("values", 2, mail, 60.0)
-        written = begin_part(folder, 4, teams.announced(4), {name: engine}, teams, layout.world)
+        written = begin_part(folder, 4, teams.announced(4), {name: engine}, teams, layout, {})
     drawn = torch.rand(3)
     found["after_4"] = _steps(engine, 4)  # while it is written
     written.wait()
@@ -118,6 +118,7 @@ def run(alone, tmp_path):
     mail = FolderMail(tmp_path / "mail", 5.0)
     return SimpleNamespace(
         engines=engines,
+        layout=layout,
         critic={"critic": _engine("critic", layout, 4)},
         root=root,
         mail=mail,
@@ -127,7 +128,7 @@ def run(alone, tmp_path):
 
 
 def _values_write(run) -> None:
-    begin_part(run.root, 2, run.values.announced(2), run.critic, run.values, world()).wait()
+    begin_part(run.root, 2, run.values.announced(2), run.critic, run.values, run.layout, {}).wait()
 
 
 def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(run, monkeypatch):
@@ -153,7 +154,7 @@ def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(
 
 
 def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays(run):
-    part = Part.of(run.critic, 1, 1000)
+    part = Part.of(run.critic, 1, 1000, run.layout)
     run.mail.post("checkpoint/values/2", together.asdict(part))
     with phase("checkpoint"):
         written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy)
@@ -167,7 +168,7 @@ def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays
 
 def test_a_kill_between_the_parts_leaves_a_folder_that_nobody_reads(run):
     """What the policy's team leaves when all are killed while it waits for the other one."""
-    part = Part.of(run.critic, 1, 1000)
+    part = Part.of(run.critic, 1, 1000, run.layout)
     run.mail.post("checkpoint/values/2", together.asdict(part))
     written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy)
     left = run.root / f"step_2.tmp-{run.policy.announced(2)}"

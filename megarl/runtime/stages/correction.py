@@ -81,5 +81,5 @@ def ages(c: StepContext, samples: Batch) -> Metrics:
     from megarl.data.versions import tokens_by_version
 
     versions, tokens = tokens_by_version(samples, samples["response_mask"].values)
-    buckets = c.config.rollout.stale_steps + 2
+    buckets = c.config.rollout.stale_steps + c.config.async_.max_staleness + 2
     return staleness(versions, tokens, c.step - 1, buckets)

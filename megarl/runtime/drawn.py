@@ -1,0 +1,161 @@
+"""What the rollout's team has drawn for a step that is not trained yet, in a checkpoint.
+
+Its weights are gone when the step before it is trained, so nobody could draw it again. What is kept is what the team
+gave to others, under the nodes that wrote it, with its part of the step's metrics; each replica writes its groups, and
+group number k goes to replica k modulo their number of whoever reads them:
+
+    drawn_0.safetensors    uid, sample_id, number and tokens of the group, fields as node/field; one row per sample
+    drawn_0.json           metrics of the walk
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import ConfigError
+from megarl.metrics import Metrics
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.dag.placement import Handover, Placement
+    from megarl.store.crossing import Gift
+    from megarl.training.parallel import Layout
+
+_NUMBER, _TOKENS = "group_number", "group_tokens"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A step of this rank's replica.
+
+    Attributes:
+        given: what its first rank gave to other teams, by handover; empty on other ranks.
+        metrics: of this rank, from the walk.
+    """
+
+    given: Mapping[str, Gift]
+    metrics: Metrics
+
+    def files(self, layout: Layout) -> dict[str, bytes]:
+        """Name and content of this replica's files; only its first rank writes them."""
+        import torch
+
+        from megarl.data.batch import Batch
+        from megarl.data.groups import group_places
+
+        if not layout.is_lead:
+            return {}
+        board: Batch | None = None
+        for gift in self.given.values():
+            if board is None:
+                places = group_places(gift.samples["uid"])
+                number, tokens = (torch.zeros(len(gift.samples), dtype=torch.int64) for _ in range(2))
+                for group, where in zip(gift.groups, places, strict=True):
+                    number[where], tokens[where] = group.ordinal, group.tokens
+                names = {name: gift.samples[name] for name in ("uid", "sample_id")}
+                board = Batch({_NUMBER: number, _TOKENS: tokens}, names, size=len(gift.samples))
+            for field in gift.samples.names():
+                if field not in ("uid", "sample_id"):
+                    board.set(_key(gift.node, field), gift.samples[field])
+        assert board is not None, "what is drawn is used by other teams"
+        name = _name(layout.dp_rank)
+        return {name: board.to_bytes(), f"{_stem(layout.dp_rank)}.json": json.dumps(self.metrics.to_json()).encode()}
+
+
+def read_drawn(folder: Path, parts: int, layout: Layout, handovers: Iterable[Handover]) -> Drawn:
+    """This replica's share of what `parts` replicas wrote, for the `handovers` of its team."""
+    from megarl.data.batch import Batch
+    from megarl.data.groups import group_places
+    from megarl.store.core import GroupInfo
+    from megarl.store.crossing import NAMES, Gift
+
+    metrics = Metrics()
+    if not layout.is_lead:
+        return Drawn({}, metrics)
+    for part in range(layout.dp_rank, parts, layout.dp_size):
+        metrics.merge(Metrics.from_json(json.loads((folder / f"{_stem(part)}.json").read_text())))
+    whole = Batch.concat([Batch.from_bytes((folder / _name(part)).read_bytes()) for part in range(parts)])
+    numbers, tokens = whole[_NUMBER].tolist(), whole[_TOKENS].tolist()
+    mine = [group for group in group_places(whole["uid"]) if numbers[group[0]] % layout.dp_size == layout.dp_rank]
+    mine.sort(key=lambda group: numbers[group[0]])
+    groups = [
+        GroupInfo(
+            whole["uid"][group[0]],
+            numbers[group[0]],
+            tuple(whole["sample_id"][place] for place in group),
+            tokens[group[0]],
+        )
+        for group in mine
+    ]
+    board = whole.select([place for group in mine for place in group])
+    bare = board.drop([name for name in board.names() if name not in NAMES])
+    given = {}
+    for one in handovers:
+        samples = bare.copy()
+        for field in one.fields:
+            if (key := _key(one.node, field)) in board:  # an optional one may not have been written
+                samples.set(field, board[key])
+        given[one.key] = Gift(one.node, groups, samples)
+    return Drawn(given, metrics)
+
+
+def describe_drawn(config: RunConfig, placement: Placement, step: int) -> dict[str, Any] | None:
+    """What the state of a checkpoint after `step` says of the samples of the next one; None: it has none."""
+    from megarl.dag.stage import Role
+
+    team = placement.of_role(Role.ROLLOUT)
+    if not config.async_.max_staleness or step >= config.trainer.steps or team is None:
+        return None
+    fields: dict[str, list[str]] = {}
+    for one in placement.handovers:
+        if one.giver == team.name:
+            fields.setdefault(one.node, []).extend(one.fields)
+    return {"parts": team.replicas, "fields": fields}
+
+
+def refuse_other_fields(source: Path, saved: Mapping[str, Any], placement: Placement) -> None:
+    """Refuse to resume where what was drawn for the next step cannot be handed over in this run.
+
+    Args:
+        source: the checkpoint.
+        saved: what `describe_drawn` said when it was written.
+        placement: of this run.
+
+    Raises:
+        ConfigError: the rollout is in the actor's team now, or hands over something else.
+    """
+    from megarl.dag.stage import Role
+
+    team, actor = placement.of_role(Role.ROLLOUT), placement.of_role(Role.ACTOR)
+    assert team is not None, "every run draws samples"
+    kept: dict[str, Sequence[str]] = saved["fields"]
+    given = [one for one in placement.handovers if one.giver == team.name]
+    lacking = [f"{field} of {one.node}" for one in given for field in one.fields if field not in kept.get(one.node, ())]
+    if team == actor:
+        lacking = ["the rollout in the team of the actor"]
+    if lacking:
+        raise ConfigError(
+            "the checkpoint holds samples that were drawn ahead of training, by a rollout in a team of its own, and "
+            "they can be trained on only where the same is handed over",
+            where="placement",
+            found=", ".join(lacking),
+            allowed=f"a team of its own for the rollout, which hands over at most what {source.name} has",
+            fix="resume with the placement of before, from the checkpoint of the last step of a run (trainer.steps), "
+            "which holds no such samples, or start with trainer.resume=never",
+        )
+
+
+def _key(node: str, field: str) -> str:
+    return f"{node}/{field}"
+
+
+def _stem(part: int) -> str:
+    return f"drawn_{part}"
+
+
+def _name(part: int) -> str:
+    return f"{_stem(part)}.safetensors"

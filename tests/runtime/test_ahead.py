@@ -1,0 +1,191 @@
+"""Runs whose rollout draws a step while the one before it is trained: `async.max_staleness=1`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rendezvous import write_token
+from tests.runtime import harness
+
+pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+
+AHEAD = (
+    "async.max_staleness=1",
+    "cluster.nproc=2",
+    "placement.teams.train={roles: [actor, reference], devices: 1}",
+    "placement.teams.draw={roles: [rollout], devices: 1}",
+    "sft.steps=0",
+    "trainer.steps=4",
+    "validation.every=2",
+)
+PPO = (
+    *harness.PPO,
+    "cluster.nproc=3",
+    "placement.teams.value={roles: [critic], devices: 1}",
+)
+_WAIT_S = 90.0
+
+Numbers = dict[int, dict[str, float]]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
+    """Folder and numbers of a run in which drawing and training wait for each other, so that both go on at once."""
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    return run_dir, train(recipe, run_dir, work=at_the_same_time)
+
+
+@pytest.fixture(scope="module")
+def killed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run whose actor was killed in step 3."""
+    run_dir = tmp_path_factory.mktemp("killed")
+    with pytest.raises(AssertionError, match="exit codes|failed|died|-9"):
+        train(recipe, run_dir, work=killed_in_step_3)
+    assert not (run_dir / "checkpoints" / "step_3").exists()
+    return run_dir
+
+
+def test_every_step_has_exactly_its_version(undisturbed):
+    run_dir, numbers = undisturbed
+    assert drawn_with(run_dir) == {1: {0}, 2: {0}, 3: {1}, 4: {2}}
+    assert [numbers[step]["rollout_corr/staleness_mean"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert [step for step in numbers if "val/acc" in numbers[step]] == [0, 2, 4]
+
+
+def test_a_step_is_drawn_while_the_one_before_it_is_trained(undisturbed):
+    """Else one of the two would have timed out."""
+    run_dir, _ = undisturbed
+    assert {path.name for path in run_dir.glob("began-*")} == {
+        *(f"began-drawing-{step}" for step in (1, 2, 3, 4)),
+        *(f"began-training-{step}" for step in (1, 2, 3, 4)),
+    }
+
+
+def test_the_same_run_again_has_the_same_numbers(recipe, undisturbed, tmp_path):
+    assert train(recipe, tmp_path) == undisturbed[1]
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, undisturbed, killed, tmp_path):
+    run_dir = shutil.copytree(killed, tmp_path / "run")
+    assert train(recipe, run_dir, work=noting_versions) == undisturbed[1]
+    assert drawn_with(run_dir) == {3: {1}, 4: {2}}
+
+
+def test_what_was_drawn_ahead_is_trained_on_by_a_run_that_does_so_no_more(recipe, killed, tmp_path):
+    run_dir = shutil.copytree(killed, tmp_path / "run")
+    train(recipe, run_dir, "async.max_staleness=0", work=noting_versions)
+    assert drawn_with(run_dir) == {3: {1}, 4: {3}}
+
+
+def test_a_run_may_begin_to_run_ahead_when_it_resumes(recipe, tmp_path):
+    train(recipe, tmp_path, "async.max_staleness=0", "trainer.steps=1")
+    train(recipe, tmp_path, work=noting_versions)
+    assert drawn_with(tmp_path) == {2: {1}, 3: {1}, 4: {2}}
+
+
+def test_ppo_with_a_critic_in_a_third_team(recipe, tmp_path):
+    numbers = train(recipe, tmp_path, *PPO, "trainer.steps=3", work=noting_versions)
+    assert drawn_with(tmp_path) == {1: {0}, 2: {0}, 3: {1}}
+    assert all("critic/vf_loss" in numbers[step] for step in (1, 2, 3))
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def train(recipe: Path, run_dir: Path, *overrides: str, work: Callable[..., None] | None = None) -> Numbers:
+    """A run without Ray; its numbers without those that measure time."""
+    write_token(run_dir)
+    steps = harness.train(recipe, run_dir, *AHEAD, *overrides, work=work)
+    return {
+        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "sync/"))}
+        for step, numbers in steps.items()
+    }
+
+
+def drawn_with(run_dir: Path) -> dict[int, set[int]]:
+    """Versions of the weights that the samples of each trained step were drawn with."""
+    found: dict[int, set[int]] = {}
+    for line in (run_dir / "versions").read_text().splitlines():
+        step, version = map(int, line.split())
+        found.setdefault(step, set()).add(version)
+    return found
+
+
+def noting_versions(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run; versions of each step's samples are noted where they are trained."""
+    before_training(lambda c, samples: note_versions(Path(run_dir), c.step, samples))
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
+
+
+def at_the_same_time(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """`noting_versions`; step t + 1 is drawn to its end after step t begins to be trained, and the other way round."""
+    from megarl.runtime.stages import rollout
+
+    folder, last = Path(run_dir), 4
+    generate = rollout.generate
+
+    def drawing(c: Any, *arguments: Any) -> Any:
+        (folder / f"began-drawing-{c.step}").touch()
+        if c.step > 1:
+            wait_for(folder / f"began-training-{c.step - 1}")
+        return generate(c, *arguments)
+
+    def training(c: Any, samples: Any) -> None:
+        note_versions(folder, c.step, samples)
+        (folder / f"began-training-{c.step}").touch()
+        if c.step < last:
+            wait_for(folder / f"began-drawing-{c.step + 1}")
+
+    rollout.generate = drawing
+    before_training(training)
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
+
+
+def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run, whose actor is killed when it trains step 3, after the checkpoint of step 2."""
+
+    def training(c: Any, samples: Any) -> None:
+        if c.step == 3:
+            wait_for(Path(run_dir) / "checkpoints" / "step_2" / "meta.json")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before_training(training)
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
+
+
+def before_training(call: Callable[[Any, Any], None]) -> None:
+    """In a worker's process: `call(context, samples)` before an update."""
+    from megarl.runtime.stages import correction
+
+    ages = correction.ages
+
+    def calling(c: Any, samples: Any) -> Any:
+        call(c, samples)
+        return ages(c, samples)
+
+    correction.ages = calling
+
+
+def note_versions(run_dir: Path, step: int, samples: Any) -> None:
+    with (run_dir / "versions").open("a") as file:
+        file.writelines(f"{step} {version}\n" for version in samples["weight_versions"].values.tolist())
+
+
+def wait_for(path: Path) -> None:
+    end = time.monotonic() + _WAIT_S
+    while not path.exists():
+        assert time.monotonic() < end, f"timed out waiting for {path.name}"
+        time.sleep(0.01)
