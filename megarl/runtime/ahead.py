@@ -55,7 +55,7 @@ def await_drawn(c: Controller, version: int) -> None:
 
 
 @dataclass
-class Drawing:
+class RolloutSteps:
     """The steps of a rollout's team. All methods are collective over it.
 
     Attributes:

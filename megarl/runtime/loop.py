@@ -20,7 +20,7 @@ from megarl.dag.node import Role
 from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
-from megarl.runtime.ahead import Drawing, await_drawn, draws_apart, find_drawn
+from megarl.runtime.ahead import RolloutSteps, await_drawn, draws_apart, find_drawn
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints
 from megarl.runtime.critic import make_critic
@@ -72,7 +72,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             crossing = _crossing(c, graph)
             executor = Executor(graph, c.roles, c.team.plan.nodes, crossing)
             if isinstance(checkpoints, CheckpointPart) and crossing is not None and draws_apart(c):
-                Drawing(c, executor, crossing, recorder, checkpoints, held).run()
+                RolloutSteps(c, executor, crossing, recorder, checkpoints, held).run()
             else:
                 _steps(c, executor, recorder, checkpoints)
             export(c, run_dir / FOLDER)

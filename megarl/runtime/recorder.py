@@ -174,9 +174,7 @@ class Recorder:
         if self._peak is None:
             self._peak = peak_flops(self._c.config.model.dtype, self._c.config.tracking.peak_tflops)
         memory = numbers["perf/max_memory_gb"]  # of the largest rank, not of this one
-        validation = (
-            "validate" if self._c.team.holds(Role.ROLLOUT) else "await_validation"
-        )  # as this team's step has it
+        validation = "validate" if self._c.team.holds(Role.ROLLOUT) else "await_validation"
         made = perf_metrics(
             tokens=numbers["perf/total_tokens"],
             seconds=numbers["timing_s/step"] - numbers.get(f"timing_s/{validation}", 0.0),

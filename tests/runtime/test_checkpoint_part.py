@@ -52,7 +52,8 @@ def test_teams_with_engines_that_learn_save_and_the_actors_knows_which(tmp_path)
         TeamPlan("actor", (Role.ACTOR,), 1, 0, PARALLEL, ()),
         TeamPlan("draw", (Role.ROLLOUT,), 1, 1, PARALLEL, ()),
     )
-    assert teams("actor", apart) is None and teams("draw", apart) is None
+    assert teams("actor", apart) is None
+    assert teams("draw", apart) is None
     assert teams("actor", apart, lag=1).others == ("draw",)
     assert teams("draw", apart, lag=1).name == "draw"
 
