@@ -51,7 +51,7 @@ setup(
         "transformers>=5,<6",
         "tensordict>=0.9",
         "safetensors>=0.5",
-        "pydantic>=2.7",
+        "pydantic>=2.11",
         "numpy>=1.26",
         "aiohttp>=3.9",
         "pyyaml>=6",

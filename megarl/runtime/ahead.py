@@ -1,11 +1,11 @@
 """The team of the rollout when it is not the actor's: it draws, `async.max_staleness` steps ahead of training.
 
     rollout's team (k = 1)                              actor's team
-    draw 2, weights 0        drawn/2 -------------->    train 1
+    draw 2, weights 0        drawn/0/2 ------------>    train 1
     take weights 1           <------ weights/1 -----    push them: nothing is drawn with weights 0 any more
     validate them            validation/1 --------->    record of step 1
     what was drawn for 2     checkpoint/draw/1 ---->    checkpoint of step 1
-    draw 3, weights 1        drawn/3 -------------->    train 2
+    draw 3, weights 1        drawn/0/3 ------------>    train 2
     take weights 2           <------ weights/2 -----    push them
 
 With k = 0 it draws step t + 1 after weights t have come, and nothing of it is in a checkpoint. The end of a run, T, has
@@ -17,6 +17,7 @@ No wait closes a circle: weights t wait for what is drawn for step t + k, which 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,10 @@ def await_drawn(c: Controller, version: int) -> None:
     lag = c.config.async_.max_staleness
     if lag and version + lag <= c.config.trainer.steps:
         with phase("await_drawn"):
-            c.mail.read(f"{DRAWN}/{version + lag}")
+            team = c.team.placement.of_role(Role.ROLLOUT)
+            assert team is not None, "every run draws samples"
+            for replica in range(team.replicas):
+                c.mail.read(f"{DRAWN}/{replica}/{version + lag}")
 
 
 @dataclass
@@ -115,12 +119,12 @@ class RolloutSteps:
         return drawn
 
     def _tell(self) -> None:
-        """This step is drawn, by all replicas, and that is where the loader stands."""
+        """This replica has drawn this step, and that is where the loader stands."""
         c = self.c
-        c.layout.world.barrier()
         tell_loader(c)
-        if c.config.async_.max_staleness:
-            c.team.post(c.layout, f"{DRAWN}/{c.context.step}", True)
+        # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
+        if c.config.async_.max_staleness and c.layout.is_lead:
+            c.mail.post(f"{DRAWN}/{c.layout.dp_rank}/{c.context.step}", True)
 
     def _follow(self, version: int) -> None:
         c, config = self.c, self.c.config
@@ -133,8 +137,10 @@ class RolloutSteps:
         trainer, every = self.c.config.trainer, self.c.config.validation.every
         last = version == trainer.steps
         if last or due(version, trainer.save_every) or (trainer.save_every and due(version, every)):
-            files = {} if drawn is None else drawn.files(self.c.layout)
+            files = None if drawn is None else partial(drawn.files, self.c.layout)
             self.checkpoints.after_step(version, last=last, files=files)
+        else:
+            self.checkpoints.poll()
 
 
 def find_drawn(c: Controller, source: Path) -> Drawn | None:

@@ -8,7 +8,7 @@ after_step(): is a step saved?              ----->   after_step(): its engines (
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,18 @@ class CheckpointPart:
             with self._c.residency.phase("resume"):
                 load(source, trained, verify(source, self._world, trained))
 
-    def after_step(self, step: int, *, last: bool, files: Mapping[str, bytes] | None = None) -> None:
+    def poll(self) -> None:
+        """After a step that no checkpoint may follow: has what is being written come to its end?
+
+        Raises:
+            CheckpointError: it could not be written; the checkpoint before it is whole.
+        """
+        if self._saving is not None:
+            with phase("checkpoint"):
+                if self._saving.poll():
+                    self._saving = None
+
+    def after_step(self, step: int, *, last: bool, files: Callable[[], Mapping[str, bytes]] | None = None) -> None:
         """Begin to write this team's part of the checkpoint of `step`, if it has one and the actor's team saves it.
 
         The next steps run while it is written; after the last one it is complete.
@@ -53,7 +64,7 @@ class CheckpointPart:
         Args:
             step: of the checkpoint.
             last: no step follows.
-            files: contents by name of what this rank adds.
+            files: asked for the contents by name of what this rank adds, if the step is saved.
 
         Raises:
             CheckpointError: it could not be written; the checkpoint before it is whole.
@@ -64,14 +75,13 @@ class CheckpointPart:
             return
         with phase("await_checkpoint"):
             tag = self._teams.announced(step)
+        self.poll()
         with phase("checkpoint"):
-            if self._saving is not None and self._saving.poll():
-                self._saving = None
             if tag is not None:
                 self._wait()
                 with self._c.residency.phase("checkpoint"):
-                    c, root = self._c, self._c.run_dir / FOLDER
-                    self._saving = begin_part(root, step, tag, c.trained, self._teams, c.layout, files or {})
+                    c, root, more = self._c, self._c.run_dir / FOLDER, {} if files is None else files()
+                    self._saving = begin_part(root, step, tag, c.trained, self._teams, c.layout, more)
             if last:
                 self._wait()
 

@@ -125,7 +125,8 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
         return None
     from megarl.store.crossing import TeamCrossing
 
-    return TeamCrossing(graph, team.placement, team.store, c.layout.dp_rank, c.layout.is_lead)
+    keeps = draws_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
+    return TeamCrossing(graph, team.placement, team.store, c.layout.dp_rank, c.layout.is_lead, keeps=keeps)
 
 
 def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:

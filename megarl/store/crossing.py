@@ -47,16 +47,24 @@ class TeamCrossing:
         client: of this worker.
         replica: number of the replica that this worker is part of.
         is_lead: it gives for its replica.
+        keeps: `given` is wanted.
 
     Attributes:
-        given: what it has given in the last walk, by the keys of handovers.
+        given: what it has given in the last walk, by the keys of handovers; empty unless it `keeps` that.
     """
 
     def __init__(
-        self, graph: TaskGraph, placement: Placement, client: StoreClient, replica: int, is_lead: bool
+        self,
+        graph: TaskGraph,
+        placement: Placement,
+        client: StoreClient,
+        replica: int,
+        is_lead: bool,
+        *,
+        keeps: bool = False,
     ) -> None:
         self._graph, self._placement, self._client = graph, placement, client
-        self._replica, self._is_lead = replica, is_lead
+        self._replica, self._is_lead, self._keeps = replica, is_lead, keeps
         self._team = placement[client.team]
         self._taken: set[str] = set()
         self._samples: str | None = None  # whose samples are on the board; None: prompts
@@ -108,7 +116,6 @@ class TeamCrossing:
         Raises:
             StoreError: the store refuses it.
         """
-        self.given = dict(given)
         for key, gift in given.items():
             self._client.give(step, key, gift.groups, gift.samples.to_blocks(group_places(gift.samples["uid"])))
         self._client.done(step)
@@ -157,7 +164,8 @@ class TeamCrossing:
         except ValueError as error:  # of a column that cannot be sent
             raise self._wrong(context, handover, str(error)) from error
         context.metrics.sum("store/given_gb", size / 1e9)
-        self.given[handover.key] = Gift(handover.node, groups, sent)
+        if self._keeps:
+            self.given[handover.key] = Gift(handover.node, groups, sent)
 
     def _held(self, board: Batch | None) -> list[GroupInfo]:
         """The groups of the board. Those that this team made itself are numbered as the loader deals prompts."""

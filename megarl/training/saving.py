@@ -13,6 +13,7 @@ nobody reads. What fails in a thread is raised by `poll` and `wait`, on all rank
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import threading
@@ -130,7 +131,7 @@ class Saving:
         except BaseException as error:  # raised in the main thread, by `poll`
             self._error = error
         finally:
-            del self._shard  # its memory
+            del self._shard, self._files  # their memory
 
     def _progress(self, count: int) -> None:
         if self._stop.is_set():
@@ -150,6 +151,15 @@ class Saving:
             seals |= self._seals_of(team, workers)
         return seals
 
+    def _bytes_of_others(self) -> int:
+        """What the workers of other teams have written so far, samples that wait for the next step included."""
+        own = {shard_name(self._first + rank) for rank in range(self._world.size)}
+        size = 0
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # a seal that is taken, or a file that gets its name
+                size += 0 if path.name in own else path.stat().st_size
+        return size
+
     def _seals_of(self, team: str, workers: range) -> dict[str, Seal]:
         """Those of the workers of another team, whose files are there as long as they were written.
 
@@ -164,7 +174,7 @@ class Saving:
                 self._progress(0)
                 now = time.monotonic()
                 if now - looked > _LOOK_S:
-                    looked, before, size = now, size, _bytes_of(self._folder, workers)
+                    looked, before, size = now, size, self._bytes_of_others()
                     if size != before:
                         grown = now
                         self._progress(max(0, size - before))  # it moves on, which is seen as a beat
@@ -193,12 +203,6 @@ def _take_seals(path: Path) -> dict[str, Seal]:
     seals = json.loads(path.read_text())
     path.unlink()
     return seals
-
-
-def _bytes_of(folder: Path, workers: range) -> int:
-    """What workers have written of their tensors so far."""
-    paths = (folder / shard_name(number) for number in workers)
-    return sum(path.stat().st_size for path in paths if path.exists())
 
 
 def _describe(error: BaseException) -> str:

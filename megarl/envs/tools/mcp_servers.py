@@ -332,4 +332,4 @@ def check_servers(servers: Mapping[str, McpServer]) -> None:
 
 def _check_package() -> None:
     if installed_version("mcp") is None:
-        raise ConfigError("the package mcp is not installed", where=_KEY, fix="pip install 'megarl[mcp]'")
+        raise ConfigError("the package mcp is not installed", where=_KEY, fix="pip install '.[mcp]'")

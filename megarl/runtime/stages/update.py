@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     """`ppo_epochs` passes over the samples, one optimizer step per mini-batch.
 
-    Without `old_logp` every sample is used once, by the policy that drew it: the ratio is 1, except for samples that
-    waited since an earlier step. While a critic warms up the policy rests.
+    Without `old_logp` every sample is used once, as if by the policy that drew it: the ratio is 1, except for samples
+    that waited since an earlier step. While a critic warms up the policy rests.
     """
     if c.step <= c.resting:
         return samples
