@@ -1,4 +1,5 @@
-"""The training loop around a task graph. Every rank of every team runs it by itself:
+"""The training loop around a task graph. Every rank runs it by itself; the steps of a rollout in a team of its own are
+in megarl.runtime.ahead:
 
 resume or cold start (the team of the actor; the others are told)
 publish the weights to where samples are drawn, validate

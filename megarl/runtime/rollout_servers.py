@@ -7,7 +7,8 @@
     push version t, weights/t: who holds it -------------------->  asks those, and no others
 
 Both have a `Fleet` of the same servers; the pump's knows the processes, and the other one learns from it before every
-push. A server that comes back during a walk is filled at the next push: nobody pushes in between.
+push. A server that comes back during a walk is filled at the next push: nobody pushes in between. Here t counts
+versions; where the rollout runs ahead (megarl.runtime.ahead) the walk before weights t is that of a later step.
 """
 
 from __future__ import annotations
