@@ -105,6 +105,10 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "tracking": None,
 }
 
+#: How samples are drawn and scored, which a rollout may have done already for the next step; by key or section.
+DRAWING = ("async", "data", "env", "reward", "rollout", "trainer.seed")
+HELD_OUT = ("data.val_files", "data.val_batch_size", "data.max_val_samples")
+
 #: Used by a run that resumes from the end of its cold start.
 BEFORE_FIRST_STEP = ("validation.before_train", "critic.path")
 
@@ -164,10 +168,13 @@ def _differences(path: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]
         yield path, old, new
 
 
-def announcements(before: Plain, now: Plain, command: Command, *, begun: bool = True) -> list[str]:
+def announcements(
+    before: Plain, now: Plain, command: Command, *, begun: bool = True, drawn: int | None = None
+) -> list[str]:
     """A line for every setting that has changed since the checkpoint, with what it does not do.
 
-    Not `begun`: the checkpoint is that of a cold start, and what comes before the first step is still to come.
+    Not `begun`: the checkpoint is that of a cold start, and what comes before the first step is still to come. `drawn`:
+    the checkpoint holds the samples of this step.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with one of them.
@@ -183,8 +190,15 @@ def announcements(before: Plain, now: Plain, command: Command, *, begun: bool = 
                 allowed=str(old),
                 fix=f"set {key}={old}; trainer.resume=never starts from the beginning",
             )
-        lines.append(f"{key}: {old} -> {new}" + (f" ({effect})" if effect else ""))
+        notes = [effect] if effect else []
+        if drawn is not None and _is_of_drawing(key) and not (effect or "").startswith("not used"):
+            notes.append(f"from step {drawn + 1} on: samples of step {drawn} are drawn and scored already")
+        lines.append(f"{key}: {old} -> {new}" + (f" ({'; '.join(notes)})" if notes else ""))
     return lines
+
+
+def _is_of_drawing(key: str) -> bool:
+    return key not in HELD_OUT and any(key == entry or key.startswith(f"{entry}.") for entry in DRAWING)
 
 
 _MISSING = object()

@@ -10,7 +10,7 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
 from megarl.runtime.changes import Command, announcements
-from megarl.runtime.drawn import describe_drawn, refuse_other_fields
+from megarl.runtime.drawn import describe_drawn, refuse_other_drawing
 from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.validate import due
 
@@ -73,7 +73,7 @@ class Checkpoints:
             ConfigError: no such checkpoint, or it cannot be continued with this configuration.
             DataError: nor with this data.
         """
-        from megarl.training.checkpoint import check_model, read_state, verify
+        from megarl.training.checkpoint import verify
 
         resume = self._c.config.trainer.resume
         with phase("resume"):
@@ -89,24 +89,40 @@ class Checkpoints:
                         allowed="auto, never, or RUN_DIR/checkpoints/step_N",
                     )
                 self._meta = verify(self.source, self._world)
-            changes: list[str] = []
-            if self.source is not None and self._meta is not None:
-                check_model(self.source, self._meta, self._c.trained, self._world)
-                if self._c.loading is not None:
-                    state = read_state(self.source)
-                    self._c.loading.check_state(state["loader"])
-                    if state.get("drawn") is not None:
-                        refuse_other_fields(self.source, state["drawn"], self._c.team.placement)
-                now = self._c.config.model_dump(mode="json")
-                command: Command = "sft" if key.startswith("sft.") else "train"
-                changes = announcements(self._meta["config"], now, command, begun=self._meta["step"] > 0)
+            lines = [] if self._meta is None else self._check(self._meta, key, steps)
             self._continues = self.source is not None and self.source.resolve().parent == self._root.resolve()
             self._withdraws = self._meta is None or self._meta["step"] < steps
             if self._world.rank == 0 and self._meta is not None:
-                for line in changes:
-                    print(f"changed since the checkpoint: {line}", flush=True)
+                for line in lines:
+                    print(line, flush=True)
                 print(_outlook(self._meta["step"], steps, key, str(self.source)), flush=True)
         return None if self._meta is None else self._meta["step"]
+
+    def _check(self, meta: dict[str, Any], key: str, steps: int) -> list[str]:
+        """Can this run go on from `source`? What is to be said of that; arguments and errors as in `find`."""
+        from megarl.training.checkpoint import check_model, read_state
+
+        assert self.source is not None, "it has been found"
+        c, step, lines = self._c, meta["step"], list[str]()
+        check_model(self.source, meta, c.trained, self._world)
+        drawn = None
+        if c.loading is not None:
+            state = read_state(self.source)
+            c.loading.check_state(state["loader"])
+            if step < steps:  # else nothing of it is used
+                drawn = state.get("drawn")
+                if state.get("surplus_parts") and not c.config.algorithm.dynamic_sampling.enabled:
+                    lines.append(
+                        "samples that dynamic sampling left over are in the checkpoint, and this run goes on without "
+                        "them: algorithm.dynamic_sampling.enabled is false"
+                    )
+        if drawn is not None:
+            refuse_other_drawing(step, drawn, c.config, c.team.placement)
+        command: Command = "sft" if key.startswith("sft.") else "train"
+        now = c.config.model_dump(mode="json")
+        ahead = None if drawn is None else step + 1
+        changes = announcements(meta["config"], now, command, begun=step > 0, drawn=ahead)
+        return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]
 
     def _newest_good(self) -> None:
         """Find the newest checkpoint of this run folder whose files are all intact; say it loudly when newer ones are
@@ -183,7 +199,9 @@ class Checkpoints:
             c.context.step, state = load(self.source, c.trained, self._meta)
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
-        c.context.surplus = read_surplus(c.context, self.source, state["surplus_parts"])
+        parts = state["surplus_parts"]
+        if parts and c.config.algorithm.dynamic_sampling.enabled:  # else no step would use them, and all save them
+            c.context.surplus = read_surplus(c.context, self.source, parts)
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare
         if same and state["best"] is not None and self._has(state.get("best_step")):

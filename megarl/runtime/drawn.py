@@ -114,39 +114,78 @@ def describe_drawn(config: RunConfig, placement: Placement, step: int) -> dict[s
     for one in placement.handovers:
         if one.giver == team.name:
             fields.setdefault(one.node, []).extend(one.fields)
-    return {"parts": team.replicas, "fields": fields}
+    return {"parts": team.replicas, "fields": fields, "settings": _settings(config)}
 
 
-def refuse_other_fields(source: Path, saved: Mapping[str, Any], placement: Placement) -> None:
-    """Refuse to resume where what was drawn for the next step cannot be handed over in this run.
+def _settings(config: RunConfig) -> dict[str, Any]:
+    """Settings by key that drawing and training of one step must have in common.
+
+    The store takes as many groups for a step as the one has, and the log-probs that the actor computes are compared
+    with those that samples were drawn with, which are of the other.
+    """
+    return {
+        "data.batch_size": config.data.batch_size,
+        "rollout.sampling.temperature": config.rollout.sampling.temperature,
+    }
+
+
+def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig, placement: Placement) -> None:
+    """Refuse to resume where what was drawn for the next step cannot be trained on in this run.
 
     Args:
-        source: the checkpoint.
+        step: of the checkpoint.
         saved: what `describe_drawn` said when it was written.
+        config: of this run.
         placement: of this run.
 
     Raises:
-        ConfigError: the rollout is in the actor's team now, or hands over something else.
+        ConfigError: a setting is another one, the rollout is in the actor's team now, or hands over something else.
     """
+    before = saved.get("settings", {})  # an older version did not note them
+    for key, now in _settings(config).items():
+        if key in before and before[key] != now:
+            raise ConfigError(
+                f"the checkpoint holds the samples of step {step + 1}, and they were drawn with another value",
+                where=key,
+                found=now,
+                allowed=str(before[key]),
+                fix=_way_out(step, f"{key}={before[key]}"),
+            )
+    _refuse_other_fields(step, saved["fields"], placement)
+
+
+def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement: Placement) -> None:
     from megarl.dag.stage import Role
 
-    team, actor = placement.of_role(Role.ROLLOUT), placement.of_role(Role.ACTOR)
+    team = placement.of_role(Role.ROLLOUT)
     assert team is not None, "every run draws samples"
-    kept: dict[str, Sequence[str]] = saved["fields"]
+    if team == placement.of_role(Role.ACTOR):
+        raise ConfigError(
+            f"the checkpoint holds samples of step {step + 1} that were drawn ahead of training, by a rollout in a "
+            "team of its own, and only such a one can hand them over",
+            where="placement",
+            found="the rollout in the team of the actor",
+            allowed="a team of its own for the rollout",
+            fix=_way_out(step, "the placement of before"),
+        )
     given = [one for one in placement.handovers if one.giver == team.name]
     lacking = [f"{field} of {one.node}" for one in given for field in one.fields if field not in kept.get(one.node, ())]
-    if team == actor:
-        lacking = ["the rollout in the team of the actor"]
     if lacking:
         raise ConfigError(
-            "the checkpoint holds samples that were drawn ahead of training, by a rollout in a team of its own, and "
-            "they can be trained on only where the same is handed over",
-            where="placement",
+            f"the checkpoint holds samples of step {step + 1} that were drawn ahead of training, and they lack fields "
+            "that nodes of this recipe hand over",
+            where="recipe",
             found=", ".join(lacking),
-            allowed=f"a team of its own for the rollout, which hands over at most what {source.name} has",
-            fix="resume with the placement of before, from the checkpoint of the last step of a run (trainer.steps), "
-            "which holds no such samples, or start with trainer.resume=never",
+            allowed="; ".join(f"{', '.join(fields)} of {node}" for node, fields in kept.items()),
+            fix=_way_out(step, "the recipe of before"),
         )
+
+
+def _way_out(step: int, before: str) -> str:
+    return (
+        f"finish step {step + 1} with {before} and trainer.steps={step + 1}: that writes a checkpoint that holds no "
+        "samples, from which other settings may go on; or start with trainer.resume=never"
+    )
 
 
 def _key(node: str, field: str) -> str:

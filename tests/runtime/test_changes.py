@@ -110,6 +110,25 @@ def test_a_changed_argument_of_a_reward_or_environment_is_used(before, now, line
     assert announcements(config(**before), config(**now), "train") == lines
 
 
+@pytest.mark.parametrize(
+    ("now", "late"),
+    [
+        ({"rollout": {"sampling": {"n": 3}}}, True),
+        ({"reward": {"kwargs": {"most": 2}}}, True),
+        ({"async": {"max_staleness": 1}}, True),
+        ({"trainer": {"seed": 1}}, True),
+        ({"data": {"shuffle": False}}, False),  # not used in any step
+        ({"data": {"val_batch_size": 3}}, False),
+        ({"actor": {"ppo_epochs": 2}}, False),
+    ],
+)
+def test_what_is_drawn_already_is_not_drawn_with_changed_settings(now, late):
+    (usual,) = announcements(config(), config(**now), "train")
+    (line,) = announcements(config(), config(**now), "train", drawn=4)
+    assert "step 5" not in usual
+    assert line.endswith("from step 5 on: samples of step 4 are drawn and scored already)") == late
+
+
 def test_the_settings_of_sft_take_effect_in_sft():
     before, now = config(), config(sft={"steps": 9})
     assert announcements(before, now, "sft") == ["sft.steps: 0 -> 9"]

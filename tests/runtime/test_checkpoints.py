@@ -203,6 +203,51 @@ def test_other_data_is_refused_before_anything_in_the_run_folder_changes(run_dir
     assert "this run is finished" not in capsys.readouterr().out
 
 
+def with_state(run_dir, monkeypatch, state, **sections):
+    """Checkpoints of a run whose newest one, of step 3, has this `state`."""
+    from megarl.training import checkpoint
+
+    state = {"loader": {}, "kl": {}, "surplus_parts": 0, "best": None, **state}
+    monkeypatch.setattr(checkpoint, "read_state", lambda _: state)
+    monkeypatch.setattr(checkpoint, "load", lambda *_: (3, state))
+    checkpoints = of_run(run_dir, loader=SimpleNamespace(check_state=lambda _: None, load_state_dict=lambda _: None))
+    c = checkpoints._c
+    c.config = RunConfig.model_validate({"name": "run", **sections})
+    c.team = SimpleNamespace(store=None, placement=together(c.config, (Role.ACTOR, Role.ROLLOUT)))
+    c.residency, c.context = Residency(), SimpleNamespace(surplus=None, config=c.config)
+    c.context.kl_controller = SimpleNamespace(load_state_dict=lambda _: None)
+    return checkpoints
+
+
+def test_a_finished_run_is_not_refused_for_samples_that_it_does_not_train_on(run_dir, monkeypatch):
+    state = {"drawn": {"parts": 1, "fields": {"rollout": ["response_ids"]}, "settings": {"data.batch_size": 1}}}
+    batch_size = RunConfig(name="run").data.batch_size
+    assert with_state(run_dir, monkeypatch, state).find("trainer.steps", 3) == 3
+    with pytest.raises(ConfigError, match=r"data\.batch_size: the checkpoint holds the samples of step 4"):
+        with_state(run_dir, monkeypatch, state).find("trainer.steps", 4)
+    state["drawn"]["settings"]["data.batch_size"] = batch_size
+    with pytest.raises(ConfigError, match="placement: the checkpoint holds samples of step 4"):
+        with_state(run_dir, monkeypatch, state).find("trainer.steps", 4)
+
+
+def test_changes_are_announced_with_the_step_that_is_drawn_already(run_dir, monkeypatch, capsys):
+    monkeypatch.setattr("megarl.runtime.checkpoints.refuse_other_drawing", lambda *_: None)
+    monkeypatch.setattr("megarl.runtime.checkpoints.announcements", lambda *_, begun, drawn: [f"after {drawn}"])
+    with_state(run_dir, monkeypatch, {"drawn": {}}).find("trainer.steps", 9)
+    assert "changed since the checkpoint: after 4\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("enabled", "steps", "said"), [(False, 9, True), (False, 3, False), (True, 9, False)])
+def test_left_over_samples_are_dropped_without_dynamic_sampling(run_dir, monkeypatch, capsys, enabled, steps, said):
+    monkeypatch.setattr("megarl.runtime.checkpoints.read_surplus", lambda *_: "samples")
+    dapo = {"dynamic_sampling": {"enabled": enabled}}
+    checkpoints = with_state(run_dir, monkeypatch, {"surplus_parts": 1}, algorithm=dapo)
+    checkpoints.find("trainer.steps", steps)
+    assert ("samples that dynamic sampling left over are in the checkpoint" in capsys.readouterr().out) == said
+    checkpoints.load()
+    assert checkpoints._c.context.surplus == ("samples" if enabled else None)
+
+
 @pytest.mark.parametrize(("best_step", "best", "kept"), [(2, 0.8, 2), (7, -math.inf, None), (None, 0.8, None)])
 def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, best_step, best, kept):
     from megarl.training import checkpoint

@@ -14,7 +14,7 @@ from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
-from megarl.runtime.drawn import Drawn, describe_drawn, read_drawn, refuse_other_fields
+from megarl.runtime.drawn import Drawn, describe_drawn, read_drawn, refuse_other_drawing
 from megarl.store.core import GroupInfo
 from megarl.store.crossing import Gift
 
@@ -58,8 +58,8 @@ def saved(folder: Path, replicas: int) -> None:
             (folder / name).write_bytes(content)
 
 
-@pytest.mark.parametrize("before", [1, 2, 3])
-@pytest.mark.parametrize("now", [1, 2, 4])
+@pytest.mark.parametrize("before", [1, 2, 3, 7])
+@pytest.mark.parametrize("now", [1, 2, 4, 7])
 def test_every_replica_gives_what_it_would_have_drawn(tmp_path, before, now):
     saved(tmp_path, before)
     metrics = Metrics()
@@ -87,29 +87,65 @@ def placement(*, apart: bool = True, handovers: tuple[Handover, ...] = HANDOVERS
     return Placement(tuple(teams), handovers if apart else ())
 
 
+FIELDS = {"rollout": ["response_ids", "note"], "reward": ["score", "optional"]}
+SETTINGS = {"data.batch_size": 8, "rollout.sampling.temperature": 0.5}
+
+
+def config(*, size: int = 8, temperature: float = 0.5, staleness: int = 1) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "run",
+            "async": {"max_staleness": staleness},
+            "trainer": {"steps": 9},
+            "data": {"batch_size": size},
+            "rollout": {"sampling": {"temperature": temperature}},
+        }
+    )
+
+
 def test_a_checkpoint_says_what_it_has_for_the_next_step():
-    config = RunConfig.model_validate({"name": "run", "async": {"max_staleness": 1}, "trainer": {"steps": 9}})
-    fields = {"rollout": ["response_ids", "note"], "reward": ["score", "optional"]}
-    assert describe_drawn(config, placement(), 8) == {"parts": 2, "fields": fields}
-    assert describe_drawn(config, placement(), 9) is None
-    assert describe_drawn(RunConfig(name="run"), placement(), 8) is None
+    wanted = {"parts": 2, "fields": FIELDS, "settings": SETTINGS}
+    assert describe_drawn(config(), placement(), 8) == wanted
+    assert describe_drawn(config(), placement(), 9) is None
+    assert describe_drawn(config(staleness=0), placement(), 8) is None
 
 
 @pytest.mark.parametrize(
-    ("now", "lacking"),
+    ("changed", "key", "before"),
+    [({"size": 4}, "data.batch_size", "8"), ({"temperature": 1.0}, "rollout.sampling.temperature", "0.5")],
+)
+def test_what_was_drawn_is_not_trained_on_with_other_settings(changed, key, before):
+    state = describe_drawn(config(), placement(), 3)
+    refuse_other_drawing(3, state, config(staleness=0), placement())
+    with pytest.raises(ConfigError) as error:
+        refuse_other_drawing(3, state, config(**changed), placement())
+    assert (error.value.where, error.value.allowed) == (key, before)
+    assert f"finish step 4 with {key}={before} and trainer.steps=4" in error.value.fix
+    del state["settings"]  # an older version wrote it
+    refuse_other_drawing(3, state, config(**changed), placement())
+
+
+@pytest.mark.parametrize(
+    ("now", "where", "lacking"),
     [
-        (placement(apart=False), "the rollout in the team of the actor"),
+        (placement(apart=False), "placement", "the rollout in the team of the actor"),
         (
             placement(handovers=(Handover("rollout", "draw", ("response_ids", "text"), ("train",), "rollout"),)),
+            "recipe",
             "text of rollout",
+        ),
+        (
+            placement(handovers=(*HANDOVERS, Handover("greedy", "draw", ("greedy_score",), ("train",), "rollout"))),
+            "recipe",
+            "greedy_score of greedy",
         ),
     ],
 )
-def test_a_run_that_cannot_hand_it_over_is_refused(now, lacking):
-    fields = {"rollout": ["response_ids", "note"], "reward": ["score", "optional"]}
-    state = {"parts": 1, "fields": fields}
-    refuse_other_fields(Path("step_3"), state, placement())
-    refuse_other_fields(Path("step_3"), state, placement(handovers=HANDOVERS[:1]))
-    with pytest.raises(ConfigError, match=lacking) as error:
-        refuse_other_fields(Path("step_3"), state, now)
-    assert error.value.where == "placement"
+def test_a_run_that_cannot_hand_it_over_is_refused(now, where, lacking):
+    state = {"parts": 1, "fields": FIELDS}
+    refuse_other_drawing(3, state, config(), placement())
+    refuse_other_drawing(3, state, config(), placement(handovers=HANDOVERS[:1]))
+    with pytest.raises(ConfigError) as error:
+        refuse_other_drawing(3, state, config(), now)
+    assert (error.value.where, error.value.found) == (where, lacking)
+    assert "of before and trainer.steps=4" in error.value.fix
