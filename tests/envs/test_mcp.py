@@ -168,7 +168,7 @@ def test_two_tools_of_one_name_are_refused():
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("megarl.envs.tools.mcp_servers.installed_version", lambda name: None)
-    with pytest.raises(ConfigError, match=r"megarl\[mcp\]"):
+    with pytest.raises(ConfigError, match=r"'\.\[mcp\]'"):
         McpServers({"one": program()}, LIMIT_S)
 
 
