@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,6 +117,21 @@ def world() -> WorkerGroup:
     from megarl.comm import own_world
 
     return own_world("gloo", 120.0)
+
+
+def join_team(teams: Mapping[str, Sequence[int]], ports: Mapping[str, int], run_dir: Path) -> str:
+    """Leave the harness's group for the world of this rank's team, which meets at its port; the team's name."""
+    import torch.distributed as dist
+
+    from megarl.rendezvous import join
+
+    rank = dist.get_rank()
+    dist.destroy_process_group()  # that of the harness: a team is a world of its own
+    team = next(name for name, ranks in teams.items() if rank in ranks)
+    own = {"RANK": teams[team].index(rank), "WORLD_SIZE": len(teams[team]), "MASTER_PORT": ports[team]}
+    os.environ.update({key: str(value) for key, value in own.items()})
+    join("gloo", 60, run_dir)
+    return team
 
 
 def fresh_layout(parallel: ParallelConfig) -> Layout:

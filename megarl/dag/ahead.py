@@ -53,7 +53,7 @@ def refuse_ahead(config: RunConfig, placement: Placement) -> None:
             allowed="0, or a team that takes nothing",
             fix=f"put the rollout into a team without these other roles, or set {KEY}=0",
         )
-    samples = {one.samples for one in placement.handovers if one.giver == team.name}
+    samples = {one.samples for one in placement.given_by(team.name)}
     if len(samples) > 1:
         raise ConfigError(
             f"the team {team.name} hands over samples of several nodes, and a checkpoint keeps those of one for the "

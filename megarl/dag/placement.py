@@ -109,6 +109,10 @@ class Placement:
         """What is handed over after this node."""
         return [one for one in self.handovers if one.node == id]
 
+    def given_by(self, team: str) -> list[Handover]:
+        """What this team hands over, in the order of the graph."""
+        return [one for one in self.handovers if one.giver == team]
+
     def taken(self, team: str) -> list[Handover]:
         """What this team is handed, in the order of the graph."""
         return [one for one in self.handovers if team in one.takers]

@@ -151,5 +151,4 @@ def find_drawn(c: Controller, source: Path) -> Drawn | None:
     saved = read_state(source).get("drawn")
     if saved is None or not draws_apart(c):
         return None
-    given = [one for one in c.team.placement.handovers if one.giver == c.team.plan.name]
-    return read_drawn(source, saved["parts"], c.layout, given)
+    return read_drawn(source, saved["parts"], c.layout, c.team.placement.given_by(c.team.plan.name))

@@ -46,6 +46,7 @@ class Drawn:
 
         from megarl.data.batch import Batch
         from megarl.data.groups import group_places
+        from megarl.store.crossing import NAMES
 
         if not layout.is_lead:
             return {}
@@ -56,10 +57,10 @@ class Drawn:
                 number, tokens = (torch.zeros(len(gift.samples), dtype=torch.int64) for _ in range(2))
                 for group, where in zip(gift.groups, places, strict=True):
                     number[where], tokens[where] = group.ordinal, group.tokens
-                names = {name: gift.samples[name] for name in ("uid", "sample_id")}
+                names = {name: gift.samples[name] for name in NAMES}
                 board = Batch({_NUMBER: number, _TOKENS: tokens}, names, size=len(gift.samples))
             for field in gift.samples.names():
-                if field not in ("uid", "sample_id"):
+                if field not in NAMES:
                     board.set(_key(gift.node, field), gift.samples[field])
         assert board is not None, "what is drawn is used by other teams"
         name = _name(layout.dp_rank)
@@ -111,9 +112,8 @@ def describe_drawn(config: RunConfig, placement: Placement, step: int) -> dict[s
     if not config.async_.max_staleness or step >= config.trainer.steps or team is None:
         return None
     fields: dict[str, list[str]] = {}
-    for one in placement.handovers:
-        if one.giver == team.name:
-            fields.setdefault(one.node, []).extend(one.fields)
+    for one in placement.given_by(team.name):
+        fields.setdefault(one.node, []).extend(one.fields)
     return {"parts": team.replicas, "fields": fields, "settings": _settings(config)}
 
 
@@ -168,7 +168,7 @@ def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement
             allowed="a team of its own for the rollout",
             fix=_way_out(step, "the placement of before"),
         )
-    given = [one for one in placement.handovers if one.giver == team.name]
+    given = placement.given_by(team.name)
     lacking = [f"{field} of {one.node}" for one in given for field in one.fields if field not in kept.get(one.node, ())]
     if lacking:
         raise ConfigError(

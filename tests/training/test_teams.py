@@ -1,6 +1,5 @@
 """Two teams of one job: engines of different layouts train at the same time, to the bit what each trains apart."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +10,7 @@ from torch.distributed.distributed_c10d import _world
 
 from megarl.config.model import ParallelConfig
 from megarl.processes import free_port
-from megarl.rendezvous import join
-from tests.dist import fresh_layout, no_parallel, run_distributed, world
+from tests.dist import fresh_layout, join_team, no_parallel, run_distributed, world
 from tests.training import cases
 
 TEAMS = {"left": (0, 1), "right": (2, 3)}
@@ -43,11 +41,7 @@ def _train(name: str, meet: Callable[[str], None]) -> dict:
 def _together(ports: dict[str, int], run_dir: str) -> dict:
     """Every rank joins its team and trains; in the middle of a step it waits until all four are in the same step."""
     rank = dist.get_rank()
-    dist.destroy_process_group()  # that of the harness: a team is a world of its own
-    name = next(name for name, ranks in TEAMS.items() if rank in ranks)
-    own = {"RANK": TEAMS[name].index(rank), "WORLD_SIZE": len(TEAMS[name]), "MASTER_PORT": ports[name]}
-    os.environ.update({key: str(value) for key, value in own.items()})
-    join("gloo", 60, Path(run_dir))
+    name = join_team(TEAMS, ports, Path(run_dir))
     store = dist.TCPStore("127.0.0.1", ports["left"], is_master=False)
 
     def meet(what: str) -> None:

@@ -1,6 +1,5 @@
 """Several teams write one checkpoint: it is there when all parts are, and any placement goes on from it."""
 
-import os
 import threading
 import time
 from itertools import chain
@@ -17,11 +16,10 @@ from megarl.config.training import OptimConfig
 from megarl.errors import WorkerError
 from megarl.phase import phase
 from megarl.processes import free_port
-from megarl.rendezvous import join
 from megarl.training import checkpoint, saving, together
 from megarl.training.shards import CheckpointError
 from megarl.training.together import Part, Teams, begin_part
-from tests.dist import fresh_layout, run_distributed, world
+from tests.dist import fresh_layout, join_team, run_distributed, world
 from tests.mail import FolderMail
 from tests.training import cases
 
@@ -45,11 +43,7 @@ def _steps(engine, first: int) -> list[dict]:
 def _apart(ports: dict[str, int], root: str) -> dict:
     """One of two teams: goes on from the colocated step 2, writes step 4, goes on, and goes on from step 4 again."""
     rank = dist.get_rank()
-    dist.destroy_process_group()  # that of the harness: a team is a world of its own
-    team = next(name for name, ranks in TEAMS.items() if rank in ranks)
-    own = {"RANK": TEAMS[team].index(rank), "WORLD_SIZE": len(TEAMS[team]), "MASTER_PORT": ports[team]}
-    os.environ.update({key: str(value) for key, value in own.items()})
-    join("gloo", 60, Path(root))
+    team = join_team(TEAMS, ports, Path(root))
     folder, mail = Path(root) / "checkpoints", FolderMail(Path(root) / "mail")
     name, model, sizes = ENGINES[team]
     layout = fresh_layout(ParallelConfig(**sizes))
