@@ -32,6 +32,7 @@ from megarl.launchers.seats import ranks_of, seats
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
 from megarl.processes import STORE, TEAM, WORKER, has_nvidia_device, shared_memory_free
+from megarl.store.flow import FlowSettings
 from megarl.store.size import LEAST, object_store_bytes
 
 if TYPE_CHECKING:
@@ -187,7 +188,8 @@ class RayWorkers:
         assert job.placement is not None, "there are several teams"
         groups, share = job.config.data.batch_size, job.config.placement.share
         environment = {"OMP_NUM_THREADS": "1"} | _handed_on()
-        self._store = start_store(self._store_name, job.placement, groups, share, environment)
+        flow = FlowSettings.of(job.config)
+        self._store = start_store(self._store_name, job.placement, groups, share, environment, flow)
 
     def _run(self, team: TeamPlan) -> None:
         """Set the workers of one team to work, which meet at an address of their own."""

@@ -69,6 +69,27 @@ class PromptLoader:
         self._epoch += more
         return Batch.concat(parts)
 
+    @property
+    def number(self) -> int:
+        """Of the next sample, in all epochs laid end to end."""
+        return self._epoch * len(self.dataset) + self._position
+
+    def go_to(self, number: int) -> None:
+        """Let sample `number` be the next one."""
+        self._epoch, self._position = divmod(number, len(self.dataset))
+
+    def at(self, numbers: Sequence[int]) -> Batch:
+        """Samples by their numbers; the next one stays what it is.
+
+        Args:
+            numbers: at least one.
+        """
+        parts = []
+        for number in numbers:
+            epoch, place = divmod(number, len(self.dataset))
+            parts.append(self.dataset.batch([int(self._indices(epoch)[place])], epoch))
+        return Batch.concat(parts)
+
     def state_dict(self) -> dict[str, Any]:
         """JSON: the next sample (epoch, position in it), the order (seed, shuffle) and the data it belongs to."""
         return {

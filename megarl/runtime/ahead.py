@@ -30,6 +30,7 @@ from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import due, evaluate_drawn
 
 if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
     from megarl.dag.executor import Executor
     from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.controller import Controller
@@ -42,6 +43,13 @@ DRAWN = "drawn"
 def draws_apart(c: Controller) -> bool:
     """This team draws samples, and another one trains on them."""
     return c.team.holds(Role.ROLLOUT) and not c.team.leads
+
+
+def may_save(config: RunConfig, step: int) -> bool:
+    """Whether the actor's team may save `step`, as far as others can tell: it may be the best one."""
+    trainer = config.trainer
+    best = bool(trainer.save_every) and due(step, config.validation.every)
+    return step == trainer.steps or due(step, trainer.save_every) or best
 
 
 def await_drawn(c: Controller, version: int) -> None:
@@ -134,11 +142,9 @@ class RolloutSteps:
 
     def _save(self, version: int, drawn: Drawn | None) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
-        trainer, every = self.c.config.trainer, self.c.config.validation.every
-        last = version == trainer.steps
-        if last or due(version, trainer.save_every) or (trainer.save_every and due(version, every)):
+        if may_save(self.c.config, version):
             files = None if drawn is None else partial(drawn.files, self.c.layout)
-            self.checkpoints.after_step(version, last=last, files=files)
+            self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
         else:
             self.checkpoints.poll()
 

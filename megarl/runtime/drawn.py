@@ -114,19 +114,24 @@ def describe_drawn(config: RunConfig, placement: Placement, step: int) -> dict[s
     fields: dict[str, list[str]] = {}
     for one in placement.given_by(team.name):
         fields.setdefault(one.node, []).extend(one.fields)
-    return {"parts": team.replicas, "fields": fields, "settings": _settings(config)}
+    return {
+        "order": config.async_.order,
+        "parts": team.replicas,
+        "fields": fields,
+        "settings": _settings(config),
+    }
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
     """Settings by key that drawing and training of one step must have in common.
 
-    The store takes as many groups for a step as the one has, and the log-probs that the actor computes are compared
+    In order the store takes as many groups for a step as the one has. The log-probs that the actor computes are compared
     with those that samples were drawn with, which are of the other.
     """
-    return {
-        "data.batch_size": config.data.batch_size,
-        "rollout.sampling.temperature": config.rollout.sampling.temperature,
-    }
+    settings: dict[str, Any] = {"rollout.sampling.temperature": config.rollout.sampling.temperature}
+    if config.async_.order == "in_order":
+        settings["data.batch_size"] = config.data.batch_size
+    return settings
 
 
 def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig, placement: Placement) -> None:
@@ -141,6 +146,16 @@ def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig,
     Raises:
         ConfigError: a setting is another one, the rollout is in the actor's team now, or hands over something else.
     """
+    order = saved.get("order", "in_order")  # an older version knew no other
+    if order != config.async_.order:
+        raise ConfigError(
+            f"the checkpoint holds samples that were drawn ahead of training, from step {step + 1} on, in another "
+            "order",
+            where="async.order",
+            found=config.async_.order,
+            allowed=order,
+            fix=_way_out(step, f"async.order={order}"),
+        )
     before = saved.get("settings", {})  # an older version did not note them
     for key, now in _settings(config).items():
         if key in before and before[key] != now:

@@ -26,6 +26,7 @@ from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints
 from megarl.runtime.critic import make_critic
 from megarl.runtime.export import export, show_export
+from megarl.runtime.flow import FlowSteps, Offers, find_flow, flows
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference
@@ -39,6 +40,7 @@ from megarl.runtime.validate import due, evaluate_drawn
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
+    from megarl.runtime.flow_files import HeldFlow
     from megarl.runtime.roles import ModelRole
     from megarl.store.crossing import TeamCrossing
     from megarl.tracking.tracker import Part
@@ -56,10 +58,13 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         start = _find_start(c, graph, checkpoints) if isinstance(checkpoints, Checkpoints) else follow_start(c)
         _make_models(c, start)
         open_rollout(c)
-        held = None
+        held, held_flow = None, None
         if start.source is not None:
             _resume(c, checkpoints, start)
-            held = find_drawn(c, Path(start.source))
+            if flows(c):
+                held_flow = find_flow(c, Path(start.source))
+            else:
+                held = find_drawn(c, Path(start.source))
         all_ready(c)
         if isinstance(checkpoints, Checkpoints):
             _begin(c, graph, checkpoints)
@@ -70,6 +75,11 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             publish(c, c.context.step)
             if not start.begun:
                 _before_first_step(c, recorder, checkpoints)
+            if flows(c) and draws_apart(c):
+                assert isinstance(checkpoints, CheckpointPart), "another team leads"
+                _flow(c, graph, recorder, checkpoints, held_flow)
+                export(c, run_dir / FOLDER)
+                return
             crossing = _crossing(c, graph)
             executor = Executor(graph, c.roles, c.team.plan.nodes, crossing)
             if isinstance(checkpoints, CheckpointPart) and crossing is not None and draws_apart(c):
@@ -130,6 +140,19 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
     return TeamCrossing(graph, team.placement, team.store, c.layout.dp_rank, c.layout.is_lead, keeps=keeps)
 
 
+def _flow(
+    c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, held: HeldFlow | None
+) -> None:
+    """The steps of a rollout's team whose samples go to training as they get ready."""
+    from megarl.store.pool import PoolCrossing
+
+    team = c.team
+    assert team.store is not None, "there are other teams"
+    crossing = PoolCrossing(team.placement, team.store, c.layout.is_lead)
+    executor = Executor(graph, c.roles, team.plan.nodes[1:], crossing)
+    FlowSteps(c, executor, crossing, recorder, checkpoints, held).run()
+
+
 def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
     """Before a record is opened, and after all that may refuse the start: the run folder is that of this start now."""
     checkpoints.begin()
@@ -166,6 +189,9 @@ def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoin
 
 def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: Checkpoints | CheckpointPart) -> None:
     config = c.config
+    offers = Offers(c) if flows(c) and c.team.leads else None
+    if offers is not None:
+        recorder.drawn = offers.metrics
     for step in range(c.context.step + 1, config.trainer.steps + 1):
         c.context.step = step
         set_step(step)
@@ -177,10 +203,15 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
             if c.loader is not None:
                 with phase("load"):
                     prompts = next(c.loader)
+            if offers is not None:
+                offers.before_step(step)
             executor.run(c.context, prompts, more=c.loader)
-            if c.team.leads:
-                await_drawn(c, step)
-            publish(c, step)
+            if offers is not None:
+                offers.after_step(step)
+            else:
+                if c.team.leads:
+                    await_drawn(c, step)
+                publish(c, step)
             if last or due(step, config.validation.every):
                 accuracy = evaluate_drawn(c, recorder, step)
         numbers = recorder.end_step(step)

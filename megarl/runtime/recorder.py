@@ -26,6 +26,8 @@ from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megarl.runtime.controller import Controller
     from megarl.tracking.tracker import Part, Status, Tracker
 
@@ -70,6 +72,8 @@ class Recorder:
         self._others = c.team.others if stage == "train" else []
         self._start = (time.perf_counter(), time.process_time())
         self._since: int | None = None  # from when on waits are counted
+        #: In the actor's team, where samples come as they get ready: what the rollout's team has told of a step.
+        self.drawn: Callable[[int], list[dict[str, Any]]] | None = None
 
     def __enter__(self) -> Recorder:
         if self._tracker is not None:
@@ -162,7 +166,12 @@ class Recorder:
         if not self._others:
             return []
         with phases.phase("await_metrics"):
-            found = [self._c.team.read(f"metrics/{team.name}/{step}") for team in self._others]
+            found = []
+            for team in self._others:
+                if self.drawn is not None and Role.ROLLOUT in team.roles:
+                    found += self.drawn(step)
+                else:
+                    found.append(self._c.team.read(f"metrics/{team.name}/{step}"))
         return [Metrics.from_json(metrics) for metrics in found]
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:

@@ -182,7 +182,8 @@ def share_loader(c: Controller) -> None:
         c.mail.post(LOADER, _state_of(c))
     elif leads and not draws:
         with phase("await_loader"):
-            lag, steps = c.config.async_.max_staleness, c.config.trainer.steps
+            in_order = c.config.async_.order == "in_order"  # else it says where it stands at a step that may be saved
+            lag, steps = c.config.async_.max_staleness if in_order else 0, c.config.trainer.steps
             c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, lag, steps)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.store.core import Core, GroupInfo, Share, Topic
+from megarl.store.flow import FlowSettings
 from megarl.store.standing import Ping, Roll, Standing
 
 if TYPE_CHECKING:
@@ -27,8 +28,10 @@ NAMESPACE = "megarl"
 class StoreActor:
     """See `megarl.store.core.Core`, whose methods these are; every one is told which worker calls."""
 
-    def __init__(self, placement: Placement, groups_per_step: int, share: Share) -> None:
-        self._core = Core(placement, groups_per_step, share)
+    def __init__(
+        self, placement: Placement, groups_per_step: int, share: Share, flow: FlowSettings | None = None
+    ) -> None:
+        self._core = Core(placement, groups_per_step, share, flow)
         self._roll = Roll([team.name for team in placement.teams], time.monotonic())
         self._waiting: dict[Topic, set[asyncio.Future[None]]] = {}
 
@@ -57,6 +60,32 @@ class StoreActor:
         """A worker needs nothing more of a step."""
         self._core.done(team, rank, step)
 
+    async def open_flow(
+        self, step: int, number: int, begun: Sequence[tuple[int, int]], again: Sequence[int]
+    ) -> list[int]:
+        """Begin to give out prompts."""
+        return self._core.open_flow(step, number, begun, again)
+
+    async def admit(self, version: int, most: int) -> list[int]:
+        """Give out prompts."""
+        return self._core.admit(version, most)
+
+    async def put(
+        self,
+        team: str,
+        rank: int,
+        numbers: Sequence[int],
+        groups: Sequence[GroupInfo],
+        refs: Mapping[str, Sequence[Any]],
+        metrics: str,
+    ) -> None:
+        """Take references to finished groups."""
+        self._wake(self._core.put(team, rank, numbers, groups, refs, metrics))
+
+    async def flow_state(self) -> dict[str, Any]:
+        """What a checkpoint has to know."""
+        return self._core.flow_state()
+
     async def post(self, name: str, value: str) -> None:
         """Keep mail."""
         self._wake(self._core.post(name, value))
@@ -64,6 +93,10 @@ class StoreActor:
     async def read(self, team: str, name: str, slice_s: float) -> Answer[tuple[str]]:
         """Mail, in a tuple."""
         return await self._answer(team, lambda: self._core.read(name), ("mail", name), slice_s)
+
+    async def peek(self, name: str) -> tuple[str] | None:
+        """Mail, in a tuple, if it is there."""
+        return self._core.read(name)
 
     async def _answer(self, team: str, ask: Callable[[], T | None], topic: Topic, slice_s: float) -> Answer[T]:
         found = ask()
@@ -94,6 +127,7 @@ def start_store(
     groups_per_step: int,
     share: Share,
     environment: Mapping[str, str] | None = None,
+    flow: FlowSettings | None = None,
 ) -> Any:
     """Start the store of a run; Ray is initialised. It ends with the process that starts it, or when it is killed.
 
@@ -103,6 +137,7 @@ def start_store(
         groups_per_step: most groups that a step has, `data.batch_size`.
         share: `placement.share`.
         environment: variables of its process.
+        flow: groups come as they get ready; None: step by step.
 
     Returns:
         The actor's handle, which the caller keeps. It need not be there yet.
@@ -117,4 +152,4 @@ def start_store(
         max_concurrency=4 * workers + 100,  # every worker may wait, and must still be heard
         runtime_env={"env_vars": dict(environment or {})},
     )
-    return make.remote(placement, groups_per_step, share)
+    return make.remote(placement, groups_per_step, share, flow)

@@ -12,7 +12,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -79,6 +79,11 @@ class StoreClient:
         (text,) = self._wait(f"mail {name!r}", "read", self.team, name)
         return json.loads(text)
 
+    def peek(self, name: str) -> Any:
+        """The value under a name, or None where nobody has posted it."""
+        found = self._call(f"look for mail {name!r}", "peek", name)
+        return None if found is None else json.loads(found[0])
+
     # -- samples -----------------------------------------------------------------------------------------------------
 
     def give(self, step: int, key: str, groups: Sequence[GroupInfo], payloads: Iterable[np.ndarray]) -> int:
@@ -93,6 +98,12 @@ class StoreClient:
         Returns:
             Bytes of all payloads.
         """
+        refs, size = self._keep(f"{key!r} of step {step}", payloads)
+        self._call(f"hand over {key!r} of step {step}", "give", self.team, self.rank, step, key, list(groups), refs)
+        return size
+
+    def _keep(self, what: str, payloads: Iterable[np.ndarray]) -> tuple[list[Any], int]:
+        """References to payloads in this machine's object store, and their bytes."""
         import ray
 
         # Arrays: Ray copies them once into shared memory, where readers see them; bytes it would copy again to read.
@@ -101,11 +112,10 @@ class StoreClient:
             try:
                 refs.append(ray.put(payload))
             except ray.exceptions.RayError as error:
-                what = f"{len(payload)} bytes of {key!r} of step {step} do not go into this machine's object store"
-                raise StoreError(f"{self._who()}: {what}: {error}") from error
+                whole = f"{len(payload)} bytes of {what} do not go into this machine's object store"
+                raise StoreError(f"{self._who()}: {whole}: {error}") from error
             size += len(payload)
-        self._call(f"hand over {key!r} of step {step}", "give", self.team, self.rank, step, key, list(groups), refs)
-        return size
+        return refs, size
 
     def assignment(self, step: int, samples: str, part: int) -> list[GroupInfo]:
         """The groups that part `part` of this team works on, in order, as soon as all of the step have been given.
@@ -130,6 +140,46 @@ class StoreClient:
     def done(self, step: int) -> None:
         """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""
         self._call(f"be done with step {step}", "done", self.team, self.rank, step)
+
+    # -- samples that come as they get ready -----------------------------------------------------------------------------
+
+    def open_flow(self, step: int, number: int, begun: Mapping[int, int], again: Sequence[int]) -> list[int]:
+        """Begin to give out prompts, see `megarl.store.flow.Flow.open`; one worker of the rollout's team calls."""
+        return self._call("give out prompts", "open_flow", step, number, sorted(begun.items()), list(again))
+
+    def admit(self, version: int, most: int) -> list[int]:
+        """Numbers of prompts to draw with `version`, see `megarl.store.flow.Flow.admit`."""
+        return self._call("give out prompts", "admit", version, most)
+
+    def put(
+        self,
+        numbers: Sequence[int],
+        groups: Sequence[GroupInfo],
+        payloads: Mapping[str, Iterable[np.ndarray]],
+        metrics: dict[str, Any],
+    ) -> int:
+        """Hand over finished groups, each of which is in some later step.
+
+        Args:
+            numbers: of their prompts, which `admit` gave out.
+            groups: what they hold; ordinals mean nothing.
+            payloads: of each group, by key of handover, as in `give`.
+            metrics: JSON, of all these samples.
+
+        Returns:
+            Bytes of all payloads.
+        """
+        refs, size = {}, 0
+        for key, some in payloads.items():
+            refs[key], nbytes = self._keep(f"{key!r} of prompts {list(numbers)[:4]}", some)
+            size += nbytes
+        what = f"take the samples of prompts {list(numbers)[:4]}"
+        self._call(what, "put", self.team, self.rank, list(numbers), list(groups), refs, json.dumps(metrics))
+        return size
+
+    def flow_state(self) -> dict[str, Any]:
+        """See `megarl.store.core.Core.flow_state`."""
+        return self._call("say where prompts stand", "flow_state")
 
     # -- calls and waits ---------------------------------------------------------------------------------------------
 

@@ -1,6 +1,9 @@
 """What the store knows: which groups of samples there are in a step, who gets which, and where their bytes are.
 
-    giver                     core                                                taker
+  Where groups do not come step by step (`async.order=as_ready`), they are put into a pool, of which megarl.store.flow forms
+the samples of a step when a taker first asks for them; from then on they are like any others.
+
+  giver                     core                                                taker
     give(step, key, groups)   groups of the step -> parts of every team    <-     assignment(step, samples, part)
       one reference to bytes  handover key -> references by group          <-     fetch(step, key, uids)
       per group               all workers of all takers are done -> free   <-     done(step)
@@ -12,12 +15,15 @@ come here; a reference to them may be any object.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from megarl.dag.placement import Handover, Placement
+from megarl.dag.stage import Role
 from megarl.errors import MegarlError
+from megarl.store.flow import Flow, FlowSettings
 
 Share: TypeAlias = Literal["dealt", "tokens"]
 #: What can be waited for: ("handover", step, key), ("samples", step, node) or ("mail", name).
@@ -25,6 +31,8 @@ Topic: TypeAlias = tuple[Any, ...]
 
 #: Mail of a series that is kept: more steps than any reader is late.
 KEPT = 64
+#: Series of mail: numbers and metrics of the groups that a step was formed of.
+FORMED = "formed"
 
 
 class StoreError(MegarlError):
@@ -74,9 +82,12 @@ class Core:
         groups_per_step: most groups that a step has.
         share: how the parts of a team share groups. dealt: group k to part k modulo their number, as inside one team.
             tokens: equally many each, tokens as even as can be.
+        flow: the samples of a step are formed of what is ready; None: its givers give them.
     """
 
-    def __init__(self, placement: Placement, groups_per_step: int, share: Share) -> None:
+    def __init__(
+        self, placement: Placement, groups_per_step: int, share: Share, flow: FlowSettings | None = None
+    ) -> None:
         self._limit, self._share = groups_per_step, share
         self._handovers: dict[str, Handover] = {one.key: one for one in placement.handovers}
         self._parts = {team.name: team.replicas for team in placement.teams}
@@ -84,6 +95,10 @@ class Core:
         self._takers = {
             (team.name, rank) for team in placement.teams if team.name in taking for rank in range(team.devices)
         }
+        self._flow = None if flow is None else Flow(flow)
+        rollout = placement.of_role(Role.ROLLOUT)
+        self._flows = () if flow is None or rollout is None else tuple(placement.given_by(rollout.name))
+        self._asked = 0  # the last step whose samples somebody has asked for
         self._steps: dict[int, _Step] = {}
         self._finished: int | None = None
         self._mail: dict[str, Any] = {}
@@ -157,6 +172,7 @@ class Core:
         """
         if not 0 <= part < self._parts[team]:
             raise StoreError(f"step {step}: team {team!r} has {self._parts[team]} parts, and asks for part {part}")
+        self._form_until(step)
         state = self._steps.get(step)
         if state is None or not any(
             self._handovers[key].samples == samples and self._is_complete(self._handovers[key], gift)
@@ -175,7 +191,9 @@ class Core:
         Raises:
             StoreError: a group is not there although all have been given.
         """
-        handover, state = self._known(key), self._steps.get(step)
+        handover = self._known(key)
+        self._form_until(step)
+        state = self._steps.get(step)
         gift = None if state is None else state.gifts.get(key)
         if gift is None or not self._is_complete(handover, gift):
             return None
@@ -198,6 +216,104 @@ class Core:
         if len(state.done) == len(self._takers):
             del self._steps[step]
             self._finished = step if self._finished is None else max(step, self._finished)
+
+    # -- samples that come as they get ready ---------------------------------------------------------------------------
+
+    def open_flow(self, step: int, number: int, begun: Sequence[tuple[int, int]], again: Sequence[int]) -> list[int]:
+        """See `Flow.open`; `begun`: pairs of number and version.
+
+        Raises:
+            StoreError: it is open.
+        """
+        flow = self._need_flow()
+        self._asked = max(self._asked, step)
+        try:
+            return flow.open(step, number, dict(begun), again)
+        except ValueError as error:
+            raise StoreError(str(error)) from error
+
+    def admit(self, version: int, most: int) -> list[int]:
+        """See `Flow.admit`.
+
+        Raises:
+            StoreError: the flow is not open.
+        """
+        try:
+            return self._need_flow().admit(version, most)
+        except ValueError as error:
+            raise StoreError(str(error)) from error
+
+    def put(
+        self,
+        team: str,
+        rank: int,
+        numbers: Sequence[int],
+        groups: Sequence[GroupInfo],
+        refs: Mapping[str, Sequence[Any]],
+        metrics: str,
+    ) -> list[Topic]:
+        """Take finished groups with all that is handed over of them; returns what is complete by that.
+
+        Args:
+            team: that of the rollout.
+            rank: in it.
+            numbers: of the groups' prompts.
+            groups: their ordinals mean nothing.
+            refs: by key of handover: one for each group.
+            metrics: of all these samples; they count with the first of the groups.
+
+        Raises:
+            StoreError: it does not fit what the run's teams hand over, or what has been given out.
+        """
+        flow = self._need_flow()
+        at = f"prompts {list(numbers)[:4]}, put by team {team!r} rank {rank}"
+        if {one.key for one in self._flows} != refs.keys() or any(one.giver != team for one in self._flows):
+            raise StoreError(f"{at}: found {sorted(refs)}; the run hands over {[one.key for one in self._flows]}")
+        if not all(len(numbers) == len(groups) == len(some) for some in refs.values()):
+            raise StoreError(f"{at}: {len(groups)} groups, and not as many numbers or payloads")
+        for place, (number, group) in enumerate(zip(numbers, groups, strict=True)):
+            try:
+                flow.finish(
+                    number, group, {key: some[place] for key, some in refs.items()}, None if place else metrics
+                )
+            except ValueError as error:
+                raise StoreError(f"{at}: {error}") from error
+        return self._form()
+
+    def flow_state(self) -> dict[str, Any]:
+        """For a checkpoint: number of the first prompt that nobody has drawn, and earlier ones to be drawn again."""
+        flow = self._need_flow()
+        return {"next": flow.next, "again": flow.again}
+
+    def _form_until(self, step: int) -> None:
+        """Somebody asks for the samples of `step`; nobody who has asked before waits for what is formed by that."""
+        if self._flow is not None and step > self._asked:
+            self._asked = step
+            self._form()
+
+    def _form(self) -> list[Topic]:
+        """Form the steps that have been asked for, as far as there are groups; returns what is complete by that."""
+        flow, topics = self._need_flow(), list[Topic]()
+        while flow.step < self._asked and (chosen := flow.form()) is not None:
+            state = self._steps.setdefault(flow.step, _Step())
+            infos = [group.info._replace(ordinal=k) for k, group in enumerate(chosen) if group.info is not None]
+            for one in self._flows:
+                state.groups[one.samples] = {info.uid: info for info in infos}
+                state.ordinals[one.samples] = {info.ordinal: info.uid for info in infos}
+                refs = {info.uid: group.refs[one.key] for info, group in zip(infos, chosen, strict=True)}
+                state.gifts[one.key] = _Gift(set(range(self._parts[one.giver])), refs)
+                topics += [("handover", flow.step, one.key), ("samples", flow.step, one.samples)]
+            told = {
+                "groups": [group.number for group in chosen],
+                "metrics": [json.loads(group.metrics) for group in chosen if group.metrics is not None],
+            }
+            topics += self.post(f"{FORMED}/{flow.step}", json.dumps(told))
+        return topics
+
+    def _need_flow(self) -> Flow:
+        if self._flow is None:
+            raise StoreError("groups come step by step in this run (async.order=in_order)")
+        return self._flow
 
     # -- mail --------------------------------------------------------------------------------------------------------
 

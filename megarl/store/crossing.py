@@ -171,7 +171,7 @@ class TeamCrossing:
         """The groups of the board. Those that this team made itself are numbered as the loader deals prompts."""
         if self._groups is None:
             assert board is not None, "a board that is not there yet has groups from the store"
-            tokens, ids = _tokens(board), board["sample_id"]
+            tokens, ids = tokens_of(board), board["sample_id"]
             self._groups = [
                 GroupInfo(
                     board["uid"][places[0]],
@@ -190,7 +190,7 @@ class TeamCrossing:
         )
 
 
-def _tokens(board: Batch) -> Sequence[int]:
+def tokens_of(board: Batch) -> Sequence[int]:
     """Prompt and response tokens of every sample."""
     parts = [board[name] for name in ("prompt_ids", "response_ids") if name in board]
     lengths = [part.lengths.tolist() for part in parts if isinstance(part, Jagged)]

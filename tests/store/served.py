@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -20,6 +20,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, place
 from megarl.processes import STORE, TEAM, WORKER, free_port
 from megarl.store.core import Core
+from megarl.store.flow import FlowSettings
 
 _KEY = b"of a test"
 _LIMIT_S = 120.0
@@ -33,11 +34,14 @@ class Shelf:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of the core, as soon as there is one."""
-        if method in ("post", "give", "done"):
+        if method in ("post", "give", "done", "put"):
             with self._change:
                 getattr(self._core, method)(*arguments)
                 self._change.notify_all()
             return None
+        if method in ("peek", "open_flow", "admit", "flow_state"):
+            with self._change:
+                return getattr(self._core, "read" if method == "peek" else method)(*arguments)
         found: list[Any] = []
 
         def there() -> bool:
@@ -92,6 +96,35 @@ class FarClient:
         """The value under a name, as soon as it is there."""
         return json.loads(self._call("read", name)[0])
 
+    def peek(self, name: str) -> Any:
+        """The value under a name, or None."""
+        found = self._call("peek", name)
+        return None if found is None else json.loads(found[0])
+
+    def open_flow(self, step: int, number: int, begun: Mapping[int, int], again: Sequence[int]) -> Any:
+        """Begin to give out prompts."""
+        return self._call("open_flow", step, number, sorted(begun.items()), list(again))
+
+    def admit(self, version: int, most: int) -> Any:
+        """Numbers of prompts to draw."""
+        return self._call("admit", version, most)
+
+    def put(
+        self,
+        numbers: Sequence[int],
+        groups: Sequence[Any],
+        payloads: Mapping[str, Iterable[np.ndarray]],
+        metrics: dict[str, Any],
+    ) -> int:
+        """Hand over finished groups; their bytes."""
+        refs = {key: [bytes(one) for one in some] for key, some in payloads.items()}
+        self._call("put", self.team, self.rank, list(numbers), list(groups), refs, json.dumps(metrics))
+        return sum(len(one) for some in refs.values() for one in some)
+
+    def flow_state(self) -> Any:
+        """Where prompts stand."""
+        return self._call("flow_state")
+
     def give(self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[np.ndarray]) -> int:
         """Hand over this replica's groups of one node; their bytes."""
         refs = [bytes(one) for one in payloads]
@@ -117,7 +150,7 @@ def served(config: RunConfig) -> Iterator[list[dict[str, str]]]:
     from megarl.recipes.build import build_task_graph
 
     placement = place(build_task_graph(config), config)
-    shelf = Shelf(Core(placement, config.data.batch_size, config.placement.share))
+    shelf = Shelf(Core(placement, config.data.batch_size, config.placement.share, FlowSettings.of(config)))
     with Listener(("127.0.0.1", 0), backlog=16, authkey=_KEY) as listener:
         threading.Thread(target=shelf.serve, args=(listener,), daemon=True).start()
         yield environments(placement, listener.address[1])

@@ -11,11 +11,12 @@ from megarl.errors import MegarlError
 from megarl.runtime.stages.needs import needed_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from megarl.config.rollout import SamplingConfig
     from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
+    from megarl.rollout.engine import Completion
     from megarl.runtime.context import StepContext
     from megarl.runtime.roles import RolloutRole, ScorerRole
 
@@ -85,7 +86,7 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
         given = prompts.repeat(c.config.rollout.sampling.n)
         for name in kept:
             samples.set(name, given[name.removeprefix("data_")])
-    _record_lengths(c, samples)
+    record_lengths(c, samples)
     if rollout.episodes is not None:
         from megarl.runtime.episodes import record_episodes
 
@@ -167,7 +168,7 @@ def generate(c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: Sam
             from megarl.runtime.episodes import play
 
             samples = play(c, rollout, prompts, sampling, advance)
-    _refuse_broken_logprobs(samples)
+            _refuse_broken_logprobs(samples)
     return samples
 
 
@@ -175,10 +176,6 @@ def _respond(
     c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]
 ) -> Batch:
     """One response to each prompt, `sampling.n` times."""
-    import torch
-
-    from megarl.data.batch import Jagged
-    from megarl.data.versions import set_versions
     from megarl.rollout.engine import Request
 
     requests = [
@@ -186,16 +183,32 @@ def _respond(
         for ids, uid in zip(prompts["prompt_ids"].unbind(), prompts["uid"], strict=True)
     ]
     groups = rollout.engine.generate(requests, sampling, rollout.eos_ids, advance)
+    return responses(rollout, prompts, groups)
+
+
+def responses(rollout: RolloutRole, prompts: Batch, groups: Sequence[Sequence[Completion]]) -> Batch:
+    """The samples of `prompts`: what was drawn for each of them, equally many samples for all.
+
+    Raises:
+        RolloutError: a log-prob is not finite.
+    """
+    import torch
+
+    from megarl.data.batch import Jagged
+    from megarl.data.versions import set_versions
+
+    n = len(groups[0]) if groups else 1
     done = [completion for group in groups for completion in group]
-    samples = prompts.repeat(sampling.n)
+    samples = prompts.repeat(n)
     response_ids = Jagged.from_list([d.token_ids for d in done], dtype=torch.int64)
     samples.set("response_ids", response_ids)
     samples.set("response_mask", response_ids.like(torch.ones_like(response_ids.values, dtype=torch.bool)))
     samples.set("rollout_logp", Jagged.from_list([d.logprobs for d in done], dtype=torch.float32))
     set_versions(samples, [d.versions for d in done])
-    samples.set("sample_id", [f"{uid}#{i % sampling.n}" for i, uid in enumerate(samples["uid"])])
+    samples.set("sample_id", [f"{uid}#{i % n}" for i, uid in enumerate(samples["uid"])])
     samples.set("response_text", rollout.decode([d.token_ids for d in done]))
     samples.set("finish_reason", [d.finish_reason for d in done])
+    _refuse_broken_logprobs(samples)
     return samples
 
 
@@ -221,7 +234,8 @@ def _refuse_broken_logprobs(samples: Batch) -> None:
     )
 
 
-def _record_lengths(c: StepContext, samples: Batch) -> None:
+def record_lengths(c: StepContext, samples: Batch) -> None:
+    """Metrics of how long prompts and responses are, and of the work that they were."""
     from megarl.data.trajectory import policy_tokens
 
     lengths, prompt_lengths = policy_tokens(samples, by_turn=c.config.has_turns), samples["prompt_ids"].lengths

@@ -1,0 +1,358 @@
+"""The team of the rollout when samples go to training as they get ready (`async.order=as_ready`).
+
+    rollout's team, every replica by itself              store                    actor's team
+    prompts that may begin            <--- admit ---     megarl.store.flow
+    draw, walk the nodes, put groups  ---------------->  forms steps  --------->  train v + 1
+    gate n: nothing is drawn   open/R/n --------------------------------------->  which has trained v since
+    follow                     <--- gate/n: v, weights/v ----------------------   push
+
+Between two gates a replica draws with one version of the weights. With `async.partial` the actor's team asks for the
+gate after every step (`wanted/n`); what is under way stops, and goes on with the new weights. Without, a gate opens
+when everything is drawn that may begin with this version, and the actor's team comes to it between two steps; it asks
+and waits only where it has to: at a validation, where a save may be due, at the end, and when these weights are too old
+for the next step.
+
+Metrics of samples travel with them. What a replica measures of itself is counted in the step whose weights end its
+stretch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.dag.stage import Role
+from megarl.metrics import Metrics
+from megarl.phase import phase, set_step
+from megarl.runtime.ahead import may_save
+from megarl.runtime.generation import publish
+from megarl.runtime.rollout_team import tell_loader
+from megarl.runtime.validate import due, evaluate_drawn
+from megarl.store.core import FORMED
+
+if TYPE_CHECKING:
+    from megarl.dag.executor import Executor
+    from megarl.data.batch import Batch
+    from megarl.rollout.engine import Completion
+    from megarl.rollout.stream import Stream
+    from megarl.runtime.checkpoint_part import CheckpointPart
+    from megarl.runtime.controller import Controller
+    from megarl.runtime.flow_files import HeldFlow
+    from megarl.runtime.recorder import Recorder
+    from megarl.store.client import StoreClient
+    from megarl.store.pool import PoolCrossing, Ready
+
+OPEN, WANTED, GATE, OPENED = "open", "wanted", "gate", "flow_opened"
+_LOOK_EVERY_S = 0.1
+
+
+def flows(c: Controller) -> bool:
+    """Samples go to training as they get ready."""
+    return c.config.async_.order == "as_ready"
+
+
+def find_flow(c: Controller, source: Path) -> HeldFlow | None:
+    """What a checkpoint has of groups that no step was trained on; None: nothing, or not for this team."""
+    from megarl.runtime.flow_files import read_flow
+    from megarl.training.checkpoint import read_state
+
+    saved = read_state(source).get("drawn")
+    if saved is None or not (c.team.holds(Role.ROLLOUT) and not c.team.leads):
+        return None
+    return read_flow(source, saved["parts"])
+
+
+def _store(c: Controller) -> StoreClient:
+    assert c.team.store is not None, "checks want the rollout in a team of its own"
+    return c.team.store
+
+
+@dataclass
+class FlowSteps:
+    """What a rollout's team does until the last weights have come. All ranks of a replica make the same calls.
+
+    Attributes:
+        c: this rank's controller.
+        executor: walks this team's nodes after the one that draws.
+        crossing: of the executor.
+        recorder: of this rank.
+        checkpoints: this team's part of them.
+        held: what a checkpoint has of groups that were begun; None: there is none.
+    """
+
+    c: Controller
+    executor: Executor
+    crossing: PoolCrossing
+    recorder: Recorder
+    checkpoints: CheckpointPart
+    held: HeldFlow | None
+    _gate: int = 0
+    _dry: bool = False  # nothing more may begin with these weights
+    _looked: float = 0.0
+    _wanted: bool = False
+    _prompts: dict[int, Batch] = field(default_factory=dict)  # under way, by number
+    _versions: dict[int, int] = field(default_factory=dict)  # of first tokens: all groups that no known step has used
+    _ready: list[Ready] = field(default_factory=list)  # put, for checkpoints
+    _formed: int = 0  # the last step whose groups are known here
+    _waiting: list[int] = field(default_factory=list)  # of a checkpoint, not begun again yet
+
+    def run(self) -> None:
+        """Draw until the weights of the last step have come."""
+        c = self.c
+        self._formed = version = c.context.step
+        stream = self._make_stream()
+        try:
+            self._open()
+            self.recorder.start_step()
+            while version < c.config.trainer.steps:
+                set_step(version + 1)
+                with phase("step"):
+                    self._draw(stream, version)
+                    version = self._pass_gate()
+                    if version == c.config.trainer.steps or due(version, c.config.validation.every):
+                        evaluate_drawn(c, self.recorder, version)
+                self._save(version, stream)
+        finally:
+            stream.close()
+
+    # -- begin -------------------------------------------------------------------------------------------------------
+
+    def _make_stream(self) -> Stream:
+        from megarl.rollout.stream import Stream
+
+        c, config = self.c, self.c.config
+        sampling, most = config.rollout.sampling, config.rollout.max_running
+        if c.fleet is not None:
+            most = config.rollout.sglang.max_concurrency * len(c.fleet.servers) // c.layout.dp_size
+        admitted = (1 + config.async_.max_staleness) * config.data.batch_size
+        groups = min(max(1, most // sampling.n), admitted)
+        longest = config.data.max_prompt_tokens + sampling.max_new_tokens
+        return Stream(c.rollout.engine, sampling, c.rollout.eos_ids, groups * sampling.n, longest)
+
+    def _open(self) -> None:
+        """Tell the store where prompts begin, and hand it what a checkpoint has."""
+        c, store, held = self.c, _store(self.c), self.held
+        assert c.loader is not None, "checks refuse a training run without data"
+        if c.layout.rank == 0:
+            begun = {} if held is None else held.versions
+            again = [] if held is None else held.again
+            late = store.open_flow(c.context.step, c.loader.number, begun, again)
+            if late:
+                print(f"{len(late)} groups of the checkpoint are too old for these settings, and are drawn again")
+            store.post(OPENED, late)
+        late = store.read(OPENED)
+        if held is None:
+            return
+        mine = held.mine(c.layout.dp_rank, c.layout.dp_size, without=late)
+        self._versions = {number: held.versions[number] for number in mine}
+        if c.layout.is_lead:
+            for ready in held.ready_of(mine, c.team.placement.given_by(c.team.plan.name)):
+                self._ready.append(ready)
+                self.crossing.put_again(ready)
+        self._waiting = [number for number in mine if number not in held.finished]
+
+    # -- one stretch -------------------------------------------------------------------------------------------------
+
+    def _draw(self, stream: Stream, version: int) -> None:
+        """Draw with `version` until the gate is to be opened."""
+        c, interrupts = self.c, self.c.config.async_.partial
+        with c.rollout.drawing(c.context, 0):
+            stream.open()
+            while True:
+                self._look()
+                if interrupts and self._wanted:
+                    break
+                if not self._wanted:
+                    self._admit(stream, version)
+                if not stream.any_busy():
+                    break
+                with phase("rollout"):
+                    groups = stream.wait(self._is_called)
+                if groups:
+                    self._finish(groups)
+            stream.interrupt()
+
+    def _admit(self, stream: Stream, version: int) -> None:
+        """Begin what may begin, as far as there is room."""
+        n = self.c.config.rollout.sampling.n
+        while self._waiting and stream.free >= n:
+            self._begin(stream, self._waiting.pop(0))
+        most = stream.free // n
+        if self._dry or self._waiting or not most:
+            return
+        group, lead = self.c.layout.mp_group, self.c.layout.is_lead
+        numbers = group.broadcast_json(_store(self.c).admit(version, most) if lead else None)
+        self._dry = len(numbers) < most
+        for number in numbers:
+            self._versions[number] = version
+            self._begin(stream, number)
+
+    def _begin(self, stream: Stream, number: int) -> None:
+        c = self.c
+        assert c.loader is not None, "it has given numbers"
+        self._prompts[number] = prompt = c.loader.at([number])
+        (ids,), (uid,) = prompt["prompt_ids"].unbind(), prompt["uid"]
+        seeds = [partial(c.context.seeds.sample, uid, sample) for sample in range(c.config.rollout.sampling.n)]
+        drafts = None if self.held is None else self.held.drafts.get(number)
+        stream.add(number, ids.tolist(), seeds, drafts)
+
+    def _is_called(self) -> bool:
+        """Something else is to be done than drawing. Collective over the replica."""
+        if self.c.config.async_.partial:
+            self._look()
+        return self._wanted
+
+    def _look(self) -> None:
+        """Does the actor's team want the gate to be opened? Collective over the replica."""
+        if self._wanted:
+            return
+        layout, now = self.c.layout, time.monotonic()
+        found = False
+        if layout.is_lead and now - self._looked > _LOOK_EVERY_S:
+            self._looked, found = now, _store(self.c).peek(f"{WANTED}/{self._gate}") is not None
+        self._wanted = layout.mp_group.broadcast_json(found if layout.is_lead else None)
+
+    def _finish(self, groups: Sequence[tuple[int, list[Completion]]]) -> None:
+        """Walk the nodes after the one that draws, and hand the groups over with what these measure."""
+        from megarl.data.batch import Batch
+        from megarl.runtime.stages.rollout import record_lengths, responses
+
+        c, numbers = self.c, [number for number, _ in groups]
+        kept, c.context.metrics = c.context.metrics, Metrics()
+        try:
+            prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
+            board = responses(c.rollout, prompts, [done for _, done in groups])
+            record_lengths(c.context, board)
+            self.crossing.give(c.context, self.executor.graph[c.team.plan.nodes[0]], board)
+            board = self.executor.run(c.context, board)
+            with phase("give"):
+                ready = self.crossing.put(numbers, board, c.context.metrics)
+        finally:
+            c.context.metrics = kept
+        if ready is not None and c.config.trainer.save_every:
+            self._ready.append(ready)
+
+    # -- between two stretches ---------------------------------------------------------------------------------------
+
+    def _pass_gate(self) -> int:
+        """Let the actor's team replace the weights; the version that is drawn with from here on."""
+        c, gate = self.c, self._gate
+        with phase("await_weights"):
+            if c.layout.is_lead:
+                _store(c).post(f"{OPEN}/{c.layout.dp_rank}/{gate}", True)
+            version = int(c.mail.read(f"{GATE}/{gate}"))
+        publish(c, version)
+        c.context.step = version
+        self.recorder.end_step(gate)
+        self.recorder.start_step()
+        self._gate, self._dry, self._wanted = gate + 1, False, False
+        return version
+
+    def _save(self, version: int, stream: Stream) -> None:
+        """This team's part of the checkpoint of step `version`, if there is one."""
+        c = self.c
+        if not may_save(c.config, version):
+            self.checkpoints.poll()
+            return
+        from megarl.runtime.flow_files import flow_files
+
+        store, last = _store(c), version == c.config.trainer.steps
+        for step in range(self._formed + 1, version + 1):
+            self._forget(store.read(f"{FORMED}/{step}")["groups"])
+        self._formed = version
+        state = store.flow_state()  # nobody begins anything before the next stretch
+        assert c.loader is not None, "checks refuse a training run without data"
+        c.loader.go_to(state["next"])
+        tell_loader(c)
+        again = state["again"] if c.layout.rank == 0 else []
+        drafts = stream.drafts()
+        if self.held is not None:
+            drafts |= {number: self.held.drafts[number] for number in self._waiting if number in self.held.drafts}
+        files = partial(flow_files, c.layout, self._ready, self._versions, drafts, again)
+        self.checkpoints.after_step(version, last=last, files=files)
+
+    def _forget(self, used: Sequence[int]) -> None:
+        """These groups are trained on by a step that a checkpoint has."""
+        gone = set(used)
+        self._versions = {number: version for number, version in self._versions.items() if number not in gone}
+        left = [(ready, [number for number in ready.numbers if number not in gone]) for ready in self._ready]
+        self._ready = [ready if kept == ready.numbers else ready.select(kept) for ready, kept in left if kept]
+
+
+class Offers:
+    """The actor's end of the gates: when the weights go to the rollout's team. Collective over the actor's team.
+
+    Args:
+        c: this rank's controller.
+    """
+
+    def __init__(self, c: Controller) -> None:
+        self._c, self._gate, self._version = c, 0, c.context.step
+        team = c.team.placement.of_role(Role.ROLLOUT)
+        assert team is not None, "every run draws samples"
+        self._team = team
+        self._told: list[int] = []
+
+    def before_step(self, step: int) -> None:
+        """Wait for the samples of `step`; where all that may be drawn is drawn by then, the weights go now."""
+        c = self._c
+        if c.config.async_.partial:
+            return
+        samples = c.team.placement.given_by(self._team.name)[0].samples
+        with phase("take"), phase("wait"):
+            _store(c).assignment(step, samples, c.layout.dp_rank)
+        if self._version < step - 1 and self._is_open():
+            self._push(step - 1)
+
+    def after_step(self, step: int) -> None:
+        """The weights after `step` go where they have to, or where the gate is open."""
+        c = self._c
+        if self._must(step):
+            store = _store(c)
+            with phase("await_drawn"):
+                if c.layout.rank == 0:
+                    store.post(f"{WANTED}/{self._gate}", step)
+                for replica in range(self._team.replicas):
+                    store.read(f"{OPEN}/{replica}/{self._gate}")
+            self._push(step)
+        elif self._is_open():
+            self._push(step)
+
+    def _must(self, step: int) -> bool:
+        config = self._c.config
+        too_old = step - self._version > config.async_.max_staleness
+        last = step == config.trainer.steps
+        return (
+            config.async_.partial
+            or too_old
+            or last
+            or due(step, config.validation.every)
+            or may_save(config, step)
+        )
+
+    def _is_open(self) -> bool:
+        """No replica draws. Collective."""
+        c, found = self._c, None
+        if c.layout.rank == 0:
+            names = [f"{OPEN}/{replica}/{self._gate}" for replica in range(self._team.replicas)]
+            found = all(_store(c).peek(name) is not None for name in names)
+        return bool(c.layout.world.broadcast_json(found))
+
+    def _push(self, version: int) -> None:
+        c = self._c
+        if c.layout.rank == 0:
+            c.mail.post(f"{GATE}/{self._gate}", version)
+        publish(c, version)
+        self._told.append(self._gate)
+        self._gate, self._version = self._gate + 1, version
+
+    def metrics(self, step: int) -> list[dict[str, Any]]:
+        """Of the samples of `step`, and of the stretches of the rollout's team that have ended in it."""
+        c, told = self._c, self._told
+        self._told = []
+        found = [c.team.read(f"metrics/{self._team.name}/{gate}") for gate in told]
+        return found + c.team.read(f"{FORMED}/{step}")["metrics"]

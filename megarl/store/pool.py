@@ -1,0 +1,121 @@
+"""Around the nodes of a rollout's team whose groups go to others as they get ready (`megarl.store.flow`).
+
+    rollout, nodes after it    what others use of it is put aside         give
+    all nodes are through      all of it goes to the store, in one call   put
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from megarl.data.groups import group_places
+from megarl.store.core import GroupInfo, StoreError
+from megarl.store.crossing import NAMES, tokens_of
+
+if TYPE_CHECKING:
+    from megarl.dag.node import Node
+    from megarl.dag.placement import Placement
+    from megarl.data.batch import Batch
+    from megarl.metrics import Metrics
+    from megarl.store.client import StoreClient
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Groups that are finished.
+
+    Attributes:
+        numbers: of their prompts.
+        groups: what they hold.
+        samples: of all of them, in their order, with what goes, by key of handover.
+        metrics: of these samples.
+    """
+
+    numbers: list[int]
+    groups: list[GroupInfo]
+    samples: dict[str, Batch]
+    metrics: Metrics
+
+    def select(self, numbers: Sequence[int]) -> Ready:
+        """Some of them; the metrics stay with all."""
+        places = [self.numbers.index(number) for number in numbers]
+        rows = {
+            key: list(chain.from_iterable(group_places(some["uid"])[place] for place in places))
+            for key, some in self.samples.items()
+        }
+        return Ready(
+            list(numbers),
+            [self.groups[place] for place in places],
+            {key: some.select(rows[key]) for key, some in self.samples.items()},
+            self.metrics,
+        )
+
+
+class PoolCrossing:
+    """See `megarl.dag.executor.Crossing`. Every rank of the rollout's team has one; they do not talk to each other.
+
+    Records in `context.metrics` `store/given_gb`, 10^9 bytes given by this rank.
+
+    Args:
+        placement: of the nodes.
+        client: of this worker.
+        is_lead: it gives for its replica.
+    """
+
+    def __init__(self, placement: Placement, client: StoreClient, is_lead: bool) -> None:
+        self._placement, self._client, self._is_lead = placement, client, is_lead
+        self._aside: dict[str, Batch] = {}
+
+    def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
+        """Nothing comes from other teams."""
+        return board
+
+    def give(self, context: Any, node: Node, board: Batch) -> None:
+        """Put aside what other teams use of what `node` wrote."""
+        if self._is_lead:
+            for handover in self._placement.given(node.id):
+                keep = {*handover.fields, *NAMES}
+                self._aside[handover.key] = board.drop([name for name in board.names() if name not in keep]).to("cpu")
+
+    def put(self, numbers: Sequence[int], board: Batch, metrics: Metrics) -> Ready | None:
+        """Hand over what was put aside: the groups of the prompts `numbers`, in the order of `board`.
+
+        Args:
+            numbers: of the prompts.
+            board: the samples after all nodes.
+            metrics: of these samples.
+
+        Returns:
+            What was handed over; None: another rank gives for this replica.
+
+        Raises:
+            StoreError: a column cannot be sent, or the store refuses it.
+        """
+        if not self._is_lead:
+            return None
+        tokens, ids = tokens_of(board), board["sample_id"]
+        groups = [
+            GroupInfo(
+                board["uid"][places[0]], 0, tuple(ids[place] for place in places), sum(tokens[p] for p in places)
+            )
+            for places in group_places(board["uid"])
+        ]
+        aside, self._aside = self._aside, {}
+        ready = Ready(list(numbers), groups, aside, metrics)
+        self.put_again(ready)
+        return ready
+
+    def put_again(self, ready: Ready) -> None:
+        """Hand over groups that are finished.
+
+        Raises:
+            StoreError: as `put`.
+        """
+        try:
+            blocks = {key: list(some.to_blocks(group_places(some["uid"]))) for key, some in ready.samples.items()}
+        except ValueError as error:  # of a column that cannot be sent
+            raise StoreError(f"prompts {ready.numbers[:4]}: {error}") from error
+        self._client.put(ready.numbers, ready.groups, blocks, ready.metrics.to_json())
