@@ -55,15 +55,13 @@ def flows(c: Controller) -> bool:
     return c.config.async_.order == "as_ready"
 
 
-def find_flow(c: Controller, source: Path) -> HeldFlow | None:
-    """What a checkpoint has of groups that no step was trained on; None: nothing, or not for this team."""
+def find_flow(source: Path) -> HeldFlow | None:
+    """What a checkpoint has of groups that no step was trained on; None: nothing."""
     from megarl.runtime.flow_files import read_flow
     from megarl.training.checkpoint import read_state
 
     saved = read_state(source).get("drawn")
-    if saved is None or not (c.team.holds(Role.ROLLOUT) and not c.team.leads):
-        return None
-    return read_flow(source, saved["parts"])
+    return None if saved is None else read_flow(source, saved["parts"])
 
 
 def _store(c: Controller) -> StoreClient:

@@ -58,13 +58,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         start = _find_start(c, graph, checkpoints) if isinstance(checkpoints, Checkpoints) else follow_start(c)
         _make_models(c, start)
         open_rollout(c)
-        held, held_flow = None, None
         if start.source is not None:
             _resume(c, checkpoints, start)
-            if flows(c):
-                held_flow = find_flow(c, Path(start.source))
-            else:
-                held = find_drawn(c, Path(start.source))
         all_ready(c)
         if isinstance(checkpoints, Checkpoints):
             _begin(c, graph, checkpoints)
@@ -75,16 +70,11 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             publish(c, c.context.step)
             if not start.begun:
                 _before_first_step(c, recorder, checkpoints)
-            if flows(c) and draws_apart(c):
-                assert isinstance(checkpoints, CheckpointPart), "another team leads"
-                _flow(c, graph, recorder, checkpoints, held_flow)
-                export(c, run_dir / FOLDER)
-                return
-            crossing = _crossing(c, graph)
-            executor = Executor(graph, c.roles, c.team.plan.nodes, crossing)
-            if isinstance(checkpoints, CheckpointPart) and crossing is not None and draws_apart(c):
-                RolloutSteps(c, executor, crossing, recorder, checkpoints, held).run()
+            if draws_apart(c) and isinstance(checkpoints, CheckpointPart):
+                draw = _flow if flows(c) else _steps_apart
+                draw(c, graph, recorder, checkpoints, start)
             else:
+                executor = Executor(graph, c.roles, c.team.plan.nodes, _crossing(c, graph))
                 _steps(c, executor, recorder, checkpoints)
             export(c, run_dir / FOLDER)
         if c.team.leads:
@@ -141,16 +131,28 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
 
 
 def _flow(
-    c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, held: HeldFlow | None
+    c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart
 ) -> None:
-    """The steps of a rollout's team whose samples go to training as they get ready."""
+    """What a rollout's team does whose samples go to training as they get ready."""
     from megarl.store.pool import PoolCrossing
 
     team = c.team
     assert team.store is not None, "there are other teams"
     crossing = PoolCrossing(team.placement, team.store, c.layout.is_lead)
     executor = Executor(graph, c.roles, team.plan.nodes[1:], crossing)
+    held = None if start.source is None else find_flow(Path(start.source))
     FlowSteps(c, executor, crossing, recorder, checkpoints, held).run()
+
+
+def _steps_apart(
+    c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart
+) -> None:
+    """The steps of a rollout's team of its own, in order."""
+    crossing = _crossing(c, graph)
+    assert crossing is not None, "there are other teams"
+    executor = Executor(graph, c.roles, c.team.plan.nodes, crossing)
+    held = None if start.source is None else find_drawn(c, Path(start.source))
+    RolloutSteps(c, executor, crossing, recorder, checkpoints, held).run()
 
 
 def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
