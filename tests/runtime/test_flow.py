@@ -1,0 +1,142 @@
+"""Runs whose samples go to training as they get ready: `async.order=as_ready`."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.rendezvous import write_token
+from tests.runtime import harness
+from tests.runtime.test_ahead import before_training, wait_for
+
+pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
+
+STEPS = 5
+AS_READY = (
+    "async={max_staleness: 2, order: as_ready}",
+    "cluster.nproc=2",
+    "placement.teams.train={roles: [actor, reference], devices: 1}",
+    "placement.teams.draw={roles: [rollout], devices: 1}",
+    "rollout.max_running=8",
+    "sft.steps=0",
+    f"trainer.steps={STEPS}",
+    "validation.every=3",
+    "rollout_correction.preset=decoupled_token_is",
+)
+PARTIAL = "async.partial=true"
+#: So that samples differ in length, and one that is interrupted has tokens left to draw.
+LONG = ("rollout.sampling.max_new_tokens=40", "actor.engine.micro_batch_tokens=256")
+TWO_REPLICAS = ("cluster.nproc=3", "placement.teams.draw={roles: [rollout], devices: 2}")
+
+Trained = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.mark.parametrize("overrides", [(), TWO_REPLICAS, (PARTIAL, *LONG), (PARTIAL, *LONG, *TWO_REPLICAS)])
+def test_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path, overrides):
+    numbers = train(recipe, tmp_path, *overrides)
+    check(trained(tmp_path), STEPS)
+    assert all(math.isfinite(numbers[step]["actor/pg_loss"]) for step in range(1, STEPS + 1))
+    assert [step for step in numbers if "val/acc" in numbers[step]] == [0, 3, 5]
+    assert all("critic/score/mean" in numbers[step] for step in range(1, STEPS + 1))
+
+
+def test_an_interrupted_sample_keeps_the_versions_of_its_tokens(recipe, tmp_path):
+    """Its log-probs are those of these versions, too; the engine's own tests compare them with a forward pass."""
+    train(recipe, tmp_path, PARTIAL, *LONG)
+    samples = [sample for step in trained(tmp_path).values() for sample in step]
+    assert any(len(sample["versions"]) > 1 for sample in samples), "nothing was interrupted"
+    for sample in samples:
+        assert sample["versions"] == sorted(set(sample["versions"]))
+        assert sum(sample["tokens"]) == sample["length"]
+
+
+@pytest.mark.parametrize("overrides", [(), (PARTIAL, *LONG)])
+def test_a_killed_run_goes_on_with_what_was_begun(recipe, tmp_path, overrides):
+    with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
+        train(recipe, tmp_path, *overrides, work=killed_in_step_3)
+    found = trained(tmp_path)
+    saved = max(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_?"))
+    (tmp_path / "trained").write_text(
+        "".join(f"{json.dumps(line)}\n" for step in found if step <= saved for line in found[step])
+    )
+    train(recipe, tmp_path, *overrides)
+    check(trained(tmp_path), STEPS)
+
+
+def test_other_replicas_and_another_staleness_go_on_from_its_checkpoint(recipe, tmp_path):
+    train(recipe, tmp_path, "trainer.steps=3", PARTIAL, *LONG)
+    shutil.rmtree(tmp_path / "checkpoints" / "step_3")  # the last one holds nothing: go on from the one before it
+    found = trained(tmp_path)
+    (tmp_path / "trained").write_text(
+        "".join(f"{json.dumps(line)}\n" for step in found if step <= 2 for line in found[step])
+    )
+    train(recipe, tmp_path, PARTIAL, *LONG, *TWO_REPLICAS, "async.max_staleness=1")
+    check(trained(tmp_path), STEPS)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def train(recipe: Path, run_dir: Path, *overrides: str, work: Any = None) -> dict[int, dict[str, float]]:
+    """A run without Ray, which notes what it trains on."""
+    write_token(run_dir)
+    return harness.train(recipe, run_dir, *AS_READY, *overrides, work=work or noting)
+
+
+def check(found: Trained, steps: int) -> None:
+    """Every step has its groups, all prompts until the last one are there once, and no token is too old."""
+    assert sorted(found) == list(range(1, steps + 1))
+    assert {len(samples) for samples in found.values()} == {16}
+    assert max(Counter(sample["id"] for samples in found.values() for sample in samples).values()) == 1
+    ages = [step - 1 - min(sample["versions"]) for step, samples in found.items() for sample in samples]
+    assert 0 <= min(ages) and max(ages) <= 2, ages
+
+
+def trained(run_dir: Path) -> Trained:
+    """Samples of each step."""
+    found: Trained = {}
+    for line in (run_dir / "trained").read_text().splitlines():
+        sample = json.loads(line)
+        found.setdefault(sample["step"], []).append(sample)
+    return found
+
+
+def note(run_dir: Path, step: int, samples: Any) -> None:
+    versions, tokens = (samples[name].unbind() for name in ("weight_versions", "version_tokens"))
+    lengths = samples["response_ids"].lengths.tolist()
+    with (run_dir / "trained").open("a") as file:
+        for name, own, counts, length in zip(samples["sample_id"], versions, tokens, lengths, strict=True):
+            line = {"step": step, "id": name, "versions": own.tolist(), "tokens": counts.tolist(), "length": length}
+            file.write(json.dumps(line) + "\n")
+
+
+def noting(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run; what each step is trained on is noted."""
+    before_training(lambda c, samples: note(Path(run_dir), c.step, samples))
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
+
+
+def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """`noting`; the actor is killed when it trains step 3, after the checkpoint of step 2."""
+
+    def training(c: Any, samples: Any) -> None:
+        note(Path(run_dir), c.step, samples)
+        if c.step == 3:
+            wait_for(Path(run_dir) / "checkpoints" / "step_2" / "meta.json")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    before_training(training)
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
