@@ -158,15 +158,16 @@ class FlowSteps:
     def _draw(self, stream: Stream, version: int) -> None:
         """Draw with `version` until the gate is to be opened."""
         c, interrupts = self.c, self.c.config.async_.partial
+        # Ranks that meet while they draw: replicas that ask the same servers do so together.
+        together = c.layout.mp_group if c.fleet is None else c.layout.world
         with c.rollout.drawing(c.context, 0):
             stream.open()
             while True:
-                self._look()
-                if interrupts and self._wanted:
-                    break
                 if not self._wanted:
                     self._admit(stream, version)
-                if not stream.any_busy():
+                told = together.all_gather_json([self._look(), stream.busy])
+                self._wanted = self._wanted or any(wanted for wanted, _ in told)
+                if not any(busy for _, busy in told) or (interrupts and self._wanted):
                     break
                 with phase("rollout"):
                     groups = stream.wait(self._is_called)
@@ -200,19 +201,18 @@ class FlowSteps:
 
     def _is_called(self) -> bool:
         """Something else is to be done than drawing. Collective over the replica."""
-        if self.c.config.async_.partial:
-            self._look()
+        group = self.c.layout.mp_group
+        if self.c.config.async_.partial and not self._wanted:
+            self._wanted = group.broadcast_json(self._look() if group.rank == 0 else None)
         return self._wanted
 
-    def _look(self) -> None:
-        """Does the actor's team want the gate to be opened? Collective over the replica."""
-        if self._wanted:
-            return
-        layout, now = self.c.layout, time.monotonic()
-        found = False
-        if layout.is_lead and now - self._looked > _LOOK_EVERY_S:
-            self._looked, found = now, _store(self.c).peek(f"{WANTED}/{self._gate}") is not None
-        self._wanted = layout.mp_group.broadcast_json(found if layout.is_lead else None)
+    def _look(self) -> bool:
+        """Whether the actor's team wants the gate to be opened, as far as this rank has seen; the first one looks."""
+        now = time.monotonic()
+        if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_EVERY_S:
+            return self._wanted
+        self._looked = now
+        return _store(self.c).peek(f"{WANTED}/{self._gate}") is not None
 
     def _finish(self, groups: Sequence[tuple[int, list[Completion]]]) -> None:
         """Walk the nodes after the one that draws, and hand the groups over with what these measure."""
