@@ -202,7 +202,9 @@ class FlowSteps:
     def _is_called(self) -> bool:
         """Something else is to be done than drawing. Collective over the replica."""
         group = self.c.layout.mp_group
-        if self.c.config.async_.partial and not self._wanted:
+        if not self.c.config.async_.partial:
+            return False
+        if not self._wanted:
             self._wanted = group.broadcast_json(self._look() if group.rank == 0 else None)
         return self._wanted
 
