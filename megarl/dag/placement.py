@@ -144,7 +144,7 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
         mine = tuple(id for id in graph.order() if nodes[id] == name)
         teams.append(TeamPlan(name, held, devices, first, _layout(config, name, held), mine))
         first += devices
-    found = Placement(tuple(teams), tuple(_handovers(graph, nodes)) if len(teams) > 1 else ())
+    found = Placement(tuple(teams), tuple(_handovers(graph, nodes, config)) if len(teams) > 1 else ())
     refuse_ahead(config, found)
     return found
 
@@ -260,13 +260,15 @@ def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConf
     return first
 
 
-def _handovers(graph: TaskGraph, nodes: dict[str, str]) -> Iterable[Handover]:
+def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> Iterable[Handover]:
     """What goes from team to team, in the order of the graph."""
     readers: dict[str, dict[str, set[str]]] = {id: {} for id in graph.order()}  # writer -> field -> teams
     known: dict[str, str | None] = {}  # team -> the samples that it has, by the node that made them
     for id in graph.order():
         node, inputs = graph[id], graph.inputs(id)
-        _check_together(node, None if inputs.samples is None else graph[inputs.samples], graph, nodes)
+        # Where samples come as they get ready, groups are left out before they come to a node that would ask for more.
+        if not (node.declared.refills and config.async_.order == "as_ready"):
+            _check_together(node, None if inputs.samples is None else graph[inputs.samples], graph, nodes)
         for name, writer in inputs.sources.items():
             if nodes[writer] != nodes[id]:
                 readers[writer].setdefault(name, set()).add(nodes[id])

@@ -97,6 +97,8 @@ class FlowSteps:
     _ready: list[Ready] = field(default_factory=list)  # put, for checkpoints
     _formed: int = 0  # the last step whose groups are known here
     _waiting: list[int] = field(default_factory=list)  # of a checkpoint, not begun again yet
+    _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
+    _silent: list[list[float]] = field(default_factory=list)  # scores of groups without signal, since the last with
 
     def run(self) -> None:
         """Draw until the weights of the last step have come."""
@@ -150,7 +152,7 @@ class FlowSteps:
         if c.layout.is_lead:
             for ready in held.ready_of(mine, c.team.placement.given_by(c.team.plan.name)):
                 self._ready.append(ready)
-                self.crossing.put_again(ready)
+                self.crossing.put(c.context, ready)
         self._waiting = [number for number in mine if number not in held.finished]
 
     # -- one stretch -------------------------------------------------------------------------------------------------
@@ -222,19 +224,53 @@ class FlowSteps:
         from megarl.runtime.stages.rollout import record_lengths, responses
 
         c, numbers = self.c, [number for number, _ in groups]
-        kept, c.context.metrics = c.context.metrics, Metrics()
+        kept, c.context.metrics = c.context.metrics, self._carried
         try:
             prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
             board = responses(c.rollout, prompts, [done for _, done in groups])
             record_lengths(c.context, board)
             self.crossing.give(c.context, self.executor.graph[c.team.plan.nodes[0]], board)
             board = self.executor.run(c.context, board)
-            with phase("give"):
-                ready = self.crossing.put(numbers, board, c.context.metrics)
+            useless = self._useless(numbers, board)
         finally:
-            c.context.metrics = kept
-        if ready is not None and c.config.trainer.save_every:
+            self._carried, c.context.metrics = c.context.metrics, kept
+        ready = self.crossing.collect(numbers, board, self._carried)
+        wanted = [number for number in numbers if number not in useless]
+        self._versions = {number: v for number, v in self._versions.items() if number not in useless}
+        if useless:
+            self._dry = False  # others may begin in their place
+        with phase("give"):
+            if ready is not None and useless:
+                _store(c).reject(sorted(useless))
+            if wanted:
+                self._carried = Metrics()  # else they count with the next ones
+            if ready is not None and wanted:
+                self._put(ready if not useless else ready.select(wanted))
+
+    def _put(self, ready: Ready) -> None:
+        self.crossing.put(self.c.context, ready)
+        if self.c.config.trainer.save_every:
             self._ready.append(ready)
+
+    def _useless(self, numbers: Sequence[int], board: Batch) -> set[int]:
+        """With dynamic sampling the groups that carry no signal; equal on the ranks of a replica.
+
+        Raises:
+            NoSignalError: none has carried any for as many groups as `max_rounds` rounds of a step would be.
+        """
+        from megarl.runtime.stages import sampling
+
+        settings, wanted = self.c.config.algorithm.dynamic_sampling, self.c.config.data.batch_size
+        if not settings.enabled:
+            return set()
+        seen: list[list[float]] = []
+        carry = sampling.signal(self.c.context, board, seen)
+        if any(carry):
+            self._silent = []
+        self._silent += [scores for scores, good in zip(seen, carry, strict=True) if not good]
+        if len(self._silent) >= settings.max_rounds * wanted:
+            raise sampling.NoSignalError(sampling.no_signal(self.c.context, self._silent, 0))
+        return {number for number, good in zip(numbers, carry, strict=True) if not good}
 
     # -- between two stretches ---------------------------------------------------------------------------------------
 

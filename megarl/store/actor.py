@@ -82,6 +82,10 @@ class StoreActor:
         """Take references to finished groups."""
         self._wake(self._core.put(team, rank, numbers, groups, refs, metrics))
 
+    async def reject(self, numbers: Sequence[int]) -> None:
+        """Groups that are of no use."""
+        self._core.reject(numbers)
+
     async def flow_state(self) -> dict[str, Any]:
         """What a checkpoint has to know."""
         return self._core.flow_state()

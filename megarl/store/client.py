@@ -177,6 +177,10 @@ class StoreClient:
         self._call(what, "put", self.team, self.rank, list(numbers), list(groups), refs, json.dumps(metrics))
         return size
 
+    def reject(self, numbers: Sequence[int]) -> None:
+        """No step is to be trained on these groups, see `megarl.store.flow.Flow.reject`."""
+        self._call("draw others", "reject", list(numbers))
+
     def flow_state(self) -> dict[str, Any]:
         """See `megarl.store.core.Core.flow_state`."""
         return self._call("say where prompts stand", "flow_state")

@@ -280,6 +280,18 @@ class Core:
                 raise StoreError(f"{at}: {error}") from error
         return self._form()
 
+    def reject(self, numbers: Sequence[int]) -> None:
+        """See `Flow.reject`.
+
+        Raises:
+            StoreError: one of them is not being drawn.
+        """
+        for number in numbers:
+            try:
+                self._need_flow().reject(number)
+            except ValueError as error:
+                raise StoreError(str(error)) from error
+
     def flow_state(self) -> dict[str, Any]:
         """For a checkpoint: number of the first prompt that nobody has drawn, and earlier ones to be drawn again."""
         flow = self._need_flow()

@@ -1,7 +1,7 @@
 """Which prompts are drawn, and which finished groups a step is trained on, where `async.order` is as_ready.
 
     admit(v)   a group begins with version v of the weights     while fewer than (v + 1 + k) B groups have begun
-    finish     its samples are there; it waits
+    finish     its samples are there; it waits           reject: they are of no use, another one may begin
     form       B groups that wait become the samples of the next step
 
 B is `data.batch_size` and k `async.max_staleness`. A step that is trained on a group of version v is at most step
@@ -141,6 +141,18 @@ class Flow:
         if group.info is not None:
             raise ValueError(f"the samples of prompt {number} ({group.info.uid}) have been given before")
         group.info, group.refs, group.metrics = info, dict(refs), metrics
+
+    def reject(self, number: int) -> None:
+        """No step is to be trained on these samples: another group may begin in their place.
+
+        Raises:
+            ValueError: nobody has begun it, or it is finished.
+        """
+        group = self._groups.get(number)
+        if group is None or group.info is not None:
+            raise ValueError(f"prompt {number} is not being drawn")
+        del self._groups[number]
+        self._begun -= 1
 
     def form(self) -> list[FlowGroup] | None:
         """The groups of the next step, by number; None: it has to wait."""

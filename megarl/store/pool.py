@@ -1,7 +1,7 @@
 """Around the nodes of a rollout's team whose groups go to others as they get ready (`megarl.store.flow`).
 
     rollout, nodes after it    what others use of it is put aside         give
-    all nodes are through      all of it goes to the store, in one call   put
+    all nodes are through      all of it goes to the store, in one call   collect, put
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class PoolCrossing:
                 keep = {*handover.fields, *NAMES}
                 self._aside[handover.key] = board.drop([name for name in board.names() if name not in keep]).to("cpu")
 
-    def put(self, numbers: Sequence[int], board: Batch, metrics: Metrics) -> Ready | None:
-        """Hand over what was put aside: the groups of the prompts `numbers`, in the order of `board`.
+    def collect(self, numbers: Sequence[int], board: Batch, metrics: Metrics) -> Ready | None:
+        """What was put aside, as the groups of the prompts `numbers`, in the order of `board`.
 
         Args:
             numbers: of the prompts.
@@ -89,10 +89,7 @@ class PoolCrossing:
             metrics: of these samples.
 
         Returns:
-            What was handed over; None: another rank gives for this replica.
-
-        Raises:
-            StoreError: a column cannot be sent, or the store refuses it.
+            None: another rank gives for this replica.
         """
         if not self._is_lead:
             return None
@@ -104,18 +101,17 @@ class PoolCrossing:
             for places in group_places(board["uid"])
         ]
         aside, self._aside = self._aside, {}
-        ready = Ready(list(numbers), groups, aside, metrics)
-        self.put_again(ready)
-        return ready
+        return Ready(list(numbers), groups, aside, metrics)
 
-    def put_again(self, ready: Ready) -> None:
+    def put(self, context: Any, ready: Ready) -> None:
         """Hand over groups that are finished.
 
         Raises:
-            StoreError: as `put`.
+            StoreError: a column cannot be sent, or the store refuses it.
         """
         try:
             blocks = {key: list(some.to_blocks(group_places(some["uid"]))) for key, some in ready.samples.items()}
         except ValueError as error:  # of a column that cannot be sent
             raise StoreError(f"prompts {ready.numbers[:4]}: {error}") from error
-        self._client.put(ready.numbers, ready.groups, blocks, ready.metrics.to_json())
+        size = self._client.put(ready.numbers, ready.groups, blocks, ready.metrics.to_json())
+        context.metrics.sum("store/given_gb", size / 1e9)

@@ -39,7 +39,7 @@ class Shelf:
                 getattr(self._core, method)(*arguments)
                 self._change.notify_all()
             return None
-        if method in ("peek", "open_flow", "admit", "flow_state"):
+        if method in ("peek", "open_flow", "admit", "reject", "flow_state"):
             with self._change:
                 return getattr(self._core, "read" if method == "peek" else method)(*arguments)
         found: list[Any] = []
@@ -120,6 +120,10 @@ class FarClient:
         refs = {key: [bytes(one) for one in some] for key, some in payloads.items()}
         self._call("put", self.team, self.rank, list(numbers), list(groups), refs, json.dumps(metrics))
         return sum(len(one) for some in refs.values() for one in some)
+
+    def reject(self, numbers: Sequence[int]) -> None:
+        """No step is to be trained on these groups."""
+        self._call("reject", list(numbers))
 
     def flow_state(self) -> Any:
         """Where prompts stand."""

@@ -51,7 +51,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     from megarl.runtime.stages import logprob
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
-    if not settings.enabled:
+    if not settings.enabled or c.config.async_.order == "as_ready":  # then groups without signal never come here
         return samples
     pool = GroupPool(c.layout.dp_group)
     if c.surplus is not None:
@@ -61,11 +61,12 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         if round_ > 1:
             with phase("refill"):
                 samples = more()
-        pool.add(logprob.like_waiting(c, samples), _signal(c, samples, seen))
+        pool.add(logprob.like_waiting(c, samples), signal(c, samples, seen))
         if len(pool) >= wanted:
             break
     else:
-        raise NoSignalError(_no_signal(c, seen, len(pool)))
+        every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]
+        raise NoSignalError(no_signal(c, every, len(pool)))
     batch, rest = pool.deal(wanted)
     left = len(pool) - wanted
     c.surplus = logprob.score_waiting(c, rest, actor) if left and settings.surplus == "keep" else None
@@ -74,7 +75,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     return batch
 
 
-def _signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
+def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
     """Which groups vary in their score; adds the scores of this rank's groups to `seen`."""
     from megarl.algorithms.group_filter import group_filter, live_rows
     from megarl.data.groups import group_places
@@ -91,11 +92,12 @@ def _signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[boo
     return keep
 
 
-def _no_signal(c: StepContext, seen: list[list[float]], have: int) -> str:
+def no_signal(c: StepContext, seen: list[list[float]], have: int) -> str:
+    """What to say when only `have` groups of a step carry a signal, of those with the scores `seen`."""
     from megarl.algorithms.group_filter import score_histogram
 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
-    counts = score_histogram([scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share])
+    counts = score_histogram(seen)
     return (
         f"step {c.step}: after {settings.max_rounds} rounds of generation {have} of {wanted} groups have scores that "
         f"differ\n  groups drawn in this step by the scores of their samples: {counts}\n"
