@@ -67,11 +67,7 @@ def test_an_interrupted_sample_keeps_the_versions_of_its_tokens(recipe, tmp_path
 def test_a_killed_run_goes_on_with_what_was_begun(recipe, tmp_path, overrides):
     with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
         train(recipe, tmp_path, *overrides, work=killed_in_step_3)
-    found = trained(tmp_path)
-    saved = max(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_?"))
-    (tmp_path / "trained").write_text(
-        "".join(f"{json.dumps(line)}\n" for step in found if step <= saved for line in found[step])
-    )
+    forget_after(tmp_path, max(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_?")))
     train(recipe, tmp_path, *overrides)
     check(trained(tmp_path), STEPS)
 
@@ -79,10 +75,7 @@ def test_a_killed_run_goes_on_with_what_was_begun(recipe, tmp_path, overrides):
 def test_other_replicas_and_another_staleness_go_on_from_its_checkpoint(recipe, tmp_path):
     train(recipe, tmp_path, "trainer.steps=3", PARTIAL, *LONG)
     shutil.rmtree(tmp_path / "checkpoints" / "step_3")  # the last one holds nothing: go on from the one before it
-    found = trained(tmp_path)
-    (tmp_path / "trained").write_text(
-        "".join(f"{json.dumps(line)}\n" for step in found if step <= 2 for line in found[step])
-    )
+    forget_after(tmp_path, 2)
     train(recipe, tmp_path, PARTIAL, *LONG, *TWO_REPLICAS, "async.max_staleness=1")
     check(trained(tmp_path), STEPS)
 
@@ -112,6 +105,12 @@ def trained(run_dir: Path) -> Trained:
         sample = json.loads(line)
         found.setdefault(sample["step"], []).append(sample)
     return found
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """What later steps were trained on is trained on again, from the checkpoint of `step`."""
+    kept = [line for number, lines in trained(run_dir).items() if number <= step for line in lines]
+    (run_dir / "trained").write_text("".join(f"{json.dumps(line)}\n" for line in kept))
 
 
 def note(run_dir: Path, step: int, samples: Any) -> None:

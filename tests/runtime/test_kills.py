@@ -1,0 +1,95 @@
+"""kill -9 of one process of a run of several teams, at a moment that is drawn: nothing is lost, nothing trained twice.
+
+In order the resumed run has the numbers of an undisturbed one, bit for bit; as samples get ready it trains on every
+prompt once, and on nothing that is too old.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runtime import harness, test_ahead, test_flow
+from tests.runtime.test_ahead import before_training
+
+pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900), pytest.mark.campaign("kills")]
+
+SEEDS = range(20)
+STEPS = 5
+PPO = (*test_ahead.PPO, f"trainer.steps={STEPS}")
+#: Seconds from a worker's start within which it is killed: the whole run takes about as long.
+WITHIN_S = 12.0
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    return test_ahead.train(recipe, tmp_path_factory.mktemp("undisturbed"), *PPO)
+
+
+@pytest.mark.parametrize("team", ["train", "value", "draw"])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_order_the_numbers_are_those_of_an_undisturbed_run(recipe, undisturbed, tmp_path, team, seed):
+    kill_one(lambda work: test_ahead.train(recipe, tmp_path, *PPO, work=work), tmp_path, team, seed)
+    assert test_ahead.train(recipe, tmp_path, *PPO) == undisturbed
+
+
+@pytest.mark.parametrize("team", ["train", "draw"])
+@pytest.mark.parametrize("partial", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_as_samples_get_ready_every_prompt_is_trained_on_once(recipe, tmp_path, team, partial, seed):
+    more = (test_flow.PARTIAL, *test_flow.LONG) if partial else ()
+    kill_one(lambda work: test_flow.train(recipe, tmp_path, *more, work=work), tmp_path, team, seed)
+    forget_steps_after_the_checkpoint(tmp_path)
+    test_flow.train(recipe, tmp_path, *more)
+    test_flow.check(test_flow.trained(tmp_path), test_flow.STEPS)
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+
+def kill_one(train: Any, run_dir: Path, team: str, seed: int) -> None:
+    """A run of which a worker of `team` is killed, unless it ends before."""
+    delay = random.Random(f"{team} {seed}").uniform(0.0, WITHIN_S)
+    (run_dir / "kill").write_text(json.dumps([team, delay]))
+    try:
+        train(killed)
+    except AssertionError as error:
+        assert "rank" in str(error) or "exit codes" in str(error), error
+    (run_dir / "kill").unlink()
+
+
+def killed(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run; a worker of the team that the file `kill` names kills itself after the seconds that it names."""
+    import torch.distributed as dist
+
+    team, delay = json.loads((Path(run_dir) / "kill").read_text())
+    mine = teams[dist.get_rank()]
+    if mine["MEGARL_TEAM"] == team and mine["RANK"] == "0":
+
+        def strike() -> None:
+            time.sleep(delay)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=strike, daemon=True).start()
+    before_training(lambda c, samples: test_flow.note(Path(run_dir), c.step, samples))
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
+
+
+def forget_steps_after_the_checkpoint(run_dir: Path) -> None:
+    """Steps that no checkpoint has are trained again, on what is drawn for them then."""
+    saved = [int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_?")]
+    if (run_dir / "trained").exists():
+        test_flow.forget_after(run_dir, max(saved, default=0))
