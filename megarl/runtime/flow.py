@@ -362,13 +362,7 @@ class Offers:
         config = self._c.config
         too_old = step - self._version > config.async_.max_staleness
         last = step == config.trainer.steps
-        return (
-            config.async_.partial
-            or too_old
-            or last
-            or due(step, config.validation.every)
-            or may_save(config, step)
-        )
+        return config.async_.partial or too_old or last or due(step, config.validation.every) or may_save(config, step)
 
     def _is_open(self) -> bool:
         """No replica draws. Collective."""

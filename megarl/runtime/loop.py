@@ -130,9 +130,7 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
     return TeamCrossing(graph, team.placement, team.store, c.layout.dp_rank, c.layout.is_lead, keeps=keeps)
 
 
-def _flow(
-    c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart
-) -> None:
+def _flow(c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart) -> None:
     """What a rollout's team does whose samples go to training as they get ready."""
     from megarl.store.pool import PoolCrossing
 

@@ -273,9 +273,7 @@ class Core:
             raise StoreError(f"{at}: {len(groups)} groups, and not as many numbers or payloads")
         for place, (number, group) in enumerate(zip(numbers, groups, strict=True)):
             try:
-                flow.finish(
-                    number, group, {key: some[place] for key, some in refs.items()}, None if place else metrics
-                )
+                flow.finish(number, group, {key: some[place] for key, some in refs.items()}, None if place else metrics)
             except ValueError as error:
                 raise StoreError(f"{at}: {error}") from error
         return self._form()

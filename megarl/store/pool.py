@@ -1,7 +1,7 @@
 """Around the nodes of a rollout's team whose groups go to others as they get ready (`megarl.store.flow`).
 
-    rollout, nodes after it    what others use of it is put aside         give
-    all nodes are through      all of it goes to the store, in one call   collect, put
+rollout, nodes after it    what others use of it is put aside         give
+all nodes are through      all of it goes to the store, in one call   collect, put
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ class PoolCrossing:
             return None
         tokens, ids = tokens_of(board), board["sample_id"]
         groups = [
-            GroupInfo(
-                board["uid"][places[0]], 0, tuple(ids[place] for place in places), sum(tokens[p] for p in places)
-            )
+            GroupInfo(board["uid"][places[0]], 0, tuple(ids[place] for place in places), sum(tokens[p] for p in places))
             for places in group_places(board["uid"])
         ]
         aside, self._aside = self._aside, {}

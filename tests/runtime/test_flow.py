@@ -67,7 +67,9 @@ def test_an_interrupted_sample_keeps_the_versions_of_its_tokens(recipe, tmp_path
 def test_a_killed_run_goes_on_with_what_was_begun(recipe, tmp_path, overrides):
     with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
         train(recipe, tmp_path, *overrides, work=killed_in_step_3)
-    forget_after(tmp_path, max(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_?")))
+    forget_after(
+        tmp_path, max(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_?"))
+    )
     train(recipe, tmp_path, *overrides)
     check(trained(tmp_path), STEPS)
 
