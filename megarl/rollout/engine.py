@@ -96,9 +96,12 @@ class Generation(Protocol):
     Attributes:
         goes_on: turns go on between two calls of `wait`, so that nothing is lost by a look at other things. Otherwise
             which turns are over first depends on nothing but the turns, and a second run learns it alike.
+        in_rounds: a `wait` is a round, in which all turns come to their ends. The ranks of `any_busy` go through it
+            together, also those that have no turn.
     """
 
     goes_on: ClassVar[bool]
+    in_rounds: ClassVar[bool]
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
         """Ask for the next turn of `sequence` (a number below `sequences`), which is `tokens` so far.
@@ -127,7 +130,7 @@ class Generation(Protocol):
         ...
 
     def forget(self, sequence: int) -> None:
-        """Nothing more is asked of `sequence`."""
+        """Nothing more is asked of `sequence`, whose turn is over. Its number may be used for another sequence."""
         ...
 
     def any_busy(self, busy: bool) -> bool:

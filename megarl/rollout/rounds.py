@@ -26,6 +26,7 @@ class Rounds:
     sampling: SamplingConfig
     eos_ids: Sequence[int]
     goes_on: ClassVar[bool] = False
+    in_rounds: ClassVar[bool] = True
     _turns: dict[int, tuple[list[int], int, int]] = field(default_factory=dict)
     _aborted: list[int] = field(default_factory=list)
 

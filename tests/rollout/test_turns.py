@@ -77,3 +77,26 @@ def test_a_cache_of_fixed_layout_keeps_rows_apart_from_padding(dense, monkeypatc
     assert {n: [t[:2] for t in done] for n, done in fixed.items()} == {
         n: [t[:2] for t in done] for n, done in free.items()
     }
+
+
+def test_the_number_of_a_forgotten_sequence_is_free_for_another_one(dense):
+    """With rows for all, for some, and when the one that is forgotten never ran."""
+    first, second = [5, 6, 7, 8, 9, 10], [40, 41]
+    for running in (4, 1):
+        made = engine(dense, max_running=running)
+        generation = made.open(sampled(max_new_tokens=6), STOP, 2, 80)
+        generation.submit(0, first, 1, 6)
+        generation.submit(1, first, 2, 6)
+        generation.abort(1)
+        assert generation.wait()[1].token_ids == []
+        over = generation.wait()
+        for sequence in (0, 1):
+            generation.forget(sequence)
+            generation.submit(sequence, second, 10 + sequence, 5)
+        again = {}
+        while len(again) < 2:
+            again |= generation.wait()
+        [[whole]] = made.generate([Request(first, [1])], sampled(max_new_tokens=6), STOP)
+        [others] = made.generate([Request(second, [10, 11], 5)], sampled(max_new_tokens=6), STOP)
+        assert over[0].token_ids == whole.token_ids
+        assert [again[0].token_ids, again[1].token_ids] == [other.token_ids for other in others]

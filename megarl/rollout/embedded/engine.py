@@ -135,6 +135,7 @@ class _Turns:
     session: TurnSession
     version: int
     goes_on: ClassVar[bool] = False
+    in_rounds: ClassVar[bool] = False
 
     def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
         """See `Generation`."""

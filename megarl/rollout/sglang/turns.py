@@ -15,6 +15,7 @@ its prefix cache.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -152,6 +153,7 @@ class ServerTurns:
     """
 
     goes_on: ClassVar[bool] = True
+    in_rounds: ClassVar[bool] = False
 
     def __init__(self, engine: SglangEngine, sampling: SamplingConfig, stop_ids: Sequence[int]) -> None:
         self._engine, self._sampling, self._stop_ids = engine, sampling, list(stop_ids)
@@ -159,9 +161,10 @@ class ServerTurns:
         self._client: TurnClient | None = None
         self._samples: dict[int, ServedSample] = {}  # sequence -> its turn, until it is taken
         self._to_send: dict[int, ServedSample] = {}  # those that no server has
-        self._prompts: dict[tuple[int, ...], int] = {}
-        self._prompt_of: dict[int, int] = {}
-        self._users: Counter[int] = Counter()  # sequences of a prompt
+        self._numbers = itertools.count()
+        self._prompts: dict[tuple[int, ...], int] = {}  # tokens that sequences begin with -> number for the router
+        self._begins: dict[int, tuple[int, ...]] = {}  # sequence -> the tokens that it begins with
+        self._users: Counter[tuple[int, ...]] = Counter()  # how many sequences begin with these tokens
         self._busy = True
         self._recoveries = 0
 
@@ -169,10 +172,12 @@ class ServerTurns:
         """See `Generation`. Sent with the next `any_busy` or `wait`."""
         if not self._replica.is_first:
             return
-        if sequence not in self._prompt_of:
-            self._prompt_of[sequence] = self._prompts.setdefault(tuple(tokens), len(self._prompts))
-            self._users[self._prompt_of[sequence]] += 1
-        sample = ServedSample(self._prompt_of[sequence], list(tokens), seed, room=room)
+        if sequence not in self._begins:
+            self._begins[sequence] = begin = tuple(tokens)
+            self._users[begin] += 1
+            if begin not in self._prompts:
+                self._prompts[begin] = next(self._numbers)
+        sample = ServedSample(self._prompts[self._begins[sequence]], list(tokens), seed, room=room)
         self._samples[sequence] = self._to_send[sequence] = sample
 
     def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
@@ -202,12 +207,15 @@ class ServerTurns:
 
     def forget(self, sequence: int) -> None:
         """See `Generation`."""
-        prompt = self._prompt_of.pop(sequence, None)
-        if prompt is None:
+        begin = self._begins.pop(sequence, None)
+        if begin is None:
             return
-        self._users[prompt] -= 1
-        if not self._users[prompt] and self._client is not None:
-            self._client.forget(prompt)
+        self._users[begin] -= 1
+        if not self._users[begin]:
+            del self._users[begin]
+            prompt = self._prompts.pop(begin)
+            if self._client is not None:
+                self._client.forget(prompt)
 
     def any_busy(self, busy: bool) -> bool:
         """See `Generation`. Collective over all ranks of the run.

@@ -1,0 +1,109 @@
+"""A `Generation` in plain Python: token k of a turn is a function of its tokens so far, its seed, k, and the weights."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from megarl.config.rollout import SamplingConfig
+from megarl.rollout.engine import Completion, FinishReason
+
+VOCABULARY = 40
+
+
+def rule(before: Sequence[int], seed: int, place: int, version: int) -> tuple[int, float]:
+    """Token `place` of the turn that follows the tokens `before`, and its log-prob."""
+    drawn = random.Random(repr((list(before), seed, place, version)))
+    return drawn.randrange(VOCABULARY), -drawn.random()
+
+
+@dataclass
+class Turn:
+    before: list[int]
+    seed: int
+    room: int
+    drawn: list[tuple[int, float]] = field(default_factory=list)
+    aborted: bool = False
+
+
+class ScriptedGeneration:
+    """`steps(sequence)` says how many tokens of a turn are drawn until the next look."""
+
+    goes_on: ClassVar[bool] = False
+    in_rounds: ClassVar[bool] = False
+
+    def __init__(self, engine: ScriptedEngine, stop_ids: list[int], sequences: int, longest: int) -> None:
+        self.engine, self.stop_ids, self.sequences, self.longest = engine, stop_ids, sequences, longest
+        self.version = engine.weight_version
+        self.turns: dict[int, Turn] = {}
+        self.over: set[int] = set()  # not forgotten
+        self.closed = False
+
+    def submit(self, sequence: int, tokens: list[int], seed: int, room: int) -> None:
+        assert not self.closed
+        assert 0 <= sequence < self.sequences
+        assert sequence not in self.turns
+        assert sequence not in self.over
+        assert room >= 1
+        assert len(tokens) + room <= self.longest
+        self.turns[sequence] = Turn(list(tokens), seed, room)
+        self.engine.submitted.append((sequence, list(tokens), seed, room))
+
+    def wait(self, enough: Callable[[], bool] | None = None) -> dict[int, Completion]:
+        assert not self.closed
+        over = {s: self._completion(t, "abort") for s, t in self.turns.items() if t.aborted}
+        while not over and self.turns:
+            for sequence, turn in self.turns.items():
+                for _ in range(self.engine.steps(sequence)):
+                    turn.drawn.append(rule(turn.before, turn.seed, len(turn.drawn), self.version))
+                    if (reason := self._reason(turn)) is not None:
+                        over[sequence] = self._completion(turn, reason)
+                        break
+            if enough is not None and enough():
+                break
+        for sequence in over:
+            del self.turns[sequence]
+            self.over.add(sequence)
+        return over
+
+    def _reason(self, turn: Turn) -> FinishReason | None:
+        if turn.drawn[-1][0] in self.stop_ids:
+            return "stop"
+        return "length" if len(turn.drawn) == turn.room else None
+
+    def _completion(self, turn: Turn, reason: FinishReason) -> Completion:
+        tokens, logprobs = [token for token, _ in turn.drawn], [logprob for _, logprob in turn.drawn]
+        return Completion(tokens, logprobs, reason, [[self.version, len(tokens)]])
+
+    def abort(self, sequence: int) -> None:
+        self.turns[sequence].aborted = True
+
+    def forget(self, sequence: int) -> None:
+        self.over.remove(sequence)
+
+    def any_busy(self, busy: bool) -> bool:
+        return busy
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+
+
+class ScriptedEngine:
+    """Opens `ScriptedGeneration`s, one at a time; `submitted` is what all of them were asked for."""
+
+    def __init__(self, steps: Callable[[int], int] = lambda sequence: 1) -> None:
+        self.weight_version, self.steps = 0, steps
+        self.submitted: list[tuple[int, list[int], int, int]] = []
+        self.opened: list[ScriptedGeneration] = []
+
+    def generate(self, *arguments: object) -> list[list[Completion]]:
+        raise NotImplementedError
+
+    def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> ScriptedGeneration:
+        assert all(generation.closed for generation in self.opened)
+        stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
+        self.opened.append(ScriptedGeneration(self, stop_ids, sequences, longest))
+        return self.opened[-1]

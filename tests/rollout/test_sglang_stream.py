@@ -1,0 +1,102 @@
+"""Groups that come and go on servers that answer by rule: replicas make the same calls and are interrupted together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megarl.comm import team_world
+from megarl.rollout.sglang.engine import Replica
+from megarl.rollout.stream import Draft, Stream
+from tests.dist import run_distributed
+from tests.rollout.fake_servers import FakeServer, servers, token
+from tests.rollout.test_sglang_turns import SAMPLING, alone, make_engine, started
+
+HALF = 4  # of the 8 tokens of a sample: what a server has of one that is aborted
+
+
+def waits_at_first(server: FakeServer, payload: dict[str, Any]) -> str:
+    """First stretches end only when they are aborted, but those of group 1."""
+    seed = payload["sampling_params"]["sampling_seed"]
+    return "wait" if seed % 10 == 0 and seed < 100 else "ok"
+
+
+def add(stream: Stream, number: int, samples: int) -> None:
+    """Stretch k of sample i of group g has the seed 100 g + 10 i + k."""
+    base = 100 * number
+    seeds = [lambda turn, seed=base + 10 * i: seed + turn for i in range(samples)]
+    stream.add(number, [70, 71 + number], seeds)
+
+
+def expected(number: int, sample: int, halves: int) -> list[int]:
+    """Tokens of a sample of one stretch, or of two halves."""
+    prompt, seed = [70, 71 + number], 100 * number + 10 * sample
+    first = [token(prompt, seed, place) for place in range(8 // halves)]
+    return first if halves == 1 else first + [token([*prompt, *first], seed + 1, place) for place in range(HALF)]
+
+
+def test_what_was_interrupted_goes_on_from_its_tokens_with_the_next_seed():
+    with servers(waits_at_first) as made:
+        stream = Stream(alone(made), SAMPLING, [], 4, 100)
+        stream.open()
+        add(stream, 0, 2)
+        assert stream.wait() == []
+        started(made[0], 2)
+        stream.interrupt()
+        halves = [expected(0, i, 2)[:HALF] for i in range(2)]
+        assert stream.drafts() == {0: [Draft(half, [-1.0] * HALF, [[1, HALF]], None, 1) for half in halves]}
+        stream.open()
+        while not (found := stream.wait()):
+            pass
+        stream.close()
+    [(_, samples)] = found
+    assert [sample.token_ids for sample in samples] == [expected(0, i, 2) for i in range(2)]
+    assert [(sample.versions, sample.finish_reason) for sample in samples] == [([[1, 8]], "length")] * 2
+
+
+def test_numbers_of_sequences_are_used_again_and_prompts_are_given_up():
+    with servers(lambda server, payload: "ok") as made:
+        stream = Stream(alone(made), SAMPLING, [], 2, 100)
+        stream.open()
+        for number in range(1, 6):
+            add(stream, number, 2)
+            while not (found := stream.wait()):
+                pass
+            [(done, samples)] = found
+            assert done == number
+            assert [sample.token_ids for sample in samples] == [expected(number, i, 1) for i in range(2)]
+        assert not stream._generation._prompts
+        stream.close()
+
+
+def run_rank(urls: list[str], rank_replica: list[int]) -> Any:
+    """Replica 0 draws two groups and replica 1 none. The ranks agree before each call, and are interrupted once."""
+    world = team_world(120)
+    groups = {
+        i: world.subgroup([r for r, at in enumerate(rank_replica) if at == i], "the replica")
+        for i in sorted(set(rank_replica))
+    }
+    index = rank_replica[world.rank]
+    engine = make_engine(urls, Replica(index, len(groups), groups[index], world), world.rank == 0)
+    stream = Stream(engine, SAMPLING, [], 4, 100)
+    stream.open()
+    if index == 0:
+        add(stream, 0, 2)
+        add(stream, 1, 1)
+    found: dict[int, list[list[int]]] = {}
+    interrupted = False
+    while any(world.all_gather_json(stream.busy)):
+        found |= {number: [sample.token_ids for sample in samples] for number, samples in stream.wait()}
+        if not interrupted and any(world.all_gather_json(1 in found)):
+            stream.interrupt()
+            stream.open()
+            interrupted = True
+    stream.close()
+    return [[number, samples] for number, samples in sorted(found.items())]
+
+
+def test_replicas_wait_and_are_interrupted_together_also_those_that_draw_nothing():
+    with servers(waits_at_first) as made:
+        first, second, idle = run_distributed(run_rank, 3, 120, [made[0].api.url], [0, 0, 1])
+    assert first == second
+    assert first == [[0, [expected(0, i, 2) for i in range(2)]], [1, [expected(1, 0, 1)]]]
+    assert idle == []

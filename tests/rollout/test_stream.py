@@ -1,0 +1,380 @@
+"""Groups that come and go: which samples come out, in which order, and what an interruption leaves of them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megarl.config.rollout import SamplingConfig
+from megarl.rollout.engine import Completion, Request
+from megarl.rollout.stream import Draft, Stream
+from tests.rollout.cases import STOP, build, engine, full_forward, make_requests, sampled
+from tests.rollout.scripted import ScriptedEngine, rule
+
+MOST = 12
+LONGEST = 20
+SAMPLING = SamplingConfig(max_new_tokens=MOST)
+EOS = [2, 5]
+
+
+def seeds_of(number: int, samples: int) -> list[Callable[[int], int]]:
+    """Stretch k of sample i of group g has the seed 1000 g + 10 i + k."""
+    return [lambda turn, base=1000 * number + 10 * sample: base + turn for sample in range(samples)]
+
+
+def scripted(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> Stream:
+    return Stream(made, sampling, EOS, slots, LONGEST)
+
+
+def opened(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMPLING) -> Stream:
+    stream = scripted(made, slots, sampling)
+    stream.open()
+    return stream
+
+
+def replay(
+    prompt: list[int], seed: Callable[[int], int], stretches: list[list[int]]
+) -> tuple[list[int], list[float]]:
+    """Tokens and log-probs of stretches of (version, tokens)."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for turn, (version, count) in enumerate(stretches):
+        drawn = [rule([*prompt, *tokens], seed(turn), place, version) for place in range(count)]
+        tokens += [token for token, _ in drawn]
+        logprobs += [logprob for _, logprob in drawn]
+    return tokens, logprobs
+
+
+def check(prompt: list[int], seed: Callable[[int], int], sample: Completion) -> None:
+    """It is what its stretches draw, one for each version, and ended where it had to."""
+    assert (sample.token_ids, sample.logprobs) == replay(prompt, seed, sample.versions)
+    assert not set(sample.token_ids[:-1]) & set(EOS)
+    assert 1 <= len(sample.token_ids) <= MOST
+    assert sample.finish_reason == ("stop" if sample.token_ids[-1] in EOS else "length")
+    assert sample.finish_reason == "stop" or len(sample.token_ids) == MOST
+
+
+def until_idle(stream: Stream) -> dict[int, list[Completion]]:
+    found = {}
+    while stream.busy:
+        found |= dict(stream.wait())
+    return found
+
+
+def after(calls: int) -> Callable[[], bool]:
+    """True from call number `calls` on."""
+    counter = itertools.count(1)
+    return lambda: next(counter) >= calls
+
+
+def test_a_group_comes_when_all_of_its_samples_are_over_and_groups_in_the_order_of_their_numbers():
+    made = ScriptedEngine(steps=lambda sequence: MOST if sequence != 1 else 1)
+    stream = opened(made)
+    stream.add(7, [1], seeds_of(7, 2))  # its second sample is slow
+    stream.add(4, [3], seeds_of(4, 1))
+    stream.add(3, [3], seeds_of(3, 2))
+    first = stream.wait()
+    assert [number for number, _ in first] == [3, 4]
+    assert stream.busy
+    second = stream.wait()
+    assert [number for number, _ in second] == [7]
+    assert not stream.busy
+    assert stream.wait() == []
+    for number, samples in (*first, *second):
+        for seed, sample in zip(seeds_of(number, len(samples)), samples, strict=True):
+            check([1] if number == 7 else [3], seed, sample)
+
+
+def test_a_sample_that_is_over_gives_its_sequence_to_the_next_one_while_its_group_waits():
+    made = ScriptedEngine(steps=lambda sequence: MOST if sequence else 1)
+    stream = opened(made, slots=3)
+    stream.add(0, [1], seeds_of(0, 3))
+    assert stream.free == 0
+    assert stream.wait(after(1)) == []
+    assert stream.free == 2
+    stream.add(1, [4, 4], seeds_of(1, 2))
+    assert stream.free == 0
+    assert [sequence for sequence, *_ in made.submitted] == [0, 1, 2, 1, 2]
+    found = until_idle(stream)
+    assert sorted(found) == [0, 1]
+    assert stream.free == 3
+
+
+def test_enough_ends_the_waiting():
+    stream = opened(ScriptedEngine(), sampling=SamplingConfig(max_new_tokens=MOST, ignore_eos=True))
+    stream.add(0, [1], seeds_of(0, 2))
+    asked = after(3)
+    assert stream.wait(asked) == []
+    stream.interrupt()
+    assert [len(draft.token_ids) for draft in stream.drafts()[0]] == [3, 3]
+
+
+def test_what_was_interrupted_goes_on_with_its_tokens_the_rest_of_its_room_and_the_next_seed():
+    made = ScriptedEngine()
+    stream = opened(made, sampling=SamplingConfig(max_new_tokens=MOST, ignore_eos=True))
+    stream.add(0, [1, 3], seeds_of(0, 1))
+    stream.wait(after(5))
+    stream.interrupt()
+    assert made.opened[0].closed
+    assert (stream.busy, stream.free) == (True, 7)
+    [draft] = stream.drafts()[0]
+    tokens, logprobs = replay([1, 3], lambda turn: turn, [[0, 5]])
+    assert draft == Draft(tokens, logprobs, [[0, 5]], None, 1)
+
+    made.weight_version = 4
+    stream.open()
+    assert made.submitted[-1] == (0, [1, 3, *tokens], 1, MOST - 5)
+    [(number, [sample])] = stream.wait()
+    assert number == 0
+    assert sample.versions == [[0, 5], [4, MOST - 5]]
+    assert (sample.token_ids, sample.logprobs) == replay([1, 3], lambda turn: turn, sample.versions)
+    assert sample.finish_reason == "length"
+
+
+def test_stretches_of_one_version_are_one_run():
+    stream = opened(ScriptedEngine(), sampling=SamplingConfig(max_new_tokens=MOST, ignore_eos=True))
+    stream.add(0, [1], seeds_of(0, 1))
+    for _ in range(3):
+        stream.wait(after(2))
+        stream.interrupt()
+        stream.open()
+    [(_, [sample])] = stream.wait()
+    assert sample.versions == [[0, MOST]]
+    stretches = [[0, 2], [0, 2], [0, 2], [0, MOST - 6]]
+    assert (sample.token_ids, sample.logprobs) == replay([1], lambda turn: turn, stretches)
+
+
+def test_a_sample_of_which_nothing_was_drawn_is_as_if_it_had_begun_later():
+    made = ScriptedEngine()
+    stream = opened(made)
+    stream.add(0, [1], seeds_of(0, 1))
+    stream.interrupt()
+    assert stream.drafts() == {0: [Draft()]}
+    made.weight_version = 9
+    stream.open()
+    [(_, [sample])] = stream.wait()
+    assert sample.versions == [[9, len(sample.token_ids)]]
+    check([1], seeds_of(0, 1)[0], sample)
+
+
+@pytest.mark.parametrize(("left", "reason"), [([7] * 11 + [3], "length"), ([7, 5], "stop")])
+def test_a_draft_that_is_full_or_ends_with_an_end_token_is_over(left, reason):
+    stream = opened(ScriptedEngine(), slots=1)
+    stream.add(0, [1], seeds_of(0, 1), [Draft(left, [-1.0] * len(left), [[0, len(left)]], None, 1)])
+    assert stream.free == 1
+    [(_, [sample])] = stream.wait()
+    assert sample == Completion(left, [-1.0] * len(left), reason, [[0, len(left)]])
+
+
+def test_a_group_that_an_interruption_finds_complete_comes_without_generation():
+    made = ScriptedEngine()
+    stream = opened(made)
+    stream.add(0, [1], seeds_of(0, 2))
+    made.opened[0].turns[0].aborted = True
+    made.opened[0].turns[1].aborted = True
+    made.opened[0].turns[0].drawn = [(7, -1.0), (5, -2.0)]  # it had just ended
+    made.opened[0].turns[1].drawn = [(2, -3.0)]
+    stream.interrupt()
+    assert [draft.finish_reason for draft in stream.drafts()[0]] == ["stop", "stop"]
+    [(number, samples)] = stream.wait()
+    assert (number, [sample.token_ids for sample in samples]) == (0, [[7, 5], [2]])
+    assert not stream.busy
+
+
+def test_groups_may_be_added_before_it_is_open():
+    made = ScriptedEngine()
+    stream = scripted(made, slots=2)
+    stream.add(5, [1], seeds_of(5, 1))
+    stream.add(3, [3], seeds_of(3, 1))
+    assert made.submitted == []
+    stream.open()
+    assert [tokens for _, tokens, *_ in made.submitted] == [[3], [1]]
+    assert sorted(until_idle(stream)) == [3, 5]
+
+
+def test_what_is_wrong_is_refused():
+    stream = opened(ScriptedEngine(), slots=3)
+    stream.add(0, [1], seeds_of(0, 2))
+    with pytest.raises(ValueError, match="group 0 is under way"):
+        stream.add(0, [1], seeds_of(0, 1))
+    with pytest.raises(ValueError, match="needs 2 sequences, and 1 of 3 are free"):
+        stream.add(1, [1], seeds_of(1, 2))
+    with pytest.raises(ValueError, match="1 samples and 2 drafts"):
+        stream.add(1, [1], seeds_of(1, 1), [Draft(), Draft()])
+    with pytest.raises(RuntimeError, match="is open"):
+        stream.drafts()
+    with pytest.raises(RuntimeError, match="is open"):
+        stream.open()
+    stream.interrupt()
+    with pytest.raises(RuntimeError, match="not open"):
+        stream.interrupt()
+
+
+def test_closing_gives_up_everything():
+    made = ScriptedEngine()
+    stream = opened(made, slots=2)
+    stream.add(0, [1], seeds_of(0, 2))
+    stream.close()
+    assert (stream.busy, stream.free, stream.drafts(), made.opened[0].closed) == (False, 2, {}, True)
+    stream.open()
+    stream.add(0, [1], seeds_of(0, 2))
+    assert list(until_idle(stream)) == [0]
+
+
+@given(st.data())
+def test_any_order_of_calls_gives_every_sample_once_and_as_its_stretches_draw_it(data):
+    """Every `open` has a version of its own, so the runs of a sample are its stretches."""
+    slots = data.draw(st.integers(1, 7), label="slots")
+    pace = random.Random(data.draw(st.integers(0, 1000), label="pace"))
+    made = ScriptedEngine(steps=lambda sequence: pace.choice([0, 1, 1, 2, 5]))
+    stream, is_open = scripted(made, slots), False
+    groups: dict[int, tuple[list[int], int]] = {}  # under way: prompt and samples
+    done: set[int] = set()
+
+    def take(found: list[tuple[int, list[Completion]]]) -> None:
+        assert [number for number, _ in found] == sorted(number for number, _ in found)
+        for number, samples in found:
+            prompt, count = groups.pop(number)
+            assert number not in done
+            done.add(number)
+            assert len(samples) == count
+            for seed, sample in zip(seeds_of(number, count), samples, strict=True):
+                check(prompt, seed, sample)
+
+    for _ in range(data.draw(st.integers(1, 25))):
+        call = data.draw(st.sampled_from(["add", "add", "wait", "look", "turn", "turn", "restart"]))
+        if call == "add" and stream.free:
+            number = data.draw(st.integers(0, 99).filter(lambda n: n not in groups and n not in done))
+            prompt = data.draw(st.lists(st.integers(6, 8), min_size=1, max_size=3))
+            groups[number] = prompt, data.draw(st.integers(1, stream.free))
+            stream.add(number, prompt, seeds_of(number, groups[number][1]))
+        elif call == "wait":
+            found = stream.wait()
+            assert found or not is_open or not stream.busy
+            take(found)
+        elif call == "look" and is_open:
+            take(stream.wait(after(data.draw(st.integers(1, 4)))))
+        elif call == "turn":
+            if is_open:
+                stream.interrupt()
+            else:
+                made.weight_version += 1
+                stream.open()
+            is_open = not is_open
+        elif call == "restart" and not is_open:
+            kept = json.loads(json.dumps({n: [asdict(d) for d in drafts] for n, drafts in stream.drafts().items()}))
+            stream = scripted(made, slots)
+            for text, drafts in kept.items():
+                prompt, count = groups[int(text)]
+                stream.add(int(text), prompt, seeds_of(int(text), count), [Draft(**draft) for draft in drafts])
+        assert stream.busy == bool(groups)
+        assert 0 <= stream.free <= slots
+    if not is_open:
+        made.weight_version += 1
+        stream.open()
+    while stream.busy:
+        take(stream.wait())
+    assert not groups
+    assert stream.free == slots
+
+
+@pytest.fixture(scope="module")
+def dense(single_process):
+    return build("qwen3")
+
+
+def draw(
+    stream: Stream, requests: list[Request], steps: int = 2, each: Callable[[], None] = lambda: None
+) -> list[list[Completion]]:
+    """Groups of all requests, added as soon as there is room; a wait looks `steps` times, and `each` follows it."""
+    left, found = dict(enumerate(requests)), dict[int, list[Completion]]()
+    stream.open()
+    while left or stream.busy:
+        while left and stream.free >= len(left[min(left)].seeds):
+            number = min(left)
+            request = left.pop(number)
+            stream.add(number, request.prompt_ids, [lambda turn, s=s: s + 100_000 * turn for s in request.seeds])
+        found |= dict(stream.wait(after(steps)))
+        each()
+    stream.close()
+    return [found[number] for number in range(len(requests))]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(("slots", "running"), [(40, 256), (7, 256), (7, 3)])
+def test_without_interruption_samples_are_those_of_generate(single_process, model_type, slots, running):
+    """Experts go in rounds."""
+    made, requests = engine(build(model_type), max_running=running), make_requests(count=8)
+    expected = made.generate(requests, sampled(), STOP)
+    found = draw(Stream(made, sampled(), STOP, slots, 40), requests)
+    for group, whole in zip(found, expected, strict=True):
+        assert [(c.token_ids, c.finish_reason, c.versions) for c in group] == [
+            (c.token_ids, c.finish_reason, c.versions) for c in whole
+        ]
+        for sample, other in zip(group, whole, strict=True):
+            torch.testing.assert_close(torch.tensor(sample.logprobs), torch.tensor(other.logprobs), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("moment", [1, 2, 3, 5, 8, 13, 19])
+@pytest.mark.parametrize("running", [256, 4])
+def test_whenever_it_is_interrupted_log_probs_are_those_of_a_full_pass(dense, monkeypatch, moment, running):
+    """Every `moment` steps, and with few rows also while samples wait that have not begun."""
+    monkeypatch.setattr("megarl.rollout.embedded.turns._LOOK_EVERY", 1)
+    made, requests = engine(dense, max_running=running), make_requests(count=5)
+    stream = Stream(made, sampled(), STOP, 9, 40)
+    waits = itertools.count()
+
+    def each() -> None:
+        if next(waits) < 6:
+            stream.interrupt()
+            stream.open()
+
+    found, free = draw(stream, requests, moment, each), made.generate(requests, sampled(), STOP)
+    same = 0
+    for request, group, whole in zip(requests, found, free, strict=True):
+        for sample, other in zip(group, whole, strict=True):
+            n = len(sample.token_ids)
+            assert n == 20 or sample.token_ids[-1] in STOP
+            assert sample.versions == [[0, n]]
+            expected = full_forward(dense[0], request.prompt_ids, sample.token_ids)
+            torch.testing.assert_close(torch.tensor(sample.logprobs), expected, rtol=0, atol=1e-5)
+            same += sample.token_ids == other.token_ids
+    assert same < 15 or moment > 13  # stretches after the first have other seeds
+
+
+def test_a_stretch_after_new_weights_is_theirs_and_the_ones_before_keep_what_they_were_drawn_with(single_process):
+    chunks = build("qwen3")
+    made, weight = engine(chunks), chunks[0].decoder.layers[1].mlp.linear_fc2.weight.data
+    made.weight_version = 3
+    sampling = sampled(ignore_eos=True)
+    stream = Stream(made, sampling, STOP, 2, 40)
+    stream.open()
+    stream.add(0, [4, 8, 15], seeds_of(0, 2))
+    assert stream.wait(after(1)) == []
+    stream.interrupt()
+    before = weight.clone()
+    weight.add_(0.05)
+    made.weight_version = 4
+    stream.open()
+    [(_, samples)] = stream.wait()
+    for sample in samples:
+        (old, cut), (new, rest) = sample.versions
+        assert (old, new, cut + rest, sample.finish_reason) == (3, 4, 20, "length")
+        theirs = full_forward(chunks[0], [4, 8, 15], sample.token_ids)[cut:]
+        torch.testing.assert_close(torch.tensor(sample.logprobs[cut:]), theirs, rtol=0, atol=1e-5)
+    new_weight = weight.clone()
+    weight.copy_(before)
+    for sample in samples:
+        cut = sample.versions[0][1]
+        theirs = full_forward(chunks[0], [4, 8, 15], sample.token_ids)
+        torch.testing.assert_close(torch.tensor(sample.logprobs[:cut]), theirs[:cut], rtol=0, atol=1e-5)
+        assert not torch.allclose(torch.tensor(sample.logprobs[cut:]), theirs[cut:], atol=1e-3)
+    weight.copy_(new_weight)
