@@ -1,6 +1,8 @@
-"""How far generation runs ahead of training."""
+"""How far generation runs ahead of training. What the keys need of each other, and of teams, is in `megarl.dag.ahead`."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt
 
@@ -12,6 +14,17 @@ class AsyncConfig(Section):
 
     max_staleness: NonNegativeInt = Field(
         0,
-        description="0 or 1: step t is drawn with exactly the weights after step t - 1 - max_staleness, so that 1 "
-        "draws a step while the one before it is trained; it needs the rollout in a team of its own",
+        description="k: what step t is trained on was begun with the weights after step t - 1 - k or later, so that 0 "
+        "waits for every step; more needs the rollout in a team of its own",
+    )
+    order: Literal["in_order", "as_ready"] = Field(
+        "in_order",
+        description="in_order: k is 0 or 1, and step t is drawn with exactly the weights after step t - 1 - k, so that "
+        "1 draws a step while the one before it is trained; as_ready: k is 1 or more, and a step is trained on groups "
+        "that are ready, in whatever order they get so",
+    )
+    partial: bool = Field(
+        False,
+        description="true: new weights interrupt samples, which go on with them; needs as_ready. false: a sample is "
+        "drawn with the weights that it was begun with",
     )

@@ -1,10 +1,15 @@
 """What a graph and its teams have to be like for the rollout's team to run ahead of the actor's.
 
-    rollout's team   draw t + 1 -------->  draw t + 2 -------->
-                                \\  weights t /
-    actor's team     train t ---------->  train t + 1 ------->
+    in_order   rollout's team   draw t + 1 -------->  draw t + 2 -------->
+                                            \\  weights t /
+               actor's team     train t ---------->  train t + 1 ------->
 
-Within a step everything goes from the rollout's team to others and nothing back to it.
+    as_ready   rollout's team   group after group, each replica by itself; weights when there are new ones
+                                            \\ B groups that are ready
+               actor's team     train t ---------->  train t + 1 ------->
+
+Within a step everything goes from the rollout's team to others and nothing back to it. Where groups come one by one, it
+walks its nodes for each of them, and draws others meanwhile: only its first node may ask the engine.
 """
 
 from __future__ import annotations
@@ -12,21 +17,44 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
-    from megarl.dag.placement import Placement
+    from megarl.dag.graph import TaskGraph
+    from megarl.dag.node import Node
+    from megarl.dag.placement import Placement, TeamPlan
 
-KEY = "async.max_staleness"
+KEY, ORDER, PARTIAL = "async.max_staleness", "async.order", "async.partial"
+#: The stage whose place a stream of groups takes.
+DRAWS = "megarl.runtime.stages.rollout:rollout"
+_GREEDY = "megarl.runtime.stages.rollout:greedy_rollout"
 
 
-def refuse_ahead(config: RunConfig, placement: Placement) -> None:
+def admission_limit(config: RunConfig) -> int:
+    """Groups that have begun and that no step has been trained on, at most: (1 + k) steps of them."""
+    return (1 + config.async_.max_staleness) * config.data.batch_size
+
+
+def describe_ahead(config: RunConfig) -> str:
+    """What `async` comes to, as a line of the plan."""
+    section, k = config.async_, config.async_.max_staleness
+    if section.order == "as_ready":
+        rest = "new weights interrupt samples" if section.partial else "samples end with the weights they began with"
+        limit = f"(1 + {k}) * {config.data.batch_size} = {admission_limit(config)}"
+        return f"as_ready, at most {count(k, 'step')} stale; at most {limit} groups begun and not trained on; {rest}"
+    if k:
+        return "in_order, 1 step stale: a step is drawn while the one before it is trained"
+    return "in_order, not stale: a step is drawn after the one before it is trained"
+
+
+def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> None:
     """Refuse a staleness that these teams cannot have.
 
     Raises:
         ConfigError: says why.
     """
+    _refuse_keys(config)
     lag = config.async_.max_staleness
     if lag == 0:
         return
@@ -35,46 +63,66 @@ def refuse_ahead(config: RunConfig, placement: Placement) -> None:
     assert team is not None, "every run draws samples"
     if Role.ACTOR in team.roles:
         raise ConfigError(
-            "a step is drawn while the one before it is trained, and the rollout takes turns with the actor in the "
-            f"team {team.name}",
+            "samples are drawn while others are trained on, and the rollout takes turns with the actor in the team "
+            f"{team.name}",
             where=KEY,
             found=lag,
-            allowed="0, or 1 with the rollout in a team of its own",
-            fix=f"name the teams in placement.teams, with rollout in one without the actor, or set {KEY}=0",
+            allowed="0, or more with the rollout in a team of its own",
+            fix=f"name the teams in placement.teams, with rollout in one without the actor, or {_off(config)}",
         )
     back = placement.taken(team.name)
     if back:
         what = "; ".join(f"{', '.join(one.fields)} of {one.node} in {one.giver}" for one in back)
         raise ConfigError(
-            f"the team {team.name} draws a step before other teams work on it, and takes from them what it needs in "
-            "that step",
+            f"the team {team.name} draws samples before other teams work on them, and takes from these what it needs "
+            "in the same step",
             where=KEY,
             found=what,
             allowed="0, or a team that takes nothing",
-            fix=f"put the rollout into a team without these other roles, or set {KEY}=0",
+            fix=f"put the rollout into a team without these other roles, or {_off(config)}",
         )
-    samples = {one.samples for one in placement.given_by(team.name)}
-    if len(samples) > 1:
+    if config.async_.order == "as_ready":
+        _refuse_nodes(config, team, graph)
+    _refuse_samples(config, placement, team)
+
+
+def _off(config: RunConfig) -> str:
+    """What to do to run no step ahead."""
+    return f"set {KEY}=0" + (f" {ORDER}=in_order" if config.async_.order == "as_ready" else "")
+
+
+def _refuse_keys(config: RunConfig) -> None:
+    """What the keys need of each other."""
+    section, lag = config.async_, config.async_.max_staleness
+    if section.order == "in_order" and section.partial:
         raise ConfigError(
-            f"the team {team.name} hands over samples of several nodes, and a checkpoint keeps those of one for the "
-            "next step",
+            "in order, all samples of a step are drawn to their end with the weights of this step, so that no new ones "
+            "come meanwhile",
+            where=PARTIAL,
+            found=True,
+            allowed=f"false, or true with {ORDER}=as_ready",
+            fix=f"set {PARTIAL}=false, or {ORDER}=as_ready",
+        )
+    if section.order == "as_ready" and lag == 0:
+        raise ConfigError(
+            "what is trained on when it is ready was begun before the last step was over, with older weights",
             where=KEY,
-            found=", ".join(sorted(samples)),
-            allowed="0, or a pipeline whose nodes in this team resample once",
-            fix=f"set {KEY}=0",
+            found=lag,
+            allowed=f"an integer from 1 on, or 0 with {ORDER}=in_order",
+            fix=f"set {KEY}=1, or {ORDER}=in_order",
+        )
+    if section.order == "in_order" and lag > 1:
+        raise ConfigError(
+            "in order, samples of one version of the weights are drawn while the next one is trained; more would need "
+            "copies of older weights, which are not kept",
+            where=KEY,
+            found=lag,
+            allowed=f"0 or 1, or more with {ORDER}=as_ready",
+            fix=f"set {KEY}=1, or {ORDER}=as_ready",
         )
 
 
 def _refuse_settings(config: RunConfig, lag: int) -> None:
-    if lag > 1:
-        raise ConfigError(
-            "samples of one version of the weights are drawn while the next one is trained; more would need copies of "
-            "older weights, which are not kept",
-            where=KEY,
-            found=lag,
-            allowed="0 or 1",
-            fix=f"set {KEY}=1",
-        )
     if config.algorithm.dynamic_sampling.enabled:
         raise ConfigError(
             "dynamic sampling asks for more samples of a step until there are enough, with the weights of that step, "
@@ -82,7 +130,7 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
             where=KEY,
             found=lag,
             allowed="0 with algorithm.dynamic_sampling.enabled=true",
-            fix=f"set {KEY}=0, or algorithm.dynamic_sampling.enabled=false",
+            fix=f"{_off(config)}, or algorithm.dynamic_sampling.enabled=false",
         )
     if config.rollout.stale_steps:
         raise ConfigError(
@@ -92,4 +140,83 @@ def _refuse_settings(config: RunConfig, lag: int) -> None:
             found=config.rollout.stale_steps,
             allowed=f"0 with {KEY} above 0",
             fix="set rollout.stale_steps=0",
+        )
+    if config.async_.order == "as_ready" and config.has_turns:
+        raise ConfigError(
+            "an environment plays the episodes of a step from their first turn to their last, and groups do not leave "
+            "it one by one",
+            where=ORDER,
+            found=f"as_ready with env.name={config.env['name']}",
+            allowed="in_order with an environment",
+            fix=f"set {ORDER}=in_order {KEY}=1",
+        )
+    if config.async_.partial and config.rollout.sampling.min_new_tokens:
+        raise ConfigError(
+            "a sample that goes on with new weights is a request of its own to the engine, which counts its tokens "
+            "from 0 again: its end could be put off once more",
+            where="rollout.sampling.min_new_tokens",
+            found=config.rollout.sampling.min_new_tokens,
+            allowed=f"0 with {PARTIAL}=true",
+            fix=f"set rollout.sampling.min_new_tokens=0, or {PARTIAL}=false",
+        )
+
+
+def _refuse_nodes(config: RunConfig, team: TeamPlan, graph: TaskGraph) -> None:
+    """The team of the rollout draws group by group, and then does what needs no model."""
+    first, *later = (graph[id] for id in team.nodes)
+    if first.func_name != DRAWS:
+        raise _refused(
+            f"groups are drawn one by one in the place of the stage {DRAWS.partition(':')[2]}, and the team "
+            f"{team.name} begins with another one",
+            f"node {first.id!r}, {first.func_name}",
+            f"a pipeline whose first node in this team is {DRAWS}",
+        )
+    for node in later:
+        if node.models:
+            raise _refused(_model_reason(node, team), f"node {node.id!r}", *_model_way_out(node, team))
+        if node.declared.resamples:
+            raise _refused(
+                f"a step is as many groups as {first.id!r} draws, one of each prompt, and node {node.id!r} makes other "
+                f"samples of them in the team {team.name}",
+                f"node {node.id!r}",
+                f"no other node that resamples in the team {team.name}",
+            )
+
+
+def _model_reason(node: Node, team: TeamPlan) -> str:
+    if node.func_name == _GREEDY:
+        return (
+            f"node {node.id!r} draws greedy responses for a step as a whole, in the middle of its walk, and the engine "
+            "is at work on other groups then"
+        )
+    return (
+        f"node {node.id!r} works with the {' and the '.join(node.models)}, for which all replicas of a team come "
+        f"together, and those of the team {team.name} finish their groups each by itself"
+    )
+
+
+def _model_way_out(node: Node, team: TeamPlan) -> tuple[str, str | None]:
+    """What is allowed, and how to get there; None: as for everything else."""
+    others = [role for role in node.models if role != Role.ROLLOUT.value]
+    allowed = f"in the team {team.name} nodes that work with no model, after the one that draws"
+    if Role.ROLLOUT.value in node.models or not others:
+        return allowed, None
+    return allowed, f"put the {' and the '.join(others)} into another team than {team.name}, or set {ORDER}=in_order"
+
+
+def _refused(what: str, found: str, allowed: str, fix: str | None = None) -> ConfigError:
+    """Something that groups that come one by one cannot have."""
+    return ConfigError(what, where=ORDER, found=found, allowed=allowed, fix=fix or f"set {ORDER}=in_order {KEY}=1")
+
+
+def _refuse_samples(config: RunConfig, placement: Placement, team: TeamPlan) -> None:
+    samples = {one.samples for one in placement.given_by(team.name)}
+    if len(samples) > 1:
+        raise ConfigError(
+            f"the team {team.name} hands over samples of several nodes, and a checkpoint keeps those of one for the "
+            "next step",
+            where=KEY,
+            found=", ".join(sorted(samples)),
+            allowed="0, or a pipeline whose nodes in this team resample once",
+            fix=_off(config),
         )

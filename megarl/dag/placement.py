@@ -145,7 +145,7 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
         teams.append(TeamPlan(name, held, devices, first, _layout(config, name, held), mine))
         first += devices
     found = Placement(tuple(teams), tuple(_handovers(graph, nodes, config)) if len(teams) > 1 else ())
-    refuse_ahead(config, found)
+    refuse_ahead(config, found, graph)
     return found
 
 

@@ -311,3 +311,16 @@ def test_a_section_named_like_a_word_of_python_is_written_as_it_is_read(write, t
     assert load_config(copy) == config
     assert load_config(copy, ["async.max_staleness=0"]).async_.max_staleness == 0
     assert "did you mean async?" in message(write("asyn: {max_staleness: 1}"))
+
+
+def test_all_keys_of_async_are_read_written_and_overridden(write, tmp_path):
+    config = load_config(write("async: {max_staleness: 3, order: as_ready, partial: true}"))
+    section = config.async_
+    assert (section.max_staleness, section.order, section.partial) == (3, "as_ready", True)
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(dump_config(config))
+    assert load_config(copy) == config
+    others = ["async.max_staleness=2", "async.order=in_order", "async.partial=false"]
+    section = load_config(copy, others).async_
+    assert (section.max_staleness, section.order, section.partial) == (2, "in_order", False)
+    assert "did you mean as_ready?" in message(write("async: {order: asready}"))

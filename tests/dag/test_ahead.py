@@ -1,4 +1,4 @@
-"""Which teams can draw a step while the one before it is trained, and which cannot."""
+"""Which teams can draw samples while others are trained on, and which cannot."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import pytest
 
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
-from megarl.dag.ahead import refuse_ahead
+from megarl.dag.ahead import describe_ahead, refuse_ahead
 from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import Placement, place
 from megarl.dag.stage import Kind, Role, stage
 from megarl.errors import ConfigError
 from megarl.recipes.build import build_task_graph
+from megarl.runtime.stages.rollout import rollout
 
 APART = {"train": ["actor", "critic", "reference", "teacher"], "draw": ["rollout"]}
 
@@ -37,7 +38,7 @@ def test_what_scores_the_samples_frozen_may_be_with_it():
     ("recipe", "teams", "overrides", "key", "why"),
     [
         ("grpo_quickstart", {}, (), "async.max_staleness", "takes turns with the actor"),
-        ("grpo_quickstart", APART, ("async.max_staleness=2",), "async.max_staleness", "copies of older weights"),
+        ("grpo_quickstart", APART, ("async.max_staleness=2",), "async.max_staleness", "async.order=as_ready"),
         ("grpo_quickstart", APART, ("rollout.stale_steps=1",), "rollout.stale_steps", "older than they have to be"),
         ("dapo_quickstart", {}, (), "async.max_staleness", "dynamic sampling asks for more samples"),
         (
@@ -94,4 +95,117 @@ def test_samples_of_two_kinds_are_refused():
 
 def test_without_staleness_nothing_is_refused():
     config = load_config("grpo_quickstart", [], components=COMPONENTS)
-    refuse_ahead(config, place(build_task_graph(config), config))
+    graph = build_task_graph(config)
+    refuse_ahead(config, place(graph, config), graph)
+
+
+# -- groups that come one by one -------------------------------------------------------------------------------------
+
+READY = "async.order=as_ready"
+
+
+@pytest.mark.parametrize("recipe", ["grpo_quickstart", "ppo_quickstart"])
+@pytest.mark.parametrize("more", [(), ("async.partial=true",), ("async.max_staleness=7",)])
+def test_a_rollout_in_a_team_of_its_own_can_hand_over_what_is_ready(recipe, more):
+    assert [team.name for team in placed(recipe, APART, READY, *more).teams] == ["train", "draw"]
+
+
+def test_its_replicas_need_not_divide_the_groups_of_a_step():
+    teams = "placement.teams.draw.devices=3", "cluster.nproc=4", "data.batch_size=32"
+    assert placed("grpo_quickstart", APART, READY, *teams)["draw"].replicas == 3
+
+
+@pytest.mark.parametrize(
+    ("recipe", "teams", "overrides", "key", "words"),
+    [
+        ("grpo_quickstart", APART, ("async.partial=true",), "async.partial", ["no new ones", "async.order=as_ready"]),
+        (
+            "grpo_quickstart",
+            APART,
+            ("async.max_staleness=0", READY),
+            "async.max_staleness",
+            ["with older weights", "async.max_staleness=1, or async.order=in_order"],
+        ),
+        ("grpo_quickstart", {}, (READY,), "async.max_staleness", ["takes turns", "async.order=in_order"]),
+        ("grpo_quickstart", APART, (READY, "rollout.stale_steps=1"), "rollout.stale_steps", ["older than they have"]),
+        ("dapo_quickstart", {}, (READY,), "async.max_staleness", ["dynamic sampling asks for more samples"]),
+        (
+            "grpo_quickstart",
+            APART,
+            (READY, "async.partial=true", "rollout.sampling.min_new_tokens=2"),
+            "rollout.sampling.min_new_tokens",
+            ["from 0 again", "async.partial=false"],
+        ),
+        ("grpo_tools_quickstart", APART, (READY,), "async.order", ["an environment plays", "in_order"]),
+        (
+            "ppo_quickstart",
+            {"train": ["actor", "reference"], "draw": ["rollout", "critic"]},
+            (READY,),
+            "async.max_staleness",
+            ["returns of advantage in train"],
+        ),
+        (
+            "grpo_quickstart",
+            {"train": ["actor"], "draw": ["rollout", "reference"]},
+            (READY, "algorithm.kl.use=loss"),
+            "async.order",
+            ["'ref_logp' works with the reference", "put the reference into another team than draw"],
+        ),
+        (
+            "grpo_quickstart",
+            APART,
+            (READY, "algorithm.advantage.name=remax"),
+            "async.order",
+            ["'greedy_rollout'", "in the middle of its walk"],
+        ),
+    ],
+)
+def test_what_cannot_come_one_by_one_is_refused_with_reason_and_way_out(recipe, teams, overrides, key, words):
+    with pytest.raises(ConfigError) as error:
+        placed(recipe, teams, *overrides)
+    assert error.value.where == key
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_samples_that_may_be_short_are_drawn_to_their_end_without_partial():
+    assert placed("grpo_quickstart", APART, READY, "rollout.sampling.min_new_tokens=2").separate
+
+
+@stage(reads=["response_ids"], writes=[], role=Role.REWARD, resamples=True)
+def chooses(c, samples):
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ((first, second, trains), ["the team draw begins with another one", "node 'first'"]),
+        ((rollout, chooses, looks_at_first), ["node 'chooses' makes other samples"]),
+    ],
+)
+def test_only_the_stage_of_this_project_draws_and_makes_samples(stages, words):
+    given = "{train: {roles: [actor, reference], devices: 1}, draw: {roles: [rollout], devices: 1}}"
+    settings = ["async.max_staleness=1", READY, "cluster.nproc=2", f"placement.teams={given}"]
+    config = load_config("grpo_quickstart", settings, components=COMPONENTS)
+    pipeline = Pipeline("mine", "samples of samples", config)
+    for one in stages:
+        pipeline.add(one)
+    with pytest.raises(ConfigError) as error:
+        place(pipeline.build(), config)
+    assert error.value.where == "async.order"
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_plan_says_what_runs_ahead_and_how_far():
+    def said(*overrides):
+        return describe_ahead(load_config("grpo_quickstart", overrides, components=COMPONENTS))
+
+    assert said() == "in_order, not stale: a step is drawn after the one before it is trained"
+    assert "1 step stale" in said("async.max_staleness=1")
+    ready = said("async.max_staleness=2", READY, "data.batch_size=24")
+    assert "as_ready, at most 2 steps stale" in ready
+    assert "(1 + 2) * 24 = 72 groups" in ready
+    assert "samples end with the weights they began with" in ready
+    assert "new weights interrupt samples" in said("async.max_staleness=2", READY, "async.partial=true")
