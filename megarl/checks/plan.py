@@ -14,6 +14,7 @@ from megarl.config.correction import describe_correction
 from megarl.config.load import dump_config
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.dag.ahead import describe_ahead
 from megarl.dag.draw import as_text
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
@@ -101,6 +102,9 @@ def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machi
     store = object_store_bytes(config, placement) / 1e9
     steps = count(steps_held(config), "step")
     lines.append(f"object store of a Ray that the run starts: {store:.3f} GB of shared memory ({steps} of samples)")
+    actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
+    if actor != rollout:
+        lines.append(f"async: {describe_ahead(config)}")
     return "\n".join(lines)
 
 

@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from megarl.artifacts.facts import ModelFacts
+from megarl.checks.asynchrony import check_async
 from megarl.checks.checklist import Check, Checklist
 from megarl.checks.correction import check_correction
 from megarl.checks.descriptors import check_descriptors
@@ -95,6 +96,8 @@ def check_config(
         check_objective(config, roles, checks)
         check_graph(config, built, checks)
         check_correction(config, checks)
+        if placement is not None:
+            check_async(config, placement, facts, checks)
     check_sampling(config, facts, checks)
     if job != "sft":
         check_servers(config, placement, facts, checks, launcher)

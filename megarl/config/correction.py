@@ -193,5 +193,6 @@ def gap_source(config: RunConfig) -> str:
     """The two policies that the gap lies between: engine, precision and age of the weights."""
     rollout = config.rollout
     lag = rollout.stale_steps + config.async_.max_staleness  # one of them is 0
-    age = f", weights {count(lag, 'step')} old" if lag else ""
+    most = "up to " if config.async_.order == "as_ready" else ""
+    age = f", weights {most}{count(lag, 'step')} old" if lag else ""
     return f"{rollout.engine} engine {config.rollout_dtype}{age} -> trainer {config.model.dtype}"

@@ -31,7 +31,11 @@ def handover_bytes(config: RunConfig, handover: Handover) -> int:
 
 
 def steps_held(config: RunConfig) -> int:
-    """Steps whose samples may be there at the same time."""
+    """Steps whose samples may be there at the same time, in either order.
+
+    Where groups are taken as they get ready, those of 1 + k steps have begun and are not trained on yet
+    (`megarl.store.flow`), and other teams may still read the step before these.
+    """
     return _STEPS + config.async_.max_staleness
 
 

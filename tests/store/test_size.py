@@ -32,6 +32,13 @@ def test_two_steps_of_the_longest_samples_fit() -> None:
     assert object_store_bytes(ahead, between("prompt_ids")) == 3 * 512 * (8 * (8 * 16_384 + 256) + 4096)
 
 
+def test_all_groups_that_may_have_begun_fit_beside_the_step_that_is_read() -> None:
+    section = AsyncConfig(max_staleness=4, order="as_ready", partial=True)
+    flowing = recipe(512, 16_384).model_copy(update={"async_": section})
+    step = 512 * (8 * (8 * 16_384 + 256) + 4096)
+    assert object_store_bytes(flowing, between("prompt_ids")) == (1 + 4) * step + step
+
+
 def test_it_is_never_smaller_than_ray_needs_for_itself() -> None:
     assert object_store_bytes(recipe(4, 128), between("prompt_ids")) == LEAST
     assert object_store_bytes(recipe(512, 16_384), None) == LEAST

@@ -1,0 +1,61 @@
+"""Checks of groups that come one by one (`async.order=as_ready`) against engine, layout and model; and of their age."""
+
+from __future__ import annotations
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.checks.checklist import Checklist
+from megarl.checks.layout import layout_key
+from megarl.config.run import RunConfig
+from megarl.dag.ahead import KEY, ORDER
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
+from megarl.errors import count
+
+
+def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:
+    """What `megarl.dag.ahead`, which refuses graphs and teams, does not know of.
+
+    Args:
+        facts: sizes of the policy; None: not known here.
+    """
+    lag, steps = config.async_.max_staleness, config.trainer.steps
+    if lag == 0:
+        return
+    if config.async_.order == "as_ready" and config.rollout.engine == "embedded":
+        _check_engine(config, placement, facts, checks)
+    if lag >= steps:
+        checks.warn(
+            "async",
+            KEY,
+            f"no sample of a run of {count(steps, 'step')} can be more than {count(steps - 1, 'step')} stale",
+            found=lag,
+            fix=f"set a lower {KEY}, or trainer.steps above {lag}",
+        )
+
+
+def _check_engine(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:
+    """An embedded engine whose ranks wait for each other generates in rounds, from which nothing comes early."""
+    team = placement.of_role(Role.ROLLOUT)
+    assert team is not None, "every run draws samples"
+    fix = f"set {ORDER}=in_order {KEY}=1, or rollout.engine=sglang"
+    if team.parallel.cp > 1:
+        key = f"{layout_key(config, Role.ROLLOUT)}.cp"
+        checks.fail(
+            "async",
+            key,
+            "context-parallel ranks of an embedded engine share out the prompts of a step and end them together, so "
+            "that no group is ready before the others",
+            found=team.parallel.cp,
+            allowed=f"1 with {ORDER}=as_ready",
+            fix=f"give the rollout a layout with cp 1 (rollout.parallel), or {fix}",
+        )
+    if facts is not None and facts.is_moe:
+        checks.fail(
+            "async",
+            ORDER,
+            "a mixture of experts decodes in rounds in an embedded engine, because ranks that share experts wait for "
+            "each other, so that no group is ready before the others",
+            found=f"as_ready with {facts.experts} experts",
+            allowed="in_order with an embedded engine and experts",
+            fix=fix,
+        )
