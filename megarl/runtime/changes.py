@@ -22,6 +22,7 @@ WEIGHTS = "the weights are those of the checkpoint"
 ORDER = "the prompts keep the order of the checkpoint"
 COLD_START = "not used: the cold start is over"
 FIXED = "fixed"  # a checkpoint cannot be continued with another value
+AHEAD_ORDER, STALENESS = "async.order", "async.max_staleness"
 
 
 def _kl_coef(before: Plain, now: Plain) -> Effect:
@@ -33,6 +34,12 @@ def _dtype(before: Plain, now: Plain) -> Effect:
     if _at(now, "model.dtype") == "bf16":
         return FIXED  # a checkpoint of float32 parameters has no master weights
     return "from the parameters rounded to bf16, without their master weights"
+
+
+def _staleness(before: Plain, now: Plain) -> Effect:
+    ready = all(_at(config, AHEAD_ORDER) == "as_ready" for config in (before, now))
+    fewer = ready and _at(now, STALENESS) < _at(before, STALENESS)
+    return "groups of the checkpoint that no step could use in time any more are drawn again" if fewer else None
 
 
 #: By key, or by section where all its keys behave alike. The data must stay the same: the loader refuses other prompts.
@@ -101,7 +108,9 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "trainer.export_hf": None,
     "cluster": None,
     "placement": None,
-    "async": None,
+    STALENESS: _staleness,
+    AHEAD_ORDER: None,
+    "async.partial": None,
     "tracking": None,
 }
 
@@ -174,7 +183,7 @@ def announcements(
     """A line for every setting that has changed since the checkpoint, with what it does not do.
 
     Not `begun`: the checkpoint is that of a cold start, and what comes before the first step is still to come. `drawn`:
-    the checkpoint holds the samples of this step.
+    the checkpoint holds samples that no step has been trained on, from this step on.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with one of them.
@@ -190,11 +199,32 @@ def announcements(
                 allowed=str(old),
                 fix=f"set {key}={old}; trainer.resume=never starts from the beginning",
             )
+        if key == AHEAD_ORDER and drawn is not None:
+            raise _other_order(old, new)
         notes = [effect] if effect else []
         if drawn is not None and _is_of_drawing(key) and not (effect or "").startswith("not used"):
-            notes.append(f"from step {drawn + 1} on: samples of step {drawn} are drawn and scored already")
+            notes += _late(key, now, drawn)
         lines.append(f"{key}: {old} -> {new}" + (f" ({'; '.join(notes)})" if notes else ""))
     return lines
+
+
+def _late(key: str, now: Plain, drawn: int) -> list[str]:
+    """From when on a setting of drawing counts, where samples have been drawn before it changed."""
+    if _at(now, AHEAD_ORDER) != "as_ready":
+        return [f"from step {drawn + 1} on: samples of step {drawn} are drawn and scored already"]
+    if key.startswith("async."):
+        return []  # these count at once, for all groups
+    return ["not for the finished groups of the checkpoint, which are drawn and scored already"]
+
+
+def _other_order(old: Any, new: Any) -> ConfigError:
+    return ConfigError(
+        "the checkpoint holds samples that no step has been trained on, and they belong to steps in one order only",
+        where=AHEAD_ORDER,
+        found=new,
+        allowed=str(old),
+        fix=f"set {AHEAD_ORDER}={old}; the last checkpoint of a finished run holds none, and goes on in any order",
+    )
 
 
 def _is_of_drawing(key: str) -> bool:

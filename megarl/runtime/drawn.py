@@ -199,7 +199,8 @@ def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement
 def _way_out(step: int, before: str) -> str:
     return (
         f"finish step {step + 1} with {before} and trainer.steps={step + 1}: that writes a checkpoint that holds no "
-        "samples, from which other settings may go on; or start with trainer.resume=never"
+        "samples, from which other settings may go on (a learning rate that decays over the whole run is at its end in "
+        "this step, unless optim.decay_steps says how long that is); or start with trainer.resume=never"
     )
 
 

@@ -129,6 +129,33 @@ def test_what_is_drawn_already_is_not_drawn_with_changed_settings(now, late):
     assert line.endswith("from step 5 on: samples of step 4 are drawn and scored already)") == late
 
 
+READY = {"max_staleness": 2, "order": "as_ready"}
+
+
+def test_what_is_ready_stays_as_it_is_and_what_is_not_takes_new_settings():
+    before = config(**{"async": READY})
+    now = config(**{"async": {**READY, "partial": True}, "reward": {"kwargs": {"most": 2}}})
+    late, at_once = announcements(before, now, "train", drawn=4)
+    assert late.endswith("(not for the finished groups of the checkpoint, which are drawn and scored already)")
+    assert at_once == "async.partial: False -> True"
+
+
+def test_less_staleness_draws_again_what_would_be_too_old():
+    more, less = config(**{"async": READY}), config(**{"async": {**READY, "max_staleness": 1}})
+    assert "drawn again" in announcements(more, less, "train", drawn=4)[0]
+    assert announcements(less, more, "train", drawn=4) == ["async.max_staleness: 1 -> 2"]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_the_order_stays_while_samples_wait(turned):
+    sections = {"async": {"max_staleness": 1}}, {"async": {"max_staleness": 1, "order": "as_ready"}}
+    before, now = (config(**one) for one in (reversed(sections) if turned else sections))
+    assert len(announcements(before, now, "train")) == 1
+    with pytest.raises(ConfigError, match="in one order only") as error:
+        announcements(before, now, "train", drawn=4)
+    assert error.value.where == "async.order"
+
+
 def test_the_settings_of_sft_take_effect_in_sft():
     before, now = config(), config(sft={"steps": 9})
     assert announcements(before, now, "sft") == ["sft.steps: 0 -> 9"]

@@ -121,6 +121,7 @@ def test_what_was_drawn_is_not_trained_on_with_other_settings(changed, key, befo
         refuse_other_drawing(3, state, config(**changed), placement())
     assert (error.value.where, error.value.allowed) == (key, before)
     assert f"finish step 4 with {key}={before} and trainer.steps=4" in error.value.fix
+    assert "unless optim.decay_steps says" in error.value.fix
     del state["settings"]  # an older version wrote it
     refuse_other_drawing(3, state, config(**changed), placement())
 
