@@ -123,14 +123,14 @@ def _refuse_keys(config: RunConfig) -> None:
 
 
 def _refuse_settings(config: RunConfig, lag: int) -> None:
-    if config.algorithm.dynamic_sampling.enabled:
+    if config.algorithm.dynamic_sampling.enabled and config.async_.order == "in_order":
         raise ConfigError(
             "dynamic sampling asks for more samples of a step until there are enough, with the weights of that step, "
             "and these are gone once the next ones have come",
             where=KEY,
             found=lag,
-            allowed="0 with algorithm.dynamic_sampling.enabled=true",
-            fix=f"{_off(config)}, or algorithm.dynamic_sampling.enabled=false",
+            allowed=f"0 with algorithm.dynamic_sampling.enabled=true, or {ORDER}=as_ready",
+            fix=f"set {KEY}=0, {ORDER}=as_ready, or algorithm.dynamic_sampling.enabled=false",
         )
     if config.rollout.stale_steps:
         raise ConfigError(

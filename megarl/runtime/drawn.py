@@ -125,8 +125,8 @@ def describe_drawn(config: RunConfig, placement: Placement, step: int) -> dict[s
 def _settings(config: RunConfig) -> dict[str, Any]:
     """Settings by key that drawing and training of one step must have in common.
 
-    In order the store takes as many groups for a step as the one has. The log-probs that the actor computes are compared
-    with those that samples were drawn with, which are of the other.
+    In order the store takes as many groups for a step as the one has. The log-probs that the actor computes are
+    compared with those that samples were drawn with, which are of the other.
     """
     settings: dict[str, Any] = {"rollout.sampling.temperature": config.rollout.sampling.temperature}
     if config.async_.order == "in_order":

@@ -40,7 +40,6 @@ from megarl.runtime.validate import due, evaluate_drawn
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
-    from megarl.runtime.flow_files import HeldFlow
     from megarl.runtime.roles import ModelRole
     from megarl.store.crossing import TeamCrossing
     from megarl.tracking.tracker import Part

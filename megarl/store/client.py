@@ -141,7 +141,7 @@ class StoreClient:
         """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""
         self._call(f"be done with step {step}", "done", self.team, self.rank, step)
 
-    # -- samples that come as they get ready -----------------------------------------------------------------------------
+    # -- samples that come as they get ready ---------------------------------------------------------------------------
 
     def open_flow(self, step: int, number: int, begun: Mapping[int, int], again: Sequence[int]) -> list[int]:
         """Begin to give out prompts, see `megarl.store.flow.Flow.open`; one worker of the rollout's team calls."""

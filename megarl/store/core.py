@@ -1,8 +1,5 @@
 """What the store knows: which groups of samples there are in a step, who gets which, and where their bytes are.
 
-  Where groups do not come step by step (`async.order=as_ready`), they are put into a pool, of which megarl.store.flow forms
-the samples of a step when a taker first asks for them; from then on they are like any others.
-
   giver                     core                                                taker
     give(step, key, groups)   groups of the step -> parts of every team    <-     assignment(step, samples, part)
       one reference to bytes  handover key -> references by group          <-     fetch(step, key, uids)

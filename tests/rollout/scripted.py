@@ -102,7 +102,9 @@ class ScriptedEngine:
     def generate(self, *arguments: object) -> list[list[Completion]]:
         raise NotImplementedError
 
-    def open(self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int) -> ScriptedGeneration:
+    def open(
+        self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int
+    ) -> ScriptedGeneration:
         assert all(generation.closed for generation in self.opened)
         stop_ids = [] if sampling.ignore_eos else [*eos_ids, *sampling.stop_token_ids]
         self.opened.append(ScriptedGeneration(self, stop_ids, sequences, longest))

@@ -40,9 +40,7 @@ def opened(made: ScriptedEngine, slots: int = 8, sampling: SamplingConfig = SAMP
     return stream
 
 
-def replay(
-    prompt: list[int], seed: Callable[[int], int], stretches: list[list[int]]
-) -> tuple[list[int], list[float]]:
+def replay(prompt: list[int], seed: Callable[[int], int], stretches: list[list[int]]) -> tuple[list[int], list[float]]:
     """Tokens and log-probs of stretches of (version, tokens)."""
     tokens: list[int] = []
     logprobs: list[float] = []
