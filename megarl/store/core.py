@@ -1,11 +1,14 @@
 """What the store knows: which groups of samples there are in a step, who gets which, and where their bytes are.
 
-  giver                     core                                                taker
+    giver                     core                                              taker
     give(step, key, groups)   groups of the step -> parts of every team    <-     assignment(step, samples, part)
       one reference to bytes  handover key -> references by group          <-     fetch(step, key, uids)
       per group               all workers of all takers are done -> free   <-     done(step)
 
 A step is known from its first gift until the last worker of the last taker is done with it, and leaves only its number.
+Where groups do not come step by step (`async.order=as_ready`), they are put into a pool, of which megarl.store.flow
+forms the samples of a step when a taker first asks for them; from then on they are like any others.
+
 Nothing here waits: what is not there yet is answered with None, and `give` and `post` tell what has come. Bytes never
 come here; a reference to them may be any object.
 """

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from megarl.rendezvous import write_token
 from tests.runtime import harness
-from tests.runtime.test_ahead import before_training, wait_for
+from tests.runtime.test_ahead import wait_for
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
 
@@ -113,6 +114,20 @@ def forget_after(run_dir: Path, step: int) -> None:
     """What later steps were trained on is trained on again, from the checkpoint of `step`."""
     kept = [line for number, lines in trained(run_dir).items() if number <= step for line in lines]
     (run_dir / "trained").write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+
+
+def before_training(call: Callable[[Any, Any], None]) -> None:
+    """In a worker's process: `call(context, samples)` before the policy's update, with all that is there."""
+    from megarl.dag.executor import Executor
+
+    run_node = Executor._run_node
+
+    def running(self: Any, node: Any, context: Any, board: Any, more: Any) -> Any:
+        if node.id == "actor_train":
+            call(context, board)
+        return run_node(self, node, context, board, more)
+
+    Executor._run_node = running  # type: ignore[method-assign]
 
 
 def note(run_dir: Path, step: int, samples: Any) -> None:

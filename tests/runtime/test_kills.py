@@ -19,7 +19,6 @@ from typing import Any
 import pytest
 
 from tests.runtime import harness, test_ahead, test_flow
-from tests.runtime.test_ahead import before_training
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900), pytest.mark.campaign("kills")]
 
@@ -83,7 +82,7 @@ def killed(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str
             os.kill(os.getpid(), signal.SIGKILL)
 
         threading.Thread(target=strike, daemon=True).start()
-    before_training(lambda c, samples: test_flow.note(Path(run_dir), c.step, samples))
+    test_flow.before_training(lambda c, samples: test_flow.note(Path(run_dir), c.step, samples))
     harness.work_of_rank(recipe, run_dir, overrides, teams)
 
 
