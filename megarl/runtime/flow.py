@@ -88,7 +88,7 @@ class FlowSteps:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: HeldFlow | None
-    _gate: int = 0
+    _gate: int = 1  # metrics number 0 are those before the first step
     _dry: bool = False  # nothing more may begin with these weights
     _looked: float = 0.0
     _wanted: bool = False
@@ -327,7 +327,7 @@ class Offers:
     """
 
     def __init__(self, c: Controller) -> None:
-        self._c, self._gate, self._version = c, 0, c.context.step
+        self._c, self._gate, self._version = c, 1, c.context.step
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run draws samples"
         self._team = team
