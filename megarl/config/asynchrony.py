@@ -1,4 +1,4 @@
-"""How far generation runs ahead of training. What the keys need of each other, and of teams, is in `megarl.dag.ahead`."""
+"""How far generation runs ahead of training; what the keys need of each other, and of teams: `megarl.dag.ahead`."""
 
 from __future__ import annotations
 
