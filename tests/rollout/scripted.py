@@ -1,4 +1,4 @@
-"""A `Generation` in plain Python: token k of a turn is a function of its tokens so far, its seed, k, and the weights."""
+"""A `Generation` in plain Python: token k of a turn follows from its tokens so far, its seed, k, and the weights."""
 
 from __future__ import annotations
 
