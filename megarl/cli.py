@@ -179,9 +179,12 @@ def _job(arguments: argparse.Namespace) -> int:
         return _dry_run(config, arguments)
     from megarl.checks.hub import check_hub
     from megarl.checks.recipe import validate
+    from megarl.dag.placement import settled
     from megarl.launchers.common import make_run_dir, run_workers
 
     checked = validate(config, launcher=arguments.launcher, job=arguments.command)
+    if arguments.command == "train" and checked.placement is not None:
+        config = settled(config, checked.placement)
     check_hub(config, arguments.command, ask=True)
     _check_inputs(config, arguments.command)
     if arguments.command in ("eval", "generate") and arguments.run_dir is not None:

@@ -16,6 +16,8 @@ from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.ahead import describe_ahead
 from megarl.dag.draw import as_text
+from megarl.dag.graph import TaskGraph
+from megarl.dag.measured import read_measured
 from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
@@ -99,6 +101,8 @@ def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machi
         rows.append((team.name, roles, _layout_text(team), str(team.devices), memory, ", ".join(team.nodes) or "-"))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = ["  ".join([*(f"{cell:<{w}}" for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
+    if config.placement.auto == "measured" and checked.graph is not None:
+        lines += _measured_lines(config, checked.graph, placement)
     store = object_store_bytes(config, placement) / 1e9
     steps = count(steps_held(config), "step")
     lines.append(f"object store of a Ray that the run starts: {store:.3f} GB of shared memory ({steps} of samples)")
@@ -106,6 +110,21 @@ def _teams_text(config: RunConfig, checked: Checked, placement: Placement, machi
     if actor != rollout:
         lines.append(f"async: {describe_ahead(config)}")
     return "\n".join(lines)
+
+
+def _measured_lines(config: RunConfig, graph: TaskGraph, placement: Placement) -> list[str]:
+    """What the teams' workers were shared out by."""
+    run = read_measured(config, graph)
+    steps = f"medians of steps {run.timings.first} to {run.timings.last}"
+    lines = [f"shared out by device-seconds of a step in {config.placement.measured} ({steps}):"]
+    width = max(len(team.name) for team in placement.teams)
+    for team in placement.teams:
+        parts = [
+            f"{id} by servers" if id in run.served else f"{id} {run.timings.seconds[id]:.3g} s x {run.workers[id]}"
+            for id in team.nodes
+        ]
+        lines.append(f"  {team.name:<{width}}  {run.device_seconds(team.nodes):.3g} = {' + '.join(parts) or 'nothing'}")
+    return lines
 
 
 def _layout_text(team: TeamPlan) -> str:

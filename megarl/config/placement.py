@@ -22,10 +22,16 @@ class TeamConfig(Section):
 class PlacementConfig(Section):
     """Which roles share devices. Without teams all roles take turns on all devices."""
 
-    auto: Literal["even", "param_aware"] | None = Field(
+    auto: Literal["even", "param_aware", "measured"] | None = Field(
         None,
         description="a team for the actor with the rollout and one for every other model, which share cluster.nproc "
-        "in whole replicas: about equally, or by parameters times passes over them; null: as teams says",
+        "in whole replicas: about equally, by parameters times passes over them, or by what an earlier run has "
+        "measured; null: as teams says",
+    )
+    measured: str | None = Field(
+        None,
+        description="for auto=measured: the folder of a run of this recipe, whatever its placement; seconds of each "
+        "node times the workers of its team, medians of the steps after the first two",
     )
     teams: dict[str, TeamConfig] = Field(
         default_factory=dict,

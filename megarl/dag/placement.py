@@ -16,9 +16,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megarl.config.model import ParallelConfig
+from megarl.config.placement import TeamConfig
 from megarl.config.run import RunConfig
 from megarl.dag.ahead import refuse_ahead
 from megarl.dag.graph import TaskGraph
+from megarl.dag.homes import team_of
 from megarl.dag.node import Node
 from megarl.dag.shares import share_out
 from megarl.dag.stage import ROLES, Role
@@ -139,7 +141,7 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
     shares = _shares(config, graph, roles)
     teams, first = [], 0
     owner = {role: name for name, (held, _) in shares.items() for role in held}
-    nodes = {node.id: _team_of(node, owner) for node in graph}
+    nodes = {node.id: team_of(node, owner) for node in graph}
     for name, (held, devices) in shares.items():
         mine = tuple(id for id in graph.order() if nodes[id] == name)
         teams.append(TeamPlan(name, held, devices, first, _layout(config, name, held), mine))
@@ -147,6 +149,21 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
     found = Placement(tuple(teams), tuple(_handovers(graph, nodes, config)) if len(teams) > 1 else ())
     refuse_ahead(config, found, graph)
     return found
+
+
+def settled(config: RunConfig, placement: Placement) -> RunConfig:
+    """The recipe with the teams of `placement` by name where `placement.auto` has made them.
+
+    A run goes by them to its end: what they were made from, another run's folder or a model's files, may change or go.
+    """
+    if config.placement.auto is None:
+        return config
+    teams = {
+        team.name: TeamConfig.model_validate({"roles": [role.value for role in team.roles], "devices": team.devices})
+        for team in placement.teams
+    }
+    update = {"auto": None, "measured": None, "teams": teams}
+    return config.model_copy(update={"placement": config.placement.model_copy(update=update)})
 
 
 def _shares(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dict[str, tuple[tuple[Role, ...], int]]:
@@ -217,28 +234,6 @@ def _check_roles(named: dict[str, tuple[Role, ...]], roles: Sequence[Role]) -> N
                 allowed=[role.value for role in roles],
                 fix="leave the team out, or give it another role",
             )
-
-
-def _team_of(node: Node, owner: dict[Role, str]) -> str:
-    """The team that walks `node`; of the roles without a model the scorer is where samples are drawn."""
-    named = [role for role in (node.role, *(ROLES[name] for name in node.needs_roles)) if role in owner]
-    if node.role in owner:
-        home = owner[node.role]
-    elif node.role is Role.REWARD or "scorer" in node.needs_roles:
-        home = owner[Role.ROLLOUT]
-    else:
-        home = owner[named[0]] if named else owner[Role.ACTOR]
-    away = [role for role in named if owner[role] != home]
-    if away or ("scorer" in node.needs_roles and home != owner[Role.ROLLOUT]):
-        roles = list(dict.fromkeys(role.value for role in named)) or [node.role.value]
-        raise ConfigError(
-            f"node {node.id!r} works with the {' and the '.join(roles)}"
-            + (" and with what scores samples, which is where they are drawn" if "scorer" in node.needs_roles else ""),
-            where="placement.teams",
-            found=", ".join(f"{role} in {owner[Role(role)]}" for role in roles if Role(role) in owner),
-            fix="put these roles into one team",
-        )
-    return home
 
 
 def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConfig:

@@ -1,4 +1,4 @@
-"""How `placement.auto` shares out workers: whole replicas, all of them, evenly or by what each team computes."""
+"""How `placement.auto` shares out workers: whole replicas, all of them, evenly or by the work of each team."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from megarl.artifacts.facts import ModelFacts, model_facts
 from megarl.config.model import ModelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
+from megarl.dag.homes import team_of
+from megarl.dag.measured import read_measured
 from megarl.dag.node import Node
 from megarl.dag.stage import Kind, Role
 from megarl.errors import ConfigError, count
@@ -21,7 +23,7 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
 
     Raises:
         ConfigError: teams are also given by hand; too few workers; no whole replicas that add up; or sizes of models
-            are asked for and not known here.
+            are asked for and not known here, or an earlier run that has not measured what is asked for.
     """
     placement, nproc = config.placement, config.cluster.nproc
     if placement.teams:
@@ -45,7 +47,9 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
             fix=f"set cluster.nproc={sum(sizes)}, or leave placement.auto out",
         )
     weights = [1.0] * len(held)
-    if placement.auto == "param_aware":
+    if placement.auto == "measured":
+        weights = _measured(config, graph, held)
+    elif placement.auto == "param_aware":
         weights = [_work(config, graph, team) for team in held]
     batches = [_batch(config, team) for team in held]
     shares = whole_replicas(nproc, sizes, weights, batches)
@@ -114,6 +118,15 @@ def _attainable(devices: int, choices: Sequence[Sequence[int]]) -> list[int]:
             sums |= found[0] << share
         found.insert(0, sums & everything)
     return found
+
+
+def _measured(config: RunConfig, graph: TaskGraph, held: Sequence[Roles]) -> list[float]:
+    """Device-seconds of a step that each team's nodes took in an earlier run."""
+    run = read_measured(config, graph)
+    owner = {role: team[0].value for team in held for role in team}
+    homes = {node.id: team_of(node, owner) for node in graph}
+    seconds = [run.device_seconds(id for id in homes if homes[id] == team[0].value) for team in held]
+    return [max(each, 1e-9) for each in seconds]  # a team whose model no node computes with has its share, too
 
 
 def _work(config: RunConfig, graph: TaskGraph, team: Roles) -> float:

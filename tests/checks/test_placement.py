@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,19 @@ def test_several_teams_on_this_machine_need_ray(config_of, monkeypatch):
         items = check_config(config_of(*overrides), launcher="local").items
         found[name] = [check.key for check in items if check.status == "fail"]
     assert found == {"two": ["placement"], "one": []}
+
+
+def test_the_dry_run_shows_what_workers_were_shared_out_by(config_of, tmp_path):
+    order = ("rollout", "reward_submit", "reward", "old_logp", "ref_logp", "advantage", "actor_train")
+    seconds = {f"timing_s/{id}": {"rollout": 2.0, "ref_logp": 2.0}.get(id, 0.0) for id in order}
+    lines = [{"step": step, "stage": "train", **seconds} for step in range(1, 5)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "run.json").write_text(json.dumps({"config": {"cluster": {"nproc": 3}, "placement": {"teams": {}}}}))
+    measured = ("placement.auto=measured", f"placement.measured={tmp_path}")
+    text = make_plan(config_of(*GRPO, *measured), "ray").text
+    assert f"shared out by device-seconds of a step in {tmp_path} (medians of steps 3 to 4):" in text
+    assert "\n  actor      6 = rollout 2 s x 3 + " in text
+    assert "\n  reference  6 = ref_logp 2 s x 3\n" in text
 
 
 def test_the_documented_example_and_its_dry_run_are_those_of_the_code(write, monkeypatch):

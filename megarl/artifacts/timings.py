@@ -1,0 +1,92 @@
+"""How long a training run took for what, and on how many devices, read from its folder.
+
+metrics.jsonl   timing_s/NAME of every step: the slowest rank's seconds
+run.json        the recipe: workers, and the teams that they are in
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import DataError
+
+#: First steps that do not count: memory is allocated and code is loaded in them.
+WARM_UP = 2
+_TIMING = "timing_s/"
+
+
+@dataclass(frozen=True)
+class Timings:
+    """What was measured in the steps `first` to `last` of a run.
+
+    Attributes:
+        seconds: by what took them, a node or a phase of the step: the median of the steps that have it.
+        teams: roles and workers of every team, by name; empty: one team of all workers.
+        workers: of all teams.
+    """
+
+    first: int
+    last: int
+    seconds: Mapping[str, float]
+    teams: Mapping[str, tuple[tuple[str, ...], int]]
+    workers: int
+
+
+def read_timings(run_dir: Path) -> Timings:
+    """The timings of a training run, of its steps after the first `WARM_UP`; it may be under way.
+
+    Raises:
+        DataError: this is no folder of a training run, or it has no such step.
+    """
+    lines = _lines(run_dir / "metrics.jsonl")
+    steps = {line["step"]: line for line in lines if line["stage"] == "train" and line["step"] > 0}
+    counted = sorted(steps)[WARM_UP:]
+    if not counted:
+        raise DataError(
+            "this run has measured too few steps",
+            where=str(run_dir / "metrics.jsonl"),
+            found=f"{len(steps)} of RL",
+            allowed=f"at least {WARM_UP + 1}: the first {WARM_UP} do not count",
+            fix="let it make more steps",
+        )
+    measured: dict[str, list[float]] = {}
+    for step in counted:
+        for name, value in steps[step].items():
+            if name.startswith(_TIMING) and value is not None:
+                measured.setdefault(name.removeprefix(_TIMING), []).append(value)
+    seconds = {name: statistics.median(values) for name, values in measured.items()}
+    teams, workers = _teams(run_dir / "run.json")
+    return Timings(counted[0], counted[-1], seconds, teams, workers)
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    """Complete lines; the last one of a run that was killed may not be."""
+    try:
+        text = file.read_bytes()
+        return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
+    except (OSError, ValueError) as error:
+        raise _no_run(file, error) from error
+
+
+def _teams(file: Path) -> tuple[dict[str, tuple[tuple[str, ...], int]], int]:
+    try:
+        config = json.loads(file.read_text())["config"]
+        teams = {name: (tuple(team["roles"]), team["devices"]) for name, team in config["placement"]["teams"].items()}
+        return teams, config["cluster"]["nproc"]
+    except (OSError, ValueError, KeyError) as error:
+        raise _no_run(file, error) from error
+
+
+def _no_run(file: Path, error: Exception) -> DataError:
+    what = (getattr(error, "strerror", None) or f"{type(error).__name__}: {error}").lower()
+    return DataError(
+        f"this is not the record of a training run ({what})",
+        where=str(file),
+        allowed="a run folder of megarl train, with metrics.jsonl and run.json",
+        fix="name RUNS/<name>/<stamp>",
+    )

@@ -1,0 +1,86 @@
+"""What `placement.auto: measured` goes by: how long nodes took in an earlier run of the recipe, on how many workers.
+
+earlier run      actor + rollout on 2 workers                     reference on 1
+seconds          rollout 6, old_logp 1, actor_train 3             ref_logp 4
+device-seconds   2 * (6 + 1 + 3) = 20                             1 * 4 = 4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.artifacts.timings import Timings, read_timings
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.homes import team_of
+from megarl.dag.node import Node
+from megarl.dag.stage import Role
+from megarl.errors import ConfigError, DataError
+
+_KEY = "placement.measured"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The earlier run.
+
+    Attributes:
+        timings: of its steps.
+        workers: that worked on each node, by its id.
+        served: nodes whose work servers do on devices of their own: more workers would not make them faster.
+    """
+
+    timings: Timings
+    workers: dict[str, int]
+    served: frozenset[str]
+
+    def device_seconds(self, nodes: Iterable[str]) -> float:
+        """Of a step, of workers, for these nodes."""
+        return sum(self.timings.seconds[id] * self.workers[id] for id in nodes if id not in self.served)
+
+
+def read_measured(config: RunConfig, graph: TaskGraph) -> Measured:
+    """What the run `placement.measured` has measured of the nodes of `graph`.
+
+    Raises:
+        ConfigError: no run is named, it cannot be read, or it has measured nothing of a node.
+    """
+    folder = config.placement.measured
+    if folder is None:
+        raise ConfigError(
+            "placement.auto=measured goes by what an earlier run has measured, and none is named",
+            where=_KEY,
+            found=None,
+            allowed="a run folder of this recipe, whatever its placement",
+            fix=f"set {_KEY}=RUNS/<name>/<stamp>, or placement.auto=even for a first run",
+        )
+    try:
+        timings = read_timings(Path(folder))
+    except DataError as error:
+        what = f"{error.what}: {error.where}"
+        raise ConfigError(what, where=_KEY, found=folder, allowed=error.allowed, fix=error.fix) from error
+    missing = [id for id in graph.order() if id not in timings.seconds]
+    if missing:
+        raise ConfigError(
+            f"this run has measured nothing of {', '.join(missing)}",
+            where=_KEY,
+            found=folder,
+            allowed=f"a run with the nodes {', '.join(graph.order())}",
+            fix="run this recipe for a few steps, with one team or with placement.auto=even, and name its folder",
+        )
+    served = [node.id for node in graph if _by_servers(config, node)]
+    return Measured(timings, {node.id: _workers(timings, node) for node in graph}, frozenset(served))
+
+
+def _by_servers(config: RunConfig, node: Node) -> bool:
+    return node.role is Role.ROLLOUT and config.rollout.engine != "embedded" and not config.rollout.colocated
+
+
+def _workers(timings: Timings, node: Node) -> int:
+    """Of the team that walked the node in the earlier run."""
+    if not timings.teams:
+        return timings.workers
+    owner = {Role(role): name for name, (roles, _) in timings.teams.items() for role in roles}
+    return timings.teams[team_of(node, owner)][1]
