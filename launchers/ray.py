@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -26,17 +26,19 @@ from urllib.parse import urlsplit
 from megarl.credentials import PASSWORD, USER
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, WorkerError
+from megarl.launchers.bundles import Reservation, chooses_gpus, lends, reserve
 from megarl.launchers.common import CAUGHT, Job, layout_environment, process_environment
 from megarl.launchers.output import Follower
-from megarl.launchers.seats import ranks_of, seats
+from megarl.launchers.seats import Place, ranks_of, seats
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
-from megarl.processes import STORE, TEAM, WORKER, has_nvidia_device, shared_memory_free
+from megarl.processes import STORE, TEAM, WORKER, shared_memory_free
 from megarl.store.flow import FlowSettings
 from megarl.store.size import LEAST, object_store_bytes
 
 if TYPE_CHECKING:
-    from megarl.config.run import ClusterConfig
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
     from megarl.dag.placement import TeamPlan
 
 _AUTH_MODE = "RAY_AUTH_MODE"
@@ -45,14 +47,19 @@ _PROBE_S = 5.0  # to open a connection to a cluster
 _HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set here only, by `check_hub`
 
 
+def own_place() -> Place:
+    """Node address and the GPUs that Ray gave to this process: numbers, or UUIDs where the node was started so."""
+    import ray
+
+    return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
 class Actor:
     """One device's process. Methods run one after the other on the process's main thread."""
 
-    def place(self) -> tuple[str, list[str]]:
-        """Node address and the GPUs that Ray gave to this actor: numbers, or UUIDs where the node was started so."""
-        import ray
-
-        return ray.util.get_node_ip_address(), [str(gpu) for gpu in ray.get_gpu_ids()]
+    def place(self) -> Place:
+        """See `own_place`."""
+        return own_place()
 
     def listen(self, host: str) -> int:
         """Port on `host` where this process, rank 0 of its team, listens for the team's ranks from now on."""
@@ -107,6 +114,9 @@ class RayWorkers:
         self._ended: dict[int, int] = {}
         self._causes: dict[int, str] = {}
         self._group: Any = None
+        self._held: Reservation
+        self._places: list[Place] = []
+        self._server_places: list[Place] = []
         self._store: Any = None
         self._entered = False
         self._store_name = f"store-{secrets.token_hex(8)}"  # the cluster may run others
@@ -145,16 +155,14 @@ class RayWorkers:
 
     def _reserve(self) -> None:
         import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         cluster = self._job.config.cluster
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        bundle = bundle_of(cluster, nodes)
-        strategy = "STRICT_PACK" if cluster.nnodes == 1 else "PACK"
-        self._group = ray.util.placement_group([bundle] * cluster.nproc, strategy=strategy)
+        held = self._held = reserve(self._job.config, self._job.teams, nodes)
+        self._group = ray.util.placement_group(held.bundles, strategy=held.strategy)
         if not self._group.wait(self._left()):
             raise WorkerError(
-                f"Ray did not free {cluster.nproc} x {bundle} within cluster.start_timeout_s = "
+                f"Ray did not free {len(held.bundles)} x {held.bundles[0]} within cluster.start_timeout_s = "
                 f"{cluster.start_timeout_s:g} s; it has {ray.available_resources()} to give"
             )
         per_node = cluster.nproc // cluster.nnodes
@@ -163,22 +171,38 @@ class RayWorkers:
         make = ray.remote(max_restarts=0, max_task_retries=0)(Actor).options
         self._actors = [
             make(
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
+                num_cpus=held.worker["CPU"],
+                num_gpus=held.worker.get("GPU", 0),
                 runtime_env={"env_vars": environment},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
+                scheduling_strategy=self._in_bundle(bundle),
             ).remote()
-            for index in range(cluster.nproc)
+            for bundle in held.places
         ]
 
+    def _in_bundle(self, bundle: int) -> PlacementGroupSchedulingStrategy:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+
     def _number(self) -> None:
-        """Order the actors as workers of the teams: see `megarl.launchers.seats`."""
+        """Order the actors as workers of the teams (`megarl.launchers.seats`), and see which GPUs are left to servers.
+
+        A bundle stays this run's, so a task that ends at once may ask which GPUs of it the actors do not have.
+        """
         import ray
 
         places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._left())
         order = seats(places, self._job.teams)
         self._actors = [self._actors[i] for i in order]
         self._places = [places[i] for i in order]
+        if self._held.servers:
+            ask = ray.remote(num_cpus=0, num_gpus=self._held.servers, max_retries=0)(own_place).options
+            environment = {"env_vars": _handed_on()}
+            bundles = range(len(self._held.bundles))
+            asked = [
+                ask(scheduling_strategy=self._in_bundle(bundle), runtime_env=environment).remote() for bundle in bundles
+            ]
+            self._server_places = ray.get(asked, timeout=self._left())
 
     def _start_store(self) -> None:
         """What goes from team to team goes through it."""
@@ -202,13 +226,21 @@ class RayWorkers:
         shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
         # Not in the actors' runtime_env, which Ray shows to everybody.
         shared |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
-        lends = job.config.rollout.engine == "sglang" and team.roles == (Role.ROLLOUT,)  # it only sends requests
-        for number, own in enumerate(ranks_of(team, self._places, lends=lends), first):
+        told = ranks_of(team, self._places, lends=lends(job.config, team), servers=self._left_to_servers(team))
+        for number, own in enumerate(told, first):
             environment = shared | own
             if job.separate:
                 environment |= {TEAM: team.name, WORKER: str(number), STORE: self._store_name}
             paths = str(job.config_path), str(job.log_dir)
             self._results[number] = self._actors[number].run.remote(job.entry, *paths, environment)
+
+    def _left_to_servers(self, team: TeamPlan) -> list[Place] | None:
+        """Where the GPUs are that the servers of this team have; None: it starts none, or they are not for Ray."""
+        config = self._job.config
+        if Role.ROLLOUT not in team.roles or not chooses_gpus(config) or "GPU" not in self._held.worker:
+            return None
+        own = self._places[team.first : team.first + team.devices] if lends(config, team) else []
+        return [*own, *self._server_places]
 
     def _left(self) -> float:
         return max(1.0, self._deadline - time.monotonic())
@@ -346,35 +378,6 @@ def within(limit_s: float, what: str, call: Callable[[], object]) -> None:
         raise WorkerError(f"{what} was not ready within cluster.start_timeout_s = {limit_s:g} s")
     if errors:
         raise errors[0]
-
-
-def bundle_of(cluster: ClusterConfig, nodes: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """What one worker reserves: a GPU where the nodes have any, and a share of their CPUs.
-
-    Args:
-        cluster: of the recipe; workers of one machine are on one node.
-        nodes: what each node of the Ray cluster has.
-
-    Raises:
-        ConfigError: too few GPUs.
-    """
-    if cluster.nnodes == 1:
-        nodes = [max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))]
-    gpus, cpus = (sum(node.get(name, 0.0) for node in nodes) for name in ("GPU", "CPU"))
-    if (gpus or has_nvidia_device()) and gpus < cluster.nproc:
-        raise ConfigError(
-            "the Ray cluster has too few GPUs"
-            if cluster.nnodes > 1
-            else "no node of the Ray cluster has that many GPUs",
-            where="cluster.nproc",
-            found=cluster.nproc,
-            allowed=f"at most {int(gpus)}, one process per GPU",
-            fix="set cluster.nproc, or add nodes to the Ray cluster"
-            if cluster.nnodes > 1
-            else "set cluster.nproc, or cluster.nnodes to the number of nodes that shall share the work",
-        )
-    share = min(1.0, int(100 * cpus / cluster.nproc) / 100)
-    return {"CPU": share, "GPU": 1.0} if gpus else {"CPU": share}
 
 
 def _why(error: Exception) -> str:

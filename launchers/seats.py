@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 
 from megarl.dag.placement import TeamPlan
-from megarl.rollout.sglang.gpus import TRAINER_GPUS
+from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
 
 #: Address of a node, and the GPUs that Ray gave to a process there: numbers, or UUIDs where the node was started so.
 Place = tuple[str, list[str]]
@@ -66,13 +66,16 @@ def _choose(need: int, unit: int, free: dict[str, list[int]]) -> tuple[list[int]
     return whole, rest
 
 
-def ranks_of(team: TeamPlan, places: Sequence[Place], *, lends: bool = False) -> list[dict[str, str]]:
+def ranks_of(
+    team: TeamPlan, places: Sequence[Place], *, lends: bool = False, servers: Sequence[Place] | None = None
+) -> list[dict[str, str]]:
     """What the workers of a team are told about their place in it, as torchrun would, in the order of their ranks.
 
     Args:
         team: one of the run's.
         places: of all workers of all teams, in the order of their numbers.
         lends: they leave their GPUs to the servers that they start.
+        servers: whose GPUs are for these servers; None: nobody says which are.
     """
     mine = slice(team.first, team.first + team.devices)
     # The team's own GPUs come first: its colocated servers share these, and no server takes any of the rest.
@@ -88,6 +91,7 @@ def ranks_of(team: TeamPlan, places: Sequence[Place], *, lends: bool = False) ->
             "GROUP_RANK": str(machines.index(host)),
             "GROUP_WORLD_SIZE": str(len(machines)),
             TRAINER_GPUS: gpus_of(host, taken),
+            **({} if servers is None else {SERVER_GPUS: gpus_of(host, servers)}),
         }
         for rank, host in enumerate(hosts)
     ]

@@ -16,10 +16,11 @@ def check_placement(
 ) -> Placement | None:
     """The teams of `job`, None when they are not known: there is no graph, or it cannot be placed, which is noted.
 
-    Only `megarl train` has several teams. Other commands have one of all workers, with the actor's layout.
+    Only `megarl train` has several teams. Other commands have one of all workers, with the actor's layout; `sft` draws
+    no samples.
     """
     if job != "train":
-        return together(config)
+        return together(config, (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT))
     if graph is None:  # what is wrong with it is noted
         return None if config.placement.asks_for_teams else together(config)
     try:

@@ -1,12 +1,13 @@
-"""`python drive.py LAUNCHER ENTRY RUN_DIR [NPROC [TIMEOUT_S]]`: the launching process of the tests.
+"""`python drive.py LAUNCHER ENTRY RUN_DIR [NPROC [TIMEOUT_S [SERVERS]]]`: the launching process of the tests.
 
-NPROC of a run with several teams is the number of workers of each: 2+1.
+NPROC of a run with several teams is the number of workers of each: 2+1. SERVERS: SGLang servers of the run's own.
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from megarl.config.model import ParallelConfig
 from megarl.config.run import ClusterConfig, RunConfig
@@ -15,21 +16,24 @@ from megarl.dag.stage import Role
 from megarl.launchers.common import run_workers
 
 
-def main(launcher: str, entry: str, run_dir: str, nproc: str = "2", timeout_s: str = "60") -> int:
+def main(
+    launcher: str, entry: str, run_dir: str, nproc: str = "2", timeout_s: str = "60", servers: str | None = None
+) -> int:
     sizes = [int(size) for size in nproc.split("+")]
     cluster = ClusterConfig(nproc=sum(sizes), timeout_s=float(timeout_s), start_timeout_s=60)
-    config = RunConfig(name="drive", cluster=cluster)
+    rollout: Any = {} if servers is None else {"engine": "sglang", "sglang": {"servers": int(servers)}}
+    config = RunConfig(name="drive", cluster=cluster, rollout=rollout)
     return run_workers(launcher, f"entries:{entry}", config, Path(run_dir), teams(*sizes))
 
 
 def teams(*sizes: int) -> Placement:
     """Teams of these sizes, which walk nothing."""
-    roles = [Role.ACTOR, Role.REFERENCE, Role.CRITIC][: len(sizes)]
+    roles = [(Role.ACTOR, Role.ROLLOUT), (Role.REFERENCE,), (Role.CRITIC,)][: len(sizes)]
     firsts = [sum(sizes[:number]) for number in range(len(sizes))]
     return Placement(
         tuple(
-            TeamPlan(role.value, (role,), size, first, ParallelConfig(), ())
-            for role, size, first in zip(roles, sizes, firsts, strict=True)
+            TeamPlan(held[0].value, held, size, first, ParallelConfig(), ())
+            for held, size, first in zip(roles, sizes, firsts, strict=True)
         )
     )
 

@@ -17,6 +17,7 @@ from megarl.errors import UserError
 from megarl.phase import phase, set_step
 from megarl.processes import STORE, TEAM, WORKER, worker_number
 from megarl.rendezvous import join
+from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
 from megarl.store.client import StoreClient
 
 HERE_FOR_LONG_S = 60.0  # far beyond every deadline of the tests
@@ -121,6 +122,15 @@ def reference_raises(config: RunConfig, run_dir: Path) -> None:
 def reference_is_killed(config: RunConfig, run_dir: Path) -> None:
     """A signal ends one team."""
     _reference_fails(config, run_dir, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def tell_gpus(config: RunConfig, run_dir: Path) -> None:
+    """Leave which GPUs this worker sees, which ones its servers have, and how many Ray would give to somebody else."""
+    import ray
+
+    seen = {name: os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", SERVER_GPUS, TRAINER_GPUS)}
+    seen["free"] = ray.available_resources().get("GPU", 0)
+    (run_dir / f"seen_{worker_number()}.json").write_text(json.dumps(seen))
 
 
 def rank_1_raises(config: RunConfig, run_dir: Path) -> None:

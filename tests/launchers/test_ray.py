@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.config.run import ClusterConfig, RunConfig
+from megarl.config.run import RunConfig
 from megarl.errors import ConfigError, WorkerError
 from megarl.launchers import ray as ray_launcher
 from megarl.launchers.common import run_workers
@@ -98,28 +98,6 @@ def test_a_ray_cluster_that_is_gone_is_named_at_once(
     monkeypatch.setenv("RAY_ADDRESS", f"{scheme}127.0.0.1:{free_port()}")
     with pytest.raises(ConfigError, match="RAY_ADDRESS: no Ray cluster answers at this address"):
         run_workers("ray", "m:f", RunConfig(name="x"), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("nnodes", "nproc", "nodes", "bundle"),
-    [
-        (1, 2, [{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 0.5}),
-        (2, 2, [{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.0}),
-        (1, 2, [{"CPU": 8.0}, {"CPU": 1.0, "GPU": 2.0}], {"CPU": 0.5, "GPU": 1.0}),
-        (2, 8, [{"CPU": 64.0, "GPU": 4.0}] * 2, {"CPU": 1.0, "GPU": 1.0}),
-    ],
-)
-def test_workers_of_one_machine_share_the_cpus_of_one_node(
-    nnodes: int, nproc: int, nodes: list[dict[str, float]], bundle: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_launcher, "has_nvidia_device", lambda: False)
-    assert ray_launcher.bundle_of(ClusterConfig(nproc=nproc, nnodes=nnodes), nodes) == bundle
-
-
-@pytest.mark.parametrize("nnodes", [1, 2])
-def test_too_few_gpus_are_named_at_once(nnodes: int) -> None:
-    with pytest.raises(ConfigError, match=rf"cluster\.nproc(?s:.*)allowed: at most {4 * nnodes}, one process per GPU"):
-        ray_launcher.bundle_of(ClusterConfig(nproc=10, nnodes=nnodes), [{"CPU": 8.0, "GPU": 4.0}] * 2)
 
 
 @pytest.mark.parametrize(

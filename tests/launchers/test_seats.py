@@ -107,6 +107,14 @@ def test_workers_that_only_send_requests_leave_their_gpus_to_servers() -> None:
     assert {w["MEGARL_TRAINER_GPUS"] for w in ranks_of(rollout, on(2, 2), lends=True)} == {""}
 
 
+def test_workers_are_told_the_gpus_of_their_machine_that_are_for_servers() -> None:
+    _, rollout = teams(2, 2)
+    places = on(4)
+    left = [*places[2:], ("0", ["6", "7"]), ("1", ["0"])]
+    assert {w["MEGARL_SERVER_GPUS"] for w in ranks_of(rollout, places, lends=True, servers=left)} == {"2,3,6,7"}
+    assert not any("MEGARL_SERVER_GPUS" in w for w in ranks_of(rollout, places))
+
+
 @given(
     machines=st.lists(st.integers(1, 8), min_size=1, max_size=4),
     cuts=st.lists(st.integers(1, 31), max_size=3, unique=True),

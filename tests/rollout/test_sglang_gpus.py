@@ -9,7 +9,7 @@ from megarl.config.sglang import SGLangConfig
 from megarl.errors import ConfigError
 from megarl.launchers.seats import gpus_of, rank_order
 from megarl.processes import nvidia_devices
-from megarl.rollout.sglang.gpus import TRAINER_GPUS, server_gpus
+from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS, server_gpus
 from megarl.rollout.sglang.launch import WorkerPlace
 
 
@@ -47,11 +47,19 @@ def test_servers_of_workers_that_lend_their_gpus_get_all_that_no_other_team_has(
     assert seen(1, {"CUDA_VISIBLE_DEVICES": "5", TRAINER_GPUS: ""}, 4) == [("0", "1"), ("2", "3")]
 
 
-def test_where_ray_tells_uuids_only_the_trainers_gpus_are_known() -> None:
+def test_servers_are_on_the_gpus_that_the_launcher_has_reserved() -> None:
+    environment = {"CUDA_VISIBLE_DEVICES": "5", TRAINER_GPUS: "5,2", SERVER_GPUS: "0,7,1,6"}
+    assert seen(2, environment, 8) == [("0", "7"), ("1", "6")]
+    assert seen(2, environment, 8, gpus=[3, 4, 6, 7]) == [("3", "4"), ("6", "7")], "the recipe's own word"
+    uuids = {TRAINER_GPUS: "GPU-a,GPU-b", SERVER_GPUS: "GPU-c,GPU-d,GPU-e,GPU-f"}
+    assert seen(2, uuids, 8) == [("GPU-c", "GPU-d"), ("GPU-e", "GPU-f")]
+    with pytest.raises(ConfigError, match=r"need 4 GPUs and have 2"):
+        seen(2, {TRAINER_GPUS: "5,2", SERVER_GPUS: "0,7"}, 8)
+
+
+def test_colocated_servers_are_on_the_trainers_by_whatever_names_ray_tells() -> None:
     environment = {TRAINER_GPUS: "GPU-a,GPU-b,GPU-c,GPU-d"}
     assert seen(4, environment, 8, colocated=True)[0] == ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
-    with pytest.raises(ConfigError, match=r"rollout\.sglang\.colocated=true"):
-        seen(4, environment, 8)
 
 
 def test_ray_s_ranks_are_in_the_order_of_their_gpus_numbers() -> None:

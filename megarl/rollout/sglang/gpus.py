@@ -2,7 +2,7 @@
 
     machine    0  1  2  3  4  5  6  7
     trainer    =========== (workers, in the order of their ranks)
-    servers                =========== of their own: the next ones
+    servers                =========== of their own: the next ones, or those that the launcher has reserved for them
                ===========             colocated: the trainer's
 
 Names are what CUDA_VISIBLE_DEVICES takes: numbers of the machine, or UUIDs.
@@ -18,6 +18,8 @@ from megarl.errors import ConfigError
 #: GPUs of the workers of this machine, where each of them sees only its own: set by the Ray launcher. Without those of
 #: workers that only send requests: their servers take these.
 TRAINER_GPUS = "MEGARL_TRAINER_GPUS"
+#: GPUs of this machine that the Ray launcher has reserved for the servers that are started on it.
+SERVER_GPUS = "MEGARL_SERVER_GPUS"
 
 
 def server_gpus(
@@ -60,14 +62,18 @@ def server_gpus(
 
 
 def _split(workers: int, environment: Mapping[str, str], present: int) -> tuple[list[str], list[str]]:
-    """This machine's GPUs: the trainer's, and the rest."""
-    everything = [str(gpu) for gpu in range(present)]
+    """This machine's GPUs: the trainer's, and those for servers."""
     if TRAINER_GPUS in environment:
-        trainer = [name for name in environment[TRAINER_GPUS].split(",") if name]
-        if not all(name.isdecimal() for name in trainer):  # numbers do not tell which are not the trainer's
-            everything = []
+        trainer = _names(environment[TRAINER_GPUS])
+        everything = [str(gpu) for gpu in range(present)]
     else:
         visible = environment.get("CUDA_VISIBLE_DEVICES")
-        everything = everything if visible is None else [name.strip() for name in visible.split(",") if name.strip()]
+        everything = [str(gpu) for gpu in range(present)] if visible is None else _names(visible)
         trainer = everything[:workers]
+    if SERVER_GPUS in environment:
+        return trainer, _names(environment[SERVER_GPUS])
     return trainer, [gpu for gpu in everything if gpu not in trainer]
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]

@@ -1,0 +1,123 @@
+"""What a run reserves in a Ray cluster.
+
+    no servers of its own     one bundle per worker: a GPU where the nodes have any, and a share of their CPUs
+    with servers on GPUs      one bundle per machine: its workers', and the GPUs of the servers that are started there
+
+Servers are processes of a worker, and Ray knows nothing of them: what it must not give to anybody else is reserved.
+Those of a rollout team that only sends requests have the GPUs of its workers first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.config.run import RunConfig
+from megarl.dag.placement import TeamPlan
+from megarl.dag.stage import Role
+from megarl.errors import ConfigError
+from megarl.processes import has_nvidia_device
+
+Bundle = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """Bundles of one placement group.
+
+    Attributes:
+        bundles: what each has.
+        strategy: of the placement group.
+        worker: what each worker takes of its bundle.
+        places: the bundle of each worker.
+        servers: GPUs of each bundle that its workers leave to servers.
+    """
+
+    bundles: list[Bundle]
+    strategy: str
+    worker: Bundle
+    places: list[int]
+    servers: int = 0
+
+
+def lends(config: RunConfig, team: TeamPlan) -> bool:
+    """The workers of this team leave their GPUs to servers: they only send requests."""
+    return config.rollout.engine == "sglang" and team.roles == (Role.ROLLOUT,)
+
+
+def chooses_gpus(config: RunConfig) -> bool:
+    """The run starts servers beside the trainer's GPUs, and the recipe does not say on which."""
+    servers = config.rollout.sglang
+    named = servers.gpus is not None or any(one.startswith("--base-gpu-id") for one in servers.extra_args)
+    return config.rollout.engine == "sglang" and not (servers.urls or servers.colocated or named)
+
+
+def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]]) -> Reservation:
+    """What to ask Ray for.
+
+    Args:
+        config: of the run; the workers of one machine are on one node.
+        teams: of the run.
+        nodes: what each node of the Ray cluster has.
+
+    Raises:
+        ConfigError: too few GPUs; it says who needs how many.
+    """
+    cluster = config.cluster
+    most = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
+    used = [most] if cluster.nnodes == 1 else nodes
+    gpus, cpus = (sum(node.get(name, 0.0) for node in used) for name in ("GPU", "CPU"))
+    on_gpus = bool(gpus) or has_nvidia_device()
+    extra = _servers_here(config, teams) if on_gpus else 0
+    here = cluster.nproc // cluster.nnodes + extra
+    fitting = sum(node.get("GPU", 0.0) >= here for node in used)
+    if on_gpus and (gpus < cluster.nproc or (extra and fitting < cluster.nnodes)):
+        raise _too_few(config, teams, nodes, extra)
+    worker = {"CPU": min(1.0, int(100 * cpus / cluster.nproc) / 100)} | ({"GPU": 1.0} if on_gpus else {})
+    if not extra:
+        strategy = "STRICT_PACK" if cluster.nnodes == 1 else "PACK"
+        return Reservation([worker] * cluster.nproc, strategy, worker, list(range(cluster.nproc)))
+    workers = cluster.nproc // cluster.nnodes
+    machine = {"CPU": round(workers * worker["CPU"], 2), "GPU": float(here)}
+    places = [number // workers for number in range(cluster.nproc)]
+    return Reservation([machine] * cluster.nnodes, "STRICT_SPREAD", worker, places, extra)
+
+
+def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:
+    """GPUs of the servers of one machine, in addition to those of workers that leave theirs to them."""
+    team = next((team for team in teams if Role.ROLLOUT in team.roles), None)
+    if team is None or not chooses_gpus(config):
+        return 0
+    servers = config.rollout.sglang
+    lent = team.devices if lends(config, team) else 0
+    return max(0, servers.servers // config.cluster.nnodes * servers.ranks - lent)
+
+
+def _too_few(
+    config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]], extra: int
+) -> ConfigError:
+    """Who needs how many, on how many machines, and what is missing."""
+    cluster = config.cluster
+    machines, have = cluster.nnodes, sorted((int(node.get("GPU", 0)) for node in nodes), reverse=True)
+    here = cluster.nproc // machines + extra
+    needed = [f"{team.name} {team.devices}" + (" (lent to servers)" if lends(config, team) else "") for team in teams]
+    if extra:
+        needed.append(f"SGLang servers {extra * machines}")
+    if machines == 1:
+        what, missing, allowed = "no node of the Ray cluster has that many GPUs", here - have[0], f"at most {have[0]}"
+        fix = ["set cluster.nproc, or cluster.nnodes to the number of nodes that shall share the work"]
+    else:
+        what, missing, allowed = "the Ray cluster has too few GPUs", cluster.nproc - sum(have), f"at most {sum(have)}"
+        fix = ["set cluster.nproc, or add nodes to the Ray cluster"]
+    if extra:
+        fix.append("lower rollout.sglang.servers or tp_size, or share GPUs: rollout.sglang.colocated=true")
+        if machines > 1:
+            most = [*have, *[0] * machines][:machines]
+            missing, allowed = sum(max(0, here - gpus) for gpus in most), f"{machines} nodes of {here} GPUs"
+    return ConfigError(
+        f"{what}: {missing} missing",
+        where="cluster.nproc",
+        found=f"{' + '.join(needed)} = {cluster.nproc + extra * machines}; nodes have {', '.join(map(str, have))}",
+        allowed=f"{allowed}, one per worker{' and one per rank of a server' if extra else ''}",
+        fix="; ".join(fix),
+    )

@@ -1,0 +1,141 @@
+"""What a run asks a Ray cluster for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megarl.config.model import ParallelConfig
+from megarl.config.run import ClusterConfig, RunConfig
+from megarl.config.sglang import SGLangConfig
+from megarl.dag.placement import TeamPlan
+from megarl.dag.stage import Role
+from megarl.errors import ConfigError
+from megarl.launchers import bundles
+from megarl.launchers.bundles import reserve
+
+
+@pytest.fixture(autouse=True)
+def no_driver_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "has_nvidia_device", lambda: False)
+
+
+def recipe(nproc: int, nnodes: int = 1, **servers: Any) -> RunConfig:
+    """With servers of the run's own, if any are named."""
+    rollout: Any = {"engine": "sglang", "sglang": SGLangConfig(**servers)} if servers else {}
+    return RunConfig(name="x", cluster=ClusterConfig(nproc=nproc, nnodes=nnodes), rollout=rollout)
+
+
+def teams(*sizes: int, apart: bool = False) -> list[TeamPlan]:
+    """The actor's, with the rollout unless it is apart, in the last team."""
+    held: list[tuple[Role, ...]] = [(Role.ACTOR,) if apart else (Role.ACTOR, Role.ROLLOUT), (Role.CRITIC,)][
+        : len(sizes) - apart
+    ]
+    held += [(Role.ROLLOUT,)] if apart else []
+    firsts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [
+        TeamPlan(roles[0].value, roles, size, first, ParallelConfig(), ())
+        for roles, size, first in zip(held, sizes, firsts, strict=True)
+    ]
+
+
+def gpus(*numbers: int) -> list[dict[str, float]]:
+    return [{"CPU": 64.0, "GPU": float(number)} if number else {"CPU": 64.0} for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "nproc", "nodes", "bundle"),
+    [
+        (1, 2, [{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 0.5}),
+        (2, 2, [{"CPU": 1.0}, {"CPU": 1.0}], {"CPU": 1.0}),
+        (1, 2, [{"CPU": 8.0}, {"CPU": 1.0, "GPU": 2.0}], {"CPU": 0.5, "GPU": 1.0}),
+        (2, 8, gpus(4, 4), {"CPU": 1.0, "GPU": 1.0}),
+    ],
+)
+def test_workers_of_one_machine_share_the_cpus_of_one_node(
+    nnodes: int, nproc: int, nodes: list[dict[str, float]], bundle: dict[str, float]
+) -> None:
+    found = reserve(recipe(nproc, nnodes), teams(nproc), nodes)
+    assert (found.bundles, found.places, found.servers) == ([bundle] * nproc, list(range(nproc)), 0)
+    assert found.strategy == ("STRICT_PACK" if nnodes == 1 else "PACK")
+
+
+def test_servers_have_gpus_beside_the_workers_of_their_machine() -> None:
+    found = reserve(recipe(3, servers=2, tp_size=2), teams(2, 1), gpus(8))
+    assert found.bundles == [{"CPU": 3.0, "GPU": 7.0}]
+    assert (found.worker, found.places, found.servers) == ({"CPU": 1.0, "GPU": 1.0}, [0, 0, 0], 4)
+
+    found = reserve(recipe(4, 2, servers=2, tp_size=4), teams(4), gpus(8, 6, 2))
+    assert (found.bundles, found.strategy) == ([{"CPU": 2.0, "GPU": 6.0}] * 2, "STRICT_SPREAD")
+    assert (found.places, found.servers) == ([0, 0, 1, 1], 4)
+
+
+def test_servers_take_the_gpus_of_workers_that_only_ask_them_first() -> None:
+    own = reserve(recipe(6, servers=4), teams(2, 4, apart=True), gpus(6))
+    assert (len(own.bundles), own.servers) == (6, 0)
+    more = reserve(recipe(6, servers=3, tp_size=2), teams(2, 4, apart=True), gpus(8))
+    assert (more.bundles, more.servers) == ([{"CPU": 6.0, "GPU": 8.0}], 2)
+
+
+@pytest.mark.parametrize(
+    "servers",
+    [
+        {"urls": ["http://host:1"]},
+        {"servers": 2, "colocated": True},
+        {"servers": 2, "gpus": [6, 7]},
+        {"servers": 2, "extra_args": ["--base-gpu-id=6"]},
+    ],
+)
+def test_servers_that_are_somewhere_else_reserve_nothing(servers: dict[str, Any]) -> None:
+    assert reserve(recipe(2, **servers), teams(2), gpus(2)).servers == 0
+    assert reserve(recipe(2, servers=2), teams(2), gpus(0)).servers == 0, "on CPUs"
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_too_few_gpus_are_named_at_once(nnodes: int) -> None:
+    missing, nodes = (6, "4, 4") if nnodes == 1 else (2, "4, 4")
+    with pytest.raises(ConfigError) as caught:
+        reserve(recipe(10, nnodes), teams(6, 4), gpus(4, 4))
+    text = str(caught.value)
+    assert f"{missing} missing" in text
+    assert f"actor 6 + critic 4 = 10; nodes have {nodes}" in text
+    assert f"allowed: at most {4 * nnodes}, one per worker\n" in text
+
+
+@pytest.mark.parametrize(
+    ("config", "held", "nodes", "words"),
+    [
+        (
+            recipe(3, servers=3, tp_size=2),
+            teams(2, 1),
+            (8, 4),
+            ["1 missing", "actor 2 + critic 1 + SGLang servers 6 = 9; nodes have 8, 4", "at most 8", "colocated=true"],
+        ),
+        (
+            recipe(6, servers=4, tp_size=2),
+            teams(2, 4, apart=True),
+            (8,),
+            ["2 missing", "actor 2 + rollout 4 (lent to servers) + SGLang servers 4 = 10"],
+        ),
+        (
+            recipe(4, 2, servers=2, tp_size=4),
+            teams(4),
+            (8, 4, 0),
+            ["2 missing", "actor 4 + SGLang servers 8 = 12; nodes have 8, 4, 0", "2 nodes of 6 GPUs"],
+        ),
+    ],
+)
+def test_servers_without_gpus_say_who_needs_how_many(
+    config: RunConfig, held: list[TeamPlan], nodes: tuple[int, ...], words: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        reserve(config, held, gpus(*nodes))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_machine_with_a_driver_and_no_gpu_in_ray_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundles, "has_nvidia_device", lambda: True)
+    with pytest.raises(ConfigError, match=r"cluster\.nproc: (?s:.*)2 missing"):
+        reserve(recipe(2), teams(2), gpus(0))
