@@ -40,9 +40,9 @@ class PlacementConfig(Section):
     )
     share: Literal["dealt", "tokens"] = Field(
         "dealt",
-        description="how the replicas of a team share samples of another team, in whole groups: dealt: group k to "
-        "replica k modulo their number, as inside one team; tokens: equally many groups each, tokens as even as can be "
-        "in a step; a mini-batch then holds other prompts, and its tokens need not be even",
+        description="which replica of a team trains on which samples, or scores them, in whole groups: dealt: group k "
+        "goes to replica k modulo their number; tokens: equally many groups of every mini-batch each, tokens as even "
+        "as can be. A mini-batch holds the same prompts either way. Replicas that draw their samples exchange them",
     )
 
     @property

@@ -5,7 +5,8 @@ Every worker runs this loop by itself; there is no controller process. The order
     samples = the batch that enters
     for node in topological order, of its team:
         samples = samples with what other teams have made for it            (take)
-        samples = samples with what the node wrote          (a node that resamples: what it made of them)
+        samples = samples with what the node wrote          (a node that resamples: what it made of them,
+                                                             and replicas may exchange these)
         what other teams read of that goes to them                          (give)
 
 A node sees the fields that it declares. Edges put every reader between the last writer before it and the next one, so
@@ -43,6 +44,14 @@ class Crossing(Protocol):
         ...
 
 
+class Exchange(Protocol):
+    """Shares samples out again among the replicas of a team; every rank of it calls this."""
+
+    def share(self, context: Any, node: Node, board: Batch) -> Batch:
+        """`node` has made the samples on `board`: those that this replica goes on with."""
+        ...
+
+
 class Executor:
     """Runs a graph again and again; `statuses` and `seconds` tell about the nodes in the last walk.
 
@@ -51,6 +60,7 @@ class Executor:
         roles: by the names under which stages take them (`megarl.dag.stage.ROLES`).
         nodes: those that this worker's team walks, in the graph's order; None: all.
         crossing: to and from other teams; None: there are none.
+        exchange: of new samples inside the team; None: every replica keeps its own.
     """
 
     def __init__(
@@ -59,8 +69,10 @@ class Executor:
         roles: Mapping[str, Any] | None = None,
         nodes: Sequence[str] | None = None,
         crossing: Crossing | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        self.graph, self._roles, self._crossing = graph, roles or {}, crossing
+        self.graph, self._roles = graph, roles or {}
+        self._crossing, self._exchange = crossing, exchange
         self.nodes = graph.order() if nodes is None else list(nodes)
         self.statuses: dict[str, Status] = {}
         self.seconds: dict[str, float] = {}
@@ -89,6 +101,8 @@ class Executor:
                 board = self._crossing.take(context, node, board)
             assert board is not None, "the first node of a team is given prompts, or samples of another team"
             board = self._run_node(node, context, board, more)
+            if self._exchange is not None and node.declared.resamples:
+                board = self._exchange.share(context, node, board)
             if self._crossing is not None:
                 self._crossing.give(context, node, board)
         assert board is not None, "a team walks at least one node"

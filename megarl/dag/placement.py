@@ -29,6 +29,7 @@ from megarl.errors import ConfigError, count
 #: Roles that hold a model, in the order in which teams are named and counted.
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.ROLLOUT)
 ONLY_TEAM = "all"
+_TRAINED = (Role.ACTOR, Role.CRITIC)
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -43,6 +44,7 @@ class TeamPlan:
         first: number of its first worker among those of all teams, which are counted team by team.
         parallel: layout of its models.
         nodes: what it walks, in the graph's order.
+        cuts: where mini-batches of the models that it trains begin among the prompts of a step, but the first.
     """
 
     name: str
@@ -51,6 +53,7 @@ class TeamPlan:
     first: int
     parallel: ParallelConfig
     nodes: tuple[str, ...]
+    cuts: tuple[int, ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -144,7 +147,7 @@ def place(graph: TaskGraph, config: RunConfig) -> Placement:
     nodes = {node.id: team_of(node, owner) for node in graph}
     for name, (held, devices) in shares.items():
         mine = tuple(id for id in graph.order() if nodes[id] == name)
-        teams.append(TeamPlan(name, held, devices, first, _layout(config, name, held), mine))
+        teams.append(TeamPlan(name, held, devices, first, _layout(config, name, held), mine, _cuts(config, held)))
         first += devices
     found = Placement(tuple(teams), tuple(_handovers(graph, nodes, config)) if len(teams) > 1 else ())
     refuse_ahead(config, found, graph)
@@ -253,6 +256,14 @@ def _layout(config: RunConfig, name: str, roles: Iterable[Role]) -> ParallelConf
             fix=f"give the {other} a team of its own (placement.teams), or the same layout",
         )
     return first
+
+
+def _cuts(config: RunConfig, roles: Iterable[Role]) -> tuple[int, ...]:
+    """Where mini-batches of all models that these roles train begin, as `runtime.stages.update` cuts them."""
+    batch = config.data.batch_size
+    trained = [config.actor if role is Role.ACTOR else config.critic for role in roles if role in _TRAINED]
+    sizes = [settings.mini_batch_size or batch for settings in trained]
+    return tuple(sorted({number * size for size in sizes for number in range(1, batch // size)}))
 
 
 def _handovers(graph: TaskGraph, nodes: dict[str, str], config: RunConfig) -> Iterable[Handover]:

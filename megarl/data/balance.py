@@ -1,4 +1,4 @@
-"""Shares of nearly equal total length: samples over data-parallel ranks, sequences over micro-batches.
+"""Shares of nearly equal total length: groups of samples over replicas, sequences over micro-batches.
 
 A start is built greedily and then improved: the heaviest part is paired with the lightest, the next with the next,
 and each pair exchanges the two items that bring it closest to even. All pairs of a round are solved by one sort and
@@ -8,6 +8,7 @@ one binary search, so 8192 lengths over 512 ranks take milliseconds.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:  # the process of the store balances groups without torch
 # Largest items * parts for which the k-way Karmarkar-Karp start, O(n k log k), is worth its time.
 _DIFFERENCING_LIMIT = 4_096
 _MAX_ROUNDS = 32
+# Most over mean from which on nothing is gained by looking for more exchanges.
+_EVEN = 1.02
 
 
 def balance(lengths: Lengths, k: int, equal_counts: bool = False) -> list[list[int]]:
@@ -139,3 +142,90 @@ def _exchange(table: np.ndarray, sizes: np.ndarray, *, fixed_counts: bool) -> No
         j = near.reshape(len(pairs), -1)[pairs[better], best[better]]
         one, two = heavy[better], light[better]
         table[one, i], table[two, j] = table[two, j], table[one, i]
+
+
+def share_groups(tokens: Sequence[int], parts: int, cuts: Sequence[int] = ()) -> list[list[int]]:
+    """Groups of samples for each of `parts` replicas: equally many of every mini-batch, tokens as even as can be.
+
+    A mini-batch holds the same groups whatever their tokens, and is shared out by itself. What stays uneven in one is
+    made up for in the next: the fullest share goes to the replica that has least so far.
+
+    Args:
+        tokens: of each group of a step, in the order of the data.
+        parts: number of replicas.
+        cuts: where all mini-batches but the first begin, rising.
+
+    Returns:
+        Places of groups, rising, of each replica. Replicas have equally many of a mini-batch where their number divides
+        its groups, else they differ by one.
+
+    >>> share_groups([9, 1, 9, 1], 2), share_groups([9, 1, 9, 1], 2, cuts=[2])
+    ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
+    """
+    sizes = np.asarray(tokens, dtype=np.int64)
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    totals = [0] * parts
+    for start, end in _mini_batches(len(sizes), cuts):
+        batch = sizes[start:end]
+        sets = _evened(balance(batch, parts, equal_counts=True), batch)
+        fullest_first = sorted(sets, key=lambda places: -int(batch[places].sum()))
+        least_first = sorted(range(parts), key=totals.__getitem__)
+        for part, places in zip(least_first, fullest_first, strict=True):
+            shares[part] += [start + place for place in places]
+            totals[part] += int(batch[places].sum())
+    return shares
+
+
+def max_over_mean(tokens: Sequence[int], owners: Sequence[int], parts: int, cuts: Sequence[int] = ()) -> float:
+    """Most tokens that one of `parts` replicas has of a mini-batch, over the mean; both are summed over mini-batches.
+
+    So much longer do updates take, whose time goes by tokens, than if all replicas had equally many.
+
+    Args:
+        tokens: of each group of a step, in the order of the data.
+        owners: the replica that has it.
+        parts: number of replicas.
+        cuts: as in `share_groups`.
+
+    >>> max_over_mean([9, 1, 9, 1], [0, 1, 0, 1], 2), max_over_mean([9, 1, 9, 1], [0, 1, 1, 0], 2)
+    (1.8, 1.0)
+    """
+    sizes, where = np.asarray(tokens, dtype=np.int64), np.asarray(owners, dtype=np.int64)
+    if not sizes.sum():
+        return 1.0
+    most = sum(
+        np.bincount(where[start:end], weights=sizes[start:end], minlength=parts).max()
+        for start, end in _mini_batches(len(sizes), cuts)
+    )
+    return float(most * parts / sizes.sum())
+
+
+def _mini_batches(count: int, cuts: Sequence[int]) -> list[tuple[int, int]]:
+    """Where each begins and ends."""
+    return list(itertools.pairwise([0, *(cut for cut in cuts if 0 < cut < count), count]))
+
+
+def _evened(parts: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
+    """Go on until no exchange of two items takes something off the fullest part, or that one is full enough.
+
+    `_exchange` compares it with the lightest part only, which is all that can be paid for with hundreds of parts.
+    """
+    owner = np.zeros(len(sizes), dtype=np.int64)
+    for part, items in enumerate(parts):
+        owner[items] = part
+    totals = np.array([sizes[items].sum() for items in parts])
+    while True:
+        full = int(totals.argmax())
+        mine, others = np.flatnonzero(owner == full), np.flatnonzero(owner != full)
+        if not len(others) or totals[full] * len(parts) <= _EVEN * totals.sum():
+            break
+        moved = sizes[mine][:, None] - sizes[others]
+        after = np.maximum(totals[full] - moved, totals[owner[others]] + moved)
+        give, take = np.unravel_index(after.argmin(), after.shape)
+        if after[give, take] >= totals[full]:
+            break
+        other = owner[others[take]]
+        totals[full] -= moved[give, take]
+        totals[other] += moved[give, take]
+        owner[mine[give]], owner[others[take]] = other, full
+    return [np.flatnonzero(owner == part).tolist() for part in range(len(parts))]

@@ -12,6 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+#: Column: number of a sample's group among those of the step. Where it is missing, group k of replica r of d is number
+#: k * d + r, as the loader deals prompts.
+ORDINAL = "ordinal"
+
 
 def group_places(uid: Sequence[Hashable]) -> list[list[int]]:
     """Positions of the samples of each group, groups in the order of their first samples.

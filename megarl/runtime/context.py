@@ -63,6 +63,7 @@ class StepContext:
         metrics: this rank's part of the step's metrics.
         progress: shows long work on the console; only on the rank that has a tracker, while it has one.
         surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
+        cuts: where mini-batches begin, which replicas share by tokens (`TeamPlan.cuts`); None: groups are dealt.
     """
 
     config: RunConfig
@@ -75,6 +76,7 @@ class StepContext:
     metrics: Metrics = field(default_factory=Metrics)
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     surplus: Batch | None = None
+    cuts: tuple[int, ...] | None = None
 
     @property
     def seeds(self) -> Seeds:

@@ -25,6 +25,7 @@ from megarl.runtime.ahead import RolloutSteps, await_drawn, draws_apart, find_dr
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints
 from megarl.runtime.critic import make_critic
+from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
 from megarl.runtime.flow import FlowSteps, Offers, find_flow, flows
 from megarl.runtime.generation import open_rollout, publish
@@ -73,7 +74,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
                 draw = _flow if flows(c) else _steps_apart
                 draw(c, graph, recorder, checkpoints, start)
             else:
-                executor = Executor(graph, c.roles, c.team.plan.nodes, _crossing(c, graph))
+                executor = _executor(c, graph, _crossing(c, graph))
                 _steps(c, executor, recorder, checkpoints)
             export(c, run_dir / FOLDER)
         if c.team.leads:
@@ -129,6 +130,13 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
     return TeamCrossing(graph, team.placement, team.store, c.layout.dp_rank, c.layout.is_lead, keeps=keeps)
 
 
+def _executor(c: Controller, graph: TaskGraph, crossing: TeamCrossing | None) -> Executor:
+    """Walks this team's nodes, step by step."""
+    nodes = c.team.plan.nodes
+    exchange = TokenExchange(graph, nodes) if c.context.cuts is not None else None
+    return Executor(graph, c.roles, nodes, crossing, exchange)
+
+
 def _flow(c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart) -> None:
     """What a rollout's team does whose samples go to training as they get ready."""
     from megarl.store.pool import PoolCrossing
@@ -147,7 +155,7 @@ def _steps_apart(
     """The steps of a rollout's team of its own, in order."""
     crossing = _crossing(c, graph)
     assert crossing is not None, "there are other teams"
-    executor = Executor(graph, c.roles, c.team.plan.nodes, crossing)
+    executor = _executor(c, graph, crossing)
     held = None if start.source is None else find_drawn(c, Path(start.source))
     RolloutSteps(c, executor, crossing, recorder, checkpoints, held).run()
 

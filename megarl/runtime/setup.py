@@ -88,6 +88,7 @@ def build_controller(
         hf_config,
         Residency(layout.world.barrier) if config.rollout.colocated else Residency(),
         KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
+        cuts=team.plan.cuts if config.placement.share == "tokens" else None,
     )
     held: dict[str, ModelRole | RolloutRole | ScorerRole] = {}
     with phase("load_model"):

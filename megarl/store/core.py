@@ -81,7 +81,7 @@ class Core:
         placement: its teams, and what goes from one to another.
         groups_per_step: most groups that a step has.
         share: how the parts of a team share groups. dealt: group k to part k modulo their number, as inside one team.
-            tokens: equally many each, tokens as even as can be.
+            tokens: equally many of every mini-batch each, tokens as even as can be.
         flow: the samples of a step are formed of what is ready; None: its givers give them.
     """
 
@@ -91,6 +91,7 @@ class Core:
         self._limit, self._share = groups_per_step, share
         self._handovers: dict[str, Handover] = {one.key: one for one in placement.handovers}
         self._parts = {team.name: team.replicas for team in placement.teams}
+        self._cuts = {team.name: team.cuts for team in placement.teams}
         taking = {name for one in placement.handovers for name in one.takers}
         self._takers = {
             (team.name, rank) for team in placement.teams if team.name in taking for rank in range(team.devices)
@@ -180,7 +181,9 @@ class Core:
         ):
             return None
         if (samples, team) not in state.parts:
-            state.parts[samples, team] = shared(state.groups[samples].values(), self._parts[team], self._share)
+            state.parts[samples, team] = shared(
+                state.groups[samples].values(), self._parts[team], self._share, self._cuts[team]
+            )
         return state.parts[samples, team][part]
 
     def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
@@ -381,8 +384,8 @@ def _series(name: str) -> tuple[str, int | None]:
     return (series, int(number)) if series and number.isdecimal() else (name, None)
 
 
-def shared(groups: Iterable[GroupInfo], parts: int, share: Share) -> list[list[GroupInfo]]:
-    """Groups of each of `parts` parts, by rising ordinal.
+def shared(groups: Iterable[GroupInfo], parts: int, share: Share, cuts: Sequence[int] = ()) -> list[list[GroupInfo]]:
+    """Groups of each of `parts` parts, by rising ordinal; `cuts`: where mini-batches begin that are shared by tokens.
 
     >>> groups = [GroupInfo(uid, k, (uid,), tokens) for k, (uid, tokens) in enumerate(zip("abcd", [9, 1, 9, 1]))]
     >>> [[g.uid for g in part] for share in ("dealt", "tokens") for part in shared(groups, 2, share)]
@@ -394,7 +397,7 @@ def shared(groups: Iterable[GroupInfo], parts: int, share: Share) -> list[list[G
         for group in ordered:
             dealt[group.ordinal % parts].append(group)
         return dealt
-    from megarl.data.balance import balance
+    from megarl.data.balance import share_groups
 
-    sets = balance([group.tokens for group in ordered], parts, equal_counts=True)
+    sets = share_groups([group.tokens for group in ordered], parts, cuts)
     return [[ordered[place] for place in places] for places in sets]

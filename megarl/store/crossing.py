@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.dag.node import Node
 from megarl.data.batch import Batch, Jagged
-from megarl.data.groups import group_places
+from megarl.data.groups import ORDINAL, group_places
 from megarl.phase import phase
 from megarl.store.core import GroupInfo, StoreError
 
@@ -146,6 +146,7 @@ class TeamCrossing:
                 f"{came['sample_id'][place : place + 1]} for {ids[place : place + 1]}",
             )
         if board is None:
+            came.set(ORDINAL, [group.ordinal for group in groups for _ in group.sample_ids])
             return came
         where = [place for places in group_places(board["uid"]) for place in places]
         if where != list(range(len(board))):  # samples of a group may stand anywhere on a board
@@ -168,14 +169,14 @@ class TeamCrossing:
             self.given[handover.key] = Gift(handover.node, groups, sent)
 
     def _held(self, board: Batch | None) -> list[GroupInfo]:
-        """The groups of the board. Those that this team made itself are numbered as the loader deals prompts."""
+        """The groups of the board. Those that this team made itself have numbers from it, or as prompts are dealt."""
         if self._groups is None:
             assert board is not None, "a board that is not there yet has groups from the store"
             tokens, ids = tokens_of(board), board["sample_id"]
             self._groups = [
                 GroupInfo(
                     board["uid"][places[0]],
-                    number * self._team.replicas + self._replica,
+                    board[ORDINAL][places[0]] if ORDINAL in board else number * self._team.replicas + self._replica,
                     tuple(ids[place] for place in places),
                     sum(tokens[place] for place in places),
                 )

@@ -255,3 +255,30 @@ def test_worker_is_passed():
         return batch
 
     run(Pipeline("p").add(who, "a"))
+
+
+def test_new_samples_are_exchanged_before_anybody_else_sees_them():
+    @stage(reads=["uid"], writes=["n"], resamples=True)
+    def draw(worker, batch):
+        twice = batch.repeat(2)
+        twice.set("n", torch.arange(len(twice)))
+        return twice
+
+    asked = []
+
+    class Reverse:
+        def share(self, context, node, board):
+            asked.append(node.id)
+            return board.select(list(reversed(range(len(board)))))
+
+    seen = []
+
+    def look(worker, batch):
+        seen.append(batch["n"].tolist())
+        return batch
+
+    p = Pipeline("p").add(draw).add(look, contract=Contract(reads=("n",)))
+    board = Executor(p.build(), exchange=Reverse()).run("worker", prompts())
+    assert seen == [[5, 4, 3, 2, 1, 0]]
+    assert board["uid"] == ["p2", "p2", "p1", "p1", "p0", "p0"]
+    assert asked == ["draw"]

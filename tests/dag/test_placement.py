@@ -27,10 +27,10 @@ RECIPES = {
 TOGETHER = {"dapo": {Role.ROLLOUT: Role.ACTOR}}  # dynamic sampling asks for more
 
 
-def load(name: str, teams: dict[str, list[str]]) -> tuple[TaskGraph, RunConfig]:
+def load(name: str, teams: dict[str, list[str]], *more: str) -> tuple[TaskGraph, RunConfig]:
     recipe, *overrides = RECIPES[name]
     given = ", ".join(f"{team}: {{roles: [{', '.join(roles)}], devices: 1}}" for team, roles in teams.items())
-    overrides += [f"placement.teams={{{given}}}", f"cluster.nproc={max(1, len(teams))}"]
+    overrides += [f"placement.teams={{{given}}}", f"cluster.nproc={max(1, len(teams))}", *more]
     config = load_config(recipe, overrides, components=COMPONENTS)
     return build_task_graph(config), config
 
@@ -151,3 +151,21 @@ def test_what_asks_for_more_samples_walks_all_that_is_before_it():
     _, config = load("grpo", {"train": ["actor", "rollout"], "frozen": ["reference"]})
     with pytest.raises(ConfigError, match=r"asks 'look' for more samples(?s:.*)put reference and actor into one team"):
         place(graph, config)
+
+
+@pytest.mark.parametrize(
+    ("teams", "cuts"),
+    [
+        ({}, {"all": (4, 6, 8)}),
+        (
+            {"train": ["actor", "rollout"], "value": ["critic"], "frozen": ["reference"]},
+            {"train": (4, 8), "value": (6,)},
+        ),
+        ({"train": ["actor"], "value": ["critic", "rollout", "reference"]}, {"train": (4, 8), "value": (6,)}),
+    ],
+)
+def test_a_team_knows_where_the_mini_batches_of_what_it_trains_begin(teams, cuts):
+    sizes = ("data.batch_size=14", "actor.mini_batch_size=4", "critic.mini_batch_size=6")
+    graph, config = load("ppo", teams, *sizes)  # what does not divide is in the last mini-batch
+    found = {team.name: team.cuts for team in place(graph, config).teams}
+    assert found == dict.fromkeys(found, ()) | cuts

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
-from megarl.data.balance import balance
+from megarl.data.balance import balance, max_over_mean, share_groups
 
 lengths_lists = st.lists(st.integers(0, 50), max_size=24)
 
@@ -119,3 +119,90 @@ def test_nonsense_is_refused():
         balance([1], 0)
     with pytest.raises(ValueError, match="non-negative"):
         balance([-1], 1)
+
+
+# -- groups of a step --------------------------------------------------------------------------------------------------
+
+
+def totals_of(tokens: list[int], shares: list[list[int]], start: int, end: int) -> list[int]:
+    """Of each replica, in groups `start` to `end`."""
+    return [sum(tokens[k] for k in share if start <= k < end) for share in shares]
+
+
+@st.composite
+def shared_steps(draw, most: int = 5, least: int = 1) -> tuple[list[int], list[list[int]], list[tuple[int, int]]]:
+    """Log-normal tokens of groups, the shares of replicas, and where each mini-batch begins and ends."""
+    parts = draw(st.integers(least, most))
+    ends = list(itertools.accumulate(draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)), initial=0))
+    minis = [(parts * a, parts * b) for a, b in itertools.pairwise(ends)]
+    generator = np.random.default_rng(draw(st.integers(0, 10**6)))
+    tokens = (1 + generator.lognormal(5, draw(st.sampled_from([0.3, 1.0, 2.0])), parts * ends[-1])).astype(int).tolist()
+    return tokens, share_groups(tokens, parts, [start for start, _ in minis[1:]]), minis
+
+
+@given(shared_steps())
+@settings(deadline=None)
+def test_replicas_have_equally_many_groups_of_every_mini_batch(step):
+    tokens, shares, minis = step
+    assert sorted(itertools.chain.from_iterable(shares)) == list(range(len(tokens)))
+    assert all(share == sorted(share) for share in shares)
+    for start, end in minis:
+        assert {sum(start <= k < end for k in share) for share in shares} == {(end - start) // len(shares)}
+
+
+@given(shared_steps())
+@settings(deadline=None, max_examples=300)
+def test_no_exchange_of_two_groups_would_help_an_uneven_mini_batch(step):
+    tokens, shares, minis = step
+    for start, end in minis:
+        totals = totals_of(tokens, shares, start, end)
+        most = max(totals)
+        if most * len(shares) <= 1.05 * sum(totals):
+            continue
+        full = totals.index(most)
+        for other in set(range(len(shares))) - {full}:
+            for give, take in itertools.product(shares[full], shares[other]):
+                if start <= give < end and start <= take < end:
+                    moved = tokens[give] - tokens[take]
+                    assert max(most - moved, totals[other] + moved) >= most
+
+
+@given(shared_steps(most=2, least=2))
+@settings(deadline=None)
+def test_of_two_replicas_a_step_is_no_less_even_than_its_worst_mini_batch(step):
+    tokens, shares, minis = step
+    apart = [abs(one - two) for one, two in (totals_of(tokens, shares, *mini) for mini in minis)]
+    one, two = totals_of(tokens, shares, 0, len(tokens))
+    assert abs(one - two) <= max(apart)
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8, 16])
+def test_log_normal_groups_are_even_where_a_replica_has_eight_of_a_mini_batch(parts):
+    generator = np.random.default_rng(parts)
+    even, dealt = [], []
+    for _ in range(20):
+        tokens = generator.lognormal(6, 1, (24 * parts, 8)).astype(int).sum(1).tolist()
+        cuts = [8 * parts, 16 * parts]
+        shares = share_groups(tokens, parts, cuts)
+        owners = [0] * len(tokens)
+        for part, share in enumerate(shares):
+            for k in share:
+                owners[k] = part
+        for start, end in itertools.pairwise([0, *cuts, len(tokens)]):
+            totals, rising = totals_of(tokens, shares, start, end), sorted(tokens[start:end])
+            whole = rising[-1] + sum(rising[:7])  # the longest group with the shortest ones: nobody can have less
+            assert max(totals) <= max(1.05 * sum(totals) / parts, whole)
+        even.append(max_over_mean(tokens, owners, parts, cuts))
+        dealt.append(max_over_mean(tokens, [k % parts for k in range(len(tokens))], parts, cuts))
+    assert np.median(even) <= 1.02
+    assert np.median(dealt) > 1.05, "there is something to even out"
+
+
+def test_a_group_longer_than_all_others_stays_whole_and_its_replica_gets_the_shortest():
+    assert share_groups([1, 100, 3, 2], 2) == [[0, 1], [2, 3]]
+
+
+def test_steps_that_do_not_divide_or_are_empty_are_shared_all_the_same():
+    assert share_groups([], 3, [4]) == [[], [], []]
+    assert sorted(map(len, share_groups([5, 1, 1, 1, 1], 2, [4]))) == [2, 3]
+    assert max_over_mean([0, 0], [0, 0], 2) == 1.0

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from megarl.comm import WorkerGroup
+from megarl.data.balance import share_groups
 from megarl.data.batch import Batch, Jagged
-from megarl.data.groups import group_places
+from megarl.data.groups import ORDINAL, group_places
 from megarl.runtime.pool import GroupPool
 from tests.dist import run_distributed, world
 from tests.same import same
@@ -71,3 +72,69 @@ def test_two_and_three_replicas_share_the_same_groups():
     for rank, found in enumerate(run_distributed(on_all_ranks, 3, 120)):
         assert found["3"] == expected(rank, 3)
         assert found["2"] == (expected(rank, 2) if rank < 2 else None)
+
+
+# -- by tokens ---------------------------------------------------------------------------------------------------------
+
+CUTS = (6,)  # of 12 groups
+
+
+class Counting(WorkerGroup):
+    """Counts the bytes of samples that are sent, by the rank that gets them."""
+
+    sent: list[int]
+
+    def all_to_all_bytes(self, parts):
+        self.sent = [len(part) for part in parts]
+        return super().all_to_all_bytes(parts)
+
+
+def lengths() -> list[int]:
+    """Response tokens of each sample of 12 groups."""
+    draw = random.Random(5)
+    return [1 + int(draw.lognormvariate(3, 1)) for _ in range(12)]
+
+
+def drawn(numbers: list[int]) -> Batch:
+    """Two samples of each prompt, the second one twice as long."""
+    places = [(k, i) for k in numbers for i in range(2)]
+    tokens = [lengths()[k] * (1 + i) for k, i in places]
+    batch = Batch(size=len(places))
+    batch.set("prompt_ids", Jagged.from_list([[k] * 3 for k, _ in places], dtype=torch.int64))
+    batch.set("response_ids", Jagged.from_list([[7] * n for n in tokens], dtype=torch.int64))
+    batch.set("uid", [str(k) for k, _ in places])
+    return batch
+
+
+def by_tokens(group: WorkerGroup) -> list:
+    """Numbers of the samples that this replica gets, are they whole, how many were sent to others and to itself."""
+    counting = Counting(group.name, group.process_group if group.size > 1 else None, group.deadline_s)
+    pool = GroupPool(counting, CUTS)
+    mine = list(range(group.rank, 12, group.size))
+    pool.add(mixed(drawn(mine)), [True] * len(mine))
+    batch, rest = pool.deal(12)
+    numbers = [int(uid) for uid in batch["uid"][::2]]
+    good = same(batch.drop([ORDINAL]), drawn(numbers)) and batch[ORDINAL] == [k for k in numbers for _ in range(2)]
+    leaves = len(set(mine) - set(numbers)) > 0
+    sent = getattr(counting, "sent", [0])
+    return [numbers, good and len(rest) == 0, sent[group.rank] == 0 and (sum(sent) > 0) == leaves]
+
+
+def by_tokens_on_all_ranks() -> dict:
+    everyone = world()
+    pair = everyone.subgroup([0, 1], "a pair")
+    return {"3": by_tokens(everyone), "2": None if pair is None else by_tokens(pair)}
+
+
+def test_one_replica_keeps_all_groups_in_order():
+    assert by_tokens(WorkerGroup.alone()) == [list(range(12)), True, True]
+
+
+@pytest.mark.procs
+def test_replicas_exchange_groups_by_tokens_and_keep_the_mini_batches():
+    found = run_distributed(by_tokens_on_all_ranks, 3, 120)
+    tokens = [3 * n + 6 for n in lengths()]
+    for size in (2, 3):
+        shares = [found[rank][str(size)] for rank in range(size)]
+        assert [numbers for numbers, _, _ in shares] == share_groups(tokens, size, CUTS)
+        assert all(whole and only_leaving for _, whole, only_leaving in shares)

@@ -69,6 +69,7 @@ def worker(**sections: Any) -> SimpleNamespace:
         layout=SimpleNamespace(dp_group=WorkerGroup.alone(), dp_rank=0, dp_size=1),
         loader=([next(names) for _ in range(3)] for _ in itertools.count()),
         surplus=None,
+        cuts=None,
         residency=Residency(),
         metrics=Metrics(),
         step=1,

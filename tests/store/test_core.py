@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -134,6 +135,21 @@ def test_shares_of_log_normal_lengths_are_even_in_tokens_and_equal_in_number() -
         assert max(totals) * parts / sum(totals) <= 1.05
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
         assert all(share == sorted(share, key=lambda group: group.ordinal) for share in shares)
+
+
+def test_tokens_are_shared_by_the_mini_batches_of_the_team_that_takes_them() -> None:
+    lengths = random.Random(8)
+    tokens = {k: sum(int(lengths.lognormvariate(6, 1)) for _ in range(8)) for k in range(64)}
+    plain = placed(ref=4, critic=2)
+    teams = tuple(replace(team, cuts=(32,) if team.name == "ref" else ()) for team in plain.teams)
+    core = Core(replace(plain, teams=teams), 64, "tokens")
+    give(core, "train", 0, 1, BOTH, groups(*range(64), tokens=tokens))
+    for name, parts, minis in (("ref", 4, [range(32), range(32, 64)]), ("critic", 2, [range(64)])):
+        shares = [core.assignment(name, 1, "rollout", part) or [] for part in range(parts)]
+        for mini in minis:
+            held = [[group.tokens for group in share if group.ordinal in mini] for share in shares]
+            assert {len(share) for share in held} == {len(mini) // parts}
+            assert max(map(sum, held)) * parts / sum(map(sum, held)) <= 1.05
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -73,9 +73,10 @@ def test_only_what_is_used_crosses_and_an_optional_field_only_where_it_was_writt
     ended = teams.walk(graph, placement, Core(placement, 2, "dealt"), 2, steps=[1, 2])
     names = [set(board.names()) for board, _ in ended["critic"][0]]
     assert names == [
-        {"uid", "sample_id", "prompt_ids", "response_ids", "ref_logp", "values", *more} for more in ([], ["note"])
+        {"uid", "sample_id", "ordinal", "prompt_ids", "response_ids", "ref_logp", "values", *more}
+        for more in ([], ["note"])
     ]
-    assert set(ended["ref"][0][0][0].names()) == {"uid", "sample_id", "response_ids", "ref_logp"}
+    assert set(ended["ref"][0][0][0].names()) == {"uid", "sample_id", "ordinal", "response_ids", "ref_logp"}
 
 
 def test_bytes_given_and_read_are_counted() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role, stage
+from megarl.data.groups import ORDINAL
 from megarl.errors import MegarlError
 from megarl.runtime.stages.logprob import DRAWN_LOGP, DRAWN_SUM
 
@@ -29,9 +30,9 @@ class NoSignalError(MegarlError):
 @stage(
     reads=["score", "uid"],
     needs=_of_turns,
-    optional=["prompt_ids", "response_ids"],  # of groups that wait for the next step
+    optional=["prompt_ids", "response_ids"],  # their tokens count; groups that wait for the next step are scored
     writes=[],
-    may_write=[DRAWN_LOGP, DRAWN_SUM],
+    may_write=[DRAWN_LOGP, DRAWN_SUM, ORDINAL],
     role=Role.DYNAMIC_SAMPLING,
     resamples=True,
     refills=True,
@@ -53,7 +54,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
     if not settings.enabled or c.config.async_.order == "as_ready":  # then groups without signal never come here
         return samples
-    pool = GroupPool(c.layout.dp_group)
+    pool = GroupPool(c.layout.dp_group, c.cuts)
     if c.surplus is not None:
         pool.add(c.surplus, [True] * len(group_places(c.surplus["uid"])))
     seen: list[list[float]] = []

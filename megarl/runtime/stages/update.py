@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Kind, Role, stage
+from megarl.data.groups import ORDINAL
 from megarl.data.versions import VERSION_FIELDS
 from megarl.runtime.stages.logprob import DRAWN_LOGP
 from megarl.runtime.stages.needs import update_fields
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         "loss_mask",
         "is_weights",
         "sample_id",
+        ORDINAL,
     ],
     needs=update_fields,
     writes=[],
@@ -45,6 +47,9 @@ def actor_train(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
     Without `old_logp` every sample is used once, as if by the policy that drew it: the ratio is 1, except for samples
     that waited since an earlier step. While a critic warms up the policy rests.
     """
+    from megarl.runtime.exchange import record_tokens
+
+    record_tokens(c, samples)
     if c.step <= c.resting:
         return samples
     for _ in range(c.config.actor.ppo_epochs):
