@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megarl.artifacts import resolved
+from megarl.artifacts import resolved, start
 from megarl.dag.placement import ONLY_TEAM, TeamPlan
 from megarl.errors import ConfigError, MegarlError, UserError, count
 from megarl.launchers.output import OutputLog
@@ -224,6 +224,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                     if ended == "finished":
                         resolved.take_up(run_dir)
                     resolved.withdraw(run_dir)
+                    start.drop(run_dir)
                     if workers is not None and ended != "finished":
                         close_run(run_dir, ended)
 

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.artifacts import start
 from megarl.errors import ConfigError
 from megarl.phase import keep_beating, phase
 from megarl.processes import write_atomically
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
 
 FOLDER = "reference"
-_NEXT = "reference.next"  # of a start that may still be refused
-_PASSING = "start.next"  # what RL starts from, until all teams have their models
 _ORIGIN = "origin.json"  # in the place of a model: where it is
 
 
@@ -44,7 +43,7 @@ def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> 
     """
     if c.config.reference.path is not None:
         return c.config.reference.path
-    following = c.run_dir / _NEXT
+    following = c.run_dir / start.REFERENCE
     if resumed_from is not None and begun:
         kept = kept_reference(resumed_from)
         # A run that goes on has it in its place.
@@ -64,11 +63,11 @@ def keep_reference(c: Controller, *, resumed_from: Path | None, begun: bool) -> 
 
 def keep_start(c: Controller) -> str:
     """Write what RL starts from, for a model of another team that begins with it. Collective over the actor's team."""
-    folder = c.run_dir / _NEXT
+    folder = c.run_dir / start.REFERENCE
     # One rank looks for all: on a shared file system two ranks may see different folders.
     there = (folder / "config.json").is_file() if c.layout.rank == 0 else None
     if not c.layout.world.broadcast_json(there):  # else the reference is the same model
-        folder = c.run_dir / _PASSING
+        folder = c.run_dir / start.PASSING
         _export_actor(c, folder)
     return str(folder)
 
@@ -108,16 +107,15 @@ def drop_refused_start(c: Controller) -> None:
     Rank 0 does it, as it also takes it up: no rank removes what another one has accepted.
     """
     if c.layout.rank == 0 and c.team.leads:
-        for name in (_NEXT, _PASSING):
-            shutil.rmtree(c.run_dir / name, ignore_errors=True)
+        start.drop(c.run_dir)
 
 
 def take_up_reference(run_dir: Path) -> None:
     """The start is accepted: the reference that it has made is that of the run from now on. One rank calls this."""
-    shutil.rmtree(run_dir / _PASSING, ignore_errors=True)
-    if _is_model(run_dir / _NEXT):
+    shutil.rmtree(run_dir / start.PASSING, ignore_errors=True)
+    if _is_model(run_dir / start.REFERENCE):
         shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
-        (run_dir / _NEXT).rename(run_dir / FOLDER)
+        (run_dir / start.REFERENCE).rename(run_dir / FOLDER)
 
 
 def unchanged_model(config: RunConfig) -> str | None:

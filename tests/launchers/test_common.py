@@ -204,6 +204,18 @@ def test_a_start_that_was_refused_leaves_the_configuration_of_the_run(
     assert not (tmp_path / "config.next.yaml").exists()
 
 
+@pytest.mark.parametrize("passing", ["reference.next", "start.next"])
+def test_weights_of_a_start_that_another_team_refused_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passing: str
+) -> None:
+    """The worker that has made them waited for the other team, and was killed."""
+    (tmp_path / passing).mkdir()
+    (tmp_path / passing / "config.json").touch()
+    monkeypatch.setattr("megarl.launchers.local.start", lambda job: Running({0: 2}))
+    run_workers("local", "m:f", config(), tmp_path)
+    assert not (tmp_path / passing).exists()
+
+
 def first(tmp_path: Path, ended: dict[int, int], *failures: RankFailure, oom: bool = False) -> RankFailure:
     for failure in failures:
         write_error(tmp_path, failure)
