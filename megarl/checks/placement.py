@@ -90,6 +90,17 @@ def _check_rollout(config: RunConfig, placement: Placement, checks: Checklist) -
             allowed="false, or true with rollout.engine=sglang",
             fix="set sync.fp8=false",
         )
+    held = config.model.dtype
+    if config.rollout.engine == "embedded" and config.sync.dtype not in ("model", held):
+        checks.fail(
+            "placement",
+            "sync.dtype",
+            f"the team {team.name} decodes with an embedded engine, which holds weights in {held} (model.dtype): sent "
+            f"in {config.sync.dtype} they are rounded, or take more bytes for the same values",
+            found=config.sync.dtype,
+            allowed=f"model or {held}, or another with rollout.engine=sglang",
+            fix="set sync.dtype=model",
+        )
     here, parallel = config.cluster.nproc // config.cluster.nnodes, team.parallel
     spread = parallel.ep > 1 or parallel.pp > 1 or parallel.model_parallel_size > here
     if config.rollout.engine == "embedded" and team.devices > here and spread:

@@ -177,6 +177,16 @@ def test_an_engine_in_another_team_takes_no_fp8(failures):
     assert "the team draw" in str(check.problem())
 
 
+@pytest.mark.parametrize(
+    ("held", "sent", "refused"),
+    [("fp32", "bf16", True), ("bf16", "fp32", True), ("bf16", "bf16", False), ("fp32", "model", False)],
+)
+def test_an_engine_in_another_team_takes_weights_in_its_own_dtype(failures, held, sent, refused):
+    found = failures(*DRAWS, f"model.dtype={held}", f"sync.dtype={sent}")
+    assert [check.key for check in found] == (["sync.dtype"] if refused else [])
+    assert all(f"holds weights in {held}" in str(check.problem()) for check in found)
+
+
 def test_servers_of_a_team_are_started_on_one_machine_only(failures):
     (check,) = failures(*DRAWS, "rollout.engine=sglang", "cluster.nnodes=2", "rollout.sglang.servers=2")
     assert check.key == "rollout.sglang.urls"
