@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,10 @@ class Checkpoints:
 
     Other teams have a `megarl.runtime.checkpoint_part.CheckpointPart`.
 
+    Args:
+        c: of the actor's team.
+        roles: of the nodes that the run walks.
+
     Attributes:
         source: the checkpoint that `find` found.
         best: best value of `trainer.best_metric` so far; larger is better, and of equal ones the later is kept.
@@ -51,8 +56,9 @@ class Checkpoints:
         accuracy: held-out accuracy after the step of `source`; None: not measured there.
     """
 
-    def __init__(self, c: Controller) -> None:
+    def __init__(self, c: Controller, roles: Collection[Role] = ()) -> None:
         self._c, self._world, self.best = c, c.layout.world, -math.inf
+        self._samples_again = Role.DYNAMIC_SAMPLING in roles
         self._teams = teams_of(c)
         self.best_step: int | None = None
         self._root = c.run_dir / FOLDER
@@ -111,10 +117,10 @@ class Checkpoints:
             c.loading.check_state(state["loader"])
             if step < steps:  # else nothing of it is used
                 drawn = state.get("drawn")
-                if state.get("surplus_parts") and not c.config.algorithm.dynamic_sampling.enabled:
+                if state.get("surplus_parts") and (why := self._why_no_surplus()):
                     lines.append(
                         "samples that dynamic sampling left over are in the checkpoint, and this run goes on without "
-                        "them: algorithm.dynamic_sampling.enabled is false"
+                        f"them: {why}"
                     )
         if drawn is not None:
             refuse_other_drawing(step, drawn, c.config, c.team.placement)
@@ -123,6 +129,13 @@ class Checkpoints:
         ahead = None if drawn is None else step + 1
         changes = announcements(meta["config"], now, command, begun=step > 0, drawn=ahead)
         return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]
+
+    def _why_no_surplus(self) -> str | None:
+        """Why no step of this run would use samples that dynamic sampling left over; None: the next one does."""
+        if not self._samples_again:
+            return "no node of its task graph takes them up"
+        enabled = self._c.config.algorithm.dynamic_sampling.enabled
+        return None if enabled else "algorithm.dynamic_sampling.enabled is false"
 
     def _newest_good(self) -> None:
         """Find the newest checkpoint of this run folder whose files are all intact; say it loudly when newer ones are
@@ -200,7 +213,7 @@ class Checkpoints:
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
         parts = state["surplus_parts"]
-        if parts and c.config.algorithm.dynamic_sampling.enabled:  # else no step would use them, and all save them
+        if parts and self._why_no_surplus() is None:  # else no step would use them, and all save them
             c.context.surplus = read_surplus(c.context, self.source, parts)
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare

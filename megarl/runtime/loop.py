@@ -54,7 +54,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     try:
         share_loader(c)
-        checkpoints = Checkpoints(c) if c.team.leads else CheckpointPart(c)
+        checkpoints = Checkpoints(c, graph.roles) if c.team.leads else CheckpointPart(c)
         start = _find_start(c, graph, checkpoints) if isinstance(checkpoints, Checkpoints) else follow_start(c)
         _make_models(c, start)
         open_rollout(c)

@@ -96,11 +96,11 @@ def run_dir(tmp_path):
     return tmp_path
 
 
-def of_run(run_dir, resume="auto", loader=None):
+def of_run(run_dir, resume="auto", loader=None, roles=()):
     config = SimpleNamespace(trainer=SimpleNamespace(resume=resume), model_dump=lambda mode: {})
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
     fields = {"run_dir": run_dir, "trained": {}, "loading": loader, "layout": layout, "team": ONE_TEAM}
-    return Checkpoints(SimpleNamespace(config=config, **fields))
+    return Checkpoints(SimpleNamespace(config=config, **fields), roles)
 
 
 def find(run_dir, resume="auto", steps=9, loader=None):
@@ -203,14 +203,15 @@ def test_other_data_is_refused_before_anything_in_the_run_folder_changes(run_dir
     assert "this run is finished" not in capsys.readouterr().out
 
 
-def with_state(run_dir, monkeypatch, state, **sections):
+def with_state(run_dir, monkeypatch, state, roles=(), **sections):
     """Checkpoints of a run whose newest one, of step 3, has this `state`."""
     from megarl.training import checkpoint
 
     state = {"loader": {}, "kl": {}, "surplus_parts": 0, "best": None, **state}
     monkeypatch.setattr(checkpoint, "read_state", lambda _: state)
     monkeypatch.setattr(checkpoint, "load", lambda *_: (3, state))
-    checkpoints = of_run(run_dir, loader=SimpleNamespace(check_state=lambda _: None, load_state_dict=lambda _: None))
+    loader = SimpleNamespace(check_state=lambda _: None, load_state_dict=lambda _: None)
+    checkpoints = of_run(run_dir, loader=loader, roles=roles)
     c = checkpoints._c
     c.config = RunConfig.model_validate({"name": "run", **sections})
     c.team = SimpleNamespace(store=None, placement=together(c.config, (Role.ACTOR, Role.ROLLOUT)))
@@ -237,15 +238,28 @@ def test_changes_are_announced_with_the_step_that_is_drawn_already(run_dir, monk
     assert "changed since the checkpoint: after 4\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("enabled", "steps", "said"), [(False, 9, True), (False, 3, False), (True, 9, False)])
-def test_left_over_samples_are_dropped_without_dynamic_sampling(run_dir, monkeypatch, capsys, enabled, steps, said):
+@pytest.mark.parametrize(
+    ("enabled", "node", "steps", "why"),
+    [
+        (False, True, 9, "algorithm.dynamic_sampling.enabled is false"),
+        (False, True, 3, None),
+        (True, True, 9, None),
+        (True, False, 9, "no node of its task graph"),
+    ],
+)
+def test_left_over_samples_are_dropped_without_dynamic_sampling(
+    run_dir, monkeypatch, capsys, enabled, node, steps, why
+):
     monkeypatch.setattr("megarl.runtime.checkpoints.read_surplus", lambda *_: "samples")
     dapo = {"dynamic_sampling": {"enabled": enabled}}
-    checkpoints = with_state(run_dir, monkeypatch, {"surplus_parts": 1}, algorithm=dapo)
+    roles = {Role.ROLLOUT, Role.DYNAMIC_SAMPLING} if node else {Role.ROLLOUT}
+    checkpoints = with_state(run_dir, monkeypatch, {"surplus_parts": 1}, roles, algorithm=dapo)
     checkpoints.find("trainer.steps", steps)
-    assert ("samples that dynamic sampling left over are in the checkpoint" in capsys.readouterr().out) == said
+    said = capsys.readouterr().out
+    assert ("left over are in the checkpoint" in said) == (why is not None)
+    assert (why or "") in said
     checkpoints.load()
-    assert checkpoints._c.context.surplus == ("samples" if enabled else None)
+    assert checkpoints._c.context.surplus == ("samples" if enabled and node else None)
 
 
 @pytest.mark.parametrize(("best_step", "best", "kept"), [(2, 0.8, 2), (7, -math.inf, None), (None, 0.8, None)])
