@@ -1,5 +1,5 @@
 """What another team than the actor's does for the checkpoints of a run: a critic saves itself, and comes back; a
-rollout that runs ahead saves what it has drawn (megarl.runtime.drawn).
+rollout its random states, and what it has drawn ahead (megarl.runtime.drawn).
 
 team of the actor (megarl.runtime.checkpoints)       this team
 find(): all files, where the run goes on    ----->   load(): its own files of that checkpoint
@@ -33,17 +33,19 @@ class CheckpointPart:
         self._saving: Saving | None = None
 
     def load(self, source: Path) -> None:
-        """Restore the engines of this team, if any learns, from a checkpoint of a step of RL.
+        """Restore what this team has in a checkpoint of a step of RL: engines that learn, and random states.
 
         Raises:
             CheckpointError: its files are not intact as this team sees them, or of another model.
         """
-        from megarl.training.checkpoint import load, verify
+        from megarl.training.checkpoint import load, load_random_states, verify
 
         trained = self._c.trained
         if trained:
             with self._c.residency.phase("resume"):
                 load(source, trained, verify(source, self._world, trained))
+        elif self._teams is not None:
+            load_random_states(source, self._c.layout)
 
     def poll(self) -> None:
         """After a step that no checkpoint may follow: has what is being written come to its end?

@@ -33,7 +33,7 @@ def teams_of(c: Controller) -> Teams | None:
         return None
     from megarl.training.together import Teams
 
-    parts = {Role.CRITIC, Role.ROLLOUT} if c.config.async_.max_staleness else {Role.CRITIC}
+    parts = {Role.CRITIC, Role.ROLLOUT}
     beside = tuple(plan.name for plan in team.others if parts & {*plan.roles}) if team.leads else ()
     if not beside and (team.leads or not parts & {*team.plan.roles}):
         return None

@@ -37,6 +37,7 @@ from megarl.runtime.team import OwnTeam
 from megarl.sync.updater import NullSync
 from megarl.training.engine import MegatronEngine, Weights
 from megarl.training.parallel import Layout, init_parallel
+from megarl.training.rng import seed_generators
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -69,7 +70,7 @@ def build_controller(
     optimizer and no training data, without `scored` no reward function.
     """
     team = team or OwnTeam.of_all(config)
-    torch.manual_seed(config.trainer.seed)
+    seed_generators(config.trainer.seed)
     layout = init_processes(config, run_dir, team.plan.parallel)
     with phase("load_data"), keep_beating():  # downloads, and reading and tokenizing all rows
         tokenizer = load_tokenizer(config.model)

@@ -187,25 +187,44 @@ def load(
     meta = verify(folder, world) if meta is None else meta
     index = check_model(folder, meta, engines, world)
     load_engines(engines, folder, index, meta["optimizer_steps"])
-    first = _writer_with(meta, next(iter(engines.values())).layout, next(iter(engines)))
-    if first is not None:
-        load_rng(folder / rng_name(first + world.rank))
-    world.barrier()
+    first_engine = next(iter(engines))
+    _load_random_states(folder, meta, engines[first_engine].layout, [first_engine])
     return meta["step"], read_state(folder)
 
 
-def _writer_with(meta: dict[str, Any], layout: Layout, engine: str) -> int | None:
-    """First worker of the team that wrote `engine`, where that had this layout: its random states go on here."""
-    alone = {"workers": [0], "layout": meta["layout"], "engines": [engine]}
-    for team in meta.get("teams", {"": alone}).values():
-        if engine in team["engines"] and team["layout"] == layout.describe():
-            return team["workers"][0]
-    return None
+def load_random_states(folder: Path, layout: Layout) -> None:
+    """Random states of a team in which no engine learns, where such a one with this layout wrote some. Collective.
+
+    Raises:
+        CheckpointError: its files are damaged.
+    """
+    _load_random_states(folder, verify(folder, layout.world, ()), layout, ())
+
+
+def _load_random_states(folder: Path, meta: dict[str, Any], layout: Layout, engines: Collection[str]) -> None:
+    """Go on with those of the team that wrote for `engines`, where that had this layout. Collective."""
+    same = (team for team in _teams_in(meta) if _wrote_for(team, engines) and team["layout"] == layout.describe())
+    if (team := next(same, None)) is not None:
+        load_rng(folder / rng_name(team["workers"][0] + layout.world.rank))
+    layout.world.barrier()
+
+
+def _teams_in(meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """What meta.json says of each team that wrote a part: a `Part`, described."""
+    if "teams" in meta:
+        return list(meta["teams"].values())
+    size = sum(name.startswith("rank_") for name in meta["files"])
+    return [{"workers": [0, size], "layout": meta["layout"], "engines": list(meta["optimizer_steps"])}]
+
+
+def _wrote_for(team: dict[str, Any], engines: Collection[str]) -> bool:
+    """Did it write one of these engines; with none of them, is it one without engines?"""
+    return bool({*engines} & {*team["engines"]}) if engines else not team["engines"]
 
 
 def _files_for(meta: dict[str, Any], engines: Collection[str]) -> dict[str, Seal]:
-    """The files of a checkpoint without those of teams that wrote none of these engines."""
-    other = [team["workers"] for team in meta.get("teams", {}).values() if not {*engines} & {*team["engines"]}]
+    """The files of a checkpoint without those of teams that did not write for `engines`."""
+    other = [team["workers"] for team in _teams_in(meta) if not _wrote_for(team, engines)]
     numbers = [first + rank for first, size in other for rank in range(size)]
     left_out = {name for number in numbers for name in (shard_name(number), rng_name(number))}
     return {name: seal for name, seal in meta["files"].items() if name not in left_out}
@@ -277,7 +296,7 @@ def _index(folder: Path, meta: dict[str, Any], engines: Collection[str]) -> Inde
 def verify(folder: Path, world: WorkerGroup, engines: Collection[str] | None = None) -> dict[str, Any]:
     """Contents of meta.json, once every file it lists has been read and is what was written. Collective over `world`.
 
-    With `engines` files of other teams' engines are not read.
+    With `engines` only files of teams that wrote one of them are read; with no names, of teams without engines.
 
     Raises:
         CheckpointError: on every rank alike: the files that are not, and which checkpoints beside it could do.

@@ -1,4 +1,4 @@
-"""The random states of this process as the bytes of a file, and back."""
+"""The random states of this process: their start, as the bytes of a file, and back."""
 
 from __future__ import annotations
 
@@ -14,6 +14,15 @@ from megarl.device import has_cuda
 compat.install()
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker  # noqa: E402  (after install)
+
+
+def seed_generators(seed: int) -> None:
+    """Start the generators of this process that anybody may draw from; Megatron seeds its own by the layout."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def rng_bytes() -> bytes:

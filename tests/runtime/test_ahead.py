@@ -82,6 +82,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, undisturbed, ki
     run_dir = shutil.copytree(killed, tmp_path / "run")
     assert train(recipe, run_dir, work=noting_versions) == undisturbed[1]
     assert drawn_with(run_dir) == {3: {1}, 4: {2}}
+    by_chance = drawn_by_chance(run_dir)
+    assert by_chance == drawn_by_chance(undisturbed[0]), "what a stage of the recipe's own draws"
+    assert len({*by_chance.values()}) == 4
 
 
 def test_what_was_drawn_ahead_is_trained_on_by_a_run_that_does_so_no_more(recipe, killed, tmp_path):
@@ -127,6 +130,7 @@ def drawn_with(run_dir: Path) -> dict[int, set[int]]:
 def noting_versions(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
     """The run; versions of each step's samples are noted where they are trained."""
     before_training(lambda c, samples: note_versions(Path(run_dir), c.step, samples))
+    draw_by_chance(Path(run_dir))
     harness.work_of_rank(recipe, run_dir, overrides, teams)
 
 
@@ -151,6 +155,7 @@ def at_the_same_time(recipe: str, run_dir: str, overrides: list[str], teams: lis
 
     rollout.generate = drawing
     before_training(training)
+    draw_by_chance(folder)
     harness.work_of_rank(recipe, run_dir, overrides, teams)
 
 
@@ -163,6 +168,7 @@ def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: lis
             os.kill(os.getpid(), signal.SIGKILL)
 
     before_training(training)
+    draw_by_chance(Path(run_dir))
     harness.work_of_rank(recipe, run_dir, overrides, teams)
 
 
@@ -177,6 +183,29 @@ def before_training(call: Callable[[Any, Any], None]) -> None:
         return ages(c, samples)
 
     correction.ages = calling
+
+
+def draw_by_chance(run_dir: Path) -> None:
+    """In a worker's process: a stage draws something with torch and numpy for every step, which is noted."""
+    import numpy
+    import torch
+
+    from megarl.runtime.stages import rollout
+
+    generate = rollout.generate
+
+    def drawing(c: Any, *arguments: Any) -> Any:
+        with (run_dir / "by-chance").open("a") as file:
+            file.write(f"{c.step} {torch.rand(()).item()} {numpy.random.rand()}\n")
+        return generate(c, *arguments)
+
+    rollout.generate = drawing
+
+
+def drawn_by_chance(run_dir: Path) -> dict[int, tuple[str, ...]]:
+    """What was last drawn for each step."""
+    lines = (run_dir / "by-chance").read_text().splitlines()
+    return {int(step): tuple(values) for step, *values in map(str.split, lines)}
 
 
 def note_versions(run_dir: Path, step: int, samples: Any) -> None:

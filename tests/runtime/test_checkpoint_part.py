@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
+import torch
 import torch.distributed as dist
 
 from megarl.comm import WorkerGroup
@@ -29,6 +32,10 @@ PLANS = (
     TeamPlan("critic", (Role.CRITIC,), 1, 1, PARALLEL, ()),
     TeamPlan("reference", (Role.REFERENCE,), 1, 2, PARALLEL, ()),
 )
+APART = (
+    TeamPlan("actor", (Role.ACTOR,), 1, 0, PARALLEL, ()),
+    TeamPlan("draw", (Role.ROLLOUT,), 1, 1, PARALLEL, ()),
+)
 
 
 def team(name: str, mail: FolderMail | None, plans: tuple[TeamPlan, ...] = PLANS) -> OwnTeam:
@@ -36,9 +43,9 @@ def team(name: str, mail: FolderMail | None, plans: tuple[TeamPlan, ...] = PLANS
     return OwnTeam(plan, Placement(plans), mail)
 
 
-def test_teams_with_engines_that_learn_save_and_the_actors_knows_which(tmp_path):
-    def teams(name: str, plans: tuple[TeamPlan, ...] = PLANS, lag: int = 0):
-        config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=9.0), async_=AsyncConfig(max_staleness=lag))
+def test_teams_that_train_or_draw_save_and_the_actors_knows_which(tmp_path):
+    def teams(name: str, plans: tuple[TeamPlan, ...] = PLANS):
+        config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=9.0))
         mail = FolderMail(tmp_path) if len(plans) > 1 else None
         return teams_of(SimpleNamespace(config=config, team=team(name, mail, plans)))
 
@@ -48,14 +55,8 @@ def test_teams_with_engines_that_learn_save_and_the_actors_knows_which(tmp_path)
     assert teams("reference") is None
     assert teams("actor", (PLANS[0], PLANS[2])) is None
     assert teams("actor", PLANS[:1]) is None
-    apart = (
-        TeamPlan("actor", (Role.ACTOR,), 1, 0, PARALLEL, ()),
-        TeamPlan("draw", (Role.ROLLOUT,), 1, 1, PARALLEL, ()),
-    )
-    assert teams("actor", apart) is None
-    assert teams("draw", apart) is None
-    assert teams("actor", apart, lag=1).others == ("draw",)
-    assert teams("draw", apart, lag=1).name == "draw"
+    assert teams("actor", APART).others == ("draw",)
+    assert teams("draw", APART).name == "draw"
 
 
 @pytest.fixture
@@ -66,18 +67,18 @@ def worker(tmp_path, monkeypatch):
     cluster = SimpleNamespace(timeout_s=30.0)
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone(), dp_size=1, describe=lambda: {"world_size": 1})
 
-    def make(name: str) -> SimpleNamespace:
+    def make(name: str, plans: tuple[TeamPlan, ...] = PLANS) -> SimpleNamespace:
         engine = SimpleNamespace(layout=layout, step=7, hf_config=SimpleNamespace(vocab_size=9))
         loader = SimpleNamespace(state_dict=dict, check_state=lambda state: None)
         return SimpleNamespace(
             config=SimpleNamespace(trainer=trainer, cluster=cluster, async_=AsyncConfig(), model_dump=lambda mode: {}),
             run_dir=tmp_path / "run",
-            trained={name: engine},
+            trained={} if name == "draw" else {name: engine},
             layout=layout,
             loading=loader,
             residency=Residency(),
             context=SimpleNamespace(kl_controller=loader, surplus=None, layout=layout),
-            team=team(name, FolderMail(tmp_path / "mail")),
+            team=team(name, FolderMail(tmp_path / "mail"), plans),
         )
 
     return make
@@ -122,6 +123,29 @@ def test_both_teams_save_what_is_due_what_is_best_and_the_end(worker, monkeypatc
         part.load(root / "step_5")
 
 
+def test_the_team_that_draws_goes_on_with_its_random_states(worker):
+    lead, beside = worker("actor", APART), worker("draw", APART)
+    checkpoints, part = Checkpoints(lead), CheckpointPart(beside)
+    other = threading.Thread(target=part.after_step, args=(2,), kwargs={"last": True}, daemon=True)
+    other.start()
+    checkpoints.after_step(2, {}, None, last=True)
+    other.join(30)
+    step = lead.run_dir / "checkpoints" / "step_2"
+    after = by_chance()
+    part.load(step)
+    assert by_chance() == after
+    (step / "rank_0.safetensors").write_bytes(b"")  # of another team, which reads it
+    part.load(step)
+    assert by_chance() == after
+    (step / "rng_1.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"rng_1.safetensors has 0 bytes"):
+        part.load(step)
+
+
+def by_chance() -> list[float]:
+    return [torch.rand(()).item(), numpy.random.rand(), random.random()]
+
+
 def test_the_start_of_rl_is_saved_by_the_actors_team_alone(worker):
     lead = worker("actor")
     Checkpoints(lead).save_start()  # no other team answers
@@ -133,7 +157,7 @@ def _waits_longer_than_a_collective(folder: str) -> bool:
     group = WorkerGroup("the world", dist.group.WORLD, 1.0).subgroup([0, 1], "a team")
     mail = FolderMail(Path(folder))
     layout = SimpleNamespace(rank=group.rank, world=group)
-    config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=1.0), async_=AsyncConfig())
+    config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=1.0))
     part = CheckpointPart(SimpleNamespace(config=config, layout=layout, team=team("critic", mail)))
     if group.rank == 0:
         threading.Timer(3.0, mail.post, ("checkpoint/1", None)).start()
