@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from megarl.rendezvous import write_token
 from megarl.runtime.health import read_beat
 from tests.dist import run_distributed
 from tests.forked import Command
@@ -140,6 +141,9 @@ def train(
 
     config = load_config(recipe, overrides)
     apart = config.placement.teams or config.placement.auto
+    if apart:  # as a launcher does
+        run_dir.mkdir(parents=True, exist_ok=True)
+        write_token(run_dir)
     with served(config) if apart else contextlib.nullcontext([]) as teams:
         arguments = (str(recipe), str(run_dir), list(overrides), teams)
         run_distributed(work or work_of_rank, config.cluster.nproc, 240, *arguments)

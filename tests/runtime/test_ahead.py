@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megarl.rendezvous import write_token
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
@@ -110,7 +109,6 @@ def test_ppo_with_a_critic_in_a_third_team(recipe, tmp_path):
 
 def train(recipe: Path, run_dir: Path, *overrides: str, work: Callable[..., None] | None = None) -> Numbers:
     """A run without Ray; its numbers without those that measure time."""
-    write_token(run_dir)
     steps = harness.train(recipe, run_dir, *AHEAD, *overrides, work=work)
     return {
         step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "sync/"))}

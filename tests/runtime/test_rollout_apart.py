@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl.artifacts.trained import steps_in
 from tests.rollout.servers import need_interpreter
 from tests.runtime import harness
 
@@ -42,7 +46,7 @@ def same(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
 def test_a_rollout_of_its_own_changes_no_number_of_grpo(recipe, tmp_path):
     """After a cold start, with validation before and after every step."""
     together = harness.train(recipe, tmp_path / "one", *STEPS, "cluster.nproc=1")
-    apart = harness.run(recipe, tmp_path / "two", *STEPS, *TWO_TEAMS, program="local")
+    apart = harness.run(recipe, tmp_path / "two", *STEPS, *TWO_TEAMS, program="local")  # as users start it, with Ray
     assert same(apart) == together
     assert set(apart) == {0, 1, 2, 3}
     assert apart[0]["sync/verified_tensors"] > 0
@@ -56,7 +60,7 @@ def test_two_replicas_draw_turns_of_an_environment_as_one_process_does(recipe, t
     settings = (*STEPS, *harness.GUESSING, "sft.steps=0")
     together = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
     teams = (*TWO_TEAMS, "cluster.nproc=3", "placement.teams.draw.devices=2")
-    apart = same(harness.run(recipe, tmp_path / "three", *settings, *teams, program="local"))
+    apart = same(harness.train(recipe, tmp_path / "three", *settings, *teams))
     assert apart.keys() == together.keys()
     for step, numbers in together.items():
         assert apart[step] == pytest.approx(numbers, rel=1e-6, abs=1e-6)
@@ -65,24 +69,19 @@ def test_two_replicas_draw_turns_of_an_environment_as_one_process_does(recipe, t
 def test_ppo_with_a_team_for_every_model_changes_no_number(recipe, tmp_path):
     settings = (*harness.PPO, *STEPS, "sft.steps=2")  # a critic, too, begins where the cold start ends
     together = harness.train(recipe, tmp_path / "one", *settings, "cluster.nproc=1")
-    apart = harness.run(recipe, tmp_path / "four", *settings, *FOUR_TEAMS, program="local")
+    apart = harness.train(recipe, tmp_path / "four", *settings, *FOUR_TEAMS)
     assert same(apart) == together
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path):
     settings = (*TWO_TEAMS, "trainer.steps=5", "validation.every=1", "trainer.save_every=1")
-    undisturbed = harness.run(recipe, tmp_path / "whole", *settings, program="local")
-    process = harness.start(recipe, tmp_path / "killed", *settings)
-    try:
-        harness.wait_for(lambda: in_step(tmp_path / "killed", 3), process)
-        for worker in harness.workers(tmp_path / "killed").values():
-            harness.kill(worker)
-    finally:
-        process.kill()
-        process.communicate()
-    resumed = harness.run(recipe, tmp_path / "killed", *settings, program="local")
-    assert same(resumed) == same(undisturbed)
-    assert "resuming after step" in (tmp_path / "killed" / "log.txt").read_text()
+    undisturbed = harness.train(recipe, tmp_path / "whole", *settings)
+    killed = tmp_path / "killed"
+    with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
+        harness.train(recipe, killed, *settings, work=killed_in_step_4)
+    assert steps_in(killed / "checkpoints")[-1] in (2, 3)
+    assert same(harness.train(recipe, killed, *settings)) == same(undisturbed)
+    assert not list(killed.glob("checkpoints.old-*")), "it does not start again"
 
 
 @pytest.mark.servers
@@ -101,8 +100,16 @@ def test_servers_are_asked_by_one_team_and_filled_by_another(recipe, tmp_path):
         assert "val/acc" in numbers
 
 
-def in_step(run_dir: Path, step: int) -> bool:
-    """A worker has begun this step, and the one before it is saved."""
-    if not (run_dir / "checkpoints" / f"step_{step - 1}" / "meta.json").is_file():
-        return False
-    return any(harness.read_beat(run_dir, worker).step == step for worker in harness.workers(run_dir))
+def killed_in_step_4(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run, whose rollout's worker is killed when it draws step 4: the checkpoint of step 2 is complete then."""
+    from megarl.runtime.stages import rollout
+
+    generate = rollout.generate
+
+    def drawing(c: Any, *arguments: Any) -> Any:
+        if c.step == 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return generate(c, *arguments)
+
+    rollout.generate = drawing
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
