@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from megarl.phase import phase
 from megarl.runtime.checkpoints import FOLDER, teams_of
+from megarl.training.saving import UnderWay
 
 if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
-    from megarl.training.saving import Saving
 
 
 class CheckpointPart:
@@ -30,7 +30,7 @@ class CheckpointPart:
     def __init__(self, c: Controller) -> None:
         self._c, self._world = c, c.layout.world
         self._teams = teams_of(c)
-        self._saving: Saving | None = None
+        self._under_way = UnderWay()
 
     def load(self, source: Path) -> None:
         """Restore what this team has in a checkpoint of a step of RL: engines that learn, and random states.
@@ -53,10 +53,7 @@ class CheckpointPart:
         Raises:
             CheckpointError: it could not be written; the checkpoint before it is whole.
         """
-        if self._saving is not None:
-            with phase("checkpoint"):
-                if self._saving.poll():
-                    self._saving = None
+        self._under_way.poll()
 
     def after_step(self, step: int, *, last: bool, files: Callable[[], Mapping[str, bytes]] | None = None) -> None:
         """Begin to write this team's part of the checkpoint of `step`, if it has one and the actor's team saves it.
@@ -77,17 +74,12 @@ class CheckpointPart:
             return
         with phase("await_checkpoint"):
             tag = self._teams.announced(step)
-        self.poll()
-        with phase("checkpoint"):
-            if tag is not None:
-                self._wait()
-                with self._c.residency.phase("checkpoint"):
-                    c, root, more = self._c, self._c.run_dir / FOLDER, {} if files is None else files()
-                    self._saving = begin_part(root, step, tag, c.trained, self._teams, c.layout, more)
-            if last:
-                self._wait()
-
-    def _wait(self) -> None:
-        if self._saving is not None:
-            self._saving.wait()
-            self._saving = None
+        self._under_way.poll()
+        if tag is not None:
+            self._under_way.wait()
+            with phase("checkpoint"), self._c.residency.phase("checkpoint"):
+                c, root, more = self._c, self._c.run_dir / FOLDER, {} if files is None else files()
+                saving = begin_part(root, step, tag, c.trained, self._teams, c.layout, more)
+            self._under_way.began(saving)
+        if last:
+            self._under_way.wait()

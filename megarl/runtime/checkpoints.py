@@ -14,12 +14,12 @@ from megarl.runtime.changes import Command, announcements
 from megarl.runtime.drawn import describe_drawn, refuse_other_drawing
 from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.validate import due
+from megarl.training.saving import UnderWay
 
 if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.context import StepContext
     from megarl.runtime.controller import Controller
-    from megarl.training.saving import Saving
     from megarl.training.together import Teams
 
 
@@ -64,7 +64,7 @@ class Checkpoints:
         self._root = c.run_dir / FOLDER
         self.source: Path | None = None
         self._meta: dict[str, Any] | None = None
-        self._saving: Saving | None = None
+        self._under_way = UnderWay()
         self.accuracy: float | None = None
         self._withdraws = self._continues = self._begun = False
 
@@ -239,8 +239,7 @@ class Checkpoints:
         There is no critic yet, so no other team has a part in it.
         """
         self._save(0, {}, None, None)
-        with phase("checkpoint"):
-            self._wait()
+        self._under_way.wait()
 
     def rate_start(self, numbers: dict[str, float]) -> None:
         """Make step 0 the best so far, by held-out numbers that came after its checkpoint, where there is one."""
@@ -266,10 +265,7 @@ class Checkpoints:
             ConfigError: a validation step has no `trainer.best_metric`.
             CheckpointError: a checkpoint could not be written; the one before it is whole.
         """
-        if self._saving is not None:
-            with phase("checkpoint"):
-                if self._saving.poll():
-                    self._saving = None
+        self._under_way.poll()
         settings = self._c.config.trainer
         value = numbers.get(settings.best_metric or "", -math.inf)
         improved = accuracy is not None and not math.isinf(value) and value >= self.best
@@ -278,8 +274,7 @@ class Checkpoints:
         elif self._teams is not None and self._world.rank == 0:
             self._teams.announce(step, None)
         if last:
-            with phase("checkpoint"):
-                self._wait()
+            self._under_way.wait()
         if accuracy is not None:
             self.check_metric(numbers)
 
@@ -288,8 +283,7 @@ class Checkpoints:
         try:
             check_best_metric(self._c.config.trainer.best_metric, numbers)
         except ConfigError:
-            with phase("checkpoint"):
-                self._wait()
+            self._under_way.wait()
             raise
 
     def _save(self, step: int, numbers: dict[str, float], accuracy: float | None, teams: Teams | None) -> None:
@@ -312,25 +306,20 @@ class Checkpoints:
             "accuracy": accuracy,
             "drawn": None if teams is None else describe_drawn(c.config, c.team.placement, step),
         }
-        with phase("checkpoint"):
-            self._wait()
-            with c.residency.phase("checkpoint"):
-                self._saving = begin(
-                    self._root,
-                    step,
-                    c.trained,
-                    extra,
-                    files=surplus_file(c.context),
-                    config=c.config.model_dump(mode="json"),
-                    keep_last=settings.keep_last,
-                    best=is_best,
-                    teams=teams,
-                )
-
-    def _wait(self) -> None:
-        if self._saving is not None:
-            self._saving.wait()
-            self._saving = None
+        self._under_way.wait()
+        with phase("checkpoint"), c.residency.phase("checkpoint"):
+            saving = begin(
+                self._root,
+                step,
+                c.trained,
+                extra,
+                files=surplus_file(c.context),
+                config=c.config.model_dump(mode="json"),
+                keep_last=settings.keep_last,
+                best=is_best,
+                teams=teams,
+            )
+        self._under_way.began(saving)
 
 
 def _outlook(step: int, steps: int, key: str, source: str) -> str:

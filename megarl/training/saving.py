@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megarl.comm import WorkerGroup
 from megarl.errors import WorkerError
-from megarl.phase import beat, current
+from megarl.phase import beat, current, phase
 from megarl.processes import write_atomically
 from megarl.training.intact import Seal, few
 from megarl.training.shards import CheckpointError, Snapshot, write_file
@@ -188,6 +188,35 @@ class Saving:
                 time.sleep(_POLL_S)
             seals |= _take_seals(path)
         return seals
+
+
+class UnderWay:
+    """The checkpoint that is being written, if there is one. All methods are collective over the team.
+
+    Raises (poll, wait):
+        CheckpointError, WorkerError: as `Saving.poll`; the checkpoint before it is whole.
+    """
+
+    def __init__(self) -> None:
+        self._saving: Saving | None = None
+
+    def began(self, saving: Saving) -> None:
+        """It is this one from now on; the one before is complete."""
+        self._saving = saving
+
+    def poll(self) -> None:
+        """After a step: has it come to its end?"""
+        if self._saving is not None:
+            with phase("checkpoint"):
+                if self._saving.poll():
+                    self._saving = None
+
+    def wait(self) -> None:
+        """Until it is complete."""
+        if self._saving is not None:
+            with phase("checkpoint"):
+                self._saving.wait()
+                self._saving = None
 
 
 def shard_name(number: int) -> str:
