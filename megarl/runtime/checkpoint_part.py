@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointPart:
-    """Saves and restores what this team has of the run's checkpoints. All methods are collective over the team.
+    """A `SavedRun`: saves and restores what this team has of it. All methods are collective over the team.
 
     Args:
         c: of a team that is not the actor's.
@@ -55,13 +55,28 @@ class CheckpointPart:
         """
         self._under_way.poll()
 
-    def after_step(self, step: int, *, last: bool, files: Callable[[], Mapping[str, bytes]] | None = None) -> None:
+    def begin(self) -> None:
+        """Only the actor's team has something to do then."""
+
+    def rate_start(self, numbers: dict[str, float]) -> None:
+        """Only the actor's team tells which checkpoint is the best."""
+
+    def after_step(
+        self,
+        step: int,
+        numbers: dict[str, float] | None = None,
+        accuracy: float | None = None,
+        *,
+        last: bool,
+        files: Callable[[], Mapping[str, bytes]] | None = None,
+    ) -> None:
         """Begin to write this team's part of the checkpoint of `step`, if it has one and the actor's team saves it.
 
         The next steps run while it is written; after the last one it is complete.
 
         Args:
             step: of the checkpoint.
+            numbers, accuracy: only the actor's team decides by them.
             last: no step follows.
             files: asked for the contents by name of what this rank adds, if the step is saved.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
@@ -38,6 +38,22 @@ def teams_of(c: Controller) -> Teams | None:
     if not beside and (team.leads or not parts & {*team.plan.roles}):
         return None
     return Teams(team.plan.name, team.plan.first, team.store, c.config.cluster.timeout_s, beside)
+
+
+class SavedRun(Protocol):
+    """What the loop of a team asks of the run's checkpoints; collective over the team."""
+
+    def load(self, source: Path) -> None:
+        """Restore what this team has in the checkpoint that the run goes on from."""
+
+    def begin(self) -> None:
+        """The start is accepted: nothing may refuse it any more."""
+
+    def rate_start(self, numbers: dict[str, float]) -> None:
+        """Held-out numbers of what RL starts from, before its first step."""
+
+    def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
+        """Begin to write the checkpoint of `step`, if there is one; `last`: no step follows."""
 
 
 class Checkpoints:
@@ -201,20 +217,19 @@ class Checkpoints:
             if not self._continues:
                 put_aside(self._c.run_dir, aside)
 
-    def load(self) -> None:
-        """Restore what `find` found."""
+    def load(self, source: Path) -> None:
+        """Restore `source`, which `find` has found."""
         from megarl.training.checkpoint import load
 
-        assert self.source is not None, "find() comes first"
         c = self._c
         assert c.loading is not None, "only training runs resume"
         with c.residency.phase("resume"):
-            c.context.step, state = load(self.source, c.trained, self._meta)
+            c.context.step, state = load(source, c.trained, self._meta)
         c.loading.load_state_dict(state["loader"])
         c.context.kl_controller.load_state_dict(state["kl"])
         parts = state["surplus_parts"]
         if parts and self._why_no_surplus() is None:  # else no step would use them, and all save them
-            c.context.surplus = read_surplus(c.context, self.source, parts)
+            c.context.surplus = read_surplus(c.context, source, parts)
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare
         if same and state["best"] is not None and self._has(state.get("best_step")):
@@ -242,13 +257,19 @@ class Checkpoints:
         self._under_way.wait()
 
     def rate_start(self, numbers: dict[str, float]) -> None:
-        """Make step 0 the best so far, by held-out numbers that came after its checkpoint, where there is one."""
+        """Make step 0 the best so far, by held-out numbers that came after its checkpoint, where there is one.
+
+        Raises:
+            ConfigError: as `check_best_metric`, of a held-out metric.
+        """
         from megarl.training.checkpoint import keep_best
 
         value = numbers.get(self._c.config.trainer.best_metric or "", -math.inf)
         kept = value > self.best and self._world.rank == 0 and keep_best(self._root, 0)
         if value > self.best and self._world.broadcast_json(kept):
             self.best, self.best_step = value, 0
+        if (self._c.config.trainer.best_metric or "").startswith("val/"):  # others come with the first step
+            self.check_metric(numbers)
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
         """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every`, or as the best one.

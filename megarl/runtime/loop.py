@@ -23,7 +23,7 @@ from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.ahead import RolloutSteps, await_drawn, draws_apart, find_drawn
 from megarl.runtime.checkpoint_part import CheckpointPart
-from megarl.runtime.checkpoints import FOLDER, Checkpoints
+from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
 from megarl.runtime.critic import make_critic
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
@@ -54,15 +54,19 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     try:
         share_loader(c)
-        checkpoints = Checkpoints(c, graph.roles) if c.team.leads else CheckpointPart(c)
-        start = _find_start(c, graph, checkpoints) if isinstance(checkpoints, Checkpoints) else follow_start(c)
+        checkpoints: Checkpoints | CheckpointPart
+        if c.team.leads:
+            checkpoints = Checkpoints(c, graph.roles)
+            start = _find_start(c, graph, checkpoints)
+        else:
+            checkpoints = CheckpointPart(c)
+            start = follow_start(c)
         _make_models(c, start)
         open_rollout(c)
         if start.source is not None:
-            _resume(c, checkpoints, start)
+            _resume(c, checkpoints, Path(start.source), begun=start.begun)
         all_ready(c)
-        if isinstance(checkpoints, Checkpoints):
-            _begin(c, graph, checkpoints)
+        _begin(c, graph, checkpoints)
         part: Part = "second" if config.sft.steps else "whole"
         # Opened last: a start that is refused leaves the run's record as it was. Step 0 is measured again.
         shown_from = -1 if start.resumed_at == 0 else start.resumed_at
@@ -70,7 +74,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             publish(c, c.context.step)
             if not start.begun:
                 _before_first_step(c, recorder, checkpoints)
-            if draws_apart(c) and isinstance(checkpoints, CheckpointPart):
+            if draws_apart(c):
+                assert isinstance(checkpoints, CheckpointPart), "the actor's team leads"
                 draw = _flow if flows(c) else _steps_apart
                 draw(c, graph, recorder, checkpoints, start)
             else:
@@ -101,9 +106,9 @@ def _find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> Ru
     c.actor.reset_optimizer(config.actor.optim, config.updates(config.actor, c.context.resting))
     if resumed_at is None and config.sft.steps:
         checkpoints.save_start()
-    elif resumed_at == 0:
+    elif checkpoints.source is not None and resumed_at == 0:
         with phase("resume"):
-            checkpoints.load()
+            checkpoints.load(checkpoints.source)
     return announce_start(c, resumed_at, checkpoints.source)
 
 
@@ -160,25 +165,22 @@ def _steps_apart(
     RolloutSteps(c, executor, crossing, recorder, checkpoints, held).run()
 
 
-def _begin(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> None:
+def _begin(c: Controller, graph: TaskGraph, checkpoints: SavedRun) -> None:
     """Before a record is opened, and after all that may refuse the start: the run folder is that of this start now."""
     checkpoints.begin()
-    if c.layout.rank == 0:
+    if c.team.leads and c.layout.rank == 0:
         write_atomically(c.run_dir / "graph.svg", as_svg(graph, c.team.placement))  # shown in the report
 
 
-def _resume(c: Controller, checkpoints: Checkpoints | CheckpointPart, start: RunStart) -> None:
+def _resume(c: Controller, checkpoints: SavedRun, source: Path, *, begun: bool) -> None:
     """What this team has of the checkpoint that the run goes on from; the actor of a cold start has been loaded."""
-    assert start.source is not None, "only a run that resumes"
     with phase("resume"):
-        if start.begun and isinstance(checkpoints, Checkpoints):
-            checkpoints.load()
-        elif start.begun and isinstance(checkpoints, CheckpointPart):
-            checkpoints.load(Path(start.source))
-        resume_loader(c, Path(start.source))
+        if begun:
+            checkpoints.load(source)
+        resume_loader(c, source)
 
 
-def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoints | CheckpointPart) -> None:
+def _before_first_step(c: Controller, recorder: Recorder, checkpoints: SavedRun) -> None:
     """Held-out numbers of the model that RL starts from."""
     if not (c.config.validation.before_train and c.config.data.val_files):
         return
@@ -186,15 +188,10 @@ def _before_first_step(c: Controller, recorder: Recorder, checkpoints: Checkpoin
     recorder.start_step()
     with phase("step"):
         evaluate_drawn(c, recorder, 0)
-    numbers = recorder.end_step(0)
-    if isinstance(checkpoints, Checkpoints):
-        checkpoints.rate_start(numbers)
-        best_metric = c.config.trainer.best_metric
-        if best_metric is not None and best_metric.startswith("val/"):  # others come with the first step
-            checkpoints.check_metric(numbers)
+    checkpoints.rate_start(recorder.end_step(0))
 
 
-def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: Checkpoints | CheckpointPart) -> None:
+def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: SavedRun) -> None:
     config = c.config
     offers = Offers(c) if flows(c) and c.team.leads else None
     if offers is not None:
@@ -222,7 +219,4 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: C
             if last or due(step, config.validation.every):
                 accuracy = evaluate_drawn(c, recorder, step)
         numbers = recorder.end_step(step)
-        if isinstance(checkpoints, Checkpoints):
-            checkpoints.after_step(step, numbers, accuracy, last=last)
-        else:
-            checkpoints.after_step(step, last=last)
+        checkpoints.after_step(step, numbers, accuracy, last=last)

@@ -42,9 +42,9 @@ def train(config: RunConfig, run_dir: Path) -> None:
         checkpoints = Checkpoints(c)
         resumed_at = checkpoints.find("sft.steps", config.sft.steps)
         c.actor.reset_optimizer(config.sft.optim, config.sft.steps)
-        if resumed_at is not None:  # before the record is opened: a refused start leaves the run as it was
+        if checkpoints.source is not None:  # before the record is opened: a refused start leaves the run as it was
             with phase("resume"):
-                checkpoints.load()
+                checkpoints.load(checkpoints.source)
         checkpoints.begin()
         with Recorder(c, "sft", config.sft.steps, resumed_at) as recorder:
             _steps(c, recorder, c.loader, checkpoints)

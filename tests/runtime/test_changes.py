@@ -188,8 +188,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
     )
     c.context = c
     found = Checkpoints(c)
-    found.source = checkpoints.Path()
-    found.load()
+    found.load(checkpoints.Path())
     return c, found
 
 

@@ -258,7 +258,7 @@ def test_left_over_samples_are_dropped_without_dynamic_sampling(
     said = capsys.readouterr().out
     assert ("left over are in the checkpoint" in said) == (why is not None)
     assert (why or "") in said
-    checkpoints.load()
+    checkpoints.load(checkpoints.source)
     assert checkpoints._c.context.surplus == ("samples" if enabled and node else None)
 
 
@@ -278,7 +278,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     part.check_state = lambda state: None
     checkpoints = Checkpoints(c)
     checkpoints.find("trainer.steps", 9)
-    checkpoints.load()
+    checkpoints.load(checkpoints.source)
     assert checkpoints.best == best
     assert noted_best(run_dir / "checkpoints") is None  # the start may still be refused
     checkpoints.begin()

@@ -20,7 +20,6 @@ from megarl.metrics import Metrics
 from megarl.rendezvous import write_token
 from megarl.runtime import loop, rollout_team
 from megarl.runtime.checkpoint_part import CheckpointPart
-from megarl.runtime.start import RunStart
 from tests.dist import single_process, world
 from tests.rollout import cases
 
@@ -159,8 +158,7 @@ def test_a_resumed_run_draws_the_prompts_that_come_next(tmp_path, resumed_at):
     (tmp_path / "state.json").write_text(json.dumps({"loader": written.state_dict()}))
     team = SimpleNamespace(holds=lambda role: role is Role.ROLLOUT, leads=False, store=None)
     c = SimpleNamespace(team=team, layout=SimpleNamespace(world=world()), loader=PromptLoader(data, 4), trained={})
-    start = RunStart(resumed_at, str(tmp_path), None, None)
-    loop._resume(c, CheckpointPart(c), start)
+    loop._resume(c, CheckpointPart(c), tmp_path, begun=resumed_at > 0)
     assert next(c.loader)["number"] == next(written)["number"]
 
 
