@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, ServerError
 from megarl.phase import keep_beating, phase
-from megarl.rollout.embedded.engine import EmbeddedEngine
 from megarl.rollout.sglang.engine import SglangEngine
 from megarl.runtime import rollout_servers, rollout_team
 
@@ -41,11 +40,9 @@ def open_rollout(c: Controller) -> None:
     if c.config.rollout.engine == "sglang":
         _open_servers(c, draws=draws, trains=trains)
     elif not draws:
-        c.sync = rollout_team.connect_engines(c.config, c.run_dir, c.actor.chunks, c.hf_config, c.layout.world, c.mail)
+        c.sync = rollout_team.connect_engines(c)
     elif not trains:
-        engine = c.rollout.engine
-        assert isinstance(engine, EmbeddedEngine)
-        c.rollout.pushed = rollout_team.open_engine(c.config, c.run_dir, engine, c.layout, c.mail)
+        c.rollout.pushed = rollout_team.open_engine(c)
 
 
 def _open_servers(c: Controller, *, draws: bool, trains: bool) -> None:
@@ -54,13 +51,9 @@ def _open_servers(c: Controller, *, draws: bool, trains: bool) -> None:
     from megarl.rollout.sglang.memory import ServerMemory
 
     config, layout = c.config, c.layout
-    c.fleet = (
-        _start_servers(c, alone=trains)
-        if draws
-        else rollout_servers.connect_servers(config, c.run_dir, c.mail, layout.world)
-    )
+    c.fleet = _start_servers(c, alone=trains) if draws else rollout_servers.connect_servers(c)
     if not trains:
-        c.rollout.engine = rollout_servers.pump_engine(config, c.fleet, layout, c.mail)
+        c.rollout.engine = rollout_servers.pump_engine(c, c.fleet)
         return
     if config.rollout.colocated:
         c.residency.add_servers(ServerMemory(c.fleet, config.sync.timeout_s, layout.world))
@@ -168,7 +161,7 @@ def publish(c: Controller, version: int) -> None:
     elif c.fleet is not None:
         rollout_servers.announce_servers(c.fleet, version, c.layout.world, c.mail)
     else:
-        rollout_team.announce_weights(report, c.layout.world, c.mail)
+        rollout_team.announce_weights(c, report)
 
 
 def _follow(c: Controller, version: int) -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.rollout.sglang.engine import SglangEngine
     from megarl.rollout.sglang.fleet import Fleet
-    from megarl.training.parallel import Layout
+    from megarl.runtime.controller import Controller
     from megarl.training.together import Mail
 
 SERVERS, RUN = "servers", "run"
@@ -46,19 +46,20 @@ def servers_key(config: RunConfig, run_dir: Path) -> str | None:
 # -- the pump's end ---------------------------------------------------------------------------------------------------
 
 
-def pump_engine(config: RunConfig, fleet: Fleet, layout: Layout, mail: Mail) -> SglangEngine:
-    """What draws on servers that the actor's team fills. Collective over the rollout's team.
+def pump_engine(c: Controller, fleet: Fleet) -> SglangEngine:
+    """What draws on the servers of `fleet`, which the actor's team fills. Collective over the rollout's team.
 
     Every replica of the layout sends its own requests.
     """
     from megarl.rollout.sglang.engine import Replica, SglangEngine
 
+    layout = c.layout
     if layout.rank == 0:
-        mail.post(f"{SERVERS}/{_START}", fleet.reports())
+        c.mail.post(f"{SERVERS}/{_START}", fleet.reports())
     with phase("await_trainer"):
-        run = mail.read(RUN)
+        run = c.mail.read(RUN)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
-    return SglangEngine(config.rollout.sglang, fleet, replica, _nobody_pushes, run)
+    return SglangEngine(c.config.rollout.sglang, fleet, replica, _nobody_pushes, run)
 
 
 def _nobody_pushes() -> None:
@@ -92,7 +93,7 @@ def follow_servers(engine: SglangEngine, fleet: Fleet, version: int, mail: Mail,
 # -- the trainer's end ------------------------------------------------------------------------------------------------
 
 
-def connect_servers(config: RunConfig, run_dir: Path, mail: Mail, world: WorkerGroup) -> Fleet:
+def connect_servers(c: Controller) -> Fleet:
     """The servers that the rollout's team looks after. Collective over the actor's team.
 
     Raises:
@@ -101,10 +102,11 @@ def connect_servers(config: RunConfig, run_dir: Path, mail: Mail, world: WorkerG
     from megarl.rollout.sglang.api import ServerApi
     from megarl.rollout.sglang.fleet import Fleet, Server
 
-    settings, key = config.rollout.sglang, servers_key(config, run_dir)
+    settings, key = c.config.rollout.sglang, servers_key(c.config, c.run_dir)
     with phase("await_servers"):
-        reports = mail.read(f"{SERVERS}/{_START}")
-    fleet = Fleet([Server(n, ServerApi("", key, f"server {n}")) for n in range(len(reports))], settings, world=world)
+        reports = c.mail.read(f"{SERVERS}/{_START}")
+    servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(len(reports))]
+    fleet = Fleet(servers, settings, world=c.layout.world)
     fleet.adopt(reports)
     return fleet
 

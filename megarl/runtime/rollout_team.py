@@ -25,19 +25,12 @@ from megarl.processes import LOOPBACK
 from megarl.rendezvous import run_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transformers import PretrainedConfig
-
     from megarl.comm import WorkerGroup
     from megarl.config.run import RunConfig
-    from megarl.models.policy import PolicyModel
-    from megarl.rollout.embedded.engine import EmbeddedEngine
     from megarl.rollout.embedded.pushed import PushedWeights
     from megarl.runtime.context import StepContext
     from megarl.runtime.controller import Controller
     from megarl.sync.updater import SyncReport, WeightSync
-    from megarl.training.parallel import Layout
     from megarl.training.together import Mail
 
 ENGINES, LOADER, VALIDATION, WEIGHTS = "engines", "loader", "validation", "weights"
@@ -47,20 +40,22 @@ _KEY = "weights of engines"
 # -- weights: the engine's end ----------------------------------------------------------------------------------------
 
 
-def open_engine(config: RunConfig, run_dir: Path, engine: EmbeddedEngine, layout: Layout, mail: Mail) -> PushedWeights:
-    """Take weights for `engine` from the actor's team, and tell it where. Collective over the rollout's team.
+def open_engine(c: Controller) -> PushedWeights:
+    """Take weights for this team's engine from the actor's team, and tell it where. Collective over the rollout's team.
 
     Each replica is a receiver of its own; replicas that share experts are one.
 
     Raises:
         ConfigError: replicas that share experts are on several machines.
     """
+    from megarl.rollout.embedded.engine import EmbeddedEngine
     from megarl.rollout.embedded.inbox import WeightInbox
     from megarl.rollout.embedded.pushed import PushedWeights
 
+    config, layout, engine = c.config, c.layout, c.rollout.engine
+    assert isinstance(engine, EmbeddedEngine), "servers take weights by themselves"
     group = layout.world if config.parallel_of("rollout").ep > 1 else layout.mp_group
-    host = address_of_worker(config)
-    inbox = WeightInbox(engine.chunks, run_key(run_dir, _KEY), group, host)
+    inbox = WeightInbox(engine.chunks, run_key(c.run_dir, _KEY), group, address_of_worker(config))
     found: list[list[Any]] = layout.world.all_gather_json([group.ranks[0], *inbox.address])
     engines = [[address for first, *address in found if first == lead] for lead in sorted({lead for lead, *_ in found})]
     apart = next((ranks for ranks in engines if len({host for host, _ in ranks}) > 1), None)
@@ -72,7 +67,7 @@ def open_engine(config: RunConfig, run_dir: Path, engine: EmbeddedEngine, layout
             fix="set rollout.parallel so that a replica fits on one machine, with ep=1",
         )
     if layout.rank == 0:
-        mail.post(ENGINES, engines)
+        c.mail.post(ENGINES, engines)
     return PushedWeights(engine, inbox, config.sync.timeout_s)
 
 
@@ -95,14 +90,7 @@ def follow_weights(pushed: PushedWeights, version: int, mail: Mail) -> None:
 # -- weights: the trainer's end ---------------------------------------------------------------------------------------
 
 
-def connect_engines(
-    config: RunConfig,
-    run_dir: Path,
-    chunks: Sequence[PolicyModel],
-    hf: PretrainedConfig,
-    world: WorkerGroup,
-    mail: Mail,
-) -> WeightSync:
+def connect_engines(c: Controller) -> WeightSync:
     """What pushes the actor's weights to the engines of the rollout's team. Collective over the actor's team.
 
     Raises:
@@ -112,16 +100,17 @@ def connect_engines(
     from megarl.rollout.embedded.receiver import EngineReceivers
     from megarl.sync.updater import WeightSync
 
+    key = run_key(c.run_dir, _KEY)
     with phase("connect_engines"):
-        engines = [[(host, port) for host, port in ranks] for ranks in mail.read(ENGINES)]
+        engines = [[(host, port) for host, port in ranks] for ranks in c.mail.read(ENGINES)]
         alone = "a worker of another team sees its own GPU only, so it cannot map the trainer's memory"
         receivers = EngineReceivers.connect(
-            engines, run_key(run_dir, _KEY), hf, config.sync.timeout_s, cannot_map=alone if has_cuda() else ""
+            engines, key, c.hf_config, c.config.sync.timeout_s, cannot_map=alone if has_cuda() else ""
         )
-        return WeightSync(chunks, receivers, config.sync, run_dir, world)
+        return WeightSync(c.actor.chunks, receivers, c.config.sync, c.run_dir, c.layout.world)
 
 
-def announce_weights(report: SyncReport, world: WorkerGroup, mail: Mail) -> None:
+def announce_weights(c: Controller, report: SyncReport) -> None:
     """The engines have this version. Collective over the actor's team.
 
     Raises:
@@ -132,8 +121,8 @@ def announce_weights(report: SyncReport, world: WorkerGroup, mail: Mail) -> None
             f"the team of the rollout did not take version {report.version} of the weights:\n"
             + "\n".join(why for _, why in sorted(report.failed.items()))
         )
-    if world.rank == 0:
-        mail.post(f"{WEIGHTS}/{report.version}", True)
+    if c.layout.rank == 0:
+        c.mail.post(f"{WEIGHTS}/{report.version}", True)
 
 
 # -- the loader, as the team sees it that keeps checkpoints -----------------------------------------------------------

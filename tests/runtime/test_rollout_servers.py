@@ -29,8 +29,9 @@ def teams(tmp_path: Path) -> SimpleNamespace:
     ]
     pump = Fleet(known, CONFIG.rollout.sglang)
     rollout_servers.name_run("1f", world(), mail)
-    engine = rollout_servers.pump_engine(CONFIG, pump, single_process(), mail)
-    trainer = rollout_servers.connect_servers(CONFIG, tmp_path, mail, world())
+    c = SimpleNamespace(config=CONFIG, run_dir=tmp_path, layout=single_process(), mail=mail)
+    engine = rollout_servers.pump_engine(c, pump)
+    trainer = rollout_servers.connect_servers(c)
     return SimpleNamespace(mail=mail, pump=pump, engine=engine, trainer=trainer)
 
 

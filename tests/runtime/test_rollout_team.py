@@ -46,9 +46,20 @@ def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
     layout, mail = single_process(), Letters()
     trained, held = cases.build(seed=3), cases.build(seed=4)
     engine = cases.engine(held)
-    pushed = rollout_team.open_engine(config, tmp_path, engine, layout, mail)
-    sync = rollout_team.connect_engines(config, tmp_path, trained, trained[0].hf_config, world(), mail)
-    yield SimpleNamespace(mail=mail, trained=trained, engine=engine, pushed=pushed, sync=sync)
+    draws = SimpleNamespace(
+        config=config, run_dir=tmp_path, layout=layout, mail=mail, rollout=SimpleNamespace(engine=engine)
+    )
+    pushed = rollout_team.open_engine(draws)
+    trains = SimpleNamespace(
+        config=config,
+        run_dir=tmp_path,
+        layout=layout,
+        mail=mail,
+        actor=SimpleNamespace(chunks=trained),
+        hf_config=trained[0].hf_config,
+    )
+    sync = rollout_team.connect_engines(trains)
+    yield SimpleNamespace(mail=mail, trained=trained, engine=engine, pushed=pushed, sync=sync, trains=trains)
     sync.close()
     pushed.close()
 
@@ -63,7 +74,7 @@ def test_the_engine_draws_what_the_trainers_own_would(teams):
         with torch.no_grad():
             for parameter in teams.trained[0].parameters():
                 parameter.mul_(1.125)
-        rollout_team.announce_weights(teams.sync.push(version), world(), teams.mail)
+        rollout_team.announce_weights(teams.trains, teams.sync.push(version))
         rollout_team.follow_weights(teams.pushed, version, teams.mail)
         own.weight_version = version
         with teams.pushed.held():
@@ -72,7 +83,7 @@ def test_the_engine_draws_what_the_trainers_own_would(teams):
 
 def test_no_other_version_is_drawn_with(teams):
     for version in (1, 2):
-        rollout_team.announce_weights(teams.sync.push(version), world(), teams.mail)
+        rollout_team.announce_weights(teams.trains, teams.sync.push(version))
     with pytest.raises(WorkerError, match=r"no weights of version 1 .* holding 2@"):
         rollout_team.follow_weights(teams.pushed, 1, teams.mail)
 
@@ -83,14 +94,19 @@ def test_an_engine_that_takes_no_weights_ends_the_run(teams, monkeypatch):
 
     monkeypatch.setattr(teams.pushed._inbox._writer, "write", broken)
     with pytest.raises(WorkerError, match=r"did not take version 1 .*\nengine 0 at tcp.*no memory left"):
-        rollout_team.announce_weights(teams.sync.push(1), world(), teams.mail)
+        rollout_team.announce_weights(teams.trains, teams.sync.push(1))
     assert "weights/1" not in teams.mail.posted
 
 
 def test_a_run_without_a_token_has_no_key(tmp_path):
-    config = RunConfig(name="two teams")
+    c = SimpleNamespace(
+        config=RunConfig(name="two teams"),
+        run_dir=tmp_path,
+        layout=single_process(),
+        rollout=SimpleNamespace(engine=cases.engine(cases.build())),
+    )
     with pytest.raises(WorkerError, match="the run has no token in"):
-        rollout_team.open_engine(config, tmp_path, cases.engine(cases.build()), single_process(), Letters())
+        rollout_team.open_engine(c)
 
 
 class Numbers:
