@@ -7,16 +7,20 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.comm import team_world
 from megarl.config.rollout import SamplingConfig
 from megarl.rollout.engine import Completion, Request
 from megarl.rollout.stream import Draft, Stream
-from tests.rollout.cases import STOP, build, engine, full_forward, make_requests, sampled
+from tests.dist import fresh_parallel, run_distributed
+from tests.dist import single_process as start
+from tests.rollout.cases import STOP, build, engine, full_forward, logprobs, make_requests, sampled, tokens
 from tests.rollout.scripted import ScriptedEngine, rule
 
 MOST = 12
@@ -166,8 +170,9 @@ def test_a_sample_of_which_nothing_was_drawn_is_as_if_it_had_begun_later():
 @pytest.mark.parametrize(("left", "reason"), [([7] * 11 + [3], "length"), ([7, 5], "stop")])
 def test_a_draft_that_is_full_or_ends_with_an_end_token_is_over(left, reason):
     stream = opened(ScriptedEngine(), slots=1)
-    stream.add(0, [1], seeds_of(0, 1), [Draft(left, [-1.0] * len(left), [[0, len(left)]], None, 1)])
-    assert stream.free == 1
+    draft = Draft([*left], [-1.0] * len(left), [[0, len(left)]], None, 1)
+    stream.add(0, [1], seeds_of(0, 1), [draft])
+    assert (stream.free, draft.finish_reason) == (1, None)
     [(_, [sample])] = stream.wait()
     assert sample == Completion(left, [-1.0] * len(left), reason, [[0, len(left)]])
 
@@ -290,12 +295,19 @@ def dense(single_process):
 
 
 def draw(
-    stream: Stream, requests: list[Request], steps: int = 2, each: Callable[[], None] = lambda: None
+    stream: Stream,
+    requests: list[Request],
+    steps: int = 2,
+    each: Callable[[], None] = lambda: None,
+    together: Callable[[bool], bool] = bool,
 ) -> list[list[Completion]]:
-    """Groups of all requests, added as soon as there is room; a wait looks `steps` times, and `each` follows it."""
+    """Groups of all requests, added as soon as there is room; a wait looks `steps` times, and `each` follows it.
+
+    `together` says whether any rank that generates together with this one is busy.
+    """
     left, found = dict(enumerate(requests)), dict[int, list[Completion]]()
     stream.open()
-    while left or stream.busy:
+    while together(bool(left) or stream.busy):
         while left and stream.free >= len(left[min(left)].seeds):
             number = min(left)
             request = left.pop(number)
@@ -376,3 +388,36 @@ def test_a_stretch_after_new_weights_is_theirs_and_the_ones_before_keep_what_the
         torch.testing.assert_close(torch.tensor(sample.logprobs[:cut]), theirs[:cut], rtol=0, atol=1e-5)
         assert not torch.allclose(torch.tensor(sample.logprobs[cut:]), theirs[cut:], atol=1e-3)
     weight.copy_(new_weight)
+
+
+def in_layout(model: str, layout: dict[str, int]) -> list[Any]:
+    """Tokens and log-probs of groups that the first replica draws, interrupted after every wait; others draw none."""
+    from megatron.core import parallel_state as mpu
+
+    fresh_parallel(**layout)
+    world = team_world(120)
+    stream = Stream(engine(build(model, **layout)), sampled(), STOP, 9, 40)
+    requests = make_requests(count=4) if mpu.get_data_parallel_rank() == 0 else []
+
+    def again() -> None:
+        stream.interrupt()
+        stream.open()
+
+    found = draw(stream, requests, 1, again, lambda busy: any(world.all_gather_json(busy)))
+    return [tokens(found), logprobs(found)]
+
+
+def in_layouts(layouts: list[tuple[str, dict[str, int]]]) -> list[Any]:
+    return [in_layout(model, layout) for model, layout in layouts]
+
+
+@pytest.mark.procs
+def test_ranks_of_a_replica_and_replicas_that_share_experts_are_interrupted_together():
+    layouts = [("qwen3", {"tp": 2}), ("qwen3", {"pp": 2}), ("qwen3_moe", {"ep": 2})]
+    start()
+    expected = in_layouts([(model, {}) for model, _ in layouts])
+    first, second = run_distributed(in_layouts, 2, 200, layouts)
+    for (_, layout), (want, wanted), (found, logps), (other, _) in zip(layouts, expected, first, second, strict=True):
+        assert found == want
+        assert other == ([] if "ep" in layout else want)
+        torch.testing.assert_close(logps, wanted, rtol=0, atol=1e-5)
