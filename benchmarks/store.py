@@ -51,11 +51,11 @@ def drive(core: Core, step: int, groups: list[GroupInfo]) -> None:
     for worker in range(WORKERS):
         share = core.assignment("score", step, "rollout", worker)
         assert share is not None, "all have given"
-        core.fetch(step, there, [group.uid for group in share])
+        core.fetch("score", step, there, [group.uid for group in share])
         core.give("score", worker, step, back, share, [object() for _ in share])
         core.done("score", worker, step)
     for worker, mine in enumerate(held):
-        core.fetch(step, back, [group.uid for group in mine])
+        core.fetch("train", step, back, [group.uid for group in mine])
         core.done("train", worker, step)
 
 

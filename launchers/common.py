@@ -36,7 +36,7 @@ from megarl.processes import has_nvidia_device, worker_name
 from megarl.rendezvous import forget_token, ranks_text, write_token
 from megarl.runtime.health import forget
 from megarl.runtime.worker import WATCHED
-from megarl.tracking.close import close_run
+from megarl.tracking.close import close_run, complete_trace
 
 if TYPE_CHECKING:
     from megarl.config.model import ParallelConfig
@@ -227,6 +227,8 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                     start.drop(run_dir)
                     if workers is not None and ended != "finished":
                         close_run(run_dir, ended)
+                    elif placement is not None and placement.separate and ended == "finished":
+                        complete_trace(run_dir)
 
 
 def _prepare(job: Job) -> None:

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PhaseEvent:
-    """One closed phase. `path` is slash-joined from the outermost; times are `time.time_ns()` based."""
+    """One closed phase. `path` is slash-joined from the outermost; times are `time.time_ns()` based.
+
+    `waits_for` is the team that this process waited for; empty: it was at work.
+    """
 
     path: str
     start_ns: int
     end_ns: int
     step: int
+    waits_for: str = ""
 
     @property
     def seconds(self) -> float:
@@ -83,8 +87,11 @@ def keep_beating(limit_s: float = 6 * 3600.0, every_s: float = 5.0) -> Iterator[
 
 
 @contextlib.contextmanager
-def phase(name: str) -> Iterator[None]:
-    """Name what happens inside the block. An exception that leaves it keeps the innermost path for `failed_at()`."""
+def phase(name: str, waits_for: str = "") -> Iterator[None]:
+    """Name what happens inside the block. An exception that leaves it keeps the innermost path for `failed_at()`.
+
+    A block in which this process only waits for another team names that team, and has no other such block in it.
+    """
     global _failed_at
     _stack.append(name)
     _notify()
@@ -96,7 +103,7 @@ def phase(name: str) -> Iterator[None]:
             _failed_at = (error, current())
         raise
     finally:
-        _events.append(PhaseEvent(current(), start, time.time_ns(), step_now))
+        _events.append(PhaseEvent(current(), start, time.time_ns(), step_now, waits_for))
         _stack.pop()
         _notify()
 

@@ -59,9 +59,9 @@ def await_drawn(c: Controller, version: int) -> None:
     """
     lag = c.config.async_.max_staleness
     if lag and version + lag <= c.config.trainer.steps:
-        with phase("await_drawn"):
-            team = c.team.placement.of_role(Role.ROLLOUT)
-            assert team is not None, "every run draws samples"
+        team = c.team.placement.of_role(Role.ROLLOUT)
+        assert team is not None, "every run draws samples"
+        with phase("await_drawn", waits_for=team.name):
             for replica in range(team.replicas):
                 c.mail.read(f"{DRAWN}/{replica}/{version + lag}")
 
@@ -107,13 +107,15 @@ class RolloutSteps:
                 self._follow(version)
             self._save(version, None)
 
-    def _draw(self) -> Drawn:
-        """One walk of this team's nodes."""
+    def _draw(self) -> Drawn | None:
+        """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""
         c = self.c
         assert c.loader is not None, "checks refuse a training run without data"
         with phase("load"):
             prompts = next(c.loader)
         self.executor.run(c.context, prompts, more=c.loader)
+        if not c.config.async_.max_staleness:
+            return None
         return Drawn(self.crossing.given, Metrics.from_json(c.context.metrics.to_json()))
 
     def _give_held(self) -> Drawn:

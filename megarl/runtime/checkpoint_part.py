@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.dag.stage import Role
 from megarl.phase import phase
 from megarl.runtime.checkpoints import FOLDER, teams_of
 from megarl.training.saving import UnderWay
@@ -87,7 +88,7 @@ class CheckpointPart:
 
         if self._teams is None:
             return
-        with phase("await_checkpoint"):
+        with phase("await_checkpoint", waits_for=self._c.team.of(Role.ACTOR)):
             tag = self._teams.announced(step)
         self._under_way.poll()
         if tag is not None:

@@ -277,7 +277,7 @@ class FlowSteps:
     def _pass_gate(self) -> int:
         """Let the actor's team replace the weights; the version that is drawn with from here on."""
         c, gate = self.c, self._gate
-        with phase("await_weights"):
+        with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
                 _store(c).post(f"{OPEN}/{c.layout.dp_rank}/{gate}", True)
             version = int(c.mail.read(f"{GATE}/{gate}"))
@@ -339,7 +339,7 @@ class Offers:
         if c.config.async_.partial:
             return
         samples = c.team.placement.given_by(self._team.name)[0].samples
-        with phase("take"), phase("wait"):
+        with phase("take"), phase("wait", waits_for=self._team.name):
             _store(c).assignment(step, samples, c.layout.dp_rank)
         if self._version < step - 1 and self._is_open():
             self._push(step - 1)
@@ -349,7 +349,7 @@ class Offers:
         c = self._c
         if self._must(step):
             store = _store(c)
-            with phase("await_drawn"):
+            with phase("await_drawn", waits_for=self._team.name):
                 if c.layout.rank == 0:
                     store.post(f"{WANTED}/{self._gate}", step)
                 for replica in range(self._team.replicas):

@@ -152,7 +152,7 @@ def publish(c: Controller, version: int) -> None:
     if c.fleet is not None and draws:
         _look_after_servers(c)
     elif c.fleet is not None:
-        rollout_servers.learn_of_servers(c.fleet, version, c.mail)
+        rollout_servers.learn_of_servers(c.fleet, version, c.mail, c.team.of(Role.ROLLOUT))
     with _where_servers_share(c, "publish"):
         report = c.sync.push(version)
     _account(c, report)
@@ -166,13 +166,14 @@ def publish(c: Controller, version: int) -> None:
 
 def _follow(c: Controller, version: int) -> None:
     """Draw with `version` of the weights, which the actor's team pushes."""
+    trainer = c.team.of(Role.ACTOR)
     if c.fleet is not None:
         engine = c.rollout.engine
         assert isinstance(engine, SglangEngine)
-        rollout_servers.follow_servers(engine, c.fleet, version, c.mail, c.layout.world)
+        rollout_servers.follow_servers(engine, c.fleet, version, c.mail, c.layout.world, trainer)
     else:
         assert c.rollout.pushed is not None, "`open_rollout` comes first"
-        rollout_team.follow_weights(c.rollout.pushed, version, c.mail)
+        rollout_team.follow_weights(c.rollout.pushed, version, c.mail, trainer)
 
 
 def _look_after_servers(c: Controller) -> None:

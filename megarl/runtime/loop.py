@@ -79,7 +79,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
                 draw = _flow if flows(c) else _steps_apart
                 draw(c, graph, recorder, checkpoints, start)
             else:
-                executor = _executor(c, graph, _crossing(c, graph))
+                recorder.crossing = crossing = _crossing(c, graph)
+                executor = _executor(c, graph, crossing)
                 _steps(c, executor, recorder, checkpoints)
             export(c, run_dir / FOLDER)
         if c.team.leads:
@@ -148,7 +149,7 @@ def _flow(c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
 
     team = c.team
     assert team.store is not None, "there are other teams"
-    crossing = PoolCrossing(team.placement, team.store, c.layout.is_lead)
+    recorder.crossing = crossing = PoolCrossing(team.placement, team.store, c.layout.is_lead)
     executor = Executor(graph, c.roles, team.plan.nodes[1:], crossing)
     held = None if start.source is None else find_flow(Path(start.source))
     FlowSteps(c, executor, crossing, recorder, checkpoints, held).run()
@@ -158,7 +159,7 @@ def _steps_apart(
     c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart
 ) -> None:
     """The steps of a rollout's team of its own, in order."""
-    crossing = _crossing(c, graph)
+    recorder.crossing = crossing = _crossing(c, graph)
     assert crossing is not None, "there are other teams"
     executor = _executor(c, graph, crossing)
     held = None if start.source is None else find_drawn(c, Path(start.source))

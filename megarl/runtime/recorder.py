@@ -22,6 +22,8 @@ from megarl.runtime.alarms import Alarms
 from megarl.runtime.context import no_progress
 from megarl.runtime.health import report
 from megarl.runtime.heap import heap_bound, resident_bytes
+from megarl.runtime.team_time import AllTeams, TeamTime
+from megarl.runtime.validate import VALIDATE
 from megarl.tracking.perf import peak_flops, perf_metrics
 from megarl.tracking.trace import TraceWriter
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megarl.runtime.controller import Controller
+    from megarl.store.crossing import TeamCrossing
+    from megarl.store.pool import PoolCrossing
     from megarl.tracking.tracker import Part, Status, Tracker
 
 log = logging.getLogger(__name__)
@@ -65,15 +69,19 @@ class Recorder:
                 part=part,
             )
         self._heap = heap_bound()
-        self._trace = TraceWriter(c.run_dir, worker_number(), own_worker_name())
+        team = c.team.plan.name if c.team.others else ""
+        self._trace = TraceWriter(c.run_dir, worker_number(), own_worker_name(), team)
         self._peak: float | None = None
         self._alarms = Alarms()
         # A cold start is the actor's team's own.
         self._others = c.team.others if stage == "train" else []
         self._start = (time.perf_counter(), time.process_time())
-        self._since: int | None = None  # from when on waits are counted
         #: In the actor's team, where samples come as they get ready: what the rollout's team has told of a step.
         self.drawn: Callable[[int], list[dict[str, Any]]] | None = None
+        self._time = TeamTime(c.team) if self._others else None
+        self._all_teams = AllTeams(team.name for team in c.team.placement.teams) if self._others else None
+        #: With several teams: what knows how many tokens this replica has worked on.
+        self.crossing: TeamCrossing | PoolCrossing | None = None
 
     def __enter__(self) -> Recorder:
         if self._tracker is not None:
@@ -106,8 +114,8 @@ class Recorder:
     def start_step(self) -> None:
         """Begin to time a step."""
         self._start = (time.perf_counter(), time.process_time())
-        if self._since is None or self._c.team.leads:
-            self._since = time.time_ns()
+        if self._time is not None:
+            self._time.start_step()
 
     def end_step(self, step: int) -> dict[str, float]:
         """Reduce this step's metrics over all ranks, add timings and throughput, log them.
@@ -127,14 +135,19 @@ class Recorder:
         if leads:
             local.max("timing_s/step", seconds)
         for name, spent in _stage_seconds(events).items():
-            local.max(f"timing_s/{name}", spent)
+            if leads or name != VALIDATE:  # another team tells it with what it has measured, of the step that this was
+                local.max(f"timing_s/{name}", spent)
         local.sum("perf/cpu_s", cpu_seconds)
         peak = peak_memory_gb()
         local.max("perf/max_memory_gb", peak)
         local.sum("perf/total_memory_gb", peak)
         local.max("perf/resident_gb", resident_bytes() / 1e9)
-        if self._others:
-            self._add_waits(local, events)
+        if self._time is not None:
+            tokens = 0 if self.crossing is None else self.crossing.tokens
+            self._time.end_step(local, events, tokens if c.layout.is_lead else None)
+            if leads and c.layout.rank == 0:
+                for queue, groups in c.team.queues().items():
+                    local.max(f"store/queue/{queue}", groups)
         reduced = c.layout.world.reduce_metrics(local)
         for metrics in told:
             reduced.merge(metrics)
@@ -143,6 +156,8 @@ class Recorder:
         numbers = reduced.result()
         if leads and "perf/total_tokens" in numbers:
             numbers |= self._perf(numbers)
+        if leads and self._all_teams is not None and step:
+            numbers |= self._all_teams.look(numbers)
         if self._tracker is not None:
             self._tracker.log(step, numbers)
             for warning in self._alarms.look(step, numbers):
@@ -150,24 +165,13 @@ class Recorder:
         self._heap.after_step()
         return numbers
 
-    def _add_waits(self, local: Metrics, events: list[phases.PhaseEvent]) -> None:
-        """How long this rank waited for other teams in this step, which one that does not lead begins when it has
-        ended the last one: it may wait between the two, too."""
-        assert self._since is not None, "a step has begun"
-        now, since = time.time_ns(), self._since
-        waited = sum(event.seconds for event in events if event.start_ns >= since and _is_wait(event.path))
-        seconds, self._since = max(now - since, 1) / 1e9, now
-        name = f"team/{self._c.team.plan.name}"
-        local.mean(f"{name}/wait_s", waited, 1)
-        local.mean(f"{name}/busy", max(0.0, 1 - waited / seconds), 1)
-
     def _read_others(self, step: int) -> list[Metrics]:
         """What the other teams have posted, once each of them is through the step."""
         if not self._others:
             return []
-        with phases.phase("await_metrics"):
-            found = []
-            for team in self._others:
+        found = []
+        for team in self._others:
+            with phases.phase("await_metrics", waits_for=team.name):
                 if self.drawn is not None and Role.ROLLOUT in team.roles:
                     found += self.drawn(step)
                 else:
@@ -183,7 +187,7 @@ class Recorder:
         if self._peak is None:
             self._peak = peak_flops(self._c.config.model.dtype, self._c.config.tracking.peak_tflops)
         memory = numbers["perf/max_memory_gb"]  # of the largest rank, not of this one
-        validation = "validate" if self._c.team.holds(Role.ROLLOUT) else "await_validation"
+        validation = VALIDATE if self._c.team.holds(Role.ROLLOUT) else "await_validation"
         made = perf_metrics(
             tokens=numbers["perf/total_tokens"],
             seconds=numbers["timing_s/step"] - numbers.get(f"timing_s/{validation}", 0.0),
@@ -192,12 +196,6 @@ class Recorder:
             peak=self._peak,
         )
         return made | {"perf/max_memory_gb": memory}
-
-
-def _is_wait(path: str) -> bool:
-    """A phase that waits for another team: for samples in the walk of a step, for weights or what it has measured."""
-    name = path.removeprefix("step/")
-    return name == "take/wait" or (name.startswith("await_") and "/" not in name)
 
 
 def _stage_seconds(events: list[phases.PhaseEvent]) -> dict[str, float]:

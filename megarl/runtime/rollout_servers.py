@@ -16,6 +16,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.dag.stage import Role
 from megarl.errors import ServerError
 from megarl.phase import phase
 from megarl.rendezvous import run_key
@@ -56,7 +57,7 @@ def pump_engine(c: Controller, fleet: Fleet) -> SglangEngine:
     layout = c.layout
     if layout.rank == 0:
         c.mail.post(f"{SERVERS}/{_START}", fleet.reports())
-    with phase("await_trainer"):
+    with phase("await_trainer", waits_for=c.team.of(Role.ACTOR)):
         run = c.mail.read(RUN)
     replica = Replica(layout.dp_rank, layout.dp_size, layout.mp_group, layout.world)
     return SglangEngine(c.config.rollout.sglang, fleet, replica, _nobody_pushes, run)
@@ -75,13 +76,18 @@ def _nobody_pushes() -> None:
     raise ServerError("servers", "", "generation", reason)
 
 
-def follow_servers(engine: SglangEngine, fleet: Fleet, version: int, mail: Mail, world: WorkerGroup) -> None:
-    """Draw with `version` from here on, on the servers that hold it. Collective over the rollout's team."""
+def follow_servers(
+    engine: SglangEngine, fleet: Fleet, version: int, mail: Mail, world: WorkerGroup, trainer: str
+) -> None:
+    """Draw with `version` from here on, on the servers that hold it. Collective over the rollout's team.
+
+    The team `trainer` fills them.
+    """
     with phase("start_servers"):
         fleet.refresh()
         if world.rank == 0:
             mail.post(f"{SERVERS}/{version}", fleet.reports())
-    with phase("await_weights"):
+    with phase("await_weights", waits_for=trainer):
         said = mail.read(f"{WEIGHTS}/{version}")
     for number, why in said["failed"]:
         fleet.mark_failed(fleet.servers[number], why)
@@ -103,7 +109,7 @@ def connect_servers(c: Controller) -> Fleet:
     from megarl.rollout.sglang.fleet import Fleet, Server
 
     settings, key = c.config.rollout.sglang, servers_key(c.config, c.run_dir)
-    with phase("await_servers"):
+    with phase("await_servers", waits_for=c.team.of(Role.ROLLOUT)):
         reports = c.mail.read(f"{SERVERS}/{_START}")
     servers = [Server(n, ServerApi("", key, f"server {n}")) for n in range(len(reports))]
     fleet = Fleet(servers, settings, world=c.layout.world)
@@ -111,9 +117,9 @@ def connect_servers(c: Controller) -> Fleet:
     return fleet
 
 
-def learn_of_servers(fleet: Fleet, version: int, mail: Mail) -> None:
-    """Before the push of `version`: which servers there are. Every rank of the actor's team."""
-    with phase("await_servers"):
+def learn_of_servers(fleet: Fleet, version: int, mail: Mail, pump: str) -> None:
+    """Before the push of `version`: which servers the team `pump` has. Every rank of the actor's team."""
+    with phase("await_servers", waits_for=pump):
         fleet.adopt(mail.read(f"{SERVERS}/{version}"))
 
 

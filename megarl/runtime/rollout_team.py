@@ -80,9 +80,9 @@ def address_of_worker(config: RunConfig) -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def follow_weights(pushed: PushedWeights, version: int, mail: Mail) -> None:
-    """Draw with `version` from here on. Collective over the rollout's team."""
-    with phase("await_weights"):
+def follow_weights(pushed: PushedWeights, version: int, mail: Mail, trainer: str) -> None:
+    """Draw with `version`, which the team `trainer` pushes, from here on. Collective over the rollout's team."""
+    with phase("await_weights", waits_for=trainer):
         mail.read(f"{WEIGHTS}/{version}")
         pushed.follow(version)
 
@@ -170,7 +170,7 @@ def share_loader(c: Controller) -> None:
     if draws and not leads and c.layout.rank == 0:
         c.mail.post(LOADER, _state_of(c))
     elif leads and not draws:
-        with phase("await_loader"):
+        with phase("await_loader", waits_for=c.team.of(Role.ROLLOUT)):
             in_order = c.config.async_.order == "in_order"  # else it says where it stands at a step that may be saved
             lag, steps = c.config.async_.max_staleness if in_order else 0, c.config.trainer.steps
             c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, lag, steps)
@@ -207,8 +207,8 @@ def post_validation(
         mail.post(f"{VALIDATION}/{step}", {"accuracy": accuracy, "metrics": metrics.to_json(), "rows": rows})
 
 
-def read_validation(step: int, mail: Mail) -> tuple[float, Metrics, list[dict[str, Any]]]:
-    """Accuracy and metrics after `step`, and rows for the report; waits until the rollout's team has measured it."""
-    with phase("await_validation"):
+def read_validation(step: int, mail: Mail, drawer: str) -> tuple[float, Metrics, list[dict[str, Any]]]:
+    """Accuracy and metrics after `step`, and rows for the report; waits until the team `drawer` has measured them."""
+    with phase("await_validation", waits_for=drawer):
         said = mail.read(f"{VALIDATION}/{step}")
     return said["accuracy"], Metrics.from_json(said["metrics"]), said["rows"]

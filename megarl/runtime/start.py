@@ -75,7 +75,7 @@ def announce_start(c: Controller, resumed_at: int | None, source: Path | None) -
 
 def follow_start(c: Controller) -> RunStart:
     """What the actor's team has announced."""
-    with phase("await_start"):
+    with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
         start = RunStart(**c.team.read(_START))
     c.context.step = start.resumed_at or 0
     return start
@@ -87,6 +87,6 @@ def all_ready(c: Controller) -> None:
     if not c.team.leads:
         c.team.post(c.layout, f"{_READY}/{c.team.plan.name}", True)
         return
-    with phase("await_teams"):
-        for team in c.team.others:
+    for team in c.team.others:
+        with phase("await_teams", waits_for=team.name):
             c.team.read(f"{_READY}/{team.name}")

@@ -76,6 +76,16 @@ class OwnTeam:
         """Is this model one of this team's?"""
         return role in self.plan.roles
 
+    def of(self, role: Role) -> str:
+        """Name of the team that holds this model, which the run has."""
+        team = self.placement.of_role(role)
+        assert team is not None, f"no team holds the {role.value}"
+        return team.name
+
+    def queues(self) -> dict[str, int]:
+        """Groups of samples that wait for a team, by name (`megarl.store.core.Core.queues`); one rank calls this."""
+        return {} if self.store is None else self.store.queues()
+
     # -- mail: JSON, from the first rank of a team to all ranks of others ----------------------------------------------
 
     def post(self, layout: Layout, name: str, value: Any) -> None:

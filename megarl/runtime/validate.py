@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
     from megarl.runtime.recorder import Recorder
+
+VALIDATE = "validate"  # the phase
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ def validate(c: Controller) -> Validation | None:
     rows: list[dict[str, Any]] = []
     failed, failed_episodes = 0.0, 0
     settings = c.config.validation
-    with phase("validate"):
+    with phase(VALIDATE):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
             samples = generate(c.context, c.rollout, prompts, c.config.validation_sampling)
             results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
@@ -92,15 +95,17 @@ def evaluate_drawn(c: Controller, recorder: Recorder, step: int) -> float | None
     if not c.team.holds(Role.ROLLOUT):
         if not trains:
             return None
-        accuracy, metrics, rows = read_validation(step, c.mail)
+        accuracy, metrics, rows = read_validation(step, c.mail, c.team.of(Role.ROLLOUT))
         recorder.samples(step, rows)
         if c.layout.rank == 0:  # reduced over all ranks
             c.context.metrics.merge(metrics)
         return accuracy
     if trains:
         return evaluate(c, recorder, step)
+    begun = time.perf_counter()
     result = validate(c)
     assert result is not None, "the team that draws has the held-out prompts"
+    result.metrics.max(f"timing_s/{VALIDATE}", time.perf_counter() - begun)
     metrics = c.layout.dp_group.reduce_metrics(result.metrics)
     accuracy = metrics.result()["val/acc"]
     post_validation(step, accuracy, metrics, result.rows, c.layout.world, c.mail)

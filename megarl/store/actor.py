@@ -54,7 +54,8 @@ class StoreActor:
 
     async def fetch(self, team: str, step: int, key: str, uids: Sequence[str], slice_s: float) -> Answer[list[Any]]:
         """References to groups' bytes."""
-        return await self._answer(team, lambda: self._core.fetch(step, key, uids), ("handover", step, key), slice_s)
+        ask = lambda: self._core.fetch(team, step, key, uids)  # noqa: E731
+        return await self._answer(team, ask, ("handover", step, key), slice_s)
 
     async def done(self, team: str, rank: int, step: int) -> None:
         """A worker needs nothing more of a step."""
@@ -89,6 +90,10 @@ class StoreActor:
     async def flow_state(self) -> dict[str, Any]:
         """What a checkpoint has to know."""
         return self._core.flow_state()
+
+    async def queues(self) -> dict[str, int]:
+        """How many groups wait for whom."""
+        return self._core.queues()
 
     async def post(self, name: str, value: str) -> None:
         """Keep mail."""

@@ -185,6 +185,10 @@ class StoreClient:
         """See `megarl.store.core.Core.flow_state`."""
         return self._call("say where prompts stand", "flow_state")
 
+    def queues(self) -> dict[str, int]:
+        """Groups that have been given and not been taken, see `megarl.store.core.Core.queues`."""
+        return self._call("say what waits", "queues")
+
     # -- calls and waits ---------------------------------------------------------------------------------------------
 
     def _call(self, what: str, method: str, *arguments: Any) -> Any:

@@ -57,10 +57,12 @@ class GroupInfo(NamedTuple):
 
 @dataclass
 class _Gift:
-    """What has been handed over under one key in one step: who gave, and the reference to each group's bytes."""
+    """What has been handed over under one key in one step: who gave, the reference to each group's bytes, and which
+    groups each taker has fetched."""
 
     givers: set[int] = field(default_factory=set)
     refs: dict[str, Any] = field(default_factory=dict)
+    taken: dict[str, set[str]] = field(default_factory=dict)
 
 
 @dataclass
@@ -186,8 +188,10 @@ class Core:
             )
         return state.parts[samples, team][part]
 
-    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
+    def fetch(self, team: str, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
         """References to the bytes of these groups, in this order; None: not all replicas of the giver have given.
+
+        With them a worker of `team` has taken the groups.
 
         A part without groups still has to learn what the fields are: without `uids` it is any one group.
 
@@ -208,6 +212,7 @@ class Core:
                 f"step {step}, {key!r}: group {missing[0]!r} is not one of the {len(gift.refs)} groups that team "
                 f"{handover.giver!r} has given"
             )
+        gift.taken.setdefault(team, set()).update(uids)
         return [gift.refs[uid] for uid in uids] or [next(iter(gift.refs.values()))]
 
     def done(self, team: str, rank: int, step: int) -> None:
@@ -219,6 +224,26 @@ class Core:
         if len(state.done) == len(self._takers):
             del self._steps[step]
             self._finished = step if self._finished is None else max(step, self._finished)
+
+    def queues(self) -> dict[str, int]:
+        """Groups that have been given and not been taken, by `NODE/TEAM`: what the node wrote, and who takes it.
+
+        Of a step that its node gives in several handovers to a team, the one counts of which most are left. Where
+        groups come as they get ready, also those that are `under_way`, and those that are `ready` and in no step yet.
+        """
+        found = {f"{one.node}/{taker}": 0 for one in self._handovers.values() for taker in one.takers}
+        for state in self._steps.values():
+            left: dict[str, int] = {}
+            for key, gift in state.gifts.items():
+                one = self._handovers[key]
+                for taker in one.takers:
+                    name, count = f"{one.node}/{taker}", len(gift.refs) - len(gift.taken.get(taker, ()))
+                    left[name] = max(left.get(name, 0), count)
+            for name, count in left.items():
+                found[name] += count
+        if self._flow is not None:
+            found["under_way"], found["ready"] = self._flow.counts
+        return found
 
     # -- samples that come as they get ready ---------------------------------------------------------------------------
 

@@ -51,6 +51,7 @@ class TeamCrossing:
 
     Attributes:
         given: what it has given in the last walk, by the keys of handovers; empty unless it `keeps` that.
+        tokens: of the samples that its replica has worked on since it was made, prompts included.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class TeamCrossing:
         self._samples: str | None = None  # whose samples are on the board; None: prompts
         self._groups: list[GroupInfo] | None = None  # of the board; None: not counted yet
         self.given: dict[str, Gift] = {}
+        self.tokens = 0
 
     def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
         """`board` with what other teams have made that `node` uses, waiting for it.
@@ -88,7 +90,7 @@ class TeamCrossing:
             with phase("take"):
                 if handover.samples != self._samples:
                     board, self._samples = None, handover.samples
-                    with phase("wait"):
+                    with phase("wait", waits_for=self._placement.of_node(handover.samples).name):
                         self._groups = self._client.assignment(context.step, handover.samples, self._replica)
                 board = self._receive(context, handover, board)
             self._taken.add(handover.key)
@@ -108,6 +110,7 @@ class TeamCrossing:
                 with phase("give"):
                     self._send(context, handover, board)
         if node.id == self._team.nodes[-1]:
+            self.tokens += sum(group.tokens for group in self._held(board))
             self._client.done(context.step)
 
     def give_again(self, step: int, given: Mapping[str, Gift]) -> None:
@@ -125,7 +128,7 @@ class TeamCrossing:
     def _receive(self, context: Any, handover: Handover, board: Batch | None) -> Batch:
         """`board` with the fields of `handover`; a new one where there is none yet."""
         groups = self._held(board)
-        with phase("wait"):
+        with phase("wait", waits_for=handover.giver):
             payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
         context.metrics.sum("store/read_gb", sum(map(len, payloads)) / 1e9)
         try:

@@ -63,11 +63,15 @@ class PoolCrossing:
         placement: of the nodes.
         client: of this worker.
         is_lead: it gives for its replica.
+
+    Attributes:
+        tokens: of the samples that it has collected, prompts included.
     """
 
     def __init__(self, placement: Placement, client: StoreClient, is_lead: bool) -> None:
         self._placement, self._client, self._is_lead = placement, client, is_lead
         self._aside: dict[str, Batch] = {}
+        self.tokens = 0
 
     def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
         """Nothing comes from other teams."""
@@ -98,6 +102,7 @@ class PoolCrossing:
             GroupInfo(board["uid"][places[0]], 0, tuple(ids[place] for place in places), sum(tokens[p] for p in places))
             for places in group_places(board["uid"])
         ]
+        self.tokens += sum(group.tokens for group in groups)
         aside, self._aside = self._aside, {}
         return Ready(list(numbers), groups, aside, metrics)
 

@@ -60,6 +60,25 @@ def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: f
     thread.join(budget_s)
 
 
+def complete_trace(run_dir: Path, budget_s: float = 10.0) -> None:
+    """Write trace.json of a finished run again: other teams may work on after the one that keeps the record.
+
+    Best effort within `budget_s` seconds, without errors.
+    """
+
+    def merge() -> None:
+        from megarl.tracking.trace import merge_trace
+
+        try:
+            merge_trace(run_dir)
+        except Exception as error:
+            log.warning("trace.json is incomplete: %s", mask(f"{type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=merge, name="complete-trace", daemon=True)
+    thread.start()
+    thread.join(budget_s)
+
+
 def _close(run_dir: Path, status: Status, ended: float) -> None:
     for part in (_close_files, _close_mlflow):
         try:

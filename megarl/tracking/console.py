@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.tracking.names import FINAL_TABLE, STEP_LINE, Shown, number
+from megarl.tracking.teams import BOTTLENECK, bounding_team
 
 _BAR = "training"
 _COLUMNS = ["first", "best", "last"]
@@ -115,6 +116,10 @@ class ConsoleView:
                 cells["best"] += f" (step {row['best_step']})"
             unit = f" [{shown.unit}]" if shown.unit else ""
             table.add_row(Text(shown.short + unit), *(cells.get(column, "") for column in columns))
+        bounds = bounding_team(_bottlenecks(records))
+        if bounds is not None:
+            cells = {"last": bounds}
+            table.add_row(Text("bounded by"), *(cells.get(column, "") for column in columns))
         self.console.print(table)
 
     def close(self) -> None:
@@ -147,3 +152,9 @@ def summary(records: list[dict[str, Any]]) -> list[tuple[Shown, dict[str, Any]]]
             row["best_step"], row["best"] = pick(reversed(points), key=lambda point: point[1])
         rows.append((shown, row))
     return rows
+
+
+def _bottlenecks(records: list[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Values of the metrics that say which team bounds a step."""
+    names = {name for record in records for name in record if name.startswith(BOTTLENECK)}
+    return {name: [record[name] for record in records if name in record] for name in sorted(names)}

@@ -237,6 +237,49 @@ function stackCard(spec) {
   return plotCard(spec, draw, readout);
 }
 
+// One bar per team: its work in its own colour, and what it waited for in the pale colours of the other teams.
+function waitsCard(spec) {
+  const teams = spec.teams, row = 34, box = { l: 44, r: 14, t: 6, b: 22 };
+  const total = (t) => t.waits.reduce((sum, [, s]) => sum + s, t.work);
+  const top = Math.max(...teams.map(total)) * 1.02 || 1;
+  const place = Object.fromEntries(teams.map((t, i) => [t.name, i]));
+  spec.height = box.t + row * teams.length + box.b;
+  spec.legend = true;
+  function draw(plot, width, height) {
+    box.l = Math.min(width / 3, 14 + 7 * Math.max(...teams.map((t) => t.name.length)));
+    const sx = (v) => box.l + (v / top) * (width - box.l - box.r);
+    const marks = ticks(0, top, 6);
+    tickTexts(marks).forEach((text, i) => {
+      plot.root.append(svg("line", { class: "gridline", x1: sx(marks[i]), x2: sx(marks[i]), y1: box.t, y2: height - box.b }));
+      plot.root.append(svg("text", { x: sx(marks[i]), y: height - 5, "text-anchor": "middle" }, `${text} s`));
+    });
+    teams.forEach((team, i) => {
+      const y = box.t + i * row + 5, label = svg("text", { x: box.l - 8, y: y + 16, "text-anchor": "end", class: "name" }, team.name);
+      plot.root.append(label);
+      let from = 0;
+      const parts = [[team.name, team.work, 1], ...team.waits.map(([other, s]) => [other, s, 0.32])];
+      for (const [name, s, opacity] of parts) {
+        const width = sx(from + s) - sx(from);
+        const what = opacity === 1 ? `${team.name} at work: ${fmtSeconds(s)}` : `${team.name} waiting for ${name}: ${fmtSeconds(s)}`;
+        const rect = svg("rect", { x: sx(from), y, width: Math.max(0, width - 1), height: row - 10, rx: 3, fill: color(place[name]), opacity });
+        rect.append(svg("title", {}, what));
+        plot.root.append(rect);
+        const text = opacity === 1 ? fmtSeconds(s) : `for ${name} ${fmtSeconds(s)}`;
+        if (width > 12 + 6.6 * text.length) {
+          plot.root.append(svg("text", { x: sx(from) + 7, y: y + 16, class: opacity === 1 ? "inverse" : "name", "pointer-events": "none" }, text));
+        }
+        from += s;
+      }
+    });
+    return { unscale: () => null };
+  }
+  function readout(plot) {
+    plot.legend.replaceChildren(...teams.map((t, i) => key(t.name, color(i), undefined, true)));
+    plot.now.replaceChildren(...(spec.bounds ? [el("span", { text: "bounded by" }), ` ${spec.bounds}`] : []));
+  }
+  return plotCard(spec, draw, readout);
+}
+
 function sparkline(series) {
   const root = svg("svg", { viewBox: "0 0 100 30", preserveAspectRatio: "none", "aria-hidden": "true" });
   const y = series.y.filter((v) => v !== null);
@@ -284,7 +327,7 @@ function charts() {
   for (const group of DATA.groups) {
     const hero = el("div", { class: "grid hero" }), grid = el("div", { class: "grid" });
     for (const spec of group.charts) {
-      const card = spec.kind === "stack" ? stackCard(tint(spec)) : lineCard(tint(spec));
+      const card = spec.kind === "waits" ? waitsCard(spec) : spec.kind === "stack" ? stackCard(tint(spec)) : lineCard(tint(spec));
       (spec.hero ? hero : grid).append(card);
     }
     if (!group.folded) { section(group.id, group.title, group.note, ...[hero, grid].filter((g) => g.children.length)); continue; }

@@ -12,6 +12,7 @@ from typing import Any
 
 from megarl.artifacts.trained import exported
 from megarl.errors import DataError
+from megarl.tracking import teams
 from megarl.tracking.jsonl import read_jsonl
 
 MAX_POINTS = 1500  # per line; more are averaged in bins
@@ -56,6 +57,8 @@ _GAP: list[_Chart] = [
     ("Rejected tokens", "share, all rules and each by itself",
      [("rollout_corr/rejected", "all"), ("rollout_corr/rejected/*", "")], None),
     ("Age of the weights", "steps, per token", [("rollout_corr/staleness_mean", "")], None),
+    ("Tokens by age", "share of the tokens, by the age of their weights in steps",
+     [("rollout_corr/staleness/*", "")], None),
 ]  # fmt: skip
 _LENGTHS: list[_Chart] = [
     ("Response length", "tokens, shaded: shortest to longest", [("response_length/mean", "")],
@@ -68,7 +71,9 @@ _SPEED: list[_Chart] = [
     ("Model FLOPs utilisation", "share of the device's peak", [("perf/mfu", "")], None),
     ("Peak memory", "GB per device", [("perf/max_memory_gb", "")], None),
     ("Busy teams", "share of a step in which a team does not wait for others", [("team/*/busy", "")], None),
-]
+    ("Tokens of a team", "prompt and response tokens per second of the samples that it works on",
+     [("team/*/tokens_per_s", "")], None),
+]  # fmt: skip
 _SFT: list[_Chart] = [
     ("Loss", "per response token", [("sft/loss", "")], None),
     ("Validation accuracy", "held-out prompts", [("val/acc", "")], None),
@@ -182,8 +187,9 @@ def _groups(runs: list[Run]) -> list[dict[str, Any]]:
         for title, table in plan:
             charts = [chart for row in table if (chart := _line_chart(runs, stage, row, used))]
             groups.append(_group(title, tag, charts))
-        speed = _phase_charts(runs, stage, used)
-        speed += [chart for row in _SPEED if (chart := _line_chart(runs, stage, row, used))]
+        speed = _phase_charts(runs, stage, used) + _team_charts(runs, stage, used)
+        table = _SPEED + _of_teams(runs, stage)
+        speed += [chart for row in table if (chart := _line_chart(runs, stage, row, used))]
         groups.append(_group("Speed" if stage == "train" else f"Speed ({stage})", tag, speed))
         names = sorted({name for run in runs for name in run.series.get(stage, {})} - used)
         rest = [chart for name in names if (chart := _line_chart(runs, stage, (name, "", [(name, "")], None), used))]
@@ -295,6 +301,34 @@ def _phase_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str,
     return charts
 
 
+def _team_charts(runs: list[Run], stage: str, used: set[str]) -> list[dict[str, Any]]:
+    """Who waited for whom: work and waits of every team in a step, one chart per run of several."""
+    charts = []
+    for run in runs:
+        have = run.series.get(stage, {})
+        values = teams.after_start(have)
+        found = teams.waits(values)
+        if len(found) < 2:
+            continue
+        used.update(teams.shown_as_waits(have))
+        title = "Who waited for whom" + (f": {run.label}" if len(runs) > 1 else "")
+        hint = "seconds of a step; strong: at work, pale: waiting for the team of that colour; means of ranks and steps"
+        bounds = teams.bounding_team(values)
+        charts.append({"kind": "waits", "stage": stage, "title": title, "hint": hint, "wide": True, "teams": found,
+                       "bounds": bounds})  # fmt: skip
+    return charts
+
+
+def _of_teams(runs: list[Run], stage: str) -> list[_Chart]:
+    """Charts whose lines are as many as there are pairs of teams."""
+    names = {name for run in runs for name in run.series.get(stage, {})}
+    rows: list[_Chart] = [
+        ("What teams waited for", "seconds of a step", teams.lines_of_waits(names), None),
+        ("Queues of the store", "groups that wait at the end of a step", teams.lines_of_queues(names), None),
+    ]
+    return [row for row in rows if row[2]]
+
+
 def _thin(points: list[tuple[int, float | None]]) -> Points:
     """At most MAX_POINTS points with six digits; bins are averaged and stand at their last step."""
     size = math.ceil(len(points) / MAX_POINTS)
@@ -333,6 +367,8 @@ def _facts(run: Run, stage: str) -> list[tuple[str, str]]:
             facts.append(("took", _duration(info["ended"] - info["started"])))
     if run.series.get(stage):
         facts.append(("steps", str(_range([run], stage)[1])))
+        bounds = teams.bounding_team(teams.after_start(run.series[stage]))
+        facts += [("bounded by", bounds)] if bounds else []
     config = info.get("config", {})
     model = config.get("model", {})
     fresh = (model.get("hf_config") or {}).get("model_type")

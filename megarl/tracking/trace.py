@@ -1,10 +1,12 @@
 """Where the time went: closed phases of every rank, merged into one trace.json that https://ui.perfetto.dev opens.
 
 Every rank appends to `trace/rank_K.jsonl`; `merge_trace` writes the Chrome trace-event form, one process row per rank.
+Where a rank waited for another team, an arrow comes from what that team did when the wait ended.
 """
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -14,6 +16,9 @@ from typing import Any
 from megarl.phase import PhaseEvent
 from megarl.tracking.jsonl import JsonlWriter, read_jsonl
 
+_TO_ITS_END = {"ph": "f", "bp": "e"}  # an arrow ends at the slice around that moment
+_INSIDE_NS = 1000  # a moment at which a slice ends is no more inside it
+
 
 class TraceWriter:
     """Appends the phases of one rank; any rank may use it.
@@ -22,10 +27,11 @@ class TraceWriter:
         run_dir: run folder.
         rank: global rank.
         label: name of the row in the viewer; None: `rank K`.
+        team: of the rank; empty: there is one.
     """
 
-    def __init__(self, run_dir: Path, rank: int, label: str | None = None) -> None:
-        self._rank, self._label = rank, label or f"rank {rank}"
+    def __init__(self, run_dir: Path, rank: int, label: str | None = None, team: str = "") -> None:
+        self._rank, self._label, self._team = rank, label or f"rank {rank}", team
         self._writer = JsonlWriter(Path(run_dir) / "trace" / f"rank_{rank}.jsonl", durable=False)
 
     def write(self, events: Iterable[PhaseEvent]) -> None:
@@ -39,6 +45,8 @@ class TraceWriter:
                     "start_ns": event.start_ns,
                     "end_ns": event.end_ns,
                     "step": event.step,
+                    "team": self._team,
+                    "waits_for": event.waits_for,
                 }
             )
 
@@ -72,7 +80,7 @@ def _events(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "thread_name", "args": {"name": "phases"}}
     steps: dict[tuple[str, int], int] = {}  # the stages of a run count their own steps
     for record in records:
-        path = record["path"]
+        path, waited = record["path"], record.get("waits_for", "")
         yield {
             "ph": "X",
             "pid": record["rank"],
@@ -81,10 +89,11 @@ def _events(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "dur": (record["end_ns"] - record["start_ns"]) / 1000,
             "name": path.rsplit("/", 1)[-1],
             "cat": path.split("/", 1)[0],
-            "args": {"path": path, "step": record["step"]},
+            "args": {"path": path, "step": record["step"]} | ({"waits_for": waited} if waited else {}),
         }
         key = (path.split("/", 1)[0], record["step"])
         steps[key] = min(record["start_ns"], steps.get(key, record["start_ns"]))
+    yield from _arrows(records, origin)
     first_rank = min(record["rank"] for record in records)
     for (stage, step), start in sorted(steps.items(), key=lambda item: item[1]):
         yield {
@@ -96,3 +105,28 @@ def _events(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             "name": f"{stage} {step}",
             "args": {"step": step},
         }
+
+
+def _arrows(records: list[dict[str, Any]], origin: int) -> Iterator[dict[str, Any]]:
+    """Of every wait for another team: from its work that began last before the wait ended, to the end of the wait.
+
+    That is what the wait was for, as far as phases tell: samples come from `give`, weights and mail from what follows
+    them. Clocks of several machines may differ, and the arrows with them.
+    """
+    works: dict[tuple[str, bool], list[dict[str, Any]]] = {}  # by team; True: only what hands over samples
+    for record in sorted(records, key=lambda record: record["start_ns"]):
+        if record.get("team") and not record.get("waits_for"):
+            works.setdefault((record["team"], False), []).append(record)
+            if record["path"].endswith("/give"):
+                works.setdefault((record["team"], True), []).append(record)
+    starts = {key: [one["start_ns"] for one in some] for key, some in works.items()}
+    for number, wait in enumerate(record for record in records if record.get("waits_for")):
+        key = (wait["waits_for"], wait["path"].endswith("/wait"))
+        place = bisect.bisect_right(starts.get(key, []), wait["end_ns"])
+        if place == 0:
+            continue
+        source = works[key][place - 1]
+        for record, kind in ((source, {"ph": "s"}), (wait, _TO_ITS_END)):
+            moment = max(record["start_ns"], min(record["end_ns"], wait["end_ns"]) - _INSIDE_NS)
+            at = {"pid": record["rank"], "tid": 0, "ts": (moment - origin) / 1000}
+            yield kind | at | {"id": number, "name": "waited for", "cat": "wait"}

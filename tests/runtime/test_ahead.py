@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from megarl.tracking.jsonl import read_jsonl
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
@@ -73,6 +75,28 @@ def test_a_step_is_drawn_while_the_one_before_it_is_trained(undisturbed):
     }
 
 
+def test_what_teams_did_with_their_time_is_in_the_record(undisturbed):
+    run_dir, _ = undisturbed
+    lines = {line["step"]: line for line in read_jsonl(run_dir / "metrics.jsonl")}
+    assert [step for step in lines if "timing_s/validate" in lines[step]] == [0, 2, 4], (
+        "of the steps that were validated"
+    )
+    for step in (1, 2, 3, 4):
+        line = lines[step]
+        for name, other in (("train", "draw"), ("draw", "train")):
+            assert line[f"team/{name}/wait_for/{other}_s"] == pytest.approx(line[f"team/{name}/wait_s"])
+            waits = [line[key] for key in line if key.startswith(f"team/{name}/wait/")]
+            assert sum(waits) == pytest.approx(line[f"team/{name}/wait_s"])
+            assert line[f"team/{name}/tokens_per_s"] > 0
+        assert line["perf/bottleneck/train"] + line["perf/bottleneck/draw"] == 1
+        assert line["store/queue/rollout/train"] >= 0
+    trace = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    rows = {event["pid"]: event["args"]["name"] for event in trace if event["name"] == "process_name"}
+    assert list(rows.values()) == ["worker 0 (train, rank 0)", "worker 1 (draw, rank 0)"]
+    arrows = {(event["ph"], event["pid"]) for event in trace if event["ph"] in "sf"}
+    assert arrows == {("s", 0), ("f", 0), ("s", 1), ("f", 1)}
+
+
 def test_the_same_run_again_has_the_same_numbers(recipe, undisturbed, tmp_path):
     assert train(recipe, tmp_path) == undisturbed[1]
 
@@ -111,7 +135,9 @@ def train(recipe: Path, run_dir: Path, *overrides: str, work: Callable[..., None
     """A run without Ray; its numbers without those that measure time."""
     steps = harness.train(recipe, run_dir, *AHEAD, *overrides, work=work)
     return {
-        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "sync/"))}
+        step: {
+            name: value for name, value in numbers.items() if not name.startswith(("team/", "sync/", "store/queue/"))
+        }
         for step, numbers in steps.items()
     }
 

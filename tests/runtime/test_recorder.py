@@ -125,15 +125,22 @@ def test_the_wait_for_other_ranks_has_a_name_of_its_own():
     assert [event.path for event in drain()] == ["step/residency/meet", "step/residency", "step"]
 
 
+class QueuedMail(FolderMail):
+    """A store in which something waits."""
+
+    def queues(self) -> dict[str, int]:
+        return {"teacher_logp/train": 3}
+
+
 def of_team(name: str, tmp_path) -> SimpleNamespace:
     """A worker of one of two teams, with their mail in a folder."""
     parallel = RunConfig(name="run").actor.parallel
     plans = (
-        TeamPlan("train", (Role.ACTOR,), 2, 0, parallel, ()),
-        TeamPlan("frozen", (Role.TEACHER,), 1, 2, parallel, ()),
+        TeamPlan("train", (Role.ACTOR,), 1, 0, parallel, ()),
+        TeamPlan("frozen", (Role.TEACHER,), 1, 1, parallel, ()),
     )
     placement = Placement(plans)
-    team = OwnTeam(placement[name], placement, FolderMail(tmp_path / "mail"))
+    team = OwnTeam(placement[name], placement, QueuedMail(tmp_path / "mail"))
     config = SimpleNamespace(
         tracking=SimpleNamespace(peak_tflops=None),
         model=SimpleNamespace(dtype="fp32"),
@@ -155,9 +162,9 @@ class Clock:
         monkeypatch.setattr(recorder.time, "time_ns", lambda: self.seconds * 10**9)
         monkeypatch.setattr(recorder.phases, "drain", self.drain)
 
-    def spend(self, path: str, seconds: int) -> None:
+    def spend(self, path: str, seconds: int, waits_for: str = "") -> None:
         begun, self.seconds = self.seconds, self.seconds + seconds
-        self.events.append(PhaseEvent(path, begun * 10**9, self.seconds * 10**9, 1))
+        self.events.append(PhaseEvent(path, begun * 10**9, self.seconds * 10**9, 1, waits_for))
 
     def drain(self) -> list[PhaseEvent]:
         events, self.events = self.events, []
@@ -173,10 +180,12 @@ def test_the_step_of_the_actors_team_has_what_all_teams_measured(tmp_path, monke
     clock = Clock(monkeypatch)
     beside, lead = (of_team(name, tmp_path) for name in ("frozen", "train"))
     records = [recorder.Recorder(c, "train", total_steps=2) for c in (beside, lead)]
-    clock.spend("await_start", 3600)  # the other team's cold start
+    clock.spend("await_start", 3600, "train")  # the other team's cold start
+    records[1].crossing = SimpleNamespace(tokens=600)
     for record in records:
         record.start_step()
-    for path, seconds in {"step/take/wait": 6, "step/take": 0, "step/teacher_logp": 2}.items():
+    clock.spend("step/take/wait", 6, "train")
+    for path, seconds in {"step/take": 0, "step/teacher_logp": 2, "step/validate": 0}.items():
         clock.spend(path, seconds)
     beside.metrics.sum("perf/flops", 4e12)
     beside.metrics.mean("both", 1, 1)
@@ -184,17 +193,22 @@ def test_the_step_of_the_actors_team_has_what_all_teams_measured(tmp_path, monke
     lead.metrics.sum("perf/flops", 2e12)
     lead.metrics.mean("both", 0, 3)
     records[0].end_step(1)
-    for path, seconds in {"step/await_weights": 1, "await_metrics": 1}.items():
-        clock.spend(path, seconds)
+    for path in ("step/await_weights", "await_metrics"):
+        clock.spend(path, 1, "frozen")
     first = records[1].end_step(1)
     assert (first["team/frozen/wait_s"], first["team/frozen/busy"]) == (6, pytest.approx(0.25))
     assert (first["team/train/wait_s"], first["team/train/busy"]) == (2, pytest.approx(0.8))
     assert (first["timing_s/step"], first["timing_s/teacher_logp"]) == (10, 2)
     assert first["both"] == 0.25
+    assert first["team/train/wait_for/frozen_s"] == 2
+    assert (first["perf/bottleneck/train"], first["perf/bottleneck/frozen"]) == (1, 0)
+    assert first["store/queue/teacher_logp/train"] == 3
+    assert (first["team/train/tokens_per_s"], first["team/frozen/tokens_per_s"]) == (60, 0)
+    assert "timing_s/validate" not in first, "the team tells it with what it has measured"
     assert (first["perf/total_memory_gb"], first["perf/flops"]) == (6.0, 6e12)
-    assert first["perf/throughput"] == 600 / 10 / 3, "of the workers of all teams"
+    assert first["perf/throughput"] == 600 / 10 / 2, "of the workers of all teams"
 
-    clock.spend("await_checkpoint", 4)  # between two steps, and of the team's own time
+    clock.spend("await_checkpoint", 4, "train")  # between two steps, and of the team's own time
     for record in records:
         record.start_step()
     clock.spend("step/teacher_logp", 4)

@@ -29,7 +29,8 @@ def teams(tmp_path: Path) -> SimpleNamespace:
     ]
     pump = Fleet(known, CONFIG.rollout.sglang)
     rollout_servers.name_run("1f", world(), mail)
-    c = SimpleNamespace(config=CONFIG, run_dir=tmp_path, layout=single_process(), mail=mail)
+    team = SimpleNamespace(of=lambda role: role.value)
+    c = SimpleNamespace(config=CONFIG, run_dir=tmp_path, layout=single_process(), mail=mail, team=team)
     engine = rollout_servers.pump_engine(c, pump)
     trainer = rollout_servers.connect_servers(c)
     return SimpleNamespace(mail=mail, pump=pump, engine=engine, trainer=trainer)
@@ -40,7 +41,7 @@ def push(teams: SimpleNamespace, version: int, failed: dict[int, str] | None = N
     world_ = world()
     teams.pump.refresh()
     teams.mail.post(f"servers/{version}", teams.pump.reports())
-    rollout_servers.learn_of_servers(teams.trainer, version, teams.mail)
+    rollout_servers.learn_of_servers(teams.trainer, version, teams.mail, "draw")
     for server in teams.trainer.servers:
         if server.number in (failed or {}):
             teams.trainer.mark_failed(server, failed[server.number])
@@ -48,7 +49,7 @@ def push(teams: SimpleNamespace, version: int, failed: dict[int, str] | None = N
             teams.trainer.acknowledge(server, version)
     rollout_servers.announce_servers(teams.trainer, version, world_, teams.mail)
     said = teams.mail.posted.pop(f"servers/{version}")
-    rollout_servers.follow_servers(teams.engine, teams.pump, version, teams.mail, world_)
+    rollout_servers.follow_servers(teams.engine, teams.pump, version, teams.mail, world_, "train")
     assert teams.mail.posted[f"servers/{version}"] == said
 
 
@@ -76,7 +77,7 @@ def test_a_server_that_was_restarted_is_filled_from_the_start(teams):
     restarted.state, restarted.version, restarted.restarts = "catching_up", None, 1
     restarted.api = ServerApi("http://127.0.0.1:9", restarted.api.api_key, restarted.api.name)
     teams.mail.post("servers/1", teams.pump.reports())
-    rollout_servers.learn_of_servers(teams.trainer, 1, teams.mail)
+    rollout_servers.learn_of_servers(teams.trainer, 1, teams.mail, "draw")
     assert teams.trainer.servers[0].version == 0
     assert (teams.trainer.servers[1].api.url, teams.trainer.servers[1].version) == ("http://127.0.0.1:9", None)
 

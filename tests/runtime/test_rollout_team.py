@@ -75,7 +75,7 @@ def test_the_engine_draws_what_the_trainers_own_would(teams):
             for parameter in teams.trained[0].parameters():
                 parameter.mul_(1.125)
         rollout_team.announce_weights(teams.trains, teams.sync.push(version))
-        rollout_team.follow_weights(teams.pushed, version, teams.mail)
+        rollout_team.follow_weights(teams.pushed, version, teams.mail, "train")
         own.weight_version = version
         with teams.pushed.held():
             assert draw(teams.engine) == draw(own)
@@ -85,7 +85,7 @@ def test_no_other_version_is_drawn_with(teams):
     for version in (1, 2):
         rollout_team.announce_weights(teams.trains, teams.sync.push(version))
     with pytest.raises(WorkerError, match=r"no weights of version 1 .* holding 2@"):
-        rollout_team.follow_weights(teams.pushed, 1, teams.mail)
+        rollout_team.follow_weights(teams.pushed, 1, teams.mail, "train")
 
 
 def test_an_engine_that_takes_no_weights_ends_the_run(teams, monkeypatch):
@@ -191,5 +191,5 @@ def test_a_validation_comes_as_it_was_measured():
     metrics = Metrics()
     metrics.mean("val/acc", 5, 8)
     rollout_team.post_validation(4, 0.625, metrics, rows, world(), mail)
-    accuracy, found, shown = rollout_team.read_validation(4, mail)
+    accuracy, found, shown = rollout_team.read_validation(4, mail, "draw")
     assert (accuracy, found.to_json(), shown) == (0.625, metrics.to_json(), rows)

@@ -141,7 +141,11 @@ class FarClient:
 
     def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[np.ndarray]:
         """The payloads of groups."""
-        return [np.frombuffer(one, dtype=np.uint8) for one in self._call("fetch", step, key, list(uids))]
+        return [np.frombuffer(one, dtype=np.uint8) for one in self._call("fetch", self.team, step, key, list(uids))]
+
+    def queues(self) -> Any:
+        """How many groups wait for whom."""
+        return self._call("queues")
 
     def done(self, step: int) -> None:
         """This worker needs nothing more of `step`."""

@@ -137,7 +137,7 @@ class HereClient:
 
     def fetch(self, step: int, key: str, uids: Sequence[str]) -> Any:
         """As soon as they are there."""
-        return self._wait(lambda: self.core.fetch(step, key, uids))
+        return self._wait(lambda: self.core.fetch(self.team, step, key, uids))
 
     def done(self, step: int) -> None:
         """At once."""

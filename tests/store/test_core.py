@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.dag.placement import Handover, Placement
 from megarl.store.core import KEPT, Core, GroupInfo, StoreError
 from tests.store.teams import by_hand as placed
 
@@ -57,7 +58,7 @@ def test_every_group_arrives_once_in_any_order_and_nothing_is_left(train, ref, c
             if mine is None:
                 return False
             uids = [group.uid for group in mine]
-            refs = core.fetch(step, BOTH, uids)
+            refs = core.fetch(team, step, BOTH, uids)
             assert refs is not None
             assert not uids or (refs == [f"{BOTH}/{step}/{uid}" for uid in uids])
             got.setdefault((step, team), []).append(uids)
@@ -71,7 +72,7 @@ def test_every_group_arrives_once_in_any_order_and_nothing_is_left(train, ref, c
 
     def train_(step: int, replica: int) -> Callable[[], bool]:
         def work() -> bool:
-            refs = core.fetch(step, BACK, [f"u{k}" for k in range(replica, count, train)])
+            refs = core.fetch("train", step, BACK, [f"u{k}" for k in range(replica, count, train)])
             if refs is None:
                 return False
             for rank in range(replica * tp, replica * tp + tp):
@@ -112,14 +113,14 @@ def test_a_part_without_groups_is_told_of_one_group() -> None:
     core = Core(placed(ref=3), 2, "dealt")
     give(core, "train", 0, 1, BOTH, groups(0, 1))
     assert core.assignment("ref", 1, "rollout", 2) == []
-    assert core.fetch(1, BOTH, []) == [f"{BOTH}/1/u0"]
+    assert core.fetch("ref", 1, BOTH, []) == [f"{BOTH}/1/u0"]
 
 
 def test_a_replica_without_groups_is_waited_for() -> None:
     core = Core(placed(train=2), 1, "dealt")
     give(core, "train", 0, 1, BOTH, groups(0))
     assert core.assignment("ref", 1, "rollout", 0) is None
-    assert core.fetch(1, BOTH, ["u0"]) is None
+    assert core.fetch("ref", 1, BOTH, ["u0"]) is None
     assert core.give("train", 1, 1, BOTH, [], []) == [("handover", 1, BOTH), ("samples", 1, "rollout")]
     assert core.assignment("ref", 1, "rollout", 0) == groups(0)
 
@@ -199,14 +200,14 @@ def test_a_group_that_nobody_has_given_is_named() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 1, BOTH, groups(0))
     with pytest.raises(StoreError, match="group 'u9' is not one of the 1 groups that team 'train' has given"):
-        core.fetch(1, BOTH, ["u0", "u9"])
+        core.fetch("ref", 1, BOTH, ["u0", "u9"])
 
 
 def test_a_step_without_any_group_is_named() -> None:
     core = Core(placed(), 4, "dealt")
     give(core, "train", 0, 1, BOTH, [])
     with pytest.raises(StoreError, match="team 'train' has given no group at all"):
-        core.fetch(1, BOTH, [])
+        core.fetch("ref", 1, BOTH, [])
 
 
 def test_mail_is_for_all_who_read_it() -> None:
@@ -229,3 +230,33 @@ def test_of_a_series_the_last_are_kept() -> None:
         core.read("metrics/ref/10")
     with pytest.raises(StoreError, match="mail 'weights/10' has been posted before"):
         core.post("weights/10", 0)
+
+
+# -- queues ------------------------------------------------------------------------------------------------------------
+
+
+def test_groups_wait_until_each_team_has_taken_them() -> None:
+    core = Core(placed(ref=2), 4, "dealt")
+    waiting = {"rollout/critic": 0, "rollout/ref": 0, "ref_logp/train": 0}
+    assert core.queues() == waiting
+    give(core, "train", 0, 1, BOTH, groups(0, 1, 2))
+    give(core, "train", 0, 2, BOTH, groups(3))
+    assert core.queues() == waiting | {"rollout/critic": 4, "rollout/ref": 4}
+    for _ in range(2):  # as two ranks of a replica do
+        core.fetch("ref", 1, BOTH, ["u0", "u2"])
+    core.fetch("ref", 2, BOTH, [])
+    assert core.queues() == waiting | {"rollout/critic": 4, "rollout/ref": 2}
+    for team, rank in (("train", 0), ("ref", 0), ("ref", 1), ("critic", 0)):
+        core.done(team, rank, 1)
+    assert core.queues() == waiting | {"rollout/critic": 1, "rollout/ref": 1}
+
+
+def test_a_team_that_takes_two_parts_of_a_node_waits_for_a_group_once() -> None:
+    teams_ = placed()
+    more = Handover("rollout", "train", ("response_mask",), ("ref",), "rollout")
+    core = Core(Placement(teams_.teams, (*teams_.handovers, more)), 4, "dealt")
+    give(core, "train", 0, 1, BOTH, groups(0, 1))
+    give(core, "train", 0, 1, more.key, groups(0, 1))
+    core.fetch("ref", 1, BOTH, ["u0", "u1"])
+    core.fetch("ref", 1, more.key, ["u0"])
+    assert core.queues() == {"rollout/critic": 2, "rollout/ref": 1, "ref_logp/train": 0}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from megarl.dag.executor import Executor
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
 from megarl.metrics import Metrics
+from megarl.phase import drain
 from megarl.store.core import Core, StoreError
 from megarl.store.crossing import TeamCrossing
 from tests.store import teams
@@ -94,6 +97,28 @@ def test_bytes_given_and_read_are_counted() -> None:
     assert given > 0
     assert read >= 2 * given  # both ranks of every taking replica
     assert set(keys.values()) == {1, 2}
+
+
+def test_a_wait_names_the_team_that_it_is_for_and_tokens_are_those_of_the_groups_worked_on() -> None:
+    graph = teams.pipeline()
+    placement = teams.placed(graph, 1, 1, 1)
+    core, change = Core(placement, 2, "dealt"), threading.Condition()
+    crossings = {}
+    drain()
+    threads = []
+    for name in ("train", "ref", "critic"):
+        client: Any = teams.HereClient(core, change, name, 0)
+        crossings[name] = TeamCrossing(graph, placement, client, 0, True)
+        executor = Executor(graph, {}, placement[name].nodes, crossings[name])
+        call = SimpleNamespace(step=1, metrics=Metrics()), teams.prompts(2) if name == "train" else None
+        threads.append(threading.Thread(target=executor.run, args=call))
+        threads[-1].start()
+    for thread in threads:
+        thread.join(20)
+    assert {event.waits_for for event in drain()} == {"", "train", "ref", "critic"}
+    whole = one_team(2, 0, 1, 1)
+    tokens = sum(len(whole[name].values) for name in ("prompt_ids", "response_ids"))
+    assert {name: crossing.tokens for name, crossing in crossings.items()} == dict.fromkeys(crossings, tokens)
 
 
 # -- what does not fit -------------------------------------------------------------------------------------------------

@@ -9,8 +9,10 @@ import time
 
 import pytest
 
+from megarl.phase import PhaseEvent
 from megarl.processes import has_ended, identity
-from megarl.tracking.close import close_if_killed
+from megarl.tracking.close import close_if_killed, complete_trace
+from megarl.tracking.trace import TraceWriter, merge_trace
 
 WHO = "import json; from megarl.processes import identity; print(json.dumps(identity()), flush=True); "
 
@@ -83,3 +85,15 @@ def test_commands_that_read_the_folder_close_it(tmp_path, gone, command):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "stage": "train", "x": 1.0, "time": 1.0}\n')
     cli.main([*command, str(tmp_path)])  # eval: there is no config.yaml
     assert status(tmp_path)["status"] == "killed"
+
+
+def test_what_a_team_did_after_the_end_of_the_record_is_in_the_trace(tmp_path, caplog):
+    writer = TraceWriter(tmp_path, 0)
+    writer.write([PhaseEvent("step", 0, 1, 1)])
+    merge_trace(tmp_path)
+    writer.write([PhaseEvent("export", 2, 3, 1)])
+    complete_trace(tmp_path)
+    assert '"export"' in (tmp_path / "trace.json").read_text()
+    (tmp_path / "trace" / "rank_1.jsonl").write_text("[]\n{}\n")
+    complete_trace(tmp_path)
+    assert "trace.json is incomplete" in caplog.text

@@ -86,6 +86,54 @@ def test_how_busy_the_teams_were_is_one_chart(tmp_path):
     assert "Reward parts" not in charts, "a single part would only repeat the score"
 
 
+TEAMS = {
+    "team/draw/busy": 0.8,
+    "team/draw/busy_s": 8.0,
+    "team/draw/wait_s": 2.0,
+    "team/draw/wait_for/train_s": 2.0,
+    "team/draw/wait/weights_s": 2.0,
+    "team/draw/tokens_per_s": 100.0,
+    "team/train/busy": 0.3,
+    "team/train/busy_s": 3.0,
+    "team/train/wait_s": 7.0,
+    "team/train/wait_for/draw_s": 7.0,
+    "team/train/wait/samples_s": 7.0,
+    "team/train/tokens_per_s": 100.0,
+    "perf/bottleneck/draw": 1.0,
+    "perf/bottleneck/train": 0.0,
+    "store/queue/rollout/train": 4,
+}
+
+
+def test_who_waited_for_whom_is_a_picture_of_several_teams(tmp_path):
+    writer = JsonlWriter(make_run(tmp_path) / "metrics.jsonl", durable=False)
+    writer.write({"step": 0, "stage": "train", "time": 0.0, **dict.fromkeys(TEAMS, 1000.0)})  # only validates
+    for step in (6, 7):
+        more = {"team/train/busy_s": 3.0 + step} if step == 7 else {}
+        writer.write({"step": step, "stage": "train", "time": 0.0, **TEAMS, **more})
+    data = page_data(write_report(tmp_path).read_text())
+    speed = {
+        chart["title"]: chart for group in data["groups"] if group["title"] == "Speed" for chart in group["charts"]
+    }
+    assert speed["Who waited for whom"]["teams"] == [
+        {"name": "draw", "work": 8.0, "waits": [["train", 2.0]]},
+        {"name": "train", "work": 6.5, "waits": [["draw", 7.0]]},
+    ]
+    assert speed["Who waited for whom"]["bounds"] == "draw, in 100% of the steps"
+    assert ["bounded by", "draw, in 100% of the steps"] in data["facts"]
+    assert [line["label"] for line in speed["What teams waited for"]["lines"]] == ["draw: weights", "train: samples"]
+    assert [line["label"] for line in speed["Queues of the store"]["lines"]] == ["rollout, for train"]
+    assert [line["label"] for line in speed["Tokens of a team"]["lines"]] == ["draw", "train"]
+    (rest,) = [group for group in data["groups"] if group["title"] == "Everything else"]
+    assert [chart["title"] for chart in rest["charts"]] == ["odd/x", "sft/loss"]
+
+
+def test_one_team_has_no_picture_of_waits(tmp_path):
+    data = report_data([load_run(make_run(tmp_path))])
+    assert "waits" not in {chart["kind"] for group in data["groups"] for chart in group["charts"]}
+    assert "bounded by" not in dict(data["facts"])
+
+
 def test_stages_have_charts_of_their_own(tmp_path):
     data = report_data([load_run(make_run(tmp_path, stage="sft"))])
     assert [group["title"] for group in data["groups"]] == [

@@ -233,3 +233,11 @@ def test_a_resumed_run_began_when_it_first_began(tmp_path, screen, resume_step, 
     started = json.loads((tmp_path / "run" / "run.json").read_text())["started"]
     tracker(tmp_path, screen, resume_step=resume_step)
     assert (json.loads((tmp_path / "run" / "run.json").read_text())["started"] == started) == kept
+
+
+def test_the_table_names_the_team_that_bounds_the_steps(screen):
+    lines = [{"step": 0, "val/acc": 0.5}]
+    for step, draw in ((1, 1.0), (2, 1.0), (3, 0.0), (4, 1.0)):
+        lines.append({"step": step, "val/acc": 0.5, "perf/bottleneck/draw": draw, "perf/bottleneck/train": 1 - draw})
+    ConsoleView(4, screen).final("done", lines)
+    assert "draw, in 75% of the steps" in screen.file.getvalue()

@@ -1,0 +1,82 @@
+"""What the records of a run with several teams say: which team bounds its steps, and who waited for whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+BOTTLENECK = "perf/bottleneck/"  # and the name of a team: 1 where it bounds the step, else 0
+_TEAM, _BUSY, _FOR, _WHAT, _QUEUE = "team/", "/busy_s", "/wait_for/", "/wait/", "store/queue/"
+Values = Mapping[str, Sequence[float | None]]
+
+
+def bounding_team(values: Values) -> str | None:
+    """The team that bounded most steps, in words; None: there is one team.
+
+    Args:
+        values: of all steps, by the names of metrics.
+
+    >>> bounding_team({"perf/bottleneck/draw": [1, 1, 0], "perf/bottleneck/train": [0, 0, 1], "actor/lr": [0.1]})
+    'draw, in 67% of the steps'
+    """
+    shares = {
+        name.removeprefix(BOTTLENECK): _mean(some) for name, some in values.items() if name.startswith(BOTTLENECK)
+    }
+    if not shares:
+        return None
+    name = max(shares, key=shares.__getitem__)
+    return f"{name}, in {shares[name]:.0%} of the steps"
+
+
+def waits(values: Values) -> list[dict[str, Any]]:
+    """For each of several teams the mean seconds of a step in which it worked, and waited for which other one.
+
+    >>> waits({"team/draw/busy_s": [3, 5], "team/draw/wait_for/train_s": [1, 1], "team/train/busy_s": [2, 2],
+    ...        "team/train/wait_for/draw_s": [3, 3]})
+    [{'name': 'draw', 'work': 4.0, 'waits': [['train', 1.0]]}, {'name': 'train', 'work': 2.0, 'waits': [['draw', 3.0]]}]
+    """
+    teams = [name.removeprefix(_TEAM).removesuffix(_BUSY) for name in sorted(values) if _is(name, _BUSY)]
+    found = []
+    for team in teams:
+        before = f"{_TEAM}{team}{_FOR}"
+        pairs = [[other, _mean(values.get(f"{before}{other}_s", ()))] for other in teams if other != team]
+        found.append({"name": team, "work": _mean(values[f"{_TEAM}{team}{_BUSY}"]), "waits": pairs})
+    return found
+
+
+def after_start(series: Mapping[str, tuple[Sequence[int], Sequence[float | None]]]) -> Values:
+    """Values of the steps that train: step 0 only validates."""
+    return {
+        name: [value for step, value in zip(steps, values, strict=True) if step > 0]
+        for name, (steps, values) in series.items()
+    }
+
+
+def shown_as_waits(names: Iterable[str]) -> set[str]:
+    """Those metrics that `waits` and `bounding_team` show."""
+    return {
+        name
+        for name in names
+        if name.startswith(BOTTLENECK) or _is(name, _BUSY, "/wait_s") or (_is(name, "_s") and _FOR in name)
+    }
+
+
+def lines_of_waits(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Metric and legend: what each team waited for, `draw: weights`."""
+    found = [name for name in sorted(names) if _is(name, "_s") and _WHAT in name]
+    return [(name, name.removeprefix(_TEAM).removesuffix("_s").replace(_WHAT, ": ")) for name in found]
+
+
+def lines_of_queues(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Metric and legend: the store's queues, `rollout, for train`."""
+    found = [name for name in sorted(names) if name.startswith(_QUEUE)]
+    return [(name, name.removeprefix(_QUEUE).replace("/", ", for ")) for name in found]
+
+
+def _is(name: str, *ends: str) -> bool:
+    return name.startswith(_TEAM) and name.endswith(ends)
+
+
+def _mean(values: Sequence[float | None]) -> float:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else 0.0
