@@ -23,6 +23,15 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
         return
     if config.async_.order == "as_ready" and config.rollout.engine == "embedded":
         _check_engine(config, placement, facts, checks)
+    sampling = config.algorithm.dynamic_sampling
+    if config.async_.order == "as_ready" and sampling.enabled and sampling.surplus == "drop":
+        checks.warn(
+            "async",
+            "algorithm.dynamic_sampling.surplus",
+            "groups that no step has been trained on yet wait for the next one, and none of them is dropped",
+            found="drop",
+            fix=f"set algorithm.dynamic_sampling.surplus=keep, or {ORDER}=in_order {KEY}=0",
+        )
     if lag >= steps:
         checks.warn(
             "async",

@@ -70,3 +70,12 @@ def test_the_plan_says_how_far_ahead_the_rollout_is(config_of):
     assert "async: in_order, 1 step stale" in plan(*AHEAD)
     assert "async: in_order, not stale" in plan(*APART)
     assert "async: " not in plan("cluster.nproc=2")
+
+
+DAPO = ("algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true", "rollout_correction.preset=pg_is")
+
+
+@pytest.mark.parametrize(("surplus", "useless"), [("drop", True), ("keep", False)])
+def test_groups_that_wait_for_a_step_are_not_dropped(warned, surplus, useless):
+    found = [check.key for check in warned(*READY, *DAPO, f"algorithm.dynamic_sampling.surplus={surplus}")]
+    assert ("algorithm.dynamic_sampling.surplus" in found) == useless

@@ -104,10 +104,16 @@ def test_without_staleness_nothing_is_refused():
 READY = "async.order=as_ready"
 
 
-@pytest.mark.parametrize("recipe", ["grpo_quickstart", "ppo_quickstart"])
+@pytest.mark.parametrize("recipe", ["grpo_quickstart", "ppo_quickstart", "dapo_quickstart"])
 @pytest.mark.parametrize("more", [(), ("async.partial=true",), ("async.max_staleness=7",)])
 def test_a_rollout_in_a_team_of_its_own_can_hand_over_what_is_ready(recipe, more):
     assert [team.name for team in placed(recipe, APART, READY, *more).teams] == ["train", "draw"]
+
+
+def test_of_dapo_all_that_scores_is_where_samples_are_drawn():
+    found = placed("dapo_quickstart", APART, READY)
+    assert found["draw"].nodes == ("rollout", "reward_submit", "reward", "overlong")
+    assert found.of_node("dynamic_sampling").name == "train"
 
 
 def test_its_replicas_need_not_divide_the_groups_of_a_step():
@@ -128,7 +134,7 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
         ),
         ("grpo_quickstart", {}, (READY,), "async.max_staleness", ["takes turns", "async.order=in_order"]),
         ("grpo_quickstart", APART, (READY, "rollout.stale_steps=1"), "rollout.stale_steps", ["older than they have"]),
-        ("dapo_quickstart", {}, (READY,), "async.max_staleness", ["dynamic sampling asks for more samples"]),
+        ("dapo_quickstart", {}, (READY,), "async.max_staleness", ["takes turns"]),
         (
             "grpo_quickstart",
             APART,

@@ -39,6 +39,7 @@ NAMES = {
     "launchers/torchrun.py": "starts a program",
     "megarl/cli.py": "workers get an entry function",
     "megarl/config/load.py": "the folder of the included recipes",
+    "megarl/dag/ahead.py": "which stage a node has; it imports neither",
     "megarl/envs/registry.py": "the included environments, of the same folder",
     "megarl/envs/tools/functions.py": "starts a program",
     "megarl/rewards/pool.py": "starts a program",
