@@ -34,7 +34,7 @@ from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
 from megarl.processes import STORE, TEAM, WORKER, shared_memory_free
 from megarl.store.flow import FlowSettings
-from megarl.store.size import LEAST, object_store_bytes
+from megarl.store.size import LEAST, object_store_bytes, refuse_too_large
 
 if TYPE_CHECKING:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 _AUTH_MODE = "RAY_AUTH_MODE"
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # elsewhere, too: whether nodes may be on several machines
 _PROBE_S = 5.0  # to open a connection to a cluster
+#: Settings of a Ray that is started for a run: a full object store neither moves objects to disk nor makes new ones
+#: there. Without the second Ray takes files for what does not fit, as long as the disk is not so full.
+NO_SPILLING = {"automatic_object_spilling_enabled": False, "local_fs_capacity_threshold": 0.0}
 _HANDED_ON = ("PYTHONPATH", "HF_HUB_OFFLINE")  # the second may be set here only, by `check_hub`
 
 
@@ -92,7 +95,7 @@ def start(job: Job, *, own: bool = False) -> RayWorkers:
         own: on a Ray that is started for it on this machine, whatever RAY_ADDRESS says.
 
     Raises:
-        ConfigError: the cluster has too few devices.
+        ConfigError: the cluster has too few devices, or samples do not fit into this machine's shared memory.
         WorkerError: the devices or actors were not there within `cluster.start_timeout_s`.
     """
     workers = RayWorkers(job, own)
@@ -133,7 +136,7 @@ class RayWorkers:
             check_reachable(self._address, min(_PROBE_S, self._left()))
         self._entered = True
         with _signals_kept():
-            _connect(self._address, job.config.cluster.nproc, size, self._left())
+            _connect(self._address, job.config.cluster.nproc, size, self._left(), spill=job.config.placement.spill)
         self._reserve()
         self._number()
         if job.separate:
@@ -144,12 +147,13 @@ class RayWorkers:
     def _within_shared_memory(self, wanted: int) -> int:
         """`wanted` bytes, or what this machine has: Ray refuses more, or takes slow files for all of it, unasked."""
         free = shared_memory_free()
+        if (problem := refuse_too_large(self._job.config, self._job.placement, free)) is not None:
+            raise problem
         if free is None or wanted <= max(free, LEAST):
             return wanted
         self._job.log.say(
             f"megarl: warning: the samples between teams may take {wanted / 1e9:.1f} GB of shared memory, and /dev/shm "
-            f"has {free / 1e9:.1f} GB: what does not fit goes through files; enlarge it (docker run --shm-size), or "
-            "lower data.batch_size"
+            f"has {free / 1e9:.1f} GB: what does not fit goes through files (placement.spill)"
         )
         return max(free, LEAST)
 
@@ -300,7 +304,7 @@ def _signals_kept() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float) -> None:
+def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float, *, spill: bool) -> None:
     """Enter the cluster at `address`, or start one here for `nproc` workers with an object store of its own."""
     if address is None:
         _keep_strangers_out()
@@ -315,6 +319,7 @@ def _connect(address: str | None, nproc: int, store_bytes: int, limit_s: float) 
         num_cpus=max(nproc, available_cores()),  # a small machine may hold more CPU workers than cores
         include_dashboard=False,
         object_store_memory=store_bytes,
+        _system_config=None if spill else NO_SPILLING,
         _node_ip_address="127.0.0.1",
         **quiet,
     )

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megarl.processes import has_nvidia_device
+from megarl.processes import has_nvidia_device, shared_memory_free
 
 _ROOT = Path("/")
 
@@ -25,6 +25,7 @@ class Machine:
         gpu_memory: bytes of the smallest GPU that processes see; None: there is none, or its driver does not say.
         gpu_certain: False where CUDA_VISIBLE_DEVICES names GPUs in a way that leaves open which they are;
             `gpu_memory` is then of the smallest of the machine.
+        shared_memory: bytes that are free in /dev/shm; None: there is no such file system.
     """
 
     cores: int
@@ -32,6 +33,7 @@ class Machine:
     has_gpu: bool = False
     gpu_memory: float | None = None
     gpu_certain: bool = True
+    shared_memory: int | None = None
 
 
 def this_machine() -> Machine:
@@ -40,7 +42,7 @@ def this_machine() -> Machine:
     has_gpu = has_nvidia_device() and visible != []
     in_bus_order = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     size, certain = smallest_gpu(visible, in_bus_order=in_bus_order) if has_gpu else (None, True)
-    return Machine(available_cores(), host_memory(), has_gpu, size, certain)
+    return Machine(available_cores(), host_memory(), has_gpu, size, certain, shared_memory_free())
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str] | None:

@@ -7,6 +7,7 @@ the machine's own limits warn only, and those that the recipe names (`cluster.de
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 from megarl.checks.checklist import Checklist
@@ -18,6 +19,7 @@ from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.machine import Machine
+from megarl.store.size import refuse_too_large
 
 _TIGHT = 0.9
 _START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers
@@ -38,6 +40,7 @@ def check_machine(
 ) -> None:
     """Processes and memory of `job`. `starts`: on this machine; False: a dry run."""
     cluster = config.cluster
+    _check_store(config, placement, machine, launcher, checks, starts)
     wanted = cluster.device_memory_gb
     if launcher == "ray":
         starts = False  # Ray chooses the machines
@@ -111,6 +114,30 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
             "which is many times slower than one thread per core",
             found=cluster.threads,
             fix=f"set cluster.threads={max(1, machine.cores // here)}, or null",
+        )
+
+
+def _check_store(
+    config: RunConfig,
+    placement: Placement | None,
+    machine: Machine,
+    launcher: str | None,
+    checks: Checklist,
+    starts: bool,
+) -> None:
+    """Shared memory for what goes from team to team, where a Ray is started for the run."""
+    own = launcher == "local" or (launcher == "ray" and not os.environ.get("RAY_ADDRESS"))
+    if placement is None or not placement.separate or not own:
+        return
+    problem = refuse_too_large(config, placement, machine.shared_memory)
+    if problem is None:
+        checks.ok("shared memory", "holds the samples between teams, or they may go to disk")
+    elif starts:
+        checks.from_error("shared memory", problem)
+    else:
+        where = problem.where or ""
+        checks.warn(
+            "shared memory", where, problem.what, found=f"{problem.found}; here {problem.allowed}", fix=problem.fix
         )
 
 

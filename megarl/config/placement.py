@@ -44,6 +44,11 @@ class PlacementConfig(Section):
         "goes to replica k modulo their number; tokens: equally many groups of every mini-batch each, tokens as even "
         "as can be. A mini-batch holds the same prompts either way. Replicas that draw their samples exchange them",
     )
+    spill: bool = Field(
+        False,
+        description="a Ray that the run starts moves samples between teams to disk when shared memory is full; false: "
+        "they have to fit into it. On a Ray cluster of your own its settings count",
+    )
 
     @property
     def asks_for_teams(self) -> bool:

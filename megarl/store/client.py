@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
+_FREED_S = 2.0  # until Ray has given back the memory of what nobody refers to any more
 
 
 class StoreClient:
@@ -110,10 +111,12 @@ class StoreClient:
         refs, size = [], 0
         for payload in payloads:
             try:
-                refs.append(ray.put(payload))
+                refs.append(_put(payload))
             except ray.exceptions.RayError as error:
                 whole = f"{len(payload)} bytes of {what} do not go into this machine's object store"
-                raise StoreError(f"{self._who()}: {whole}: {error}") from error
+                full = "it is full, and may not use the disk (placement.spill), or that is full, too"
+                why = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
+                raise StoreError(f"{self._who()}: {whole}: {why}") from error
             size += len(payload)
         return refs, size
 
@@ -267,3 +270,17 @@ class StoreClient:
 
     def _word(self) -> Ping:
         return Ping(self._changes, phase.current(), phase.step_now, self._waits_for)
+
+
+def _put(payload: Any) -> Any:
+    """A reference to `payload` in this machine's object store. What takers are done with leaves it a moment later."""
+    import ray
+
+    end = time.monotonic() + _FREED_S
+    while True:
+        try:
+            return ray.put(payload)
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.1)

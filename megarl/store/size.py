@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megarl.errors import ConfigError, count
+
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
     from megarl.dag.placement import Handover, Placement
@@ -42,7 +44,7 @@ def steps_held(config: RunConfig) -> int:
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
     """Size of the object store of a Ray that is started for a run: `steps_held` of all handovers, and at least `LEAST`.
 
-    Where it is exceeded, Ray moves objects to disk.
+    Where it is exceeded, handing samples over fails; with `placement.spill` Ray moves objects to disk.
 
     Args:
         config: of the run.
@@ -50,3 +52,24 @@ def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
     """
     handovers = () if placement is None else placement.handovers
     return max(LEAST, steps_held(config) * sum(handover_bytes(config, handover) for handover in handovers))
+
+
+def refuse_too_large(config: RunConfig, placement: Placement | None, free: int | None) -> ConfigError | None:
+    """Why Ray cannot be started here with the object store that the run needs; None: it can, or may use the disk.
+
+    Args:
+        config: of the run.
+        placement: its teams; None: there is one.
+        free: bytes of shared memory; None: there is no such file system.
+    """
+    wanted = object_store_bytes(config, placement)
+    if free is None or config.placement.spill or wanted <= max(free, LEAST):
+        return None
+    return ConfigError(
+        "the samples between teams do not fit into this machine's shared memory",
+        where="data.batch_size",
+        found=f"{wanted / 1e9:.1f} GB for {count(steps_held(config), 'step')} of the longest samples",
+        allowed=f"{free / 1e9:.1f} GB, which is what /dev/shm has",
+        fix="enlarge /dev/shm (docker run --shm-size), lower data.batch_size, rollout.sampling.n or max_new_tokens, or "
+        "let Ray move samples to disk, which is slow: placement.spill=true",
+    )

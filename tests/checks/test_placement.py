@@ -252,3 +252,25 @@ def test_the_documented_example_and_its_dry_run_are_those_of_the_code(write, mon
     lines = plan.text.splitlines()
     for line in shown.split("```")[1].strip().splitlines():
         assert line in lines
+
+
+@pytest.mark.parametrize(
+    ("launcher", "address", "free", "settings", "status"),
+    [
+        ("local", "", 1 << 40, (), "ok"),
+        ("local", "head:1", 1 << 20, (), "fail"),
+        ("ray", "", 1 << 20, (), "fail"),
+        ("local", "", 1 << 20, ("placement.spill=true",), "ok"),
+        ("ray", "head:1", 1 << 20, (), None),
+    ],
+)
+def test_samples_between_teams_fit_into_shared_memory(
+    config_of, monkeypatch, launcher, address, free, settings, status
+):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    long = ("rollout.sampling.max_new_tokens=100000", "model.hf_config.max_position_embeddings=200000", *settings)
+    machine = Machine(cores=64, memory=1e13, shared_memory=free)
+    for starts in (True, False):
+        items = check_config(config_of(*GRPO, *TWO, *long), launcher=launcher, machine=machine, starts=starts).items
+        found = [check.status for check in items if check.name == "shared memory"]
+        assert found == ([] if status is None else ["warn" if status == "fail" and not starts else status])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from megarl.launchers import ray as ray_launcher
 from megarl.launchers.common import run_workers
 from megarl.launchers.ray import within
 from megarl.processes import free_port
+from megarl.store import size as store_size
 from megarl.store.size import LEAST
 from tests.launchers import test_launchers as every
 from tests.runtime import harness
@@ -107,7 +110,9 @@ def test_a_ray_cluster_that_is_gone_is_named_at_once(
     ("free", "size", "warns"),
     [(None, 9 << 30, False), (9 << 30, 9 << 30, False), (4 << 30, 4 << 30, True), (1 << 20, LEAST, True)],
 )
+@pytest.mark.parametrize("spill", [False, True])
 def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
+    spill: bool,
     free: int | None,
     size: int,
     warns: bool,
@@ -115,22 +120,50 @@ def test_a_ray_of_our_own_asks_for_no_more_shared_memory_than_there_is(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """Without spilling a run that needs more is refused."""
+
     class NoRay(Exception):
         pass
 
     def init(**settings: object) -> None:
         assert settings["object_store_memory"] == size
+        assert settings["_system_config"] == (None if spill else ray_launcher.NO_SPILLING)
         raise NoRay("as far as this test goes")
 
     monkeypatch.delenv("RAY_ADDRESS")
-    monkeypatch.setattr(ray_launcher, "object_store_bytes", lambda config, placement: 9 << 30)
+    for module in (ray_launcher, store_size):
+        monkeypatch.setattr(module, "object_store_bytes", lambda config, placement: 9 << 30)
     monkeypatch.setattr(ray_launcher, "shared_memory_free", lambda: free)
     monkeypatch.setattr(ray_launcher, "_keep_strangers_out", lambda: None)
     monkeypatch.setattr("ray.init", init)
-    run_workers("ray", "m:f", RunConfig(name="x"), tmp_path)
+    config = RunConfig.model_validate({"name": "x", "placement": {"spill": spill}})
+    if warns and not spill:
+        with pytest.raises(ConfigError, match=r"data\.batch_size: (?s:.*)9\.7 GB(?s:.*)placement\.spill=true"):
+            run_workers("ray", "m:f", config, tmp_path)
+        return
+    run_workers("ray", "m:f", config, tmp_path)
     said = capsys.readouterr().err
     assert "as far as this test goes" in said
     assert ("may take 9.7 GB of shared memory, and /dev/shm has" in said) == warns
+
+
+@pytest.mark.parametrize(("spill", "error"), [(False, "OutOfDiskError"), (True, "None")])
+def test_a_full_store_of_a_ray_of_our_own_takes_files_only_if_it_may(spill: bool, error: str) -> None:
+    program = f"""
+from megarl.launchers.ray import _connect
+_connect(None, 1, 100 << 20, 60, spill={spill})
+import numpy as np, ray
+error, held = None, []
+try:
+    held = [ray.put(np.zeros(30 << 20, np.uint8)) for _ in range(5)]
+except ray.exceptions.RayError as caught:
+    error = type(caught).__name__
+print("ended with", error)
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert f"ended with {error}" in done.stdout, done.stderr
 
 
 def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
