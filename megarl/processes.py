@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import random
 import resource
 import shutil
 import signal
@@ -81,8 +82,19 @@ def own_worker_name() -> str:
     return worker_name(worker_number(), os.environ.get(TEAM), int(os.environ.get("RANK", "0")))
 
 
+_QUIET_PORTS = range(15_000, 32_000)
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port on `host` that nothing listens on at the moment of the call."""
+    """A TCP port on `host` that nothing listens on at the moment of the call.
+
+    If there is one, it is below those that systems give to outgoing connections (from 32768 on, most often): no
+    connection takes it before its listener does.
+    """
+    for port in random.SystemRandom().sample(_QUIET_PORTS, 64):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind((host, port))
+            return port
     with socket.socket() as listener:
         listener.bind((host, 0))
         return listener.getsockname()[1]
