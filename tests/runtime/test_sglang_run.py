@@ -18,7 +18,7 @@ from megarl.models.weights.export import write_metadata
 from megarl.rollout.sglang.launch import WorkerPlace, open_fleet
 from tests.rollout.forked import forked_servers
 from tests.rollout.servers import need_interpreter
-from tests.runtime import harness
+from tests.runtime import harness, test_flow
 from tests.runtime.harness import metrics, run, start, wait_for, write_recipe
 
 pytestmark = [pytest.mark.procs, pytest.mark.servers, pytest.mark.timeout(900)]
@@ -97,6 +97,16 @@ def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_pa
         assert numbers["rollout_corr/logp_diff_max"] < 1e-4
         assert numbers["rollout_corr/staleness_max"] == 0
         assert numbers["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("overrides", [(), (test_flow.PARTIAL,)], ids=["whole", "partial"])
+def test_samples_go_to_training_as_they_get_ready_on_a_server(recipe, external, tmp_path, overrides):
+    server = ("rollout.engine=sglang", "cluster.timeout_s=400", *external)
+    numbers = test_flow.train(recipe, tmp_path, *test_flow.LONG, *server, *overrides)
+    test_flow.check(test_flow.trained(tmp_path), test_flow.STEPS)
+    assert all(abs(numbers[step]["rollout_corr/kl"]) < 0.5 for step in range(1, test_flow.STEPS + 1))
+    samples = [sample for step in test_flow.trained(tmp_path).values() for sample in step]
+    assert any(len(sample["versions"]) > 1 for sample in samples) == bool(overrides)
 
 
 def test_own_server_ends_with_a_killed_run_and_the_resumed_run_starts_another(recipe):
