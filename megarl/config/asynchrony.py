@@ -19,8 +19,8 @@ class AsyncConfig(Section):
     )
     order: Literal["in_order", "as_ready"] = Field(
         "in_order",
-        description="in_order: k is 0 or 1, and step t is drawn with exactly the weights after step t - 1 - k, so that "
-        "1 draws a step while the one before it is trained; as_ready: k is 1 or more, and a step is trained on groups "
+        description="in_order: step t is drawn with exactly the weights after step t - 1 - k, so that 1 draws a step "
+        "while the one before it is trained; as_ready: k is 1 or more, and a step is trained on groups "
         "that are ready, in whatever order they get so",
     )
     partial: bool = Field(

@@ -44,7 +44,7 @@ def describe_ahead(config: RunConfig) -> str:
         limit = f"(1 + {k}) * {config.data.batch_size} = {admission_limit(config)}"
         return f"as_ready, at most {count(k, 'step')} stale; at most {limit} groups begun and not trained on; {rest}"
     if k:
-        return "in_order, 1 step stale: a step is drawn while the one before it is trained"
+        return f"in_order, {count(k, 'step')} stale: step t is drawn with the weights after step t - {1 + k}"
     return "in_order, not stale: a step is drawn after the one before it is trained"
 
 
@@ -111,14 +111,13 @@ def _refuse_keys(config: RunConfig) -> None:
             allowed=f"an integer from 1 on, or 0 with {ORDER}=in_order",
             fix=f"set {KEY}=1, or {ORDER}=in_order",
         )
-    if section.order == "in_order" and lag > 1:
+    if section.order == "in_order" and lag > 1 and config.actor.engine.offload:
         raise ConfigError(
-            "in order, samples of one version of the weights are drawn while the next one is trained; more would need "
-            "copies of older weights, which are not kept",
-            where=KEY,
-            found=lag,
-            allowed=f"0 or 1, or more with {ORDER}=as_ready",
-            fix=f"set {KEY}=1, or {ORDER}=as_ready",
+            "in order, weights wait for their turn as copies of the actor's parameters, which are away between steps",
+            where="actor.engine.offload",
+            found=True,
+            allowed=f"false with {KEY} above 1",
+            fix=f"set actor.engine.offload=false, or {KEY}=1",
         )
 
 

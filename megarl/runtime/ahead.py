@@ -16,7 +16,8 @@ No wait closes a circle: weights t wait for what is drawn for step t + k, which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,8 +29,11 @@ from megarl.runtime.drawn import Drawn
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import due, evaluate_drawn
+from megarl.training.copies import ParameterCopies
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.config.run import RunConfig
     from megarl.dag.executor import Executor
     from megarl.runtime.checkpoint_part import CheckpointPart
@@ -52,11 +56,16 @@ def may_save(config: RunConfig, step: int) -> bool:
     return step == trainer.steps or due(step, trainer.save_every) or best
 
 
-def await_drawn(c: Controller, version: int) -> None:
-    """Wait until nothing is drawn any more with the weights that `version` replaces. Every rank of the actor's team.
+class Pushes:
+    """The actor's end: weights go to where samples are drawn, version by version. Collective over the actor's team.
 
-    Without staleness it trains on these samples only after they are all drawn, and need not ask.
+    With k > 1 the rollout's team may still draw with the version before when a new one is there. Then training goes on,
+    and a copy of the new one waits in host memory until its turn has come; there are k copies at most.
+
+    Args:
+        c: this rank's controller.
     """
+<<<<<<< HEAD
     lag = c.config.async_.max_staleness
     if lag and version + lag <= c.config.trainer.steps:
         team = c.team.placement.of_role(Role.ROLLOUT)
@@ -64,6 +73,59 @@ def await_drawn(c: Controller, version: int) -> None:
         with phase("await_drawn", waits_for=team.name):
             for replica in range(team.replicas):
                 c.mail.read(f"{DRAWN}/{replica}/{version + lag}")
+=======
+
+    def __init__(self, c: Controller) -> None:
+        self._c, self._lag = c, c.config.async_.max_staleness
+        self._waiting: deque[tuple[int, list[Tensor]]] = deque()
+
+    def before_step(self, step: int) -> None:
+        """Push what waits and may go by now."""
+        self._push_waiting(wait=False)
+
+    def after_step(self, version: int) -> None:
+        """The weights after step `version` are those of now."""
+        config = self._c.config
+        now = self._lag <= 1 or version == config.trainer.steps or may_save(config, version)
+        now = now or due(version, config.validation.every)
+        if self._push_waiting(wait=now) and self._may_go(version, wait=now):
+            publish(self._c, version)
+        else:
+            self._waiting.append((version, ParameterCopies(self._c.actor.chunks).take()))
+
+    def _push_waiting(self, *, wait: bool) -> bool:
+        """Push the versions that wait, as far as they may go; are there none left?"""
+        while self._waiting:
+            version, values = self._waiting[0]
+            if not self._may_go(version, wait=wait):
+                return False
+            with ParameterCopies(self._c.actor.chunks).replaced(values):
+                publish(self._c, version)
+            self._waiting.popleft()
+        return True
+
+    def _may_go(self, version: int, *, wait: bool) -> bool:
+        """Whether nothing is drawn any more with the weights that `version` replaces; `wait` until it is so.
+
+        Without staleness it is trained on these samples only after they are all drawn.
+        """
+        c, step = self._c, version + self._lag
+        if not self._lag or step > c.config.trainer.steps:
+            return True
+        team = c.team.placement.of_role(Role.ROLLOUT)
+        assert team is not None, "every run draws samples"
+        assert c.team.store is not None, "checks want the rollout in a team of its own"
+        names = [f"{DRAWN}/{replica}/{step}" for replica in range(team.replicas)]
+        if wait:
+            with phase("await_drawn"):
+                for name in names:
+                    c.mail.read(name)
+            return True
+        found = None
+        if c.layout.rank == 0:
+            found = all(c.team.store.peek(name) is not None for name in names)
+        return bool(c.layout.world.broadcast_json(found))
+>>>>>>> 5bd884f (In order, drawing runs any number of steps ahead; a run as ready forgets what was used at every gate)
 
 
 @dataclass
@@ -76,7 +138,7 @@ class RolloutSteps:
         crossing: of the executor.
         recorder: of this rank.
         checkpoints: this team's part of them.
-        held: what a checkpoint has for the first step; None: that is drawn, too.
+        held: what a checkpoint has for the first steps.
     """
 
     c: Controller
@@ -84,7 +146,8 @@ class RolloutSteps:
     crossing: TeamCrossing
     recorder: Recorder
     checkpoints: CheckpointPart
-    held: Drawn | None
+    held: list[Drawn]
+    _ahead: list[Drawn] = field(default_factory=list)  # of steps that the newest checkpoint does not have
 
     def run(self) -> None:
         """All steps that are left, and the weights after the last ones."""
@@ -95,17 +158,19 @@ class RolloutSteps:
             set_step(step)
             self.recorder.start_step()
             with phase("step"):
-                drawn = self._give_held() if self.held is not None and step == first + 1 else self._draw()
+                drawn = self._give_held() if self.held else self._draw()
+                if lag:
+                    self._ahead.append(drawn)
                 self._tell()
                 if step - lag > first:
                     self._follow(step - lag)
             self.recorder.end_step(step)
             if step - lag > first:
-                self._save(step - lag, drawn if lag else None)
+                self._save(step - lag)
         for version in range(max(first, steps - lag) + 1, steps + 1):
             with phase("step"):
                 self._follow(version)
-            self._save(version, None)
+            self._save(version)
 
     def _draw(self) -> Drawn | None:
         """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""
@@ -114,15 +179,17 @@ class RolloutSteps:
         with phase("load"):
             prompts = next(c.loader)
         self.executor.run(c.context, prompts, more=c.loader)
+<<<<<<< HEAD
         if not c.config.async_.max_staleness:
             return None
         return Drawn(self.crossing.given, Metrics.from_json(c.context.metrics.to_json()))
+=======
+        return Drawn(self.crossing.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
+>>>>>>> 5bd884f (In order, drawing runs any number of steps ahead; a run as ready forgets what was used at every gate)
 
     def _give_held(self) -> Drawn:
         """What the walk gave before the run was interrupted goes to the other teams in its place."""
-        c, drawn = self.c, self.held
-        assert drawn is not None, "asked before"
-        self.held = None
+        c, drawn = self.c, self.held.pop(0)
         c.context.metrics.merge(drawn.metrics)
         with phase("give"):
             self.crossing.give_again(c.context.step, drawn.given)
@@ -142,21 +209,31 @@ class RolloutSteps:
         if version == config.trainer.steps or due(version, config.validation.every):
             evaluate_drawn(c, self.recorder, version)
 
-    def _save(self, version: int, drawn: Drawn | None) -> None:
+    def _save(self, version: int) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
+        self._ahead = [drawn for drawn in self._ahead if drawn.step > version]
         if may_save(self.c.config, version):
-            files = None if drawn is None else partial(drawn.files, self.c.layout)
+            files = partial(self._files, version)
             self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
         else:
             self.checkpoints.poll()
 
+    def _files(self, version: int) -> dict[str, bytes]:
+        """Name and content of all that is drawn for steps after `version`."""
+        files: dict[str, bytes] = {}
+        for drawn in self._ahead:
+            files |= drawn.files(self.c.layout, version)
+        return files
 
-def find_drawn(c: Controller, source: Path) -> Drawn | None:
-    """What the checkpoint has for the step after its own, this replica's share; None: nothing, or not for this team."""
+
+def find_drawn(c: Controller, source: Path) -> list[Drawn]:
+    """What the checkpoint has for the steps after its own, this replica's share, in a team that draws ahead."""
     from megarl.runtime.drawn import read_drawn
     from megarl.training.checkpoint import read_state
 
-    saved = read_state(source).get("drawn")
-    if saved is None or not draws_apart(c):
-        return None
-    return read_drawn(source, saved["parts"], c.layout, c.team.placement.given_by(c.team.plan.name))
+    saved, step = read_state(source).get("drawn"), c.context.step
+    if saved is None:
+        return []
+    given = c.team.placement.given_by(c.team.plan.name)
+    steps = range(step + 1, step + 1 + saved.get("steps", 1))  # an older version had one
+    return [read_drawn(source, step, ahead, saved["parts"], c.layout, given) for ahead in steps]

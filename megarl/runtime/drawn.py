@@ -1,11 +1,12 @@
-"""What the rollout's team has drawn for a step that is not trained yet, in a checkpoint.
+"""What the rollout's team has drawn for steps that are not trained yet, in a checkpoint.
 
-Its weights are gone when the step before it is trained, so nobody could draw it again. What is kept is what the team
+The weights of step t + 1 are gone when step t is trained, so nobody could draw it again. What is kept is what the team
 gave to others, under the nodes that wrote it, with its part of the step's metrics; each replica writes its groups, and
 group number k goes to replica k modulo their number of whoever reads them:
 
     drawn_0.safetensors    uid, sample_id, number and tokens of the group, fields as node/field; one row per sample
     drawn_0.json           metrics of the walk
+    drawn_0_2...           of the step after that, where drawing runs two steps ahead
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ class Drawn:
     Attributes:
         given: what its first rank gave to other teams, by handover; empty on other ranks.
         metrics: of this rank, from the walk.
+        step: that it is for.
     """
 
     given: Mapping[str, Gift]
     metrics: Metrics
+    step: int
 
-    def files(self, layout: Layout) -> dict[str, bytes]:
-        """Name and content of this replica's files; only its first rank writes them."""
+    def files(self, layout: Layout, saved: int) -> dict[str, bytes]:
+        """Name and content of this replica's files in the checkpoint of step `saved`; only its first rank writes."""
         import torch
 
         from megarl.data.batch import Batch
@@ -63,12 +66,20 @@ class Drawn:
                 if field not in NAMES:
                     board.set(_key(gift.node, field), gift.samples[field])
         assert board is not None, "what is drawn is used by other teams"
-        name = _name(layout.dp_rank)
-        return {name: board.to_bytes(), f"{_stem(layout.dp_rank)}.json": json.dumps(self.metrics.to_json()).encode()}
+        stem = _stem(layout.dp_rank, self.step - saved)
+        return {
+            f"{stem}.safetensors": board.to_bytes(),
+            f"{stem}.json": json.dumps(self.metrics.to_json()).encode(),
+        }
 
 
-def read_drawn(folder: Path, parts: int, layout: Layout, handovers: Iterable[Handover]) -> Drawn:
-    """This replica's share of what `parts` replicas wrote, for the `handovers` of its team."""
+def read_drawn(folder: Path, saved: int, step: int, parts: int, layout: Layout, handovers: Iterable[Handover]) -> Drawn:
+    """This replica's share of what `parts` replicas wrote for `step`, for the `handovers` of its team.
+
+    Args:
+        folder: of the checkpoint of step `saved`.
+    """
+    stems = [_stem(part, step - saved) for part in range(parts)]
     from megarl.data.batch import Batch
     from megarl.data.groups import group_places
     from megarl.store.core import GroupInfo
@@ -76,10 +87,10 @@ def read_drawn(folder: Path, parts: int, layout: Layout, handovers: Iterable[Han
 
     metrics = Metrics()
     if not layout.is_lead:
-        return Drawn({}, metrics)
+        return Drawn({}, metrics, step)
     for part in range(layout.dp_rank, parts, layout.dp_size):
-        metrics.merge(Metrics.from_json(json.loads((folder / f"{_stem(part)}.json").read_text())))
-    whole = Batch.concat([Batch.from_bytes((folder / _name(part)).read_bytes()) for part in range(parts)])
+        metrics.merge(Metrics.from_json(json.loads((folder / f"{stems[part]}.json").read_text())))
+    whole = Batch.concat([Batch.from_bytes((folder / f"{stem}.safetensors").read_bytes()) for stem in stems])
     numbers, tokens = whole[_NUMBER].tolist(), whole[_TOKENS].tolist()
     mine = [group for group in group_places(whole["uid"]) if numbers[group[0]] % layout.dp_size == layout.dp_rank]
     mine.sort(key=lambda group: numbers[group[0]])
@@ -101,7 +112,7 @@ def read_drawn(folder: Path, parts: int, layout: Layout, handovers: Iterable[Han
             if (key := _key(one.node, field)) in board:  # an optional one may not have been written
                 samples.set(field, board[key])
         given[one.key] = Gift(one.node, groups, samples)
-    return Drawn(given, metrics)
+    return Drawn(given, metrics, step)
 
 
 def describe_drawn(config: RunConfig, placement: Placement, step: int) -> dict[str, Any] | None:
@@ -116,6 +127,7 @@ def describe_drawn(config: RunConfig, placement: Placement, step: int) -> dict[s
         fields.setdefault(one.node, []).extend(one.fields)
     return {
         "order": config.async_.order,
+        "steps": min(config.async_.max_staleness, config.trainer.steps - step),
         "parts": team.replicas,
         "fields": fields,
         "settings": _settings(config),
@@ -155,6 +167,16 @@ def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig,
             found=config.async_.order,
             allowed=order,
             fix=_way_out(step, f"async.order={order}"),
+        )
+    held = saved.get("steps", 1)  # of an older version
+    if order == "in_order" and config.async_.max_staleness < held - 1:
+        raise ConfigError(
+            f"the checkpoint holds samples of {held} steps that were drawn ahead of training, and this run would not "
+            "keep what is left of them in its next one",
+            where="async.max_staleness",
+            found=config.async_.max_staleness,
+            allowed=f"{held - 1} or more",
+            fix=f"set async.max_staleness={held - 1}; a run that goes on from its first checkpoint may have one less",
         )
     before = saved.get("settings", {})  # an older version did not note them
     for key, now in _settings(config).items():
@@ -208,9 +230,6 @@ def _key(node: str, field: str) -> str:
     return f"{node}/{field}"
 
 
-def _stem(part: int) -> str:
-    return f"drawn_{part}"
-
-
-def _name(part: int) -> str:
-    return f"{_stem(part)}.safetensors"
+def _stem(part: int, ahead: int) -> str:
+    """`ahead`: steps after that of the checkpoint."""
+    return f"drawn_{part}" if ahead == 1 else f"drawn_{part}_{ahead}"

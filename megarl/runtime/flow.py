@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.dag.ahead import admission_limit
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
 from megarl.phase import phase, set_step
@@ -128,8 +129,8 @@ class FlowSteps:
         sampling, most = config.rollout.sampling, config.rollout.max_running
         if c.fleet is not None:
             most = config.rollout.sglang.max_concurrency * len(c.fleet.servers) // c.layout.dp_size
-        admitted = (1 + config.async_.max_staleness) * config.data.batch_size
-        groups = min(max(1, most // sampling.n), admitted)
+        fair = -(-admission_limit(config) // c.layout.dp_size)  # the others have room, too
+        groups = min(max(1, most // sampling.n), fair)
         longest = config.data.max_prompt_tokens + sampling.max_new_tokens
         return Stream(c.rollout.engine, sampling, c.rollout.eos_ids, groups * sampling.n, longest)
 
@@ -245,7 +246,7 @@ class FlowSteps:
             if wanted:
                 self._carried = Metrics()  # else they count with the next ones
             if ready is not None and wanted:
-                self._put(ready if not useless else ready.select(wanted))
+                self._put(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
 
     def _put(self, ready: Ready) -> None:
         self.crossing.put(self.c.context, ready)
@@ -282,7 +283,9 @@ class FlowSteps:
                 _store(c).post(f"{OPEN}/{c.layout.dp_rank}/{gate}", True)
             version = int(c.mail.read(f"{GATE}/{gate}"))
         publish(c, version)
-        c.context.step = version
+        for step in range(self._formed + 1, version + 1):
+            self._forget(c.mail.read(f"{FORMED}/{step}")["groups"])
+        c.context.step = self._formed = version
         self.recorder.end_step(gate)
         self.recorder.start_step()
         self._gate, self._dry, self._wanted = gate + 1, False, False
@@ -297,9 +300,6 @@ class FlowSteps:
         from megarl.runtime.flow_files import flow_files
 
         store, last = _store(c), version == c.config.trainer.steps
-        for step in range(self._formed + 1, version + 1):
-            self._forget(store.read(f"{FORMED}/{step}")["groups"])
-        self._formed = version
         state = store.flow_state()  # nobody begins anything before the next stretch
         assert c.loader is not None, "checks refuse a training run without data"
         c.loader.go_to(state["next"])
@@ -312,7 +312,7 @@ class FlowSteps:
         self.checkpoints.after_step(version, last=last, files=files)
 
     def _forget(self, used: Sequence[int]) -> None:
-        """These groups are trained on by a step that a checkpoint has."""
+        """A step that is trained has used these groups."""
         gone = set(used)
         self._versions = {number: version for number, version in self._versions.items() if number not in gone}
         left = [(ready, [number for number in ready.numbers if number not in gone]) for ready in self._ready]

@@ -21,7 +21,7 @@ from megarl.dag.node import Role
 from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
-from megarl.runtime.ahead import RolloutSteps, await_drawn, draws_apart, find_drawn
+from megarl.runtime.ahead import Pushes, RolloutSteps, draws_apart, find_drawn
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
 from megarl.runtime.critic import make_critic
@@ -162,7 +162,7 @@ def _steps_apart(
     recorder.crossing = crossing = _crossing(c, graph)
     assert crossing is not None, "there are other teams"
     executor = _executor(c, graph, crossing)
-    held = None if start.source is None else find_drawn(c, Path(start.source))
+    held = [] if start.source is None else find_drawn(c, Path(start.source))
     RolloutSteps(c, executor, crossing, recorder, checkpoints, held).run()
 
 
@@ -194,9 +194,12 @@ def _before_first_step(c: Controller, recorder: Recorder, checkpoints: SavedRun)
 
 def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: SavedRun) -> None:
     config = c.config
-    offers = Offers(c) if flows(c) and c.team.leads else None
-    if offers is not None:
-        recorder.drawn = offers.metrics
+    weights: Offers | Pushes | None = None  # other teams than the actor's have none to give
+    if c.team.leads and flows(c):
+        weights = Offers(c)
+        recorder.drawn = weights.metrics
+    elif c.team.leads:
+        weights = Pushes(c)
     for step in range(c.context.step + 1, config.trainer.steps + 1):
         c.context.step = step
         set_step(step)
@@ -208,15 +211,11 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: S
             if c.loader is not None:
                 with phase("load"):
                     prompts = next(c.loader)
-            if offers is not None:
-                offers.before_step(step)
+            if weights is not None:
+                weights.before_step(step)
             executor.run(c.context, prompts, more=c.loader)
-            if offers is not None:
-                offers.after_step(step)
-            else:
-                if c.team.leads:
-                    await_drawn(c, step)
-                publish(c, step)
+            if weights is not None:
+                weights.after_step(step)
             if last or due(step, config.validation.every):
                 accuracy = evaluate_drawn(c, recorder, step)
         numbers = recorder.end_step(step)

@@ -12,6 +12,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.groups import group_places
+from megarl.metrics import Metrics
 from megarl.store.core import GroupInfo, StoreError
 from megarl.store.crossing import NAMES, tokens_of
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from megarl.dag.node import Node
     from megarl.dag.placement import Placement
     from megarl.data.batch import Batch
-    from megarl.metrics import Metrics
     from megarl.store.client import StoreClient
 
 
@@ -31,7 +31,7 @@ class Ready:
         numbers: of their prompts.
         groups: what they hold.
         samples: of all of them, in their order, with what goes, by key of handover.
-        metrics: of these samples.
+        metrics: of these samples; they count with the first group.
     """
 
     numbers: list[int]
@@ -40,7 +40,7 @@ class Ready:
     metrics: Metrics
 
     def select(self, numbers: Sequence[int]) -> Ready:
-        """Some of them; the metrics stay with all."""
+        """Some of them, with the metrics if the first one is among them."""
         places = [self.numbers.index(number) for number in numbers]
         rows = {
             key: list(chain.from_iterable(group_places(some["uid"])[place] for place in places))
@@ -50,7 +50,7 @@ class Ready:
             list(numbers),
             [self.groups[place] for place in places],
             {key: some.select(rows[key]) for key, some in self.samples.items()},
-            self.metrics,
+            self.metrics if self.numbers[0] in numbers else Metrics(),
         )
 
 

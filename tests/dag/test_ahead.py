@@ -38,7 +38,13 @@ def test_what_scores_the_samples_frozen_may_be_with_it():
     ("recipe", "teams", "overrides", "key", "why"),
     [
         ("grpo_quickstart", {}, (), "async.max_staleness", "takes turns with the actor"),
-        ("grpo_quickstart", APART, ("async.max_staleness=2",), "async.max_staleness", "async.order=as_ready"),
+        (
+            "grpo_quickstart",
+            APART,
+            ("async.max_staleness=2", "actor.engine.offload=true"),
+            "actor.engine.offload",
+            "=1",
+        ),
         ("grpo_quickstart", APART, ("rollout.stale_steps=1",), "rollout.stale_steps", "older than they have to be"),
         ("dapo_quickstart", {}, (), "async.max_staleness", "dynamic sampling asks for more samples"),
         (

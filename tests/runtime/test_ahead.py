@@ -122,6 +122,19 @@ def test_a_run_may_begin_to_run_ahead_when_it_resumes(recipe, tmp_path):
     assert drawn_with(tmp_path) == {2: {1}, 3: {1}, 4: {2}}
 
 
+def test_two_steps_ahead_every_step_has_exactly_its_version_and_a_killed_run_goes_on(recipe, tmp_path):
+    two = ("async.max_staleness=2", "trainer.steps=6")
+    whole, run_dir = train(recipe, tmp_path / "whole", *two, work=noting_versions), tmp_path / "killed"
+    assert drawn_with(tmp_path / "whole") == {1: {0}, 2: {0}, 3: {0}, 4: {1}, 5: {2}, 6: {3}}
+    with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
+        train(recipe, run_dir, *two, work=killed_in_step_3)
+    assert sorted(path.name for path in (run_dir / "checkpoints" / "step_2").glob("drawn*.safetensors")) == [
+        "drawn_0.safetensors",
+        "drawn_0_2.safetensors",
+    ]
+    assert train(recipe, run_dir, *two) == whole
+
+
 def test_ppo_with_a_critic_in_a_third_team(recipe, tmp_path):
     numbers = train(recipe, tmp_path, *PPO, "trainer.steps=3", work=noting_versions)
     assert drawn_with(tmp_path) == {1: {0}, 2: {0}, 3: {1}}

@@ -75,6 +75,18 @@ def test_a_killed_run_goes_on_with_what_was_begun(recipe, tmp_path, overrides):
     check(trained(tmp_path), STEPS)
 
 
+def test_with_dynamic_sampling_only_groups_with_a_signal_are_trained_on(recipe, tmp_path):
+    numbers = train(recipe, tmp_path, *harness.DAPO, "validation.every=0")
+    found = trained(tmp_path)
+    assert {step: len(samples) for step, samples in found.items()} == dict.fromkeys(range(1, STEPS + 1), 8)
+    for samples in found.values():
+        scores: dict[str, set[float]] = {}
+        for sample in samples:
+            scores.setdefault(sample["id"].partition("#")[0], set()).add(sample["score"])
+        assert all(len(some) > 1 for some in scores.values())
+    assert min(numbers[step]["sampling/kept"] for step in numbers if step) < 1
+
+
 def test_other_replicas_and_another_staleness_go_on_from_its_checkpoint(recipe, tmp_path):
     train(recipe, tmp_path, "trainer.steps=3", PARTIAL, *LONG)
     shutil.rmtree(tmp_path / "checkpoints" / "step_3")  # the last one holds nothing: go on from the one before it
@@ -133,10 +145,11 @@ def before_training(call: Callable[[Any, Any], None]) -> None:
 def note(run_dir: Path, step: int, samples: Any) -> None:
     versions, tokens = (samples[name].unbind() for name in ("weight_versions", "version_tokens"))
     lengths = samples["response_ids"].lengths.tolist()
+    columns = samples["sample_id"], versions, tokens, lengths, samples["score"].tolist()
     with (run_dir / "trained").open("a") as file:
-        for name, own, counts, length in zip(samples["sample_id"], versions, tokens, lengths, strict=True):
+        for name, own, counts, length, score in zip(*columns, strict=True):
             line = {"step": step, "id": name, "versions": own.tolist(), "tokens": counts.tolist(), "length": length}
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(line | {"score": score}) + "\n")
 
 
 def noting(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from megarl.errors import ConfigError
+from megarl.training.copies import ParameterCopies
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.models.policy import PolicyModel
     from megarl.rollout.embedded.engine import EmbeddedEngine
 
@@ -28,7 +28,7 @@ class StaleWeights:
     """
 
     def __init__(self, chunks: Sequence[PolicyModel], engine: EmbeddedEngine, lag: int) -> None:
-        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        self._copies = ParameterCopies(chunks)
         self._engine = engine
         self._kept: deque[tuple[int, list[Tensor]]] = deque(maxlen=lag + 1)
 
@@ -49,7 +49,7 @@ class StaleWeights:
                 fix="start in another run folder (or with trainer.resume=never), or set rollout.stale_steps=0",
             )
         if not self._kept or self._kept[-1][0] != current:
-            self._kept.append((current, [p.detach().to("cpu", copy=True) for p in self._parameters]))
+            self._kept.append((current, self._copies.take()))
         version, old = self._kept[0]
         if version == current:
             yield
@@ -60,8 +60,6 @@ class StaleWeights:
         finally:
             self._install(current, self._kept[-1][1])
 
-    @torch.no_grad()
     def _install(self, version: int, values: list[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.copy_(value)
+        self._copies.put(values)
         self._engine.weight_version = version

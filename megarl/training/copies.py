@@ -1,0 +1,44 @@
+"""Copies of a model's parameters in host memory, to be put back for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megarl.models.policy import PolicyModel
+
+
+class ParameterCopies:
+    """Copies of the parameters that this process holds.
+
+    Args:
+        chunks: its parts of the model; their parameters stay the same tensors.
+    """
+
+    def __init__(self, chunks: Sequence[PolicyModel]) -> None:
+        self._parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+
+    def take(self) -> list[Tensor]:
+        """The values of now."""
+        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+
+    @torch.no_grad()
+    def put(self, values: Sequence[Tensor]) -> None:
+        """Write `values` into the parameters."""
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)
+
+    @contextlib.contextmanager
+    def replaced(self, values: Sequence[Tensor]) -> Iterator[None]:
+        """The parameters are `values` inside the block, and what they were after it."""
+        now = self.take()
+        self.put(values)
+        try:
+            yield
+        finally:
+            self.put(now)
