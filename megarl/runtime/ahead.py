@@ -65,15 +65,6 @@ class Pushes:
     Args:
         c: this rank's controller.
     """
-<<<<<<< HEAD
-    lag = c.config.async_.max_staleness
-    if lag and version + lag <= c.config.trainer.steps:
-        team = c.team.placement.of_role(Role.ROLLOUT)
-        assert team is not None, "every run draws samples"
-        with phase("await_drawn", waits_for=team.name):
-            for replica in range(team.replicas):
-                c.mail.read(f"{DRAWN}/{replica}/{version + lag}")
-=======
 
     def __init__(self, c: Controller) -> None:
         self._c, self._lag = c, c.config.async_.max_staleness
@@ -117,7 +108,7 @@ class Pushes:
         assert c.team.store is not None, "checks want the rollout in a team of its own"
         names = [f"{DRAWN}/{replica}/{step}" for replica in range(team.replicas)]
         if wait:
-            with phase("await_drawn"):
+            with phase("await_drawn", waits_for=team.name):
                 for name in names:
                     c.mail.read(name)
             return True
@@ -125,7 +116,6 @@ class Pushes:
         if c.layout.rank == 0:
             found = all(c.team.store.peek(name) is not None for name in names)
         return bool(c.layout.world.broadcast_json(found))
->>>>>>> 5bd884f (In order, drawing runs any number of steps ahead; a run as ready forgets what was used at every gate)
 
 
 @dataclass
@@ -159,7 +149,7 @@ class RolloutSteps:
             self.recorder.start_step()
             with phase("step"):
                 drawn = self._give_held() if self.held else self._draw()
-                if lag:
+                if lag and drawn is not None:
                     self._ahead.append(drawn)
                 self._tell()
                 if step - lag > first:
@@ -179,13 +169,9 @@ class RolloutSteps:
         with phase("load"):
             prompts = next(c.loader)
         self.executor.run(c.context, prompts, more=c.loader)
-<<<<<<< HEAD
         if not c.config.async_.max_staleness:
             return None
-        return Drawn(self.crossing.given, Metrics.from_json(c.context.metrics.to_json()))
-=======
         return Drawn(self.crossing.given, Metrics.from_json(c.context.metrics.to_json()), c.context.step)
->>>>>>> 5bd884f (In order, drawing runs any number of steps ahead; a run as ready forgets what was used at every gate)
 
     def _give_held(self) -> Drawn:
         """What the walk gave before the run was interrupted goes to the other teams in its place."""
