@@ -43,7 +43,7 @@ def test_what_scores_the_samples_frozen_may_be_with_it():
             APART,
             ("async.max_staleness=2", "actor.engine.offload=true"),
             "actor.engine.offload",
-            "=1",
+            "copies of the actor's parameters",
         ),
         ("grpo_quickstart", APART, ("rollout.stale_steps=1",), "rollout.stale_steps", "older than they have to be"),
         ("dapo_quickstart", {}, (), "async.max_staleness", "dynamic sampling asks for more samples"),
