@@ -19,6 +19,7 @@ from megarl.store.core import GroupInfo
 from megarl.store.crossing import Gift
 
 GROUPS, SAMPLES = 5, 2
+SAVED, STEP = 3, 5  # the checkpoint of step 3 has what was drawn for step 5
 PARALLEL = RunConfig(name="run").actor.parallel
 HANDOVERS = (
     Handover("rollout", "draw", ("response_ids", "note"), ("frozen", "train"), "rollout"),
@@ -30,7 +31,7 @@ def layout(replica: int, replicas: int, *, lead: bool = True) -> SimpleNamespace
     return SimpleNamespace(dp_rank=replica, dp_size=replicas, is_lead=lead)
 
 
-def drawn(replica: int, replicas: int) -> Drawn:
+def drawn(replica: int, replicas: int, step: int = STEP) -> Drawn:
     """Groups `replica`, `replica + replicas`, ... of a step."""
     numbers = range(replica, GROUPS, replicas)
     rows = [(number, sample) for number in numbers for sample in range(SAMPLES)]
@@ -49,12 +50,12 @@ def drawn(replica: int, replicas: int) -> Drawn:
         HANDOVERS[0].key: Gift("rollout", groups, responses),
         HANDOVERS[1].key: Gift("reward", groups, scores),
     }
-    return Drawn(given, metrics)
+    return Drawn(given, metrics, step)
 
 
 def saved(folder: Path, replicas: int) -> None:
     for replica in range(replicas):
-        for name, content in drawn(replica, replicas).files(layout(replica, replicas)).items():
+        for name, content in drawn(replica, replicas).files(layout(replica, replicas), SAVED).items():
             (folder / name).write_bytes(content)
 
 
@@ -64,7 +65,7 @@ def test_every_replica_gives_what_it_would_have_drawn(tmp_path, before, now):
     saved(tmp_path, before)
     metrics = Metrics()
     for replica in range(now):
-        found, wanted = read_drawn(tmp_path, before, layout(replica, now), HANDOVERS), drawn(replica, now)
+        found, wanted = read_drawn(tmp_path, SAVED, STEP, before, layout(replica, now), HANDOVERS), drawn(replica, now)
         assert list(found.given) == list(wanted.given)
         for key, gift in found.given.items():
             assert (gift.node, gift.groups) == (wanted.given[key].node, wanted.given[key].groups)
@@ -75,8 +76,8 @@ def test_every_replica_gives_what_it_would_have_drawn(tmp_path, before, now):
 
 def test_only_the_first_rank_of_a_replica_writes_and_gives(tmp_path):
     saved(tmp_path, 1)
-    assert drawn(0, 1).files(layout(0, 1, lead=False)) == {}
-    assert read_drawn(tmp_path, 1, layout(0, 1, lead=False), HANDOVERS).given == {}
+    assert drawn(0, 1).files(layout(0, 1, lead=False), SAVED) == {}
+    assert read_drawn(tmp_path, SAVED, STEP, 1, layout(0, 1, lead=False), HANDOVERS).given == {}
 
 
 def placement(*, apart: bool = True, handovers: tuple[Handover, ...] = HANDOVERS) -> Placement:
@@ -103,11 +104,24 @@ def config(*, size: int = 8, temperature: float = 0.5, staleness: int = 1) -> Ru
     )
 
 
-def test_a_checkpoint_says_what_it_has_for_the_next_step():
-    wanted = {"parts": 2, "fields": FIELDS, "settings": SETTINGS}
+def test_a_checkpoint_says_what_it_has_for_the_next_steps():
+    wanted = {"order": "in_order", "steps": 1, "parts": 2, "fields": FIELDS, "settings": SETTINGS}
     assert describe_drawn(config(), placement(), 8) == wanted
     assert describe_drawn(config(), placement(), 9) is None
     assert describe_drawn(config(staleness=0), placement(), 8) is None
+    assert describe_drawn(config(staleness=3), placement(), 5)["steps"] == 3
+    assert describe_drawn(config(staleness=3), placement(), 7)["steps"] == 2
+
+
+@pytest.mark.parametrize(("now", "good"), [(0, False), (1, False), (2, True), (3, True), (4, True)])
+def test_a_run_keeps_what_is_left_of_the_steps_that_were_drawn(now, good):
+    state = describe_drawn(config(staleness=3), placement(), 3)
+    if good:
+        refuse_other_drawing(3, state, config(staleness=now), placement())
+        return
+    with pytest.raises(ConfigError, match="samples of 3 steps") as error:
+        refuse_other_drawing(3, state, config(staleness=now), placement())
+    assert (error.value.where, error.value.allowed) == ("async.max_staleness", "2 or more")
 
 
 @pytest.mark.parametrize(
