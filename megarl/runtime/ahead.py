@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
+from megarl.models.copies import ParameterCopies
 from megarl.phase import phase, set_step
 from megarl.runtime.drawn import Drawn
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import due, evaluate_drawn
-from megarl.training.copies import ParameterCopies
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from megarl.errors import ConfigError
-from megarl.training.copies import ParameterCopies
+from megarl.models.copies import ParameterCopies
 
 if TYPE_CHECKING:
     from torch import Tensor
