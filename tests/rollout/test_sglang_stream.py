@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from megarl.comm import team_world
@@ -15,9 +16,14 @@ HALF = 4  # of the 8 tokens of a sample: what a server has of one that is aborte
 
 
 def waits_at_first(server: FakeServer, payload: dict[str, Any]) -> str:
-    """First stretches end only when they are aborted, but those of group 1."""
+    """First stretches end only when they are aborted, but those of group 1, which take a few looks of the client."""
     seed = payload["sampling_params"]["sampling_seed"]
-    return "wait" if seed % 10 == 0 and seed < 100 else "ok"
+    if seed < 100:
+        return "wait" if seed % 10 == 0 else "ok"
+    server.lock.release()
+    time.sleep(0.7)
+    server.lock.acquire()
+    return "ok"
 
 
 def add(stream: Stream, number: int, samples: int) -> None:
