@@ -145,7 +145,8 @@ def before_training(call: Callable[[Any, Any], None]) -> None:
 def note(run_dir: Path, step: int, samples: Any) -> None:
     versions, tokens = (samples[name].unbind() for name in ("weight_versions", "version_tokens"))
     lengths = samples["response_ids"].lengths.tolist()
-    columns = samples["sample_id"], versions, tokens, lengths, samples["score"].tolist()
+    scores = samples["score"].tolist() if "score" in samples else [None] * len(samples)  # dynamic sampling reads it
+    columns = samples["sample_id"], versions, tokens, lengths, scores
     with (run_dir / "trained").open("a") as file:
         for name, own, counts, length, score in zip(*columns, strict=True):
             line = {"step": step, "id": name, "versions": own.tolist(), "tokens": counts.tolist(), "length": length}
