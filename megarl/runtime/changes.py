@@ -199,8 +199,6 @@ def announcements(
                 allowed=str(old),
                 fix=f"set {key}={old}; trainer.resume=never starts from the beginning",
             )
-        if key == AHEAD_ORDER and drawn is not None:
-            raise _other_order(old, new)
         notes = [effect] if effect else []
         if drawn is not None and _is_of_drawing(key) and not (effect or "").startswith("not used"):
             notes += _late(key, now, drawn)
@@ -215,16 +213,6 @@ def _late(key: str, now: Plain, drawn: int) -> list[str]:
     if key.startswith("async."):
         return []  # these count at once, for all groups
     return ["not for the finished groups of the checkpoint, which are drawn and scored already"]
-
-
-def _other_order(old: Any, new: Any) -> ConfigError:
-    return ConfigError(
-        "the checkpoint holds samples that no step has been trained on, and they belong to steps in one order only",
-        where=AHEAD_ORDER,
-        found=new,
-        allowed=str(old),
-        fix=f"set {AHEAD_ORDER}={old}; the last checkpoint of a finished run holds none, and goes on in any order",
-    )
 
 
 def _is_of_drawing(key: str) -> bool:

@@ -166,7 +166,7 @@ def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig,
             where="async.order",
             found=config.async_.order,
             allowed=order,
-            fix=_way_out(step, f"async.order={order}"),
+            fix=_way_out(step, f"async.order={order}", order),
         )
     held = saved.get("steps", 1)  # of an older version
     if order == "in_order" and config.async_.max_staleness < held - 1:
@@ -186,12 +186,12 @@ def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig,
                 where=key,
                 found=now,
                 allowed=str(before[key]),
-                fix=_way_out(step, f"{key}={before[key]}"),
+                fix=_way_out(step, f"{key}={before[key]}", order),
             )
-    _refuse_other_fields(step, saved["fields"], placement)
+    _refuse_other_fields(step, saved["fields"], placement, order)
 
 
-def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement: Placement) -> None:
+def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement: Placement, order: str) -> None:
     from megarl.dag.stage import Role
 
     team = placement.of_role(Role.ROLLOUT)
@@ -203,7 +203,7 @@ def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement
             where="placement",
             found="the rollout in the team of the actor",
             allowed="a team of its own for the rollout",
-            fix=_way_out(step, "the placement of before"),
+            fix=_way_out(step, "the placement of before", order),
         )
     given = placement.given_by(team.name)
     lacking = [f"{field} of {one.node}" for one in given for field in one.fields if field not in kept.get(one.node, ())]
@@ -214,15 +214,16 @@ def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement
             where="recipe",
             found=", ".join(lacking),
             allowed="; ".join(f"{', '.join(fields)} of {node}" for node, fields in kept.items()),
-            fix=_way_out(step, "the recipe of before"),
+            fix=_way_out(step, "the recipe of before", order),
         )
 
 
-def _way_out(step: int, before: str) -> str:
+def _way_out(step: int, before: str, order: str) -> str:
+    lost = "; prompts that were begun for later steps are left out of their epoch" if order == "as_ready" else ""
     return (
         f"finish step {step + 1} with {before} and trainer.steps={step + 1}: that writes a checkpoint that holds no "
         "samples, from which other settings may go on (a learning rate that decays over the whole run is at its end in "
-        "this step, unless optim.decay_steps says how long that is); or start with trainer.resume=never"
+        f"this step, unless optim.decay_steps says how long that is{lost}); or start with trainer.resume=never"
     )
 
 

@@ -146,16 +146,6 @@ def test_less_staleness_draws_again_what_would_be_too_old():
     assert announcements(less, more, "train", drawn=4) == ["async.max_staleness: 1 -> 2"]
 
 
-@pytest.mark.parametrize("turned", [False, True])
-def test_the_order_stays_while_samples_wait(turned):
-    sections = {"async": {"max_staleness": 1}}, {"async": {"max_staleness": 1, "order": "as_ready"}}
-    before, now = (config(**one) for one in (reversed(sections) if turned else sections))
-    assert len(announcements(before, now, "train")) == 1
-    with pytest.raises(ConfigError, match="in one order only") as error:
-        announcements(before, now, "train", drawn=4)
-    assert error.value.where == "async.order"
-
-
 def test_the_settings_of_sft_take_effect_in_sft():
     before, now = config(), config(sft={"steps": 9})
     assert announcements(before, now, "sft") == ["sft.steps: 0 -> 9"]
