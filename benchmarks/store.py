@@ -1,8 +1,13 @@
 """The store between teams: `python -m megarl.benchmarks.store`.
 
 `core`: its state in one process, driven by 512 workers that draw and 512 that score. A step of 1,024 groups of 8
-samples goes there, and what they make of it comes back. CPU-seconds per step, of the core and of what drives it, what
-is held after many steps, and the CPU-seconds of a minute in which all of them wait.
+samples goes there, and what they make of it comes back. CPU-seconds per step, of the core with its journal and of what
+drives it, what is held after many steps, and the CPU-seconds of a minute in which all of them wait.
+
+`replay`: seconds in which a store that died reads a million of these events from its journal. That of a run is shorter,
+because a snapshot of the state takes the place of the calls.
+
+`clients`: the same steps between 16 processes, 8 of each team. CPU-seconds of the store's process per step.
 
 `ray`: a giver and a taker, each a process of its own. Seconds from the first byte given to the last byte read, of bytes
 and of a batch, beside copying as much into shared memory and out of it in the same run.
@@ -14,7 +19,10 @@ import argparse
 import gc
 import json
 import sys
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +30,14 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.store.core import Core, GroupInfo
+from megarl.store.durable import ROOM, DurableCore
 from megarl.store.standing import Ping, Roll
 
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
 CHUNKS, CHUNK_BYTES, TOKENS = 32, 16 << 20, 64 << 10
+EVENTS = 1_000_000
+CLIENTS, GROUP_BYTES = 8, 1 << 10
+FIELDS = tuple(f"field_{i}" for i in range(9))
 
 
 def teams(workers: int) -> Placement:
@@ -36,54 +48,107 @@ def teams(workers: int) -> Placement:
             TeamPlan("score", (Role.REFERENCE,), workers, workers, ParallelConfig(), ("ref_logp",)),
         ),
         (
-            Handover("rollout", "train", ("response_ids",), ("score",), "rollout"),
+            Handover("rollout", "train", FIELDS, ("score",), "rollout"),
             Handover("ref_logp", "score", ("ref_logp",), ("train",), "rollout"),
         ),
     )
 
 
-def drive(core: Core, step: int, groups: list[GroupInfo]) -> None:
-    """All calls of all workers in one step."""
-    there, back = "rollout>score", "ref_logp>train"
-    held = [groups[worker::WORKERS] for worker in range(WORKERS)]
-    for worker, mine in enumerate(held):
-        core.give("train", worker, step, there, mine, [object() for _ in mine])
-    for worker in range(WORKERS):
-        share = core.assignment("score", step, "rollout", worker)
-        assert share is not None, "all have given"
-        core.fetch("score", step, there, [group.uid for group in share])
-        core.give("score", worker, step, back, share, [object() for _ in share])
-        core.done("score", worker, step)
-    for worker, mine in enumerate(held):
-        core.fetch("train", step, back, [group.uid for group in mine])
-        core.done("train", worker, step)
+class Workers:
+    """All workers of a run, calling as their clients do a store in this process.
+
+    Args:
+        path: of the journal.
+        share: how groups are shared.
+        room: of the journal.
+    """
+
+    def __init__(self, path: Path, share: str = "dealt", room: int = ROOM) -> None:
+        self.store = DurableCore(lambda: Core(teams(WORKERS), GROUPS, share), path, "bench", room)  # type: ignore[arg-type]
+        self.serials: Counter[tuple[str, int]] = Counter()
+        self.fetches = 0
+
+    def change(self, team: str, rank: int, method: str, *arguments: Any, refs: Sequence[Any] = ()) -> None:
+        """A call that changes something, and the word that comes back."""
+        self.serials[team, rank] += 1
+        call = json.dumps([method, *arguments], separators=(",", ":"))
+        self.store.change(team, rank, self.serials[team, rank], call, refs)
+        self.store.word(team, rank)
+
+    def drive(self, step: int, groups: list[GroupInfo]) -> None:
+        """All calls of all workers in one step."""
+        there, back = "rollout>score", "ref_logp>train"
+        held = [groups[worker::WORKERS] for worker in range(WORKERS)]
+        for worker, mine in enumerate(held):
+            self.change("train", worker, "give", "train", worker, step, there, mine, refs=[object() for _ in mine])
+        for worker in range(WORKERS):
+            share = self.store.ask("assignment", "score", step, "rollout", worker)
+            assert share is not None, "all have given"
+            self.store.fetch("score", step, there, [group.uid for group in share])
+            self.fetches += 1
+            self.change("score", worker, "give", "score", worker, step, back, share, refs=[object() for _ in share])
+            self.change("score", worker, "done", "score", worker, step)
+        for worker, mine in enumerate(held):
+            self.store.fetch("train", step, back, [group.uid for group in mine])
+            self.fetches += 1
+            self.change("train", worker, "done", "train", worker, step)
+
+
+def groups_of_step() -> list[GroupInfo]:
+    """Groups of unequal length."""
+    return [
+        GroupInfo(f"prompt-{k}", k, tuple(f"prompt-{k}#{i}" for i in range(SAMPLES)), 1000 + 37 * k % 900)
+        for k in range(GROUPS)
+    ]
 
 
 def measure_core() -> dict[str, float]:
     """CPU-seconds of a step, by how groups are shared, and objects that the core holds after many."""
     import tracemalloc
 
-    groups = [
-        GroupInfo(f"prompt-{k}", k, tuple(f"prompt-{k}#{i}" for i in range(SAMPLES)), 1000 + 37 * k % 900)
-        for k in range(GROUPS)
-    ]
+    groups = groups_of_step()
     result = {}
-    for share in ("dealt", "tokens"):
-        core = Core(teams(WORKERS), GROUPS, share)
-        drive(core, 0, groups)
-        start = time.process_time()
-        for step in range(1, STEPS + 1):
-            drive(core, step, groups)
-        result[f"{share}_cpu_s_per_step"] = (time.process_time() - start) / STEPS
-    result["minute_of_waiting_cpu_s"] = wait_a_minute()
-    gc.collect()
-    tracemalloc.start()
-    for step in range(STEPS + 1, 3 * STEPS + 1):
-        drive(core, step, groups)
-    gc.collect()
-    result["kb_held_after_10_more_steps"] = tracemalloc.get_traced_memory()[0] / 1e3
-    tracemalloc.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        for share in ("dealt", "tokens"):
+            workers = Workers(Path(folder) / share, share)
+            workers.drive(0, groups)
+            start = time.process_time()
+            for step in range(1, STEPS + 1):
+                workers.drive(step, groups)
+            result[f"{share}_cpu_s_per_step"] = (time.process_time() - start) / STEPS
+        result["minute_of_waiting_cpu_s"] = wait_a_minute()
+        gc.collect()
+        tracemalloc.start()
+        for step in range(STEPS + 1, 3 * STEPS + 1):
+            workers.drive(step, groups)
+        gc.collect()
+        result["kb_held_after_10_more_steps"] = tracemalloc.get_traced_memory()[0] / 1e3
+        tracemalloc.stop()
     return result
+
+
+def measure_replay() -> dict[str, float]:
+    """Seconds of opening a store again whose journal holds so many calls, and the size of one that may be replaced."""
+    groups, step = groups_of_step(), 0
+    with tempfile.TemporaryDirectory() as folder:
+        all_of_it = Path(folder) / "all"
+        workers = Workers(all_of_it, room=1 << 40)
+        while workers.serials.total() + workers.fetches < EVENTS:
+            workers.drive(step, groups)
+            step += 1
+        del workers
+        gc.collect()
+        start = time.perf_counter()
+        again = Workers(all_of_it, room=1 << 40)
+        seconds = time.perf_counter() - start
+        assert again.store.word("train", 0).heard == 2 * step, "nothing is missing"
+        size = all_of_it.stat().st_size
+        all_of_it.unlink()
+        short, largest = Workers(Path(folder) / "short"), 0
+        for step in range(100):
+            short.drive(step, groups)
+            largest = max(largest, (Path(folder) / "short").stat().st_size)
+    return {"replay_s": seconds, "journal_mb": size / 1e6, "largest_mb_with_snapshots": largest / 1e6}
 
 
 def wait_a_minute() -> float:
@@ -146,6 +211,63 @@ class Process:
         return end
 
 
+class Member:
+    """One of several workers of a team; a Ray actor."""
+
+    def __init__(self, team: str, rank: int) -> None:
+        import numpy as np
+
+        from megarl.store.client import StoreClient
+
+        self._client = StoreClient.connect("clients", team, rank, 120.0)
+        self._bytes = np.zeros(GROUP_BYTES, np.uint8)
+
+    def draw(self, step: int, groups: list[GroupInfo]) -> None:
+        """Hand over a step, and read what comes back."""
+        self._client.give(step, "rollout>score", groups, [self._bytes] * len(groups))
+        self._client.fetch(step, "ref_logp>train", [group.uid for group in groups])
+        self._client.done(step)
+
+    def score(self, step: int, part: int) -> None:
+        """Read a share of a step, and hand over what is made of it."""
+        mine = self._client.assignment(step, "rollout", part)
+        self._client.fetch(step, "rollout>score", [group.uid for group in mine])
+        self._client.give(step, "ref_logp>train", mine, [self._bytes] * len(mine))
+        self._client.done(step)
+
+
+def measure_clients() -> dict[str, float]:
+    """CPU-seconds of the store's process in a step of several processes, and seconds of the step."""
+    import psutil
+    import ray
+
+    from megarl.store.actor import start_store
+
+    groups = groups_of_step()
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=1 << 28, log_to_driver=False)
+    with tempfile.TemporaryDirectory() as folder:
+        handle = start_store("clients", teams(CLIENTS), GROUPS, "dealt", Path(folder) / "journal")
+        make = ray.remote(Member).options(num_cpus=0)
+        drawers, scorers = ([make.remote(team, rank) for rank in range(CLIENTS)] for team in ("train", "score"))
+
+        def step(number: int) -> None:
+            draws = [one.draw.remote(number, groups[rank::CLIENTS]) for rank, one in enumerate(drawers)]
+            ray.get([*draws, *(one.score.remote(number, part) for part, one in enumerate(scorers))])
+
+        step(0)
+        below = psutil.Process().children(recursive=True)
+        (process,) = [one for one in below if one.name().startswith("ray::StoreActor")]
+        before, start = process.cpu_times(), time.perf_counter()
+        for number in range(1, STEPS + 1):
+            step(number)
+        after, seconds = process.cpu_times(), time.perf_counter() - start
+        memory = process.memory_info().rss
+        ray.kill(handle)
+    ray.shutdown()
+    used = after.user + after.system - before.user - before.system
+    return {"cpu_s_per_step": used / STEPS, "s_per_step": seconds / STEPS, "rss_mb": memory / 1e6}
+
+
 def copy_seconds() -> float:
     """Into shared memory that is mapped, and out of it, chunk by chunk, as the way through the store does."""
     from multiprocessing.shared_memory import SharedMemory
@@ -177,7 +299,8 @@ def measure_ray() -> dict[str, float]:
 
     store_bytes = 3 * CHUNKS * CHUNK_BYTES
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=store_bytes, log_to_driver=False)
-    handle = start_store("bench", teams(1), CHUNKS, "dealt")
+    folder = tempfile.TemporaryDirectory()
+    handle = start_store("bench", teams(1), CHUNKS, "dealt", Path(folder.name) / "journal")
     make = ray.remote(Process).options(num_cpus=0)
     giver, taker = make.remote("train"), make.remote("score")
     ways: dict[bool, list[float]] = {False: [], True: []}
@@ -189,6 +312,7 @@ def measure_ray() -> dict[str, float]:
         ways[batch].append(ray.get(reading) - start)
         copies.append(copy_seconds())
     del handle
+    folder.cleanup()
     ray.shutdown()
     copy, way, whole = min(copies), min(ways[False][1:]), min(ways[True][1:])  # the first ones map the memory
     return {
@@ -201,17 +325,19 @@ def measure_ray() -> dict[str, float]:
     }
 
 
+PARTS = {"core": measure_core, "replay": measure_replay, "clients": measure_clients, "ray": measure_ray}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Print what was asked for as JSON."""
     parser = argparse.ArgumentParser(prog="python -m megarl.benchmarks.store", description="The store between teams.")
-    parser.add_argument("--only", choices=["core", "ray"], help="one of the two")
+    parser.add_argument("--only", choices=list(PARTS), help="one of them")
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     arguments = parser.parse_args(argv)
     result: dict[str, Any] = {}
-    if arguments.only != "ray":
-        result["core"] = measure_core()
-    if arguments.only != "core":
-        result["ray"] = measure_ray()
+    for name, measure in PARTS.items():
+        if arguments.only in (None, name):
+            result[name] = measure()
     text = json.dumps(result, indent=2)
     print(text)
     if arguments.json is not None:

@@ -33,6 +33,7 @@ from megarl.launchers.seats import Place, ranks_of, seats
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
 from megarl.processes import STORE, TEAM, WORKER, shared_memory_free
+from megarl.store.actor import JOURNAL
 from megarl.store.flow import FlowSettings
 from megarl.store.size import LEAST, object_store_bytes, refuse_too_large
 
@@ -121,6 +122,7 @@ class RayWorkers:
         self._places: list[Place] = []
         self._server_places: list[Place] = []
         self._store: Any = None
+        self._journal = job.run_dir / JOURNAL
         self._entered = False
         self._store_name = f"store-{secrets.token_hex(8)}"  # the cluster may run others
         self._follower = Follower(job.log_dir, job.config.cluster.nproc, job.log)
@@ -217,7 +219,7 @@ class RayWorkers:
         groups, share = job.config.data.batch_size, job.config.placement.share
         environment = {"OMP_NUM_THREADS": "1"} | _handed_on()
         flow = FlowSettings.of(job.config)
-        self._store = start_store(self._store_name, job.placement, groups, share, environment, flow)
+        self._store = start_store(self._store_name, job.placement, groups, share, self._journal, environment, flow)
 
     def _run(self, team: TeamPlan) -> None:
         """Set the workers of one team to work, which meet at an address of their own."""
@@ -285,6 +287,7 @@ class RayWorkers:
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
             ray.shutdown()
+        self._journal.unlink(missing_ok=True)
         self._follower.close()
 
 

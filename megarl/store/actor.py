@@ -2,6 +2,8 @@
 
 A call that finds what it asks for answers at once. Another waits for a slice of a few seconds; then it answers with
 where all other teams stand, and the client asks again, or gives up. So nobody hangs on an actor that is gone.
+
+Ray starts an actor that died again, a few times in a run; it goes on from its journal (`megarl.store.durable`).
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl.store.core import Core, GroupInfo, Share, Topic
+from megarl.store.durable import DurableCore, Word
 from megarl.store.flow import FlowSettings
 from megarl.store.standing import Ping, Roll, Standing
 
@@ -23,33 +27,59 @@ T = TypeVar("T")
 Answer = tuple[T | None, list[Standing]]
 
 NAMESPACE = "megarl"
+#: File of a run folder, while the run lasts.
+JOURNAL = "store.journal"
+#: How often the store of a run may die and go on; what kills it every time ends the run.
+RESTARTS = 10
 
 
 class StoreActor:
-    """See `megarl.store.core.Core`, whose methods these are; every one is told which worker calls."""
+    """See `megarl.store.core.Core`, whose methods these are; every one is told which worker calls.
+
+    Args:
+        name: of the store.
+        placement: of the run.
+        groups_per_step: of the run.
+        share: of the run.
+        journal: its file.
+        flow: of the run.
+    """
 
     def __init__(
-        self, placement: Placement, groups_per_step: int, share: Share, flow: FlowSettings | None = None
+        self,
+        name: str,
+        placement: Placement,
+        groups_per_step: int,
+        share: Share,
+        journal: Path,
+        flow: FlowSettings | None = None,
     ) -> None:
-        self._core = Core(placement, groups_per_step, share, flow)
+        self._core = DurableCore(lambda: Core(placement, groups_per_step, share, flow), journal, name)
         self._roll = Roll([team.name for team in placement.teams], time.monotonic())
         self._waiting: dict[Topic, set[asyncio.Future[None]]] = {}
 
-    async def ping(self, team: str, rank: int, ping: Ping) -> None:
+    async def ping(self, team: str, rank: int, ping: Ping) -> Word:
         """Hear where a worker stands."""
         self._roll.ping(team, rank, ping, time.monotonic())
+        return self._core.word(team, rank)
 
-    async def give(
-        self, team: str, rank: int, step: int, key: str, groups: Sequence[GroupInfo], refs: Sequence[Any]
-    ) -> None:
-        """Take references to what a replica hands over; in a list, or Ray would fetch the bytes here."""
-        self._wake(self._core.give(team, rank, step, key, groups, refs))
+    async def change(self, team: str, rank: int, serial: int, call: str, refs: Sequence[Any]) -> tuple[Word, Any]:
+        """See `DurableCore.change`; references in a list, or Ray would fetch the bytes."""
+        answer, topics = self._core.change(team, rank, serial, call, refs)
+        self._wake(list(self._waiting) if topics is None else topics)
+        return self._core.word(team, rank), answer
+
+    async def give_again(self, team: str, rank: int, serials: Sequence[int], refs: Sequence[Sequence[Any]]) -> None:
+        """Take the references of earlier calls, after a restart."""
+        for serial, some in zip(serials, refs, strict=True):
+            self._core.bind(team, rank, serial, some)
+        self._wake(list(self._waiting))
 
     async def assignment(
         self, team: str, step: int, samples: str, part: int, slice_s: float
     ) -> Answer[list[GroupInfo]]:
         """Groups of one part."""
-        ask = lambda: self._core.assignment(team, step, samples, part)  # noqa: E731
+        ask = lambda: self._core.ask("assignment", team, step, samples, part)  # noqa: E731
         return await self._answer(team, ask, ("samples", step, samples), slice_s)
 
     async def fetch(self, team: str, step: int, key: str, uids: Sequence[str], slice_s: float) -> Answer[list[Any]]:
@@ -57,55 +87,21 @@ class StoreActor:
         ask = lambda: self._core.fetch(team, step, key, uids)  # noqa: E731
         return await self._answer(team, ask, ("handover", step, key), slice_s)
 
-    async def done(self, team: str, rank: int, step: int) -> None:
-        """A worker needs nothing more of a step."""
-        self._core.done(team, rank, step)
-
-    async def open_flow(
-        self, step: int, number: int, begun: Sequence[tuple[int, int]], again: Sequence[int]
-    ) -> list[int]:
-        """Begin to give out prompts."""
-        return self._core.open_flow(step, number, begun, again)
-
-    async def admit(self, version: int, most: int) -> list[int]:
-        """Give out prompts."""
-        return self._core.admit(version, most)
-
-    async def put(
-        self,
-        team: str,
-        rank: int,
-        numbers: Sequence[int],
-        groups: Sequence[GroupInfo],
-        refs: Mapping[str, Sequence[Any]],
-        metrics: str,
-    ) -> None:
-        """Take references to finished groups."""
-        self._wake(self._core.put(team, rank, numbers, groups, refs, metrics))
-
-    async def reject(self, numbers: Sequence[int]) -> None:
-        """Groups that are of no use."""
-        self._core.reject(numbers)
-
-    async def flow_state(self) -> dict[str, Any]:
-        """What a checkpoint has to know."""
-        return self._core.flow_state()
-
-    async def queues(self) -> dict[str, int]:
-        """How many groups wait for whom."""
-        return self._core.queues()
-
-    async def post(self, name: str, value: str) -> None:
-        """Keep mail."""
-        self._wake(self._core.post(name, value))
-
     async def read(self, team: str, name: str, slice_s: float) -> Answer[tuple[str]]:
         """Mail, in a tuple."""
-        return await self._answer(team, lambda: self._core.read(name), ("mail", name), slice_s)
+        return await self._answer(team, lambda: self._core.ask("read", name), ("mail", name), slice_s)
 
     async def peek(self, name: str) -> tuple[str] | None:
         """Mail, in a tuple, if it is there."""
-        return self._core.read(name)
+        return self._core.ask("read", name)
+
+    async def flow_state(self) -> dict[str, Any]:
+        """What a checkpoint has to know."""
+        return self._core.ask("flow_state")
+
+    async def queues(self) -> dict[str, int]:
+        """How many groups wait for whom."""
+        return self._core.ask("queues")
 
     async def _answer(self, team: str, ask: Callable[[], T | None], topic: Topic, slice_s: float) -> Answer[T]:
         found = ask()
@@ -135,16 +131,20 @@ def start_store(
     placement: Placement,
     groups_per_step: int,
     share: Share,
+    journal: Path,
     environment: Mapping[str, str] | None = None,
     flow: FlowSettings | None = None,
 ) -> Any:
     """Start the store of a run; Ray is initialised. It ends with the process that starts it, or when it is killed.
+
+    It stays on the node of the process that starts it: its journal outlives a process, not a machine.
 
     Args:
         name: by which `StoreClient.connect` finds it; no two runs of a cluster share one.
         placement: of the run.
         groups_per_step: most groups that a step has, `data.batch_size`.
         share: `placement.share`.
+        journal: file that the store writes; another store's is replaced. Nobody needs it after the run.
         environment: variables of its process.
         flow: groups come as they get ready; None: step by step.
 
@@ -152,13 +152,15 @@ def start_store(
         The actor's handle, which the caller keeps. It need not be there yet.
     """
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     workers = sum(team.devices for team in placement.teams)
-    make = ray.remote(max_restarts=0, max_task_retries=0)(StoreActor).options(
+    make = ray.remote(max_restarts=RESTARTS, max_task_retries=0)(StoreActor).options(
         name=name,
         namespace=NAMESPACE,
         num_cpus=0,
         max_concurrency=4 * workers + 100,  # every worker may wait, and must still be heard
         runtime_env={"env_vars": dict(environment or {})},
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False),
     )
-    return make.remote(placement, groups_per_step, share, flow)
+    return make.remote(name, placement, groups_per_step, share, journal.resolve(), flow)

@@ -4,6 +4,10 @@ Another team may rightly be busy for long, so a wait does not end after a fixed 
 made progress for `deadline_s`. Every worker tells the store every few seconds how far it is, and waiting in the store
 is no progress; so when all wait for each other, or the one that is waited for hangs, everybody learns where the others
 stand.
+
+The store may die and begin again. It knows what it was told (`megarl.store.durable`), so a call that it did not answer
+is made again, with the same number where it changes something. What it does not know are references to bytes. This
+worker keeps those of what it gave until the store needs them no more, and gives them again when the store asks.
 """
 
 from __future__ import annotations
@@ -23,9 +27,12 @@ from megarl.store.standing import Ping, Standing
 if TYPE_CHECKING:
     import numpy as np
 
+    from megarl.store.durable import Word
+
 T = TypeVar("T")
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
-_FREED_S = 2.0  # until Ray has given back the memory of what nobody refers to any more
+_FREED_S = _SLICE_S + 2.0  # until all givers have heard what nobody needs, and Ray has given back its memory
+_AGAIN_S = 0.5  # between two tries to reach a store that died
 
 
 class StoreClient:
@@ -46,10 +53,12 @@ class StoreClient:
     def __init__(self, actor: Any, name: str, team: str, rank: int, deadline_s: float) -> None:
         self._actor, self.name, self.team, self.rank, self._deadline_s = actor, name, team, rank, deadline_s
         self._slice_s = min(_SLICE_S, deadline_s / 4)
+        self._changing, self._keeping = threading.Lock(), threading.Lock()
+        self._given: dict[int, list[Any]] = {}  # references, by the number of the call
         self._changes = 0
         self._waits_for = ""
         phase.on_change(self._moved)
-        self._call("answer", "ping", team, rank, self._word())
+        self._serial = self._ping().heard  # of the last call that changes something; another process may have made it
         threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
 
     @classmethod
@@ -73,7 +82,7 @@ class StoreClient:
 
     def post(self, name: str, value: Any) -> None:
         """Leave a JSON value under a new name. Of `name/1`, `name/2`, ... only the last few are kept."""
-        self._call(f"post {name!r}", "post", name, json.dumps(value))
+        self._change(f"post {name!r}", "post", name, json.dumps(value))
 
     def read(self, name: str) -> Any:
         """The value under a name, as soon as somebody has posted it; any number of workers may read it."""
@@ -82,7 +91,7 @@ class StoreClient:
 
     def peek(self, name: str) -> Any:
         """The value under a name, or None where nobody has posted it."""
-        found = self._call(f"look for mail {name!r}", "peek", name)
+        found = self._call(f"the store to look for mail {name!r}", "peek", name)
         return None if found is None else json.loads(found[0])
 
     # -- samples -----------------------------------------------------------------------------------------------------
@@ -100,7 +109,8 @@ class StoreClient:
             Bytes of all payloads.
         """
         refs, size = self._keep(f"{key!r} of step {step}", payloads)
-        self._call(f"hand over {key!r} of step {step}", "give", self.team, self.rank, step, key, list(groups), refs)
+        what = f"hand over {key!r} of step {step}"
+        self._change(what, "give", self.team, self.rank, step, key, list(groups), refs=refs)
         return size
 
     def _keep(self, what: str, payloads: Iterable[np.ndarray]) -> tuple[list[Any], int]:
@@ -135,24 +145,26 @@ class StoreClient:
 
         Without `uids` it is the payload of any one group, which tells what the fields are.
         """
+        import ray
+
         what = f"{key!r} of step {step}"
         refs = self._wait(what, "fetch", self.team, step, key, list(uids))
-        with self._waiting(f"the bytes of {what}"):
-            return self._get(f"the bytes of {what}", refs, self._deadline_s)
+        with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
+            return ray.get(refs, timeout=self._deadline_s)
 
     def done(self, step: int) -> None:
         """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""
-        self._call(f"be done with step {step}", "done", self.team, self.rank, step)
+        self._change(f"be done with step {step}", "done", self.team, self.rank, step)
 
     # -- samples that come as they get ready ---------------------------------------------------------------------------
 
     def open_flow(self, step: int, number: int, begun: Mapping[int, int], again: Sequence[int]) -> list[int]:
         """Begin to give out prompts, see `megarl.store.flow.Flow.open`; one worker of the rollout's team calls."""
-        return self._call("give out prompts", "open_flow", step, number, sorted(begun.items()), list(again))
+        return self._change("give out prompts", "open_flow", step, number, sorted(begun.items()), list(again))
 
     def admit(self, version: int, most: int) -> list[int]:
         """Numbers of prompts to draw with `version`, see `megarl.store.flow.Flow.admit`."""
-        return self._call("give out prompts", "admit", version, most)
+        return self._change("give out prompts", "admit", version, most)
 
     def put(
         self,
@@ -172,50 +184,101 @@ class StoreClient:
         Returns:
             Bytes of all payloads.
         """
-        refs, size = {}, 0
+        refs, size = list[Any](), 0
         for key, some in payloads.items():
-            refs[key], nbytes = self._keep(f"{key!r} of prompts {list(numbers)[:4]}", some)
-            size += nbytes
+            more, nbytes = self._keep(f"{key!r} of prompts {list(numbers)[:4]}", some)
+            refs, size = refs + more, size + nbytes
         what = f"take the samples of prompts {list(numbers)[:4]}"
-        self._call(what, "put", self.team, self.rank, list(numbers), list(groups), refs, json.dumps(metrics))
+        where = (self.team, self.rank, list(numbers))
+        self._change(what, "put", *where, list(groups), list(payloads), json.dumps(metrics), refs=refs)
         return size
 
     def reject(self, numbers: Sequence[int]) -> None:
         """No step is to be trained on these groups, see `megarl.store.flow.Flow.reject`."""
-        self._call("draw others", "reject", list(numbers))
+        self._change("draw others", "reject", list(numbers))
 
     def flow_state(self) -> dict[str, Any]:
         """See `megarl.store.core.Core.flow_state`."""
-        return self._call("say where prompts stand", "flow_state")
+        return self._call("the store to say where prompts stand", "flow_state")
 
     def queues(self) -> dict[str, int]:
         """Groups that have been given and not been taken, see `megarl.store.core.Core.queues`."""
-        return self._call("say what waits", "queues")
+        return self._call("the store to say what waits", "queues")
 
     # -- calls and waits ---------------------------------------------------------------------------------------------
 
-    def _call(self, what: str, method: str, *arguments: Any) -> Any:
-        """A call that does not wait for another team."""
-        return self._get(f"the store to {what}", getattr(self._actor, method).remote(*arguments), self._deadline_s)
+    def _change(self, what: str, method: str, *arguments: Any, refs: Sequence[Any] = ()) -> Any:
+        """A call that changes something and does not wait for another team, one at a time; it is heard once.
+
+        Args:
+            what: it does.
+            method: of the core.
+            arguments: plain values.
+            refs: to bytes that it gives.
+        """
+        call = json.dumps([method, *arguments], separators=(",", ":"))
+        with self._changing:
+            self._serial += 1
+            if refs:
+                with self._keeping:
+                    self._given[self._serial] = list(refs)
+            number = (self.team, self.rank, self._serial)
+            word, answer = self._call(f"the store to {what}", "change", *number, call, list(refs))
+        self._heed(word)
+        return answer
+
+    def _ping(self) -> Word:
+        return self._call("the store to answer", "ping", self.team, self.rank, self._word())
+
+    def _heed(self, word: Word) -> None:
+        """Let go of bytes that nobody needs, and give again what the store lacks."""
+        with self._keeping:
+            for serial in [one for one in self._given if one <= word.heard and one not in word.held]:
+                del self._given[serial]
+            again = {serial: self._given[serial] for serial in word.lacking if serial in self._given}
+        if again:
+            what = "the store to take references again"
+            self._call(what, "give_again", self.team, self.rank, list(again), list(again.values()))
+
+    def _call(self, what: str, method: str, *arguments: Any, waits_s: float = 0.0) -> Any:
+        """What the store answers, which takes it `waits_s`. One that dies is asked again, if Ray restarts it."""
+        import ray
+
+        limit_s, dead = waits_s + self._deadline_s, False
+        end = time.monotonic() + limit_s
+        with self._located(what, limit_s):
+            while True:
+                try:
+                    answer = getattr(self._actor, method).remote(*arguments)
+                    return ray.get(answer, timeout=max(0.0, end - time.monotonic()))
+                except ray.exceptions.ActorUnavailableError:
+                    if time.monotonic() > end:
+                        raise
+                    dead = False
+                except ray.exceptions.ActorDiedError:  # during this call, or before it and for good
+                    if dead:
+                        raise
+                    dead = True
+                time.sleep(_AGAIN_S)
 
     def _wait(self, what: str, method: str, *arguments: Any) -> Any:
         """Ask again and again, until there is an answer or no other team has moved for the deadline."""
         start = time.monotonic()
         with self._waiting(what):
             while True:
-                call = getattr(self._actor, method).remote(*arguments, self._slice_s)
-                found, others = self._get(what, call, self._slice_s + self._deadline_s)
+                found, others = self._call(what, method, *arguments, self._slice_s, waits_s=self._slice_s)
                 if found is not None:
                     return found
                 waited = time.monotonic() - start
                 if min([waited, *(other.silent_s for other in others)]) > self._deadline_s:
                     raise StoreError(self._too_late(what, waited, others))
 
-    def _get(self, what: str, refs: Any, limit_s: float) -> Any:
+    @contextmanager
+    def _located(self, what: str, limit_s: float) -> Iterator[None]:
         import ray
 
         try:
-            return ray.get(refs, timeout=limit_s)
+            yield
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, StoreError):
                 raise StoreError(f"{self._who()}: {error.cause}") from None
@@ -262,18 +325,17 @@ class StoreClient:
         while True:
             time.sleep(self._slice_s)
             try:
-                ray.get(self._actor.ping.remote(self.team, self.rank, self._word()), timeout=self._deadline_s)
-            except ray.exceptions.GetTimeoutError:
-                continue
-            except ray.exceptions.RayError:  # the store is gone: whoever waits for it says so
-                return
+                self._heed(self._ping())
+            except StoreError as error:  # whoever waits for it says so
+                if not isinstance(error.__cause__, ray.exceptions.GetTimeoutError):
+                    return
 
     def _word(self) -> Ping:
         return Ping(self._changes, phase.current(), phase.step_now, self._waits_for)
 
 
 def _put(payload: Any) -> Any:
-    """A reference to `payload` in this machine's object store. What takers are done with leaves it a moment later."""
+    """A reference to `payload` in this machine's object store. What takers are done with leaves it seconds later."""
     import ray
 
     end = time.monotonic() + _FREED_S

@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from megarl.dag.placement import Handover, Placement
 from megarl.dag.stage import Role
 from megarl.errors import MegarlError
-from megarl.store.flow import Flow, FlowSettings
+from megarl.store.flow import Flow, FlowGroup, FlowSettings
 
 Share: TypeAlias = Literal["dealt", "tokens"]
 #: What can be waited for: ("handover", step, key), ("samples", step, node) or ("mail", name).
@@ -76,6 +76,10 @@ class _Step:
     done: set[tuple[str, int]] = field(default_factory=set)
 
 
+#: Classes of what a core holds, beside plain values.
+STATE: tuple[type, ...] = (GroupInfo, _Gift, _Step, Flow, FlowGroup, FlowSettings)
+
+
 class Core:
     """The state of the store of one run.
 
@@ -85,6 +89,9 @@ class Core:
         share: how the parts of a team share groups. dealt: group k to part k modulo their number, as inside one team.
             tokens: equally many of every mini-batch each, tokens as even as can be.
         flow: the samples of a step are formed of what is ready; None: its givers give them.
+
+    Attributes:
+        decisions: how often a question has settled something: who gets which groups is settled when it is first asked.
     """
 
     def __init__(
@@ -103,6 +110,7 @@ class Core:
         self._flows = () if flow is None or rollout is None else tuple(placement.given_by(rollout.name))
         self._asked = 0  # the last step whose samples somebody has asked for
         self._steps: dict[int, _Step] = {}
+        self.decisions = 0
         self._finished: int | None = None
         self._mail: dict[str, Any] = {}
         self._series: dict[str, list[int]] = {}  # numbers of the mail that is kept, in the order of its coming
@@ -123,8 +131,8 @@ class Core:
             raise StoreError(f"{at}: it is team {handover.giver!r} that gives this")
         if self._is_finished(step):
             raise StoreError(f"{at}: all takers are done with this step")
-        state = self._steps.get(step, _Step())
-        gift = state.gifts.get(key, _Gift())
+        state = self._steps.get(step) or _Step()
+        gift = state.gifts.get(key) or _Gift()
         known = state.groups.get(handover.samples, {})
         if rank in gift.givers:
             raise StoreError(f"{at}: this rank has given it before")
@@ -137,7 +145,7 @@ class Core:
         if not len(groups) == len(new) == len(numbers) == len(refs):
             counts = f"{len(new)} names, {len(numbers)} numbers and {len(refs)} payloads"
             raise StoreError(f"{at}: {len(groups)} groups have {counts}")
-        if len(known) + len(new.keys() - known.keys()) > self._limit:
+        if len(known) + sum(uid not in known for uid in new) > self._limit:
             raise StoreError(f"{at}: more groups than the {self._limit} of a step (data.batch_size)")
         self._steps[step], state.gifts[key] = state, gift
         state.groups.setdefault(handover.samples, {}).update(new)
@@ -183,6 +191,7 @@ class Core:
         ):
             return None
         if (samples, team) not in state.parts:
+            self.decisions += 1
             state.parts[samples, team] = shared(
                 state.groups[samples].values(), self._parts[team], self._share, self._cuts[team]
             )
@@ -212,14 +221,19 @@ class Core:
                 f"step {step}, {key!r}: group {missing[0]!r} is not one of the {len(gift.refs)} groups that team "
                 f"{handover.giver!r} has given"
             )
-        gift.taken.setdefault(team, set()).update(uids)
+        taken = gift.taken.setdefault(team, set())
+        if not taken.issuperset(uids):
+            self.decisions += 1
+            taken.update(uids)
         return [gift.refs[uid] for uid in uids] or [next(iter(gift.refs.values()))]
 
     def done(self, team: str, rank: int, step: int) -> None:
         """This worker needs nothing more of `step`. What all takers are done with is forgotten."""
         if self._is_finished(step) or (team, rank) not in self._takers:
             return
-        state = self._steps.setdefault(step, _Step())
+        state = self._steps.get(step)
+        if state is None:
+            state = self._steps[step] = _Step()
         state.done.add((team, rank))
         if len(state.done) == len(self._takers):
             del self._steps[step]
@@ -326,6 +340,7 @@ class Core:
     def _form_until(self, step: int) -> None:
         """Somebody asks for the samples of `step`; nobody who has asked before waits for what is formed by that."""
         if self._flow is not None and step > self._asked:
+            self.decisions += 1
             self._asked = step
             self._form()
 

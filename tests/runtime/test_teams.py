@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 from tests.runtime import harness
@@ -26,6 +27,12 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def grpo(recipe: Path) -> dict[int, dict[str, float]]:
+    """GRPO, all models in two processes."""
+    return harness.train(recipe, recipe.parent / "grpo", *GRPO, "cluster.nproc=2")
+
+
+@pytest.fixture(scope="module")
 def ppo(recipe: Path) -> dict[int, dict[str, float]]:
     """PPO with KL in the reward, all models in one process."""
     return harness.train(recipe, recipe.parent / "ppo", *PPO, "cluster.nproc=1")
@@ -33,9 +40,16 @@ def ppo(recipe: Path) -> dict[int, dict[str, float]]:
 
 def apart(recipe: Path, name: str, settings: tuple[str, ...], **teams: tuple[list[str], int]) -> dict[int, Any]:
     """Metrics of a run whose models are in these teams."""
-    placed = [f"placement.teams.{team}={{roles: {roles}, devices: {n}}}" for team, (roles, n) in teams.items()]
-    devices = sum(n for _, n in teams.values())
-    return harness.train(recipe, recipe.parent / name, *settings, f"cluster.nproc={devices}", *placed)
+    return harness.train(recipe, recipe.parent / name, *settings, *placed(teams))
+
+
+def placed(teams: dict[str, tuple[list[str], int]]) -> list[str]:
+    """Settings of these teams."""
+    workers = f"cluster.nproc={sum(n for _, n in teams.values())}"
+    return [
+        workers,
+        *(f"placement.teams.{team}={{roles: {roles}, devices: {n}}}" for team, (roles, n) in teams.items()),
+    ]
 
 
 def of_training(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
@@ -52,15 +66,29 @@ def assert_near(steps: dict[int, dict[str, float]], others: dict[int, dict[str, 
         assert others[step] == pytest.approx(numbers, **ROUNDING, nan_ok=True), f"step {step}"
 
 
-def test_grpo_with_its_reference_in_a_team_of_the_same_layout_is_the_same_run(recipe):
-    together = harness.train(recipe, recipe.parent / "grpo", *GRPO, "cluster.nproc=2")
+def test_grpo_with_its_reference_in_a_team_of_the_same_layout_is_the_same_run(recipe, grpo):
     steps = apart(recipe, "grpo-apart", GRPO, train=(["actor", "rollout"], 2), frozen=(["reference"], 2))
-    assert of_training(steps) == together
-    assert together[3]["actor/kl_loss"] > 0
+    assert of_training(steps) == grpo
+    assert grpo[3]["actor/kl_loss"] > 0
     for numbers in list(steps.values())[1:]:
         assert 0 < numbers["team/frozen/busy"] < 1
         assert numbers["team/frozen/wait_s"] > 0
         assert numbers["store/read_gb"] == pytest.approx(numbers["store/given_gb"]), "every group is read once"
+
+
+def test_a_run_whose_store_dies_is_the_same_run(recipe, grpo):
+    teams = {"train": (["actor", "rollout"], 2), "frozen": (["reference"], 2)}
+    run_dir = recipe.parent / "grpo-store"
+    process = harness.start(recipe, run_dir, *GRPO, *placed(teams), "cluster.timeout_s=240")
+    metrics = run_dir / "metrics.jsonl"
+    harness.wait_for(lambda: metrics.is_file() and '"train"' in metrics.read_text(), process)
+    below = psutil.Process(process.pid).children(recursive=True)
+    (store,) = [one for one in below if one.name().startswith("ray::StoreActor")]
+    harness.kill(store.pid)
+    output = harness.finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert of_training(harness.metrics(run_dir)) == grpo
+    assert not (run_dir / "store.journal").exists()
 
 
 def test_ppo_with_a_team_per_model_is_the_same_run_and_goes_on_from_a_checkpoint(recipe, ppo):

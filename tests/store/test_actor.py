@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from pathlib import Path
+from typing import Any
 
 from megarl.store.actor import StoreActor
 from megarl.store.core import GroupInfo
@@ -14,29 +17,56 @@ KEY = "rollout>critic+ref"
 GROUP = GroupInfo("u", 0, ("u#0",), 5)
 
 
-def test_waiting_calls_are_woken_by_the_last_gift() -> None:
+async def change(actor: StoreActor, team: str, rank: int, serial: int, *call: Any, refs: Any = ()) -> Any:
+    return await actor.change(team, rank, serial, json.dumps(call), refs)
+
+
+def test_waiting_calls_are_woken_by_the_last_gift(tmp_path: Path) -> None:
     async def run() -> None:
-        actor = StoreActor(by_hand(train=2), 4, "dealt")
+        actor = StoreActor("s", by_hand(train=2), 4, "dealt", tmp_path / "j")
         calls = [
             asyncio.create_task(actor.assignment("ref", 1, "rollout", 0, 30.0)),
             asyncio.create_task(actor.fetch("critic", 1, KEY, ["u"], 30.0)),
             asyncio.create_task(actor.read("ref", "m", 30.0)),
         ]
         await asyncio.sleep(0)
-        await actor.give("train", 0, 1, KEY, [GROUP], ["bytes"])
+        word, _ = await change(actor, "train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], refs=["bytes"])
+        assert word == (1, [1], [])
         await asyncio.sleep(0.01)
         assert not any(call.done() for call in calls)
-        await actor.give("train", 1, 1, KEY, [], [])
-        await actor.post("m", "1")
+        await change(actor, "train", 1, 1, "give", "train", 1, 1, KEY, [])
+        await change(actor, "train", 1, 2, "post", "m", "1")
         assert await asyncio.wait_for(asyncio.gather(*calls), 5) == [([GROUP], []), (["bytes"], []), (("1",), [])]
         assert actor._waiting == {}
 
     asyncio.run(run())
 
 
-def test_a_slice_without_result_tells_where_the_others_stand() -> None:
+def test_after_a_restart_readers_are_woken_by_references_that_are_given_again(tmp_path: Path) -> None:
     async def run() -> None:
-        actor = StoreActor(by_hand(), 4, "dealt")
+        def actor() -> StoreActor:
+            return StoreActor("s", by_hand(), 4, "dealt", tmp_path / "j")
+
+        give = ("train", 0, 1, "give", "train", 0, 1, KEY, [GROUP])
+        await change(actor(), *give, refs=["bytes"])
+        for again in (
+            lambda one: one.give_again("train", 0, [1], [["bytes"]]),
+            lambda one: change(one, *give, refs=["bytes"]),  # nobody heard the answer
+        ):
+            one = actor()
+            assert await one.ping("train", 0, Ping(1, "step", 1, "")) == (1, [1], [1])
+            call = asyncio.create_task(one.fetch("critic", 1, KEY, ["u"], 30.0))
+            await asyncio.sleep(0.01)
+            assert not call.done()
+            await again(one)
+            assert await asyncio.wait_for(call, 5) == (["bytes"], [])
+
+    asyncio.run(run())
+
+
+def test_a_slice_without_result_tells_where_the_others_stand(tmp_path: Path) -> None:
+    async def run() -> None:
+        actor = StoreActor("s", by_hand(), 4, "dealt", tmp_path / "j")
         await actor.ping("ref", 0, Ping(1, "step/ref_logp", 2, ""))
         start = time.monotonic()
         found, others = await actor.fetch("train", 1, "ref_logp>train", ["u"], 0.1)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,8 +45,8 @@ class Worker:
             lambda: setattr(self, "_client", StoreClient.connect(name, self._team, self._rank, deadline_s))
         )
 
-    def walk(self, steps: list[int]) -> list[dict[str, Any]]:
-        """This worker's part of the steps; what it had after each."""
+    def walk(self, steps: list[int], pause_s: float = 0.0) -> list[dict[str, Any]]:
+        """This worker's part of the steps; what it had after each. It begins each after a pause."""
         from types import SimpleNamespace
 
         from megarl.dag.executor import Executor
@@ -56,6 +58,7 @@ class Worker:
         executor = Executor(graph, {}, placement[self._team].nodes, crossing)
         ended = []
         for step in steps:
+            time.sleep(pause_s)
             prompts = teams.prompts(COUNT, self._rank, 2) if self._team == "train" else None
             context: Any = SimpleNamespace(step=step, metrics=Metrics())
             board = executor.run(context, prompts)
@@ -128,13 +131,25 @@ def store(workers: dict[str, Any], name: str, deadline_s: float) -> Iterator[Any
 
     from megarl.store.actor import start_store
 
-    actor = start_store(name, placed(), COUNT, "dealt")
-    ray.get(
-        actor.__ray_ready__.remote(), timeout=120
-    )  # deadlines of these tests are shorter than the start of a process
-    assert ray.get([w.connect.remote(name, deadline_s) for w in workers.values()], timeout=120) == [None] * 3
-    yield actor
-    ray.kill(actor)
+    with tempfile.TemporaryDirectory() as folder:
+        actor = start_store(name, placed(), COUNT, "dealt", Path(folder) / "store.journal")
+        # Deadlines of these tests are shorter than the start of a process.
+        ray.get(actor.__ray_ready__.remote(), timeout=120)
+        assert ray.get([w.connect.remote(name, deadline_s) for w in workers.values()], timeout=120) == [None] * 3
+        yield actor
+        ray.kill(actor)
+
+
+def assert_all_arrived(steps: list[int], ended: list[Any]) -> None:
+    """Every worker had after each step what it has when there are no processes."""
+    from megarl.store.core import Core
+
+    placement = placed()
+    here = teams.walk(teams.pipeline(), placement, Core(placement, COUNT, "dealt"), COUNT, steps)
+    for (name, rank), mine in zip((("train", 0), ("train", 1), ("score", 0)), ended, strict=True):
+        for told, (board, metrics) in zip(mine, here[name][rank], strict=True):
+            loss = board["loss"].tolist() if "loss" in board else None
+            assert told == {"sample_id": board["sample_id"], "loss": loss, **metrics.result()}
 
 
 def test_batches_cross_both_ways(workers: dict[str, Any]) -> None:
@@ -142,15 +157,43 @@ def test_batches_cross_both_ways(workers: dict[str, Any]) -> None:
 
     steps = [1, 2]
     with store(workers, "both", 60.0):
-        ended = dict(zip(workers, ray.get([w.walk.remote(steps) for w in workers.values()], timeout=120), strict=True))
-    from megarl.store.core import Core
+        ended = ray.get([w.walk.remote(steps) for w in workers.values()], timeout=120)
+    assert_all_arrived(steps, ended)
 
-    placement = placed()
-    here = teams.walk(teams.pipeline(), placement, Core(placement, COUNT, "dealt"), COUNT, steps)
-    for name, rank in (("train", 0), ("train", 1), ("score", 0)):
-        for told, (board, metrics) in zip(ended[f"{name}{rank}"], here[name][rank], strict=True):
-            loss = board["loss"].tolist() if "loss" in board else None
-            assert told == {"sample_id": board["sample_id"], "loss": loss, **metrics.result()}
+
+def test_batches_cross_while_the_store_dies_again_and_again(workers: dict[str, Any]) -> None:
+    import ray
+
+    steps = list(range(1, 9))
+    with store(workers, "dies", 60.0) as actor:
+        walks = [w.walk.remote(steps, 0.5) for w in workers.values()]
+        for pause_s in (0.7, 1.9):
+            time.sleep(pause_s)
+            ray.kill(actor, no_restart=False)
+        ended = ray.get(walks, timeout=180)
+    assert_all_arrived(steps, ended)
+
+
+def test_a_store_that_died_goes_on_where_it_was(workers: dict[str, Any]) -> None:
+    import ray
+
+    def call(worker: str, *arguments: Any) -> Any:
+        return workers[worker].call.remote(*arguments)
+
+    key = placed().given("pick")[0].key
+    first, second = ([[f"u{k}", k, [f"u{k}#0"], 5]] for k in range(2))
+    with store(workers, "back", 60.0) as actor:
+        waiting = call("score0", "fetch", 1, key, ["u0", "u1"])
+        mail = call("train1", "read", "m")
+        ray.get(call("train0", "give", 1, key, _infos(first), [np.full(3, 1, np.uint8)]), timeout=60)
+        ray.kill(actor, no_restart=False)
+        ray.get(call("train0", "post", "m", "text"), timeout=60)
+        assert ray.get(mail, timeout=60) == "text"
+        ray.get(call("train1", "give", 1, key, _infos(second), [np.full(3, 2, np.uint8)]), timeout=60)
+        assert [one.tolist() for one in ray.get(waiting, timeout=60)] == [[1, 1, 1], [2, 2, 2]]
+        assert "mail 'm' has been posted before" in ray.get(call("train0", "post", "m", "text"), timeout=60)
+        again = ray.get(call("train1", "give", 1, key, _infos(second), [np.zeros(3, np.uint8)]), timeout=60)
+        assert "this rank has given it before" in again
 
 
 def test_readers_map_the_givers_bytes(workers: dict[str, Any]) -> None:
