@@ -52,6 +52,7 @@ def test_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path
     assert all(math.isfinite(numbers[step]["actor/pg_loss"]) for step in range(1, STEPS + 1))
     assert [step for step in numbers if "val/acc" in numbers[step]] == [0, 3, 5]
     assert all("critic/score/mean" in numbers[step] for step in range(1, STEPS + 1))
+    check_time(numbers)
 
 
 def test_an_interrupted_sample_keeps_the_versions_of_its_tokens(recipe, tmp_path):
@@ -111,6 +112,17 @@ def check(found: Trained, steps: int) -> None:
     assert max(Counter(sample["id"] for samples in found.values() for sample in samples).values()) == 1
     ages = [step - 1 - min(sample["versions"]) for step, samples in found.items() for sample in samples]
     assert set(ages) <= {0, 1, 2}, ages
+
+
+def check_time(numbers: dict[int, dict[str, float]]) -> None:
+    """What the teams did with their time, of every step, although the drawing goes from gate to gate."""
+    for step in range(1, STEPS + 1):
+        told = numbers[step]
+        for name, other in (("train", "draw"), ("draw", "train")):
+            assert told[f"team/{name}/wait_for/{other}_s"] == pytest.approx(told[f"team/{name}/wait_s"])
+        assert 0 <= told["store/queue/under_way"] + told["store/queue/ready"] <= 3 * 4, "as many as are admitted"
+    assert sum(numbers[step]["team/draw/busy_s"] for step in range(1, STEPS + 1)) > 0
+    assert max(numbers[step].get("team/draw/tokens_per_s", 0) for step in range(1, STEPS + 1)) > 0
 
 
 def trained(run_dir: Path) -> Trained:
