@@ -183,7 +183,7 @@ def announcements(
     """A line for every setting that has changed since the checkpoint, with what it does not do.
 
     Not `begun`: the checkpoint is that of a cold start, and what comes before the first step is still to come. `drawn`:
-    the checkpoint holds samples that no step has been trained on, from this step on.
+    the checkpoint holds samples that no step has been trained on, until this step.
 
     Raises:
         ConfigError: the checkpoint cannot be continued with one of them.
@@ -209,7 +209,7 @@ def announcements(
 def _late(key: str, now: Plain, drawn: int) -> list[str]:
     """From when on a setting of drawing counts, where samples have been drawn before it changed."""
     if _at(now, AHEAD_ORDER) != "as_ready":
-        return [f"from step {drawn + 1} on: samples of step {drawn} are drawn and scored already"]
+        return [f"from step {drawn + 1} on: samples until step {drawn} are drawn and scored already"]
     if key.startswith("async."):
         return []  # these count at once, for all groups
     return ["not for the finished groups of the checkpoint, which are drawn and scored already"]

@@ -142,7 +142,7 @@ class Checkpoints:
             refuse_other_drawing(step, drawn, c.config, c.team.placement)
         command: Command = "sft" if key.startswith("sft.") else "train"
         now = c.config.model_dump(mode="json")
-        ahead = None if drawn is None else step + 1
+        ahead = None if drawn is None else step + drawn.get("steps", 1)
         changes = announcements(meta["config"], now, command, begun=step > 0, drawn=ahead)
         return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]
 

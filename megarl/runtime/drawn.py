@@ -158,7 +158,7 @@ def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig,
     Raises:
         ConfigError: a setting is another one, the rollout is in the actor's team now, or hands over something else.
     """
-    order = saved.get("order", "in_order")  # an older version knew no other
+    order, held = saved.get("order", "in_order"), saved.get("steps", 1)  # an older version knew no others
     if order != config.async_.order:
         raise ConfigError(
             f"the checkpoint holds samples that were drawn ahead of training, from step {step + 1} on, in another "
@@ -166,9 +166,8 @@ def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig,
             where="async.order",
             found=config.async_.order,
             allowed=order,
-            fix=_way_out(step, f"async.order={order}", order),
+            fix=_way_out(step, held, f"async.order={order}"),
         )
-    held = saved.get("steps", 1)  # of an older version
     if order == "in_order" and config.async_.max_staleness < held - 1:
         raise ConfigError(
             f"the checkpoint holds samples of {held} steps that were drawn ahead of training, and this run would not "
@@ -186,12 +185,12 @@ def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig,
                 where=key,
                 found=now,
                 allowed=str(before[key]),
-                fix=_way_out(step, f"{key}={before[key]}", order),
+                fix=_way_out(step, held, f"{key}={before[key]}"),
             )
-    _refuse_other_fields(step, saved["fields"], placement, order)
+    _refuse_other_fields(step, held, saved["fields"], placement)
 
 
-def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement: Placement, order: str) -> None:
+def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]], placement: Placement) -> None:
     from megarl.dag.stage import Role
 
     team = placement.of_role(Role.ROLLOUT)
@@ -203,7 +202,7 @@ def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement
             where="placement",
             found="the rollout in the team of the actor",
             allowed="a team of its own for the rollout",
-            fix=_way_out(step, "the placement of before", order),
+            fix=_way_out(step, held, "the placement of before"),
         )
     given = placement.given_by(team.name)
     lacking = [f"{field} of {one.node}" for one in given for field in one.fields if field not in kept.get(one.node, ())]
@@ -214,16 +213,18 @@ def _refuse_other_fields(step: int, kept: Mapping[str, Sequence[str]], placement
             where="recipe",
             found=", ".join(lacking),
             allowed="; ".join(f"{', '.join(fields)} of {node}" for node, fields in kept.items()),
-            fix=_way_out(step, "the recipe of before", order),
+            fix=_way_out(step, held, "the recipe of before"),
         )
 
 
-def _way_out(step: int, before: str, order: str) -> str:
-    lost = "; prompts that were begun for later steps are left out of their epoch" if order == "as_ready" else ""
+def _way_out(step: int, held: int, before: str) -> str:
+    """What to do first: a run of `held` more steps uses all that the checkpoint after `step` has, in either order."""
+    last = step + held
+    steps = f"step {last}" if held == 1 else f"steps {step + 1} to {last}"
     return (
-        f"finish step {step + 1} with {before} and trainer.steps={step + 1}: that writes a checkpoint that holds no "
-        "samples, from which other settings may go on (a learning rate that decays over the whole run is at its end in "
-        f"this step, unless optim.decay_steps says how long that is{lost}); or start with trainer.resume=never"
+        f"finish {steps} with {before} and trainer.steps={last}: that writes a checkpoint that holds no samples, from "
+        "which other settings may go on (a learning rate that decays over the whole run is at its end in this step, "
+        "unless optim.decay_steps says how long that is); or start with trainer.resume=never"
     )
 
 

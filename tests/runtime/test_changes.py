@@ -126,7 +126,7 @@ def test_what_is_drawn_already_is_not_drawn_with_changed_settings(now, late):
     (usual,) = announcements(config(), config(**now), "train")
     (line,) = announcements(config(), config(**now), "train", drawn=4)
     assert "step 5" not in usual
-    assert line.endswith("from step 5 on: samples of step 4 are drawn and scored already)") == late
+    assert line.endswith("from step 5 on: samples until step 4 are drawn and scored already)") == late
 
 
 READY = {"max_staleness": 2, "order": "as_ready"}

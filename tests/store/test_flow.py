@@ -131,3 +131,22 @@ def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(groups,
         assert moved or running, "everybody waits"
     assert trained == steps
     assert sorted(used) == list(range(groups * steps))
+
+
+@pytest.mark.parametrize("lag", [1, 2, 3])
+def test_a_run_of_k_more_steps_uses_all_that_a_checkpoint_has(lag):
+    flow = opened(groups=2, lag=lag, steps=50)
+    begun: dict[int, int] = {}
+    for version in range(3):  # step `version + 1` is trained before there are newer weights, as at a checkpoint
+        fresh = flow.admit(version, 99)
+        begun |= dict.fromkeys(fresh, version)
+        finish(flow, *fresh)
+        for number in numbers_of(flow):
+            del begun[number]
+    assert len(begun) == 2 * lag
+    short = Flow(FlowSettings(2, lag, 3 + lag))
+    assert short.open(3, flow.next, begun, flow.again) == []
+    assert short.admit(3, 99) == []
+    finish(short, *begun)
+    assert sorted(number for _ in range(lag) for number in numbers_of(short)) == sorted(begun)
+    assert short.form() is None
