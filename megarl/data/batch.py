@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.compat import torch_nested
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
-from megarl.data.wire import Parts, pack, unpack
+from megarl.data.wire import Packer, Parts, gather, open_block, pack, unpack
 from megarl.errors import close_matches
 
 __all__ = ["Batch", "Jagged"]
@@ -204,10 +204,10 @@ class Batch:
         """
         order = [place for part in parts for place in part]
         whole = self if order == list(range(self._size)) else self.select(order)
-        fields, end = whole.fields, 0
+        packer, end = Packer((whole.fields, whole._columns, len(whole))), 0
         for part in parts:
             start, end = end, end + len(part)
-            yield pack(_cut(fields, whole._columns, start, end))
+            yield packer.block(start, end)
 
     @staticmethod
     def from_blocks(blocks: Sequence[np.ndarray]) -> Batch:
@@ -216,7 +216,11 @@ class Batch:
         Raises:
             ValueError: as `concat`.
         """
-        return _joined([unpack(block) for block in blocks])
+        opened = [open_block(block) for block in blocks]
+        if not opened or any(block.kinds != opened[0].kinds for block in opened):
+            return _joined([unpack(block) for block in blocks])  # which says how they differ
+        fields, columns, size = gather(opened)
+        return Batch(fields, columns, size=size)
 
     def __repr__(self) -> str:
         parts = [f"{name}: {_kind(value)}" for name, value in self.fields.items()]

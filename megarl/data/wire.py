@@ -1,6 +1,8 @@
-"""Fields and columns as one block of bytes, a safetensors file with the columns as JSON inside. No pickle.
+"""Fields and columns as blocks of bytes: safetensors files with the columns as JSON inside. No pickle.
 
-Written with one copy of every tensor, and read with none.
+samples  0 1 2 3 4 5          Packer: what is the same for all blocks is found once
+blocks  |0 1 2|3 4 5|         block(0, 3), block(3, 6): one copy of each tensor's part
+                              unpack: views of a block;  gather: one copy, from all blocks into a field's own memory
 """
 
 from __future__ import annotations
@@ -8,14 +10,15 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.data.jagged import Jagged
+from megarl.data.room import room
 
 #: Fields by name, columns by name, number of samples.
 Parts: TypeAlias = tuple[Mapping[str, Tensor | Jagged], Mapping[str, list], int]
@@ -39,52 +42,155 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _SCALARS = (str, int, float, bool, type(None))
 
 
-def pack(parts: Parts) -> np.ndarray:
-    """uint8 [n]; jagged fields over the same tokens store their offsets once.
+class _Piece(NamedTuple):
+    """One tensor of a block: its bytes, and what the header says of it."""
+
+    name: str
+    code: str
+    shape: list[int]
+    bytes: np.ndarray
+
+
+class _Field(NamedTuple):
+    """A field of a batch as its bytes, uint8 [rows * width], of elements of `size` bytes.
+
+    `cut` is the number of the offsets that say which rows a sample has; None: each has one.
+    """
+
+    name: str
+    code: str
+    size: int
+    inner: list[int]
+    bytes: np.ndarray
+    width: int
+    cut: int | None
+
+    def piece(self, low: int, high: int) -> _Piece:
+        """Rows `low` to `high`."""
+        part = self.bytes[low * self.width : high * self.width]
+        return _Piece(_FIELD + self.name, self.code, [high - low, *self.inner], part)
+
+
+class Packer:
+    """Writes blocks of the samples of a batch, which does not change meanwhile.
 
     Raises:
         ValueError: a column holds something that JSON would not give back unchanged, or a field has a dtype that the
             format does not have.
     """
-    fields, columns, size = parts
-    tensors: dict[str, Tensor] = {}
-    cuts: list[Tensor] = []
-    layout: dict[str, int | None] = {}
-    for name, value in fields.items():
-        layout[name] = _number_of(value.offsets.cpu(), cuts) if isinstance(value, Jagged) else None
-        tensors[_FIELD + name] = value.values if isinstance(value, Jagged) else value
-    tensors |= {f"{_OFFSETS}{number}": offsets for number, offsets in enumerate(cuts)}
-    for name, column in columns.items():
-        _check_plain(name, column)
-    head = {"size": size, "layout": layout, "columns": columns}
-    # surrogatepass: half of a surrogate pair (a cut emoji in decoded text) must survive the trip.
-    text = json.dumps(head, ensure_ascii=False).encode("utf-8", "surrogatepass")
-    tensors[_COLUMNS] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return _write(tensors)
+
+    def __init__(self, parts: Parts) -> None:
+        fields, self._columns, _ = parts
+        self._cuts: list[np.ndarray] = []
+        self._fields: list[_Field] = []
+        known: dict[int, int] = {}  # fields over the same tokens share one tensor of offsets
+        for name, value in fields.items():
+            cut = None
+            if isinstance(value, Jagged):
+                cut = known.setdefault(id(value.offsets), len(known))
+                if cut == len(self._cuts):
+                    self._cuts.append(value.offsets.cpu().numpy())
+            self._fields.append(_field(name, value.values if isinstance(value, Jagged) else value, cut))
+        for name, column in self._columns.items():
+            _check_plain(name, column)
+
+    def block(self, start: int, stop: int) -> np.ndarray:
+        """Samples `start` to `stop`, uint8 [n]; jagged fields with the same offsets store them once."""
+        numbers: dict[bytes, int] = {}
+        cuts: list[int] = []
+        for cut in self._cuts:
+            own = (cut[start : stop + 1] - cut[start]).tobytes()
+            cuts.append(numbers.setdefault(own, len(numbers)))
+        pieces: list[_Piece] = []
+        for field in self._fields:
+            low, high = (start, stop) if field.cut is None else map(int, self._cuts[field.cut][[start, stop]])
+            pieces.append(field.piece(low, high))
+        for own, number in numbers.items():
+            pieces.append(_Piece(f"{_OFFSETS}{number}", "I64", [len(own) // 8], np.frombuffer(own, np.uint8)))
+        head = {
+            "size": stop - start,
+            "layout": {field.name: None if field.cut is None else cuts[field.cut] for field in self._fields},
+            "columns": {name: column[start:stop] for name, column in self._columns.items()},
+        }
+        # surrogatepass: half of a surrogate pair (a cut emoji in decoded text) must survive the trip.
+        text = json.dumps(head, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        pieces.append(_Piece(_COLUMNS, "U8", [len(text)], np.frombuffer(text, np.uint8)))
+        return _write(pieces)
 
 
-def _write(tensors: Mapping[str, Tensor]) -> np.ndarray:
+def pack(parts: Parts) -> np.ndarray:
+    """All samples as one block; raises as `Packer`."""
+    return Packer(parts).block(0, parts[2])
+
+
+def _field(name: str, values: Tensor, cut: int | None) -> _Field:
+    if values.dtype not in _CODES:
+        raise ValueError(f"{name!r} is {values.dtype}; allowed: {', '.join(map(str, _CODES))}")
+    inner, size = list(values.shape[1:]), values.element_size()
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    memory = flat.view(torch.uint8).numpy() if len(flat) else np.empty(0, np.uint8)
+    return _Field(name, _CODES[values.dtype], size, inner, memory, math.prod(inner) * size, cut)
+
+
+_SIZES = {code: dtype.itemsize for code, dtype in _DTYPES.items()}
+
+
+def _write(pieces: Iterable[_Piece]) -> np.ndarray:
     """The file: widest elements first, so that each tensor begins at a multiple of its element's size."""
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    order = sorted(pieces, key=lambda piece: -_SIZES[piece.code])
     header: dict[str, Any] = {}
     end = 0
-    for name in order:
-        tensor = tensors[name]
-        if tensor.dtype not in _CODES:
-            raise ValueError(f"{name.removeprefix(_FIELD)!r} is {tensor.dtype}; allowed: {', '.join(map(str, _CODES))}")
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    for piece in order:
+        start, end = end, end + len(piece.bytes)
+        header[piece.name] = {"dtype": piece.code, "shape": piece.shape, "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    first = 8 + len(text)
-    block = np.empty(first + end, dtype=np.uint8)
-    block[:first] = np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)
-    for name in order:
-        start, stop = (first + place for place in header[name]["data_offsets"])
-        if stop > start:
-            flat = tensors[name].detach().cpu().contiguous().reshape(-1)
-            block[start:stop] = flat.view(torch.uint8).numpy()
-    return block
+    prefix = np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)
+    return np.concatenate([prefix, *(piece.bytes for piece in order)])
+
+
+class Opened(NamedTuple):
+    """A block that was read: its header, what is said of the samples, and the bytes of its tensors."""
+
+    entries: dict[str, Any]
+    head: dict[str, Any]
+    body: np.ndarray
+
+    @property
+    def kinds(self) -> tuple[list[tuple[str, bool, str, list[int]]], list[str]]:
+        """What blocks of one batch share: names, kinds, dtypes and inner shapes of fields; names of columns."""
+        of = [(name, cut is None, self.entries[_FIELD + name]) for name, cut in self.head["layout"].items()]
+        fields = [(name, dense, entry["dtype"], entry["shape"][1:]) for name, dense, entry in of]
+        return sorted(fields, key=lambda field: field[0]), sorted(self.head["columns"])
+
+    def bytes(self, name: str) -> np.ndarray:
+        """Of the tensor `name` of the file.
+
+        Raises:
+            ValueError: it is not where the header says.
+        """
+        entry = self.entries[name]
+        start, stop = entry["data_offsets"]
+        size = math.prod(entry["shape"]) * _SIZES[entry["dtype"]]
+        if stop - start != size or stop > len(self.body):
+            raise ValueError(
+                f"a tensor of shape {entry['shape']} cannot lie at bytes {start} to {stop} of {len(self.body)}"
+            )
+        return self.body[start:stop]
+
+
+def open_block(block: np.ndarray) -> Opened:
+    """Read what a block says of itself.
+
+    Raises:
+        ValueError: it is no block of `Packer`.
+    """
+    length = int.from_bytes(block[:8].tobytes(), "little")
+    if not 0 < length <= len(block) - 8:
+        raise ValueError(f"{len(block)} bytes are no batch: a header of {length} bytes does not fit in")
+    entries = json.loads(block[8 : 8 + length].tobytes())
+    bare = Opened(entries, {}, block[8 + length :])
+    return bare._replace(head=json.loads(bare.bytes(_COLUMNS).tobytes().decode("utf-8", "surrogatepass")))
 
 
 def unpack(block: np.ndarray) -> Parts:
@@ -93,37 +199,62 @@ def unpack(block: np.ndarray) -> Parts:
     Raises:
         ValueError: it is no such block.
     """
-    length = int.from_bytes(block[:8].tobytes(), "little")
-    if not 0 < length <= len(block) - 8:
-        raise ValueError(f"{len(block)} bytes are no batch: a header of {length} bytes does not fit in")
-    header = json.loads(block[8 : 8 + length].tobytes())
+    opened = open_block(block)
+    offsets = {cut: _view(opened, f"{_OFFSETS}{cut}") for cut in opened.head["layout"].values() if cut is not None}
+    fields = {}
+    for name, cut in opened.head["layout"].items():
+        values = _view(opened, _FIELD + name)
+        fields[name] = values if cut is None else Jagged(values, offsets[cut])
+    return fields, opened.head["columns"], opened.head["size"]
+
+
+def _view(opened: Opened, name: str) -> Tensor:
+    entry, memory = opened.entries[name], opened.bytes(name)
     with warnings.catch_warnings():  # that a view of memory that is not ours could be written to
         warnings.simplefilter("ignore")
-        body = torch.from_numpy(block[8 + length :])
-    tensors = {name: _view(body, entry) for name, entry in header.items() if name != "__metadata__"}
-    head: dict[str, Any] = json.loads(tensors[_COLUMNS].numpy().tobytes().decode("utf-8", "surrogatepass"))
-    fields = {
-        name: tensors[_FIELD + name] if cut is None else Jagged(tensors[_FIELD + name], tensors[f"{_OFFSETS}{cut}"])
-        for name, cut in head["layout"].items()
+        return _as_tensor(memory, entry["dtype"], entry["shape"])
+
+
+def _as_tensor(memory: np.ndarray, code: str, shape: Sequence[int]) -> Tensor:
+    dtype = _DTYPES[code]
+    return torch.from_numpy(memory).view(dtype).view(*shape) if len(memory) else torch.empty(*shape, dtype=dtype)
+
+
+def gather(blocks: Sequence[Opened]) -> Parts:
+    """The samples of all blocks, in order, in memory of their own: one copy. At least one block; all are of a kind."""
+    first = blocks[0]
+    fields: dict[str, Tensor | Jagged] = {}
+    shared: dict[tuple[int, ...], Tensor] = {}
+    for name, cut in first.head["layout"].items():
+        values = _gathered(blocks, _FIELD + name)
+        if cut is None:
+            fields[name] = values
+            continue
+        cuts = tuple(block.head["layout"][name] for block in blocks)
+        if cuts not in shared:
+            shared[cuts] = _offsets(blocks, cuts)
+        fields[name] = Jagged(values, shared[cuts])
+    columns = {
+        name: [item for block in blocks for item in block.head["columns"][name]] for name in first.head["columns"]
     }
-    return fields, head["columns"], head["size"]
+    return fields, columns, sum(block.head["size"] for block in blocks)
 
 
-def _view(body: Tensor, entry: Mapping[str, Any]) -> Tensor:
-    dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
-    start, stop = entry["data_offsets"]
-    if stop - start != math.prod(shape) * dtype.itemsize or stop > len(body):
-        raise ValueError(f"a tensor of shape {shape} cannot lie at bytes {start} to {stop} of {len(body)}")
-    return body[start:stop].view(dtype).view(shape) if stop > start else torch.empty(shape, dtype=dtype)
+def _gathered(blocks: Sequence[Opened], name: str) -> Tensor:
+    """One tensor of all blocks, joined along its first dimension."""
+    parts = [block.bytes(name) for block in blocks]
+    memory = room(sum(map(len, parts)))
+    np.concatenate(parts, out=memory)
+    rows = sum(block.entries[name]["shape"][0] for block in blocks)
+    entry = blocks[0].entries[name]
+    return _as_tensor(memory, entry["dtype"], [rows, *entry["shape"][1:]])
 
 
-def _number_of(offsets: Tensor, known: list[Tensor]) -> int:
-    """Place of `offsets` among `known`, appended when new: fields over the same tokens store them once."""
-    for number, old in enumerate(known):
-        if old is offsets or torch.equal(old, offsets):
-            return number
-    known.append(offsets)
-    return len(known) - 1
+def _offsets(blocks: Sequence[Opened], cuts: Sequence[int]) -> Tensor:
+    """Of all sequences of the blocks, of each by the cut with that number."""
+    lengths = [np.diff(block.bytes(f"{_OFFSETS}{cut}").view(np.int64)) for block, cut in zip(blocks, cuts, strict=True)]
+    ends = np.cumsum(np.concatenate(lengths))
+    return torch.from_numpy(np.concatenate([np.zeros(1, np.int64), ends]))
 
 
 def _check_plain(name: str, value: Any) -> None:
