@@ -47,7 +47,7 @@ class Parcel:
     serial: int
 
 
-class Piece(NamedTuple):
+class ParcelPiece(NamedTuple):
     """One reference of a parcel."""
 
     parcel: Parcel
@@ -74,15 +74,15 @@ class _Refusal(NamedTuple):
 
 #: Of one call: its answer, and what has come by it.
 _Outcome = tuple[Any, list[Topic]]
-_Change = Callable[[Core, list[Any], list[Piece]], _Outcome]
+_Change = Callable[[Core, list[Any], list[ParcelPiece]], _Outcome]
 
 
-def _give(core: Core, arguments: list[Any], pieces: list[Piece]) -> _Outcome:
+def _give(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
     team, rank, step, key, groups = arguments
     return None, core.give(team, rank, step, key, _infos(groups), pieces)
 
 
-def _put(core: Core, arguments: list[Any], pieces: list[Piece]) -> _Outcome:
+def _put(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
     team, rank, numbers, groups, keys, metrics = arguments
     refs = {key: pieces[place * len(groups) :][: len(groups)] for place, key in enumerate(keys)}
     return None, core.put(team, rank, numbers, _infos(groups), refs, metrics)
@@ -91,7 +91,7 @@ def _put(core: Core, arguments: list[Any], pieces: list[Piece]) -> _Outcome:
 def _plain(method: str, *, tells: bool = False, answers: bool = False) -> _Change:
     """A method without groups and references. It returns what has come by it, or its answer, or nothing of interest."""
 
-    def change(core: Core, arguments: list[Any], pieces: list[Piece]) -> _Outcome:
+    def change(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
         found = getattr(core, method)(*arguments)
         return found if answers else None, found if tells else []
 
@@ -114,7 +114,7 @@ _CHANGES: dict[str, _Change] = {
     "assignment": _plain("assignment"),
     "fetch": _plain("fetch"),
 }
-_CLASSES = (*STATE, Parcel, Piece, _Refusal)
+_CLASSES = (*STATE, Parcel, ParcelPiece, _Refusal)
 
 
 class DurableCore:
@@ -222,10 +222,10 @@ class DurableCore:
     def _do(self, team: str, rank: int, serial: int, count: int, call: list[Any]) -> list[Topic]:
         """A call, now or as the journal has it; without a number: what the core made up its mind about."""
         method, *arguments = call
-        pieces: list[Piece] = []
+        pieces: list[ParcelPiece] = []
         if count:
             parcel = Parcel(team, rank, serial)
-            pieces = [Piece(parcel, place) for place in range(count)]
+            pieces = [ParcelPiece(parcel, place) for place in range(count)]
         try:
             answer, topics = _CHANGES[method](self._core, arguments, pieces)
         except StoreError as error:
