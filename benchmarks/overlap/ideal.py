@@ -1,0 +1,126 @@
+"""When the steps of a run end, in seconds from its start, if nothing but the sleeps took time.
+
+    synchronous   draw t with the weights t - 1, train t                        every G(t) + T
+    in order      draw t + 1 while t is trained                                 every max(G(t + 1), T)
+    flowing       groups come and go by the rules of `megarl.store.flow`        simulated
+
+T is a step of training, and G(t) what the samples of step t take on the slots that there are. A simulation jumps from
+one end (of a sample, of a step of training) to the next, and lets both teams do in no time what they can do then.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from itertools import accumulate
+
+from megarl.benchmarks.overlap.work import Work
+from megarl.store.core import GroupInfo
+from megarl.store.flow import Flow, FlowSettings
+
+
+def makespan(seconds: Iterable[float], slots: int) -> float:
+    """Of samples that are drawn in this order, each in the slot that is free first."""
+    ends = [0.0] * slots
+    for each in seconds:
+        heapq.heapreplace(ends, ends[0] + each)
+    return max(ends)
+
+
+def synchronous(work: Work, steps: int) -> list[float]:
+    """`async.max_staleness` 0."""
+    return list(accumulate(_generation(work, step) + work.training_s for step in range(1, steps + 1)))
+
+
+def in_order(work: Work, steps: int) -> list[float]:
+    """`async.max_staleness` 1: weights are replaced when a step is trained and the next one is drawn."""
+    drawn = [_generation(work, step) for step in range(1, steps + 1)]
+    _, *ends = accumulate([drawn[0], *(max(work.training_s, seconds) for seconds in [*drawn[1:], 0.0])])
+    return ends
+
+
+def flowing(work: Work, steps: int, max_staleness: int, *, partial: bool) -> list[float]:
+    """`async.order` as_ready, with one replica that draws."""
+    return _Flowing(work, steps, max_staleness, partial).run()
+
+
+def _generation(work: Work, step: int) -> float:
+    return makespan(work.step_seconds(step), work.slots)
+
+
+class _Flowing:
+    """One replica that draws, and a trainer; see megarl.runtime.flow for what they do."""
+
+    def __init__(self, work: Work, steps: int, max_staleness: int, partial: bool) -> None:
+        self._work, self._steps, self._lag, self._partial = work, steps, max_staleness, partial
+        self._flow = Flow(FlowSettings(work.groups, max_staleness, steps))
+        self._flow.open(0, 0, {}, [])
+        self._now = 0.0
+        self._under_way: list[tuple[float, int]] = []  # a heap: end of a sample, its group
+        self._left: dict[int, int] = {}  # samples of a group that are not over
+        self._version = 0  # of the weights that are drawn with
+        self._is_open = False  # the gate
+        self._is_asked = False  # for the gate
+        self._training: float | None = None  # when the step that is trained ends
+        self._trained = 0  # steps
+        self._ends: list[float] = []  # of steps that are over, with what the trainer waits for after them
+
+    def run(self) -> list[float]:
+        """The ends of all steps."""
+        while len(self._ends) < self._steps:
+            while self._draw() or self._train():
+                pass
+            if len(self._ends) < self._steps:
+                self._advance()
+        return self._ends
+
+    def _draw(self) -> bool:
+        """What the replica does now; true: it opened the gate, so that the trainer may have something to do."""
+        if self._is_open:
+            return False
+        if not self._is_asked:
+            room = (self._work.slots - len(self._under_way)) // self._work.samples
+            for number in self._flow.admit(self._version, room):
+                self._left[number] = self._work.samples
+                for seconds in self._work.seconds(number):
+                    heapq.heappush(self._under_way, (self._now + seconds, number))
+        self._is_open = not self._under_way or (self._is_asked and self._partial)
+        return self._is_open
+
+    def _train(self) -> bool:
+        """What the trainer does now; true: the replica may have something to do."""
+        if self._training is not None:
+            return False
+        if len(self._ends) < self._trained:
+            return self._end_step()
+        if self._flow.form() is None:
+            return False
+        if self._version < self._trained and self._is_open:
+            self._push()
+        self._training = self._now + self._work.training_s
+        return True
+
+    def _end_step(self) -> bool:
+        too_old = self._trained - self._version > self._lag
+        if (self._partial or too_old or self._trained == self._steps) and not self._is_open:
+            changed, self._is_asked = not self._is_asked, True
+            return changed
+        if self._is_open:
+            self._push()
+        self._ends.append(self._now)
+        return True
+
+    def _push(self) -> None:
+        self._version, self._is_open, self._is_asked = self._trained, False, False
+
+    def _advance(self) -> None:
+        """To the next end of something; all that ends then is over."""
+        ends = [self._under_way[0][0]] if self._under_way else []
+        self._now = min(ends if self._training is None else [*ends, self._training])
+        while self._under_way and self._under_way[0][0] <= self._now:
+            _, number = heapq.heappop(self._under_way)
+            self._left[number] -= 1
+            if not self._left[number]:
+                self._flow.finish(number, GroupInfo(str(number), 0, (), 0), {}, None)
+        if self._training is not None and self._training <= self._now:
+            self._training, self._trained = None, self._trained + 1

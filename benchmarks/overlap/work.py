@@ -1,0 +1,71 @@
+"""What a run has to do: seconds of its samples and of its steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+from megarl.rollout.seeds import sample_seed
+
+NAME = "work.json"
+SEED = 0  # of the run
+TOKEN_S = 0.05
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of a run. Those of a sample are log-normal, in whole tokens, and follow from its seed.
+
+    Attributes:
+        groups: of a step.
+        samples: of a group.
+        slots: samples that are drawn side by side, at most.
+        mean_s: of a sample, if none were cut off.
+        sigma: standard deviation of the logarithm of a sample's seconds.
+        longest: tokens of a sample, at most.
+        training_s: of a step.
+    """
+
+    groups: int
+    samples: int
+    slots: int
+    mean_s: float
+    sigma: float
+    longest: int
+    training_s: float
+
+    def tokens(self, seed: int) -> int:
+        """Of the sample with this seed; each takes `TOKEN_S`."""
+        normal = NormalDist().inv_cdf(random.Random(seed).uniform(1e-9, 1 - 1e-9))
+        seconds = self.mean_s * math.exp(self.sigma * normal - self.sigma**2 / 2)
+        return max(1, min(self.longest, round(seconds / TOKEN_S)))
+
+    def seconds(self, number: int) -> list[float]:
+        """Of the samples of prompt `number` of the run, which is the row with this number of its data."""
+        seeds = [sample_seed(SEED, f"train-0-{number}", sample) for sample in range(self.samples)]
+        return [TOKEN_S * self.tokens(seed) for seed in seeds]
+
+    def step_seconds(self, step: int) -> list[float]:
+        """Of all samples of a step (from 1) that draws its own prompts, in order."""
+        return [s for number in range((step - 1) * self.groups, step * self.groups) for s in self.seconds(number)]
+
+    def write(self, run_dir: Path) -> None:
+        """Leave it in the run folder, for the workers."""
+        (run_dir / NAME).write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Work:
+        """What `write` left."""
+        return cls(**json.loads((run_dir / NAME).read_text()))
+
+
+#: `balanced`: training takes 3 s, and so do the samples of a step, side by side, on average. `tails`: training takes 2 s
+#: and a sample 0.9 s on average; because of a few of them the samples of a step take 5 s.
+CASES = {
+    "balanced": Work(groups=8, samples=4, slots=32, mean_s=1.0, sigma=0.6, longest=160, training_s=3.0),
+    "tails": Work(groups=8, samples=4, slots=32, mean_s=0.9, sigma=1.0, longest=160, training_s=2.0),
+}
