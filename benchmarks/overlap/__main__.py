@@ -148,7 +148,7 @@ def table(case: str, modes: dict[str, dict[str, Any]]) -> Table:
     made = Table(
         title=f"overlap, {case}", caption=f"other programs, and Ray's own, took up to {others:.0%} of the machine"
     )
-    for column in ("async", "steps/min", "ideal", "of ideal", "x synchronous", "push s", "CPU-s/step"):
+    for column in ("async", "steps/min", "ideal", "of ideal", "x sync", "push s", "CPU-s"):
         made.add_column(column, justify="left" if column == "async" else "right")
     for name, row in modes.items():
         made.add_row(

@@ -63,8 +63,8 @@ class Work:
         return cls(**json.loads((run_dir / NAME).read_text()))
 
 
-#: `balanced`: training takes 3 s, and so do the samples of a step, side by side, on average. `tails`: training takes 2 s
-#: and a sample 0.9 s on average; because of a few of them the samples of a step take 5 s.
+#: `balanced`: training takes 3 s, and so do the samples of a step, side by side, on average. `tails`: training takes
+#: 2 s, and a sample 0.9 s on average; because of a few of them the samples of a step take 5 s.
 CASES = {
     "balanced": Work(groups=8, samples=4, slots=32, mean_s=1.0, sigma=0.6, longest=160, training_s=3.0),
     "tails": Work(groups=8, samples=4, slots=32, mean_s=0.9, sigma=1.0, longest=160, training_s=2.0),
