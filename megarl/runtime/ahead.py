@@ -8,8 +8,8 @@
     draw 3, weights 1        drawn/0/3 ------------>    train 2
     take weights 2           <------ weights/2 -----    push them
 
-With k = 0 it draws step t + 1 after weights t have come, and nothing of it is in a checkpoint. The end of a run, T, has
-weights T - k to T one after the other: they are only validated.
+With k = 0 it draws step t + 1 after weights t have come, and nothing of it is in a checkpoint. At the end of a run, T,
+nothing is drawn for weights T - k to T - 1: those that are not validated do not come.
 
 No wait closes a circle: weights t wait for what is drawn for step t + k, which waits for weights t - 1 and no others.
 """
@@ -56,6 +56,16 @@ def may_save(config: RunConfig, step: int) -> bool:
     return step == trainer.steps or due(step, trainer.save_every) or best
 
 
+def is_drawn_with(config: RunConfig, version: int) -> bool:
+    """Whether the rollout's team draws anything with `version`: samples, or held-out responses.
+
+    Other versions do not go there. At the end of a run nothing is drawn between them, so that one could replace the
+    one before it while that is still being taken.
+    """
+    steps, lag = config.trainer.steps, config.async_.max_staleness
+    return version == steps or version + lag < steps or due(version, config.validation.every)
+
+
 class Pushes:
     """The actor's end: weights go to where samples are drawn, version by version. Collective over the actor's team.
 
@@ -71,24 +81,30 @@ class Pushes:
         self._waiting: deque[tuple[int, list[Tensor]]] = deque()
 
     def before_step(self, step: int) -> None:
-        """Push what waits and may go by now."""
-        self._push_waiting(wait=False)
+        """Push what waits and may go by now, and wait for what the samples of `step` are drawn with.
+
+        Those of the step before are all given then, but that they are drawn may be told a moment later.
+        """
+        self._push_waiting(until=step - 1 - self._lag)
 
     def after_step(self, version: int) -> None:
         """The weights after step `version` are those of now."""
         config = self._c.config
         now = self._lag <= 1 or version == config.trainer.steps or may_save(config, version)
         now = now or due(version, config.validation.every)
-        if self._push_waiting(wait=now) and self._may_go(version, wait=now):
+        none_waits = self._push_waiting(until=version if now else 0)
+        if not is_drawn_with(config, version):
+            return
+        if none_waits and self._may_go(version, wait=now):
             publish(self._c, version)
         else:
             self._waiting.append((version, ParameterCopies(self._c.actor.chunks).take()))
 
-    def _push_waiting(self, *, wait: bool) -> bool:
-        """Push the versions that wait, as far as they may go; are there none left?"""
+    def _push_waiting(self, *, until: int) -> bool:
+        """Push the versions that wait, as far as they may go, and wait for those up to `until`; are there none left?"""
         while self._waiting:
             version, values = self._waiting[0]
-            if not self._may_go(version, wait=wait):
+            if not self._may_go(version, wait=version <= until):
                 return False
             with ParameterCopies(self._c.actor.chunks).replaced(values):
                 publish(self._c, version)
@@ -100,8 +116,8 @@ class Pushes:
 
         Without staleness it is trained on these samples only after they are all drawn.
         """
-        c, step = self._c, version + self._lag
-        if not self._lag or step > c.config.trainer.steps:
+        c, step = self._c, min(version + self._lag, self._c.config.trainer.steps)
+        if not self._lag:
             return True
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run draws samples"
@@ -191,6 +207,8 @@ class RolloutSteps:
 
     def _follow(self, version: int) -> None:
         c, config = self.c, self.c.config
+        if not is_drawn_with(config, version):
+            return
         publish(c, version)
         if version == config.trainer.steps or due(version, config.validation.every):
             evaluate_drawn(c, self.recorder, version)

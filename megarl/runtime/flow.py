@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from megarl.dag.executor import Executor
     from megarl.data.batch import Batch
     from megarl.rollout.engine import Completion
-    from megarl.rollout.stream import Stream
+    from megarl.rollout.stream import Draft, Stream
     from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.controller import Controller
     from megarl.runtime.flow_files import HeldFlow
@@ -80,7 +80,7 @@ class FlowSteps:
         crossing: of the executor.
         recorder: of this rank.
         checkpoints: this team's part of them.
-        held: what a checkpoint has of groups that were begun; None: there is none.
+        held: what a checkpoint has of groups that were begun; None: nothing, or it has been taken up.
     """
 
     c: Controller
@@ -98,6 +98,7 @@ class FlowSteps:
     _ready: list[Ready] = field(default_factory=list)  # put, for checkpoints
     _formed: int = 0  # the last step whose groups are known here
     _waiting: list[int] = field(default_factory=list)  # of a checkpoint, not begun again yet
+    _drafts: dict[int, list[Draft]] = field(default_factory=dict)  # of these
     _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
     _silent: list[list[float]] = field(default_factory=list)  # scores of groups without signal, since the last with
 
@@ -155,6 +156,10 @@ class FlowSteps:
                 self._ready.append(ready)
                 self.crossing.put(c.context, ready)
         self._waiting = [number for number in mine if number not in held.finished]
+        # Not of those that are too old: they are drawn again from their first token on; and so are all if n changed.
+        n, found = c.config.rollout.sampling.n, held.drafts
+        self._drafts = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
+        self.held = None  # its samples are the store's now
 
     # -- one stretch -------------------------------------------------------------------------------------------------
 
@@ -199,8 +204,7 @@ class FlowSteps:
         self._prompts[number] = prompt = c.loader.at([number])
         (ids,), (uid,) = prompt["prompt_ids"].unbind(), prompt["uid"]
         seeds = [partial(c.context.seeds.sample, uid, sample) for sample in range(c.config.rollout.sampling.n)]
-        drafts = None if self.held is None else self.held.drafts.get(number)
-        stream.add(number, ids.tolist(), seeds, drafts)
+        stream.add(number, ids.tolist(), seeds, self._drafts.pop(number, None))
 
     def _is_called(self) -> bool:
         """Something else is to be done than drawing. Collective over the replica."""
@@ -305,9 +309,7 @@ class FlowSteps:
         c.loader.go_to(state["next"])
         tell_loader(c)
         again = state["again"] if c.layout.rank == 0 else []
-        drafts = stream.drafts()
-        if self.held is not None:
-            drafts |= {number: self.held.drafts[number] for number in self._waiting if number in self.held.drafts}
+        drafts = stream.drafts() | self._drafts
         files = partial(flow_files, c.layout, self._ready, self._versions, drafts, again)
         self.checkpoints.after_step(version, last=last, files=files)
 

@@ -9,10 +9,12 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from megarl.runtime import ahead
 from megarl.tracking.jsonl import read_jsonl
 from tests.runtime import harness
 
@@ -139,6 +141,41 @@ def test_ppo_with_a_critic_in_a_third_team(recipe, tmp_path):
     numbers = train(recipe, tmp_path, *PPO, "trainer.steps=3", work=noting_versions)
     assert drawn_with(tmp_path) == {1: {0}, 2: {0}, 3: {1}}
     assert all("critic/vf_loss" in numbers[step] for step in (1, 2, 3))
+
+
+def test_weights_that_the_next_step_is_drawn_with_are_waited_for_and_those_of_the_end_go_if_they_are_validated(
+    monkeypatch,
+):
+    """k = 2, five steps, step 4 validated: weights 2 are for step 5, weights 3 for none."""
+    said: list[Any] = []
+    config = SimpleNamespace(
+        async_=SimpleNamespace(max_staleness=2),
+        trainer=SimpleNamespace(steps=5, save_every=0),
+        validation=SimpleNamespace(every=4),
+    )
+    told: set[str] = set()
+    store = SimpleNamespace(peek=lambda name: True if name in told else None)
+    placement = SimpleNamespace(of_role=lambda role: SimpleNamespace(name="draw", replicas=1))
+    world = SimpleNamespace(broadcast_json=lambda value: value)
+    c: Any = SimpleNamespace(
+        config=config,
+        team=SimpleNamespace(placement=placement, store=store),
+        mail=SimpleNamespace(read=lambda name: said.append(name)),
+        layout=SimpleNamespace(rank=0, world=world),
+        actor=SimpleNamespace(chunks=[]),
+    )
+    monkeypatch.setattr(ahead, "publish", lambda c, version: said.append(version))
+    pushes = ahead.Pushes(c)
+    for step in range(1, 6):
+        pushes.before_step(step)
+        said.append(f"train {step}")
+        pushes.after_step(step)
+    assert said == [
+        *("train 1", "train 2", "train 3"),
+        *("drawn/0/3", 1, "train 4"),  # step 4 is drawn with them
+        *("drawn/0/4", 2, "drawn/0/5", 4),
+        *("train 5", "drawn/0/5", 5),
+    ]
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
