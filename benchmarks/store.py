@@ -215,7 +215,7 @@ class Process:
         places = [range(k * size, (k + 1) * size) for k in range(len(groups))]
         start = time.time()
         payloads = self._batch.to_blocks(places) if batch else self._bytes
-        given = self._client.give(step, "rollout>score", groups, payloads)
+        given = self._client.give(step, "rollout>score", groups, payloads, [0] * len(groups))
         self._client.done(step)
         return start, given
 

@@ -133,7 +133,8 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
     from megarl.store.crossing import TeamCrossing
 
     keeps = draws_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
-    return TeamCrossing(graph, team.placement, team.store, c.layout.dp_rank, c.layout.is_lead, keeps=keeps)
+    place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
+    return TeamCrossing(graph, team.placement, team.store, *place, keeps=keeps, dealt=dealt)
 
 
 def _executor(c: Controller, graph: TaskGraph, crossing: TeamCrossing | None) -> Executor:

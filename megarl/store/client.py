@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
 _FREED_S = _SLICE_S + 2.0  # until all givers have heard what nobody needs, and Ray has given back its memory
+_OBJECT_BYTES = 32 << 20  # from which on an object takes no more payloads
 _AGAIN_S = 0.5  # between two tries to reach a store that died
 
 
@@ -96,7 +97,14 @@ class StoreClient:
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
-    def give(self, step: int, key: str, groups: Sequence[GroupInfo], payloads: Iterable[np.ndarray]) -> int:
+    def give(
+        self,
+        step: int,
+        key: str,
+        groups: Sequence[GroupInfo],
+        payloads: Iterable[np.ndarray],
+        together: Sequence[int] = (),
+    ) -> int:
         """Hand over this replica's groups of one node, all at once; a replica that has none gives none.
 
         Args:
@@ -104,31 +112,52 @@ class StoreClient:
             key: of the handover (`megarl.dag.placement.Handover.key`).
             groups: to hand over.
             payloads: of each group, uint8: what `fetch` returns. They stay in this machine's object store.
+            together: of each group, a number that groups have in common which go to the same workers: these share
+                objects, which another machine pulls whole; empty: none do.
 
         Returns:
             Bytes of all payloads.
         """
-        refs, size = self._keep(f"{key!r} of step {step}", payloads)
+        refs, size = self._keep(f"{key!r} of step {step}", payloads, together)
         what = f"hand over {key!r} of step {step}"
         self._change(what, "give", self.team, self.rank, step, key, list(groups), refs=refs)
         return size
 
-    def _keep(self, what: str, payloads: Iterable[np.ndarray]) -> tuple[list[Any], int]:
-        """References to payloads in this machine's object store, and their bytes."""
+    def _keep(
+        self, what: str, payloads: Iterable[np.ndarray], together: Sequence[int] = ()
+    ) -> tuple[list[tuple[Any, int]], int]:
+        """Of each payload the object in this machine's store, and its place there; and the bytes of all.
+
+        An object takes Ray about a millisecond, however small it is: payloads that go together share one.
+        """
+        found: dict[int, tuple[Any, int]] = {}
+        unfinished: dict[int, list[tuple[int, np.ndarray]]] = {}
+        size = 0
+        for number, payload in enumerate(payloads):
+            label = together[number] if together else number
+            held = unfinished.setdefault(label, [])
+            held.append((number, payload))
+            size += len(payload)
+            if not together or sum(len(one) for _, one in held) >= _OBJECT_BYTES:
+                self._put(what, unfinished.pop(label), found)
+        for held in unfinished.values():
+            self._put(what, held, found)
+        return [found[number] for number in range(len(found))], size
+
+    def _put(self, what: str, held: Sequence[tuple[int, np.ndarray]], found: dict[int, tuple[Any, int]]) -> None:
+        """Payloads, with their numbers, as one object; `found` learns where they are."""
         import ray
 
         # Arrays: Ray copies them once into shared memory, where readers see them; bytes it would copy again to read.
-        refs, size = [], 0
-        for payload in payloads:
-            try:
-                refs.append(_put(payload))
-            except ray.exceptions.RayError as error:
-                whole = f"{len(payload)} bytes of {what} do not go into this machine's object store"
-                full = "it is full, and may not use the disk (placement.spill), or that is full, too"
-                why = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
-                raise StoreError(f"{self._who()}: {whole}: {why}") from error
-            size += len(payload)
-        return refs, size
+        payloads = [payload for _, payload in held]
+        try:
+            ref = _put(payloads)
+        except ray.exceptions.RayError as error:
+            whole = f"{sum(map(len, payloads))} bytes of {what} do not go into this machine's object store"
+            full = "it is full, and may not use the disk (placement.spill), or that is full, too"
+            why = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
+            raise StoreError(f"{self._who()}: {whole}: {why}") from error
+        found.update({number: (ref, place) for place, (number, _) in enumerate(held)})
 
     def assignment(self, step: int, samples: str, part: int) -> list[GroupInfo]:
         """The groups that part `part` of this team works on, in order, as soon as all of the step have been given.
@@ -150,7 +179,9 @@ class StoreClient:
         what = f"{key!r} of step {step}"
         refs = self._wait(what, "fetch", self.team, step, key, list(uids))
         with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
-            return ray.get(refs, timeout=self._deadline_s)
+            objects = list(dict.fromkeys(ref for ref, _ in refs))
+            payloads = dict(zip(objects, ray.get(objects, timeout=self._deadline_s), strict=True))
+        return [payloads[ref][place] for ref, place in refs]
 
     def done(self, step: int) -> None:
         """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""

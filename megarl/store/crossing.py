@@ -7,6 +7,7 @@ everything else that comes for these samples comes for just these groups, and is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -48,6 +49,7 @@ class TeamCrossing:
         replica: number of the replica that this worker is part of.
         is_lead: it gives for its replica.
         keeps: `given` is wanted.
+        dealt: `placement.share` says which groups a replica takes, by their numbers.
 
     Attributes:
         given: what it has given in the last walk, by the keys of handovers; empty unless it `keeps` that.
@@ -63,9 +65,10 @@ class TeamCrossing:
         is_lead: bool,
         *,
         keeps: bool = False,
+        dealt: bool = False,
     ) -> None:
         self._graph, self._placement, self._client = graph, placement, client
-        self._replica, self._is_lead, self._keeps = replica, is_lead, keeps
+        self._replica, self._is_lead, self._keeps, self._dealt = replica, is_lead, keeps, dealt
         self._team = placement[client.team]
         self._taken: set[str] = set()
         self._samples: str | None = None  # whose samples are on the board; None: prompts
@@ -120,7 +123,9 @@ class TeamCrossing:
             StoreError: the store refuses it.
         """
         for key, gift in given.items():
-            self._client.give(step, key, gift.groups, gift.samples.to_blocks(group_places(gift.samples["uid"])))
+            takers = next(one.takers for one in self._placement.given_by(self._team.name) if one.key == key)
+            blocks = gift.samples.to_blocks(group_places(gift.samples["uid"]))
+            self._client.give(step, key, gift.groups, blocks, self._together(takers, gift.groups))
         self._client.done(step)
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -164,12 +169,18 @@ class TeamCrossing:
         sent = board.drop([name for name in board.names() if name not in keep]).to("cpu")
         blocks = sent.to_blocks(group_places(board["uid"]))
         try:
-            size = self._client.give(context.step, handover.key, groups, blocks)
+            together = self._together(handover.takers, groups)
+            size = self._client.give(context.step, handover.key, groups, blocks, together)
         except ValueError as error:  # of a column that cannot be sent
             raise self._wrong(context, handover, str(error)) from error
         context.metrics.sum("store/given_gb", size / 1e9)
         if self._keeps:
             self.given[handover.key] = Gift(handover.node, groups, sent)
+
+    def _together(self, takers: Sequence[str], groups: Sequence[GroupInfo]) -> list[int]:
+        """Of each group, a number that it shares with those that go to the same replica of every taker."""
+        parts = math.lcm(*(self._placement[name].replicas for name in takers))
+        return [group.ordinal % parts for group in groups] if self._dealt or parts == 1 else []
 
     def _held(self, board: Batch | None) -> list[GroupInfo]:
         """The groups of the board. Those that this team made itself have numbers from it, or as prompts are dealt."""

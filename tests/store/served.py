@@ -129,7 +129,9 @@ class FarClient:
         """Where prompts stand."""
         return self._call("flow_state")
 
-    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[np.ndarray]) -> int:
+    def give(
+        self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[np.ndarray], together: Sequence[int] = ()
+    ) -> int:
         """Hand over this replica's groups of one node; their bytes."""
         refs = [bytes(one) for one in payloads]
         self._call("give", self.team, self.rank, step, key, list(groups), refs)

@@ -123,7 +123,9 @@ class HereClient:
     def __init__(self, core: Core, change: threading.Condition, team: str, rank: int) -> None:
         self.core, self.change, self.team, self.rank = core, change, team, rank
 
-    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Any]) -> int:
+    def give(
+        self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Any], together: Sequence[int] = ()
+    ) -> int:
         """At once."""
         refs = list(payloads)
         with self.change:

@@ -277,3 +277,21 @@ def test_a_refusal_says_who_was_refused(workers: dict[str, Any]) -> None:
     with store(workers, "refusing", 60.0):
         told = [ray.get(workers["train0"].call.remote("post", "m", 1), timeout=60) for _ in range(2)]
     assert told == [None, "team 'train' rank 0 in phase test: mail 'm' has been posted before"]
+
+
+def test_payloads_that_go_to_the_same_takers_share_objects_and_every_byte_is_in_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megarl.store import client as module
+
+    objects: list[list[np.ndarray]] = []
+    monkeypatch.setattr(module, "_put", lambda payloads: objects.append(payloads) or len(objects) - 1)
+    monkeypatch.setattr(module, "_OBJECT_BYTES", 20)
+    client = module.StoreClient.__new__(module.StoreClient)
+    payloads = [np.full(9, number, np.uint8) for number in range(7)]
+    for together, sizes in (([], [1] * 7), ([0, 1, 0, 1, 0, 1, 0], [3, 3, 1]), ([0] * 7, [3, 3, 1])):
+        objects.clear()
+        refs, size = client._keep("x", payloads, together)
+        assert sorted(map(len, objects), reverse=True) == sizes
+        assert size == 63 == sum(len(one) for held in objects for one in held)
+        assert [int(objects[ref][place][0]) for ref, place in refs] == list(range(7))

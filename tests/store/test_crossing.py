@@ -14,7 +14,7 @@ from megarl.data.batch import Batch
 from megarl.data.groups import group_places
 from megarl.metrics import Metrics
 from megarl.phase import drain
-from megarl.store.core import Core, StoreError
+from megarl.store.core import Core, GroupInfo, StoreError
 from megarl.store.crossing import TeamCrossing
 from tests.store import teams
 
@@ -150,6 +150,20 @@ def test_a_column_that_cannot_be_sent_is_named() -> None:
     placement = teams.placed(graph, 1, 1, 1)
     board = one_team(2, 0, 1, 2)
     board.set("note", [object()] * len(board))
-    crossing = crossing_of(placement, "train", graph, {"give": lambda step, key, groups, blocks: len(list(blocks))})
+    crossing = crossing_of(
+        placement, "train", graph, {"give": lambda step, key, groups, blocks, together: len(list(blocks))}
+    )
     with pytest.raises(StoreError, match=r"step 2, 'pick>critic'.*column 'note' holds object"):
         crossing.give(SimpleNamespace(step=2, metrics=Metrics()), graph["pick"], board)
+
+
+def test_groups_share_objects_where_the_same_replicas_take_them() -> None:
+    graph = teams.pipeline()
+    placement = teams.placed(graph, 1, 2, 1)
+    groups = [GroupInfo(f"u{k}", k, (f"u{k}#0",), 1) for k in range(4)]
+    client: Any = SimpleNamespace(team="train")
+    for dealt, expected in ((True, [0, 1, 0, 1]), (False, [])):
+        crossing = TeamCrossing(graph, placement, client, 0, True, dealt=dealt)
+        assert crossing._together(["ref"], groups) == expected
+        assert crossing._together(["critic", "ref"], groups) == expected
+        assert crossing._together(["critic"], groups) == [0] * 4, "one replica takes all"
