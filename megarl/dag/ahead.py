@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from megarl.dag.placement import Placement, TeamPlan
 
 KEY, ORDER, PARTIAL = "async.max_staleness", "async.order", "async.partial"
+#: A team may be k + 1 steps ahead of who reads its mail, which lasts for `megarl.store.core.KEPT` steps; where both
+#: samples and steps that are formed of them run ahead, it is twice that.
+MOST = 30
 #: The stage whose place a stream of groups takes.
 DRAWS = "megarl.runtime.stages.rollout:rollout"
 _GREEDY = "megarl.runtime.stages.rollout:greedy_rollout"
@@ -94,6 +97,14 @@ def _off(config: RunConfig) -> str:
 def _refuse_keys(config: RunConfig) -> None:
     """What the keys need of each other."""
     section, lag = config.async_, config.async_.max_staleness
+    if lag > MOST:
+        raise ConfigError(
+            "teams would be too far apart for what they tell each other, which is kept for some steps only",
+            where=KEY,
+            found=lag,
+            allowed=f"0 to {MOST}",
+            fix=f"set {KEY}={MOST} or less",
+        )
     if section.order == "in_order" and section.partial:
         raise ConfigError(
             "in order, all samples of a step are drawn to their end with the weights of this step, so that no new ones "

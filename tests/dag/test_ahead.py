@@ -131,6 +131,7 @@ def test_its_replicas_need_not_divide_the_groups_of_a_step():
     ("recipe", "teams", "overrides", "key", "words"),
     [
         ("grpo_quickstart", APART, ("async.partial=true",), "async.partial", ["no new ones", "async.order=as_ready"]),
+        ("grpo_quickstart", APART, ("async.max_staleness=31",), "async.max_staleness", ["too far apart", "0 to 30"]),
         (
             "grpo_quickstart",
             APART,
