@@ -239,27 +239,29 @@ def test_changes_are_announced_with_the_step_that_is_drawn_already(run_dir, monk
 
 
 @pytest.mark.parametrize(
-    ("enabled", "node", "steps", "why"),
+    ("enabled", "node", "order", "steps", "why"),
     [
-        (False, True, 9, "algorithm.dynamic_sampling.enabled is false"),
-        (False, True, 3, None),
-        (True, True, 9, None),
-        (True, False, 9, "no node of its task graph"),
+        (False, True, "in_order", 9, "algorithm.dynamic_sampling.enabled is false"),
+        (False, True, "in_order", 3, None),
+        (True, True, "in_order", 9, None),
+        (True, False, "in_order", 9, "no node of its task graph"),
+        (True, True, "as_ready", 9, "async.order=as_ready"),
     ],
 )
 def test_left_over_samples_are_dropped_without_dynamic_sampling(
-    run_dir, monkeypatch, capsys, enabled, node, steps, why
+    run_dir, monkeypatch, capsys, enabled, node, order, steps, why
 ):
     monkeypatch.setattr("megarl.runtime.checkpoints.read_surplus", lambda *_: "samples")
-    dapo = {"dynamic_sampling": {"enabled": enabled}}
+    sections = {"algorithm": {"dynamic_sampling": {"enabled": enabled}}, "async": {"order": order, "max_staleness": 1}}
     roles = {Role.ROLLOUT, Role.DYNAMIC_SAMPLING} if node else {Role.ROLLOUT}
-    checkpoints = with_state(run_dir, monkeypatch, {"surplus_parts": 1}, roles, algorithm=dapo)
+    checkpoints = with_state(run_dir, monkeypatch, {"surplus_parts": 1}, roles, **sections)
     checkpoints.find("trainer.steps", steps)
     said = capsys.readouterr().out
     assert ("left over are in the checkpoint" in said) == (why is not None)
     assert (why or "") in said
     checkpoints.load(checkpoints.source)
-    assert checkpoints._c.context.surplus == ("samples" if enabled and node else None)
+    used = enabled and node and order == "in_order"
+    assert checkpoints._c.context.surplus == ("samples" if used else None)
 
 
 @pytest.mark.parametrize(("best_step", "best", "kept"), [(2, 0.8, 2), (7, -math.inf, None), (None, 0.8, None)])
