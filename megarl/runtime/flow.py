@@ -367,11 +367,17 @@ class Offers:
         return config.async_.partial or too_old or last or due(step, config.validation.every) or may_save(config, step)
 
     def _is_open(self) -> bool:
-        """No replica draws. Collective."""
+        """No replica draws. Collective.
+
+        The samples of a step may be the last ones that a replica put before it opens the gate: it is a matter of
+        milliseconds then, and without waiting for them it would have nothing to do for a step of training.
+        """
         c, found = self._c, None
         if c.layout.rank == 0:
-            names = [f"{OPEN}/{replica}/{self._gate}" for replica in range(self._team.replicas)]
-            found = all(_store(c).peek(name) is not None for name in names)
+            store = _store(c)
+            found = store.drained(self._version)
+            for replica in range(self._team.replicas if found else 0):
+                store.read(f"{OPEN}/{replica}/{self._gate}")
         return bool(c.layout.world.broadcast_json(found))
 
     def _push(self, version: int) -> None:

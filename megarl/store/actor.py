@@ -95,6 +95,10 @@ class StoreActor:
         """Mail, in a tuple, if it is there."""
         return self._core.ask("read", name)
 
+    async def drained(self, version: int) -> bool:
+        """Whether those who draw have nothing to do."""
+        return bool(self._core.ask("drained", version))
+
     async def flow_state(self) -> dict[str, Any]:
         """What a checkpoint has to know."""
         return self._core.ask("flow_state")

@@ -228,6 +228,10 @@ class StoreClient:
         """No step is to be trained on these groups, see `megarl.store.flow.Flow.reject`."""
         self._change("draw others", "reject", list(numbers))
 
+    def drained(self, version: int) -> bool:
+        """Whether nothing is drawn before there are newer weights, see `megarl.store.flow.Flow.drained`."""
+        return bool(self._call("the store to say whether all is drawn", "drained", version))
+
     def flow_state(self) -> dict[str, Any]:
         """See `megarl.store.core.Core.flow_state`."""
         return self._call("the store to say where prompts stand", "flow_state")

@@ -332,6 +332,10 @@ class Core:
             except ValueError as error:
                 raise StoreError(str(error)) from error
 
+    def drained(self, version: int) -> bool:
+        """See `Flow.drained`."""
+        return self._need_flow().drained(version)
+
     def flow_state(self) -> dict[str, Any]:
         """For a checkpoint: number of the first prompt that nobody has drawn, and earlier ones to be drawn again."""
         flow = self._need_flow()

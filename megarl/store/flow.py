@@ -179,6 +179,11 @@ class Flow:
             del self._groups[group.number]
         return sorted(chosen, key=lambda group: group.number)
 
+    def drained(self, version: int) -> bool:
+        """Nothing is under way, and nothing may begin with `version` of the weights."""
+        size, lag, steps = self._settings
+        return not self.counts[0] and self._begun >= min(version + 1 + lag, steps) * size
+
     @property
     def next(self) -> int | None:
         """Number of the first prompt that nobody has drawn; None: it is not open."""

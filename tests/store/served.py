@@ -39,7 +39,7 @@ class Shelf:
                 getattr(self._core, method)(*arguments)
                 self._change.notify_all()
             return None
-        if method in ("peek", "open_flow", "admit", "reject", "flow_state"):
+        if method in ("peek", "open_flow", "admit", "reject", "drained", "flow_state"):
             with self._change:
                 return getattr(self._core, "read" if method == "peek" else method)(*arguments)
         found: list[Any] = []
@@ -124,6 +124,10 @@ class FarClient:
     def reject(self, numbers: Sequence[int]) -> None:
         """No step is to be trained on these groups."""
         self._call("reject", list(numbers))
+
+    def drained(self, version: int) -> Any:
+        """Whether nothing is drawn before there are newer weights."""
+        return self._call("drained", version)
 
     def flow_state(self) -> Any:
         """Where prompts stand."""

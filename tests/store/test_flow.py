@@ -76,6 +76,17 @@ def test_what_is_put_twice_or_was_not_given_out_is_refused():
         finish(flow, 7)
 
 
+def test_it_is_drained_when_nothing_is_under_way_and_nothing_may_begin():
+    flow = opened(groups=1, lag=1)
+    assert not flow.drained(0)
+    flow.admit(0, 2)
+    finish(flow, 0)
+    assert not flow.drained(0)
+    finish(flow, 1)
+    assert flow.drained(0)
+    assert not flow.drained(1)
+
+
 def test_it_opens_once_and_gives_nothing_before():
     flow = Flow(FlowSettings(2, 1, 10))
     with pytest.raises(ValueError, match="not open"):
