@@ -320,8 +320,8 @@ class Core:
                 raise StoreError(f"{at}: {error}") from error
         return self._form()
 
-    def reject(self, numbers: Sequence[int]) -> None:
-        """See `Flow.reject`.
+    def reject(self, numbers: Sequence[int]) -> list[Topic]:
+        """See `Flow.reject`; returns what is complete by that: a step no longer waits for these groups.
 
         Raises:
             StoreError: one of them is not being drawn.
@@ -331,6 +331,7 @@ class Core:
                 self._need_flow().reject(number)
             except ValueError as error:
                 raise StoreError(str(error)) from error
+        return self._form()
 
     def drained(self, version: int) -> bool:
         """See `Flow.drained`."""

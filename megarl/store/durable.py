@@ -108,7 +108,7 @@ _CHANGES: dict[str, _Change] = {
     "put": _put,
     "post": _plain("post", tells=True),
     "done": _plain("done"),
-    "reject": _plain("reject"),
+    "reject": _plain("reject", tells=True),
     "open_flow": _plain("open_flow", answers=True),
     "admit": _plain("admit", answers=True),
     "assignment": _plain("assignment"),

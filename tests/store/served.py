@@ -34,12 +34,12 @@ class Shelf:
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of the core, as soon as there is one."""
-        if method in ("post", "give", "done", "put"):
+        if method in ("post", "give", "done", "put", "reject"):
             with self._change:
                 getattr(self._core, method)(*arguments)
                 self._change.notify_all()
             return None
-        if method in ("peek", "open_flow", "admit", "reject", "drained", "flow_state"):
+        if method in ("peek", "open_flow", "admit", "drained", "flow_state"):
             with self._change:
                 return getattr(self._core, "read" if method == "peek" else method)(*arguments)
         found: list[Any] = []

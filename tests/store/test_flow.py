@@ -76,6 +76,21 @@ def test_what_is_put_twice_or_was_not_given_out_is_refused():
         finish(flow, 7)
 
 
+def test_a_step_does_not_wait_for_a_group_that_is_of_no_use():
+    flow = opened(groups=2, lag=1)
+    flow.admit(0, 4)
+    finish(flow, 1, 2)
+    assert numbers_of(flow) == [1, 2]
+    flow.admit(1, 2)
+    finish(flow, 3, 4, 5)
+    assert flow.form() is None
+    flow.reject(0)
+    assert numbers_of(flow) == [3, 4]
+    assert flow.admit(1, 9) == [6]  # another one in its place
+    with pytest.raises(ValueError, match="not being drawn"):
+        flow.reject(0)
+
+
 def test_it_is_drained_when_nothing_is_under_way_and_nothing_may_begin():
     flow = opened(groups=1, lag=1)
     assert not flow.drained(0)
