@@ -17,7 +17,7 @@ from megarl.data.batch import Batch, Jagged
 from megarl.errors import UserError
 from megarl.metrics import Metrics
 from megarl.runtime.episodes import record_episodes
-from megarl.runtime.stages.sampling import _signal
+from megarl.runtime.stages.sampling import signal
 from megarl.runtime.stages.shaping import filter_samples, overlong
 
 
@@ -87,7 +87,7 @@ def test_failed_episodes_are_no_signal_and_lower_no_mean():
     batch = Batch({"response_mask": mask, "score": torch.tensor([1.0, 0.0, 1.0, 0.0])})
     batch.set("uid", list("aabb"))
     batch.set("finish_reason", ["stop"] * 4)
-    assert _signal(case(), batch, []) == [False, True]
+    assert signal(case(), batch, []) == [False, True]
     kept = filter_samples(case(algorithm={"filter": {"low": 0.8}}), batch)["response_mask"]
     assert kept.values.tolist() == [True, False, False, False, False, False]
 
