@@ -69,15 +69,19 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
     gpus, cpus = (sum(node.get(name, 0.0) for node in used) for name in ("GPU", "CPU"))
     on_gpus = bool(gpus) or has_nvidia_device()
     extra = _servers_here(config, teams) if on_gpus else 0
-    here = cluster.nproc // cluster.nnodes + extra
-    fitting = sum(node.get("GPU", 0.0) >= here for node in used)
-    if on_gpus and (gpus < cluster.nproc or (extra and fitting < cluster.nnodes)):
+    workers = cluster.nproc // cluster.nnodes
+    here = workers + extra
+    fitting = [node for node in used if node.get("GPU", 0.0) >= here]
+    if on_gpus and (gpus < cluster.nproc or (extra and len(fitting) < cluster.nnodes)):
         raise _too_few(config, teams, nodes, extra)
-    worker = {"CPU": min(1.0, int(100 * cpus / cluster.nproc) / 100)} | ({"GPU": 1.0} if on_gpus else {})
+    share = cpus / cluster.nproc
+    if on_gpus and cluster.nnodes > 1:  # nodes without GPUs, such as the head, have CPUs that no worker gets
+        full = [(node, workers if extra else node["GPU"]) for node in (fitting if extra else used) if node.get("GPU")]
+        share = min(node.get("CPU", 0.0) / number for node, number in full)
+    worker = {"CPU": min(1.0, int(100 * share) / 100)} | ({"GPU": 1.0} if on_gpus else {})
     if not extra:
         strategy = "STRICT_PACK" if cluster.nnodes == 1 else "PACK"
         return Reservation([worker] * cluster.nproc, strategy, worker, list(range(cluster.nproc)))
-    workers = cluster.nproc // cluster.nnodes
     machine = {"CPU": round(workers * worker["CPU"], 2), "GPU": float(here)}
     places = [number // workers for number in range(cluster.nproc)]
     return Reservation([machine] * cluster.nnodes, "STRICT_SPREAD", worker, places, extra)

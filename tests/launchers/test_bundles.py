@@ -61,6 +61,16 @@ def test_workers_of_one_machine_share_the_cpus_of_one_node(
     assert found.strategy == ("STRICT_PACK" if nnodes == 1 else "PACK")
 
 
+def test_cpus_of_nodes_without_gpus_are_for_no_worker() -> None:
+    head, small, large = {"CPU": 64.0}, {"CPU": 2.0, "GPU": 4.0}, {"CPU": 32.0, "GPU": 8.0}
+    found = reserve(recipe(8, 2), teams(8), [head, small, small])
+    assert found.bundles == [{"CPU": 0.5, "GPU": 1.0}] * 8
+    found = reserve(recipe(4, 2, servers=2, tp_size=2), teams(4), [head, small, small])
+    assert found.bundles == [{"CPU": 2.0, "GPU": 4.0}] * 2
+    found = reserve(recipe(8, 2, servers=2, tp_size=4), teams(8), [head, small, large, large])
+    assert found.bundles == [{"CPU": 4.0, "GPU": 8.0}] * 2, "the small one has too few GPUs for any machine's share"
+
+
 def test_servers_have_gpus_beside_the_workers_of_their_machine() -> None:
     found = reserve(recipe(3, servers=2, tp_size=2), teams(2, 1), gpus(8))
     assert found.bundles == [{"CPU": 3.0, "GPU": 7.0}]
