@@ -19,7 +19,7 @@ from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.machine import Machine
-from megarl.store.size import refuse_too_large
+from megarl.store.size import LEAST, refuse_too_large
 
 _TIGHT = 0.9
 _START_S = 5.0  # CPU seconds in which a worker imports torch, Megatron and transformers
@@ -129,8 +129,18 @@ def _check_store(
     own = launcher == "local" or (launcher == "ray" and not os.environ.get("RAY_ADDRESS"))
     if placement is None or not placement.separate or not own:
         return
-    problem = refuse_too_large(config, placement, machine.shared_memory)
-    if problem is None:
+    free = machine.shared_memory
+    problem = refuse_too_large(config, placement, free)
+    if problem is None and free is not None and free < LEAST:  # as in containers, unless they are asked for more
+        checks.warn(
+            "shared memory",
+            "placement",
+            f"Ray's object store takes {LEAST / 1e6:.0f} MB at least, and /dev/shm has less: the samples between teams "
+            "go through files in Ray's temporary folder, which may be slow",
+            found=f"{free / 1e6:.0f} MB",
+            fix="enlarge /dev/shm (docker run --shm-size=1g)",
+        )
+    elif problem is None:
         checks.ok("shared memory", "holds the samples between teams, or they may go to disk")
     elif starts:
         checks.from_error("shared memory", problem)

@@ -254,13 +254,19 @@ def test_the_documented_example_and_its_dry_run_are_those_of_the_code(write, mon
         assert line in lines
 
 
+SHORT = ("rollout.sampling.max_new_tokens=8",)
+
+
 @pytest.mark.parametrize(
     ("launcher", "address", "free", "settings", "status"),
     [
         ("local", "", 1 << 40, (), "ok"),
         ("local", "head:1", 1 << 20, (), "fail"),
         ("ray", "", 1 << 20, (), "fail"),
-        ("local", "", 1 << 20, ("placement.spill=true",), "ok"),
+        ("local", "", 200 << 20, ("placement.spill=true",), "ok"),
+        ("local", "", 200 << 20, SHORT, "ok"),
+        ("local", "", 64 << 20, SHORT, "warn"),
+        ("local", "", 64 << 20, ("placement.spill=true",), "warn"),
         ("ray", "head:1", 1 << 20, (), None),
     ],
 )
