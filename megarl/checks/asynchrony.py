@@ -6,7 +6,7 @@ from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
 from megarl.checks.layout import layout_key
 from megarl.config.run import RunConfig
-from megarl.dag.ahead import KEY, ORDER
+from megarl.dag.ahead import KEY, ORDER, experts_problems
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.errors import count
@@ -46,7 +46,6 @@ def _check_engine(config: RunConfig, placement: Placement, facts: ModelFacts | N
     """An embedded engine whose ranks wait for each other generates in rounds, from which nothing comes early."""
     team = placement.of_role(Role.ROLLOUT)
     assert team is not None, "every run draws samples"
-    fix = f"set {ORDER}=in_order {KEY}=1, or rollout.engine=sglang"
     if team.parallel.cp > 1:
         key = f"{layout_key(config, Role.ROLLOUT)}.cp"
         checks.fail(
@@ -56,15 +55,9 @@ def _check_engine(config: RunConfig, placement: Placement, facts: ModelFacts | N
             "that no group is ready before the others",
             found=team.parallel.cp,
             allowed=f"1 with {ORDER}=as_ready",
-            fix=f"give the rollout a layout with cp 1 (rollout.parallel), or {fix}",
+            fix="give the rollout a layout with cp 1 (rollout.parallel), or set "
+            f"{ORDER}=in_order {KEY}=1, or rollout.engine=sglang",
         )
     if facts is not None and facts.is_moe:
-        checks.fail(
-            "async",
-            ORDER,
-            "a mixture of experts decodes in rounds in an embedded engine, because ranks that share experts wait for "
-            "each other, so that no group is ready before the others",
-            found=f"as_ready with {facts.experts} experts",
-            allowed="in_order with an embedded engine and experts",
-            fix=fix,
-        )
+        for problem in experts_problems(config):
+            checks.from_error("async", problem)

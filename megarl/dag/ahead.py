@@ -89,6 +89,21 @@ def refuse_ahead(config: RunConfig, placement: Placement, graph: TaskGraph) -> N
     _refuse_samples(config, placement, team)
 
 
+def experts_problems(config: RunConfig) -> list[ConfigError]:
+    """What is wrong with `async` if the policy is a mixture of experts, which may be known only when it is loaded."""
+    if config.async_.order != "as_ready" or config.rollout.engine != "embedded":
+        return []
+    problem = ConfigError(
+        "a mixture of experts decodes in rounds in an embedded engine, because ranks that share experts wait for each "
+        "other, so that no group is ready before the others",
+        where=ORDER,
+        found="as_ready with a mixture of experts",
+        allowed="in_order with an embedded engine and experts",
+        fix=f"set {ORDER}=in_order {KEY}=1, or rollout.engine=sglang",
+    )
+    return [problem]
+
+
 def _off(config: RunConfig) -> str:
     """What to do to run no step ahead."""
     return f"set {KEY}=0" + (f" {ORDER}=in_order" if config.async_.order == "as_ready" else "")

@@ -11,7 +11,9 @@ import torch
 
 from megarl.algorithms.kl import KLController
 from megarl.comm import team_world
+from megarl.config.base import raise_problems
 from megarl.config.run import RunConfig
+from megarl.dag.ahead import experts_problems
 from megarl.dag.stage import Role
 from megarl.data.loader import PromptLoader
 from megarl.data.prompts import PromptDataset
@@ -20,7 +22,7 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.device import DTYPES, device, dist_backend, gpu_id, has_cuda, refuse_shared_gpu
 from megarl.errors import ConfigError
 from megarl.models.config import load_hf_config
-from megarl.models.hf import check_trainable
+from megarl.models.hf import check_trainable, moe_layers
 from megarl.models.weights import init_random, load_weights
 from megarl.phase import keep_beating, phase
 from megarl.rendezvous import join
@@ -77,6 +79,8 @@ def build_controller(
         hf_config = load_hf_config(config.model)
         if trainable:
             check_trainable(hf_config, config.model.path or "model.hf_config")
+        if team.others and any(moe_layers(hf_config)):  # a model on the hub is known now at the earliest
+            raise_problems(experts_problems(config))
         check_vocabulary(config, len(tokenizer), hf_config.vocab_size)
         source = None
         draws = team.holds(Role.ROLLOUT)
