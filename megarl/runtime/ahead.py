@@ -232,12 +232,12 @@ class RolloutSteps:
 
 def find_drawn(c: Controller, source: Path) -> list[Drawn]:
     """What the checkpoint has for the steps after its own, this replica's share, in a team that draws ahead."""
-    from megarl.runtime.drawn import read_drawn
+    from megarl.runtime.drawn import read_drawn, steps_held
     from megarl.training.checkpoint import read_state
 
     saved, step = read_state(source).get("drawn"), c.context.step
     if saved is None:
         return []
     given = c.team.placement.given_by(c.team.plan.name)
-    steps = range(step + 1, step + 1 + saved.get("steps", 1))  # an older version had one
+    steps = range(step + 1, step + 1 + steps_held(saved))
     return [read_drawn(source, step, ahead, saved["parts"], c.layout, given) for ahead in steps]

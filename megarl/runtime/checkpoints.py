@@ -11,7 +11,7 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
 from megarl.runtime.changes import Command, announcements
-from megarl.runtime.drawn import describe_drawn, refuse_other_drawing
+from megarl.runtime.drawn import describe_drawn, refuse_other_drawing, steps_held
 from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.validate import due
 from megarl.training.saving import UnderWay
@@ -132,7 +132,7 @@ class Checkpoints:
             state = read_state(self.source)
             c.loading.check_state(state["loader"])
             if step < steps:  # else nothing of it is used
-                drawn = state.get("drawn")
+                drawn = state.get("drawn") if steps_held(state.get("drawn")) else None
                 if state.get("surplus_parts") and (why := self._why_no_surplus()):
                     lines.append(
                         "samples that dynamic sampling left over are in the checkpoint, and this run goes on without "
@@ -142,7 +142,7 @@ class Checkpoints:
             refuse_other_drawing(step, drawn, c.config, c.team.placement)
         command: Command = "sft" if key.startswith("sft.") else "train"
         now = c.config.model_dump(mode="json")
-        ahead = None if drawn is None else step + drawn.get("steps", 1)
+        ahead = None if drawn is None else step + steps_held(drawn)
         changes = announcements(meta["config"], now, command, begun=step > 0, drawn=ahead)
         return [*(f"changed since the checkpoint: {line}" for line in changes), *lines]
 

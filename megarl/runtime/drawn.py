@@ -116,22 +116,30 @@ def read_drawn(folder: Path, saved: int, step: int, parts: int, layout: Layout, 
 
 
 def describe_drawn(config: RunConfig, placement: Placement, step: int) -> dict[str, Any] | None:
-    """What the state of a checkpoint after `step` says of the samples of the next one; None: it has none."""
+    """What the state of a checkpoint after `step` says of the samples of the next ones; None: it has nothing of them.
+
+    With `steps` 0 it has no samples: at the end of a run as ready there may still be prompts that it left out.
+    """
     from megarl.dag.stage import Role
 
-    team = placement.of_role(Role.ROLLOUT)
-    if not config.async_.max_staleness or step >= config.trainer.steps or team is None:
+    team, left = placement.of_role(Role.ROLLOUT), max(0, config.trainer.steps - step)
+    if not config.async_.max_staleness or team is None or (not left and config.async_.order == "in_order"):
         return None
     fields: dict[str, list[str]] = {}
     for one in placement.given_by(team.name):
         fields.setdefault(one.node, []).extend(one.fields)
     return {
         "order": config.async_.order,
-        "steps": min(config.async_.max_staleness, config.trainer.steps - step),
+        "steps": min(config.async_.max_staleness, left),
         "parts": team.replicas,
         "fields": fields,
         "settings": _settings(config),
     }
+
+
+def steps_held(saved: Mapping[str, Any] | None) -> int:
+    """Steps for which a checkpoint has samples, by what `describe_drawn` said when it was written."""
+    return 0 if saved is None else saved.get("steps", 1)  # an older version knew one
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -158,7 +166,7 @@ def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig,
     Raises:
         ConfigError: a setting is another one, the rollout is in the actor's team now, or hands over something else.
     """
-    order, held = saved.get("order", "in_order"), saved.get("steps", 1)  # an older version knew no others
+    order, held = saved.get("order", "in_order"), steps_held(saved)  # an older version knew no other order
     if order != config.async_.order:
         raise ConfigError(
             f"the checkpoint holds samples that were drawn ahead of training, from step {step + 1} on, in another "

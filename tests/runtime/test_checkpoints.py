@@ -231,6 +231,13 @@ def test_a_finished_run_is_not_refused_for_samples_that_it_does_not_train_on(run
         with_state(run_dir, monkeypatch, state).find("trainer.steps", 4)
 
 
+def test_a_run_that_left_out_prompts_and_has_no_samples_goes_on_with_any_settings(run_dir, monkeypatch, capsys):
+    state = {"drawn": {"order": "as_ready", "steps": 0, "parts": 1, "fields": {}, "settings": {"data.batch_size": 1}}}
+    monkeypatch.setattr("megarl.runtime.checkpoints.announcements", lambda *_, begun, drawn: [f"after {drawn}"])
+    assert with_state(run_dir, monkeypatch, state).find("trainer.steps", 9) == 3
+    assert "changed since the checkpoint: after None\n" in capsys.readouterr().out
+
+
 def test_changes_are_announced_with_the_step_that_is_drawn_already(run_dir, monkeypatch, capsys):
     monkeypatch.setattr("megarl.runtime.checkpoints.refuse_other_drawing", lambda *_: None)
     monkeypatch.setattr("megarl.runtime.checkpoints.announcements", lambda *_, begun, drawn: [f"after {drawn}"])

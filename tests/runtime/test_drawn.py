@@ -14,7 +14,7 @@ from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
-from megarl.runtime.drawn import Drawn, describe_drawn, read_drawn, refuse_other_drawing
+from megarl.runtime.drawn import Drawn, describe_drawn, read_drawn, refuse_other_drawing, steps_held
 from megarl.store.core import GroupInfo
 from megarl.store.crossing import Gift
 
@@ -111,6 +111,13 @@ def test_a_checkpoint_says_what_it_has_for_the_next_steps():
     assert describe_drawn(config(staleness=0), placement(), 8) is None
     assert describe_drawn(config(staleness=3), placement(), 5)["steps"] == 3
     assert describe_drawn(config(staleness=3), placement(), 7)["steps"] == 2
+
+
+def test_the_last_checkpoint_of_a_run_as_ready_may_have_prompts_and_no_samples():
+    ready = RunConfig.model_validate(config().model_dump() | {"async": {"max_staleness": 2, "order": "as_ready"}})
+    held = [steps_held(describe_drawn(ready, placement(), step)) for step in (6, 7, 8, 9)]
+    assert held == [2, 2, 1, 0]
+    assert describe_drawn(ready, placement(), 9)["parts"] == 2
 
 
 @pytest.mark.parametrize(("now", "good"), [(0, False), (1, False), (2, True), (3, True), (4, True)])
