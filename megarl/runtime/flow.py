@@ -144,11 +144,13 @@ class FlowSteps:
             again = [] if held is None else held.again
             late = store.open_flow(c.context.step, c.loader.number, begun, again)
             if late:
-                print(f"{len(late)} groups of the checkpoint are too old for these settings, and are drawn again")
+                print(f"{len(late)} groups of the checkpoint come too late with these settings, and are drawn again")
             store.post(OPENED, late)
         late = store.read(OPENED)
         if held is None:
             return
+        if c.layout.rank == 0:
+            self._carried = held.carried
         mine = held.mine(c.layout.dp_rank, c.layout.dp_size, without=late)
         self._versions = {number: held.versions[number] for number in mine}
         if c.layout.is_lead:
@@ -310,7 +312,7 @@ class FlowSteps:
         tell_loader(c)
         again = state["again"] if c.layout.rank == 0 else []
         drafts = stream.drafts() | self._drafts
-        files = partial(flow_files, c.layout, self._ready, self._versions, drafts, again)
+        files = partial(flow_files, c.layout, self._ready, self._versions, drafts, again, self._carried)
         self.checkpoints.after_step(version, last=last, files=files)
 
     def _forget(self, used: Sequence[int]) -> None:

@@ -3,7 +3,8 @@
 Each replica writes its groups; whoever reads them shares them out by their prompts' numbers:
 
     flow_0.safetensors    finished ones: number of the group, uid, sample_id, fields as node/field; one row per sample
-    flow_0.json           versions of all, by number; finished: what they hold, their metrics; drafts of unfinished ones
+    flow_0.json           versions of all, by number; finished: what they hold, their metrics; drafts of the others;
+                          prompts to be drawn again; metrics of samples that came to nothing
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def flow_files(
     versions: Mapping[int, int],
     drafts: Mapping[int, Sequence[Draft]],
     again: Sequence[int],
+    carried: Metrics,
 ) -> dict[str, bytes]:
     """Name and content of this replica's files; only its first rank writes them.
 
@@ -41,6 +43,7 @@ def flow_files(
         versions: of the weights that the first tokens of all groups were drawn with, by number.
         drafts: of groups that are under way, as far as something of them was drawn.
         again: prompts that nobody draws, and that have to be drawn; of the team's first rank.
+        carried: metrics of samples that came to nothing, which no finished group has.
     """
     if not layout.is_lead:
         return {}
@@ -56,6 +59,7 @@ def flow_files(
         ],
         "drafts": {str(number): [asdict(draft) for draft in some] for number, some in drafts.items()},
         "again": list(again),
+        "carried": carried.to_json(),
     }
     files = {f"{_stem(layout.dp_rank)}.json": json.dumps(told).encode()}
     if ready:
@@ -94,12 +98,14 @@ class HeldFlow:
         finished: numbers of those that are finished.
         drafts: of the others, as far as something was drawn.
         again: prompts that nobody had begun to draw again.
+        carried: metrics of samples that came to nothing, which no finished group has.
     """
 
     versions: dict[int, int]
     finished: dict[int, tuple[list[Any], dict[str, Any]]]
     drafts: dict[int, list[Draft]]
     again: list[int]
+    carried: Metrics
     _board: Batch | None
 
     def mine(self, rank: int, size: int, without: Collection[int]) -> list[int]:
@@ -141,18 +147,20 @@ def read_flow(folder: Path, parts: int) -> HeldFlow:
     finished: dict[int, tuple[list[Any], dict[str, Any]]] = {}
     drafts: dict[int, list[Draft]] = {}
     again: list[int] = []
+    carried = Metrics()
     boards = []
     for part in range(parts):
         told = json.loads((folder / f"{_stem(part)}.json").read_text())
         versions |= {int(number): version for number, version in told["versions"].items()}
         drafts |= {int(number): [Draft(**draft) for draft in some] for number, some in told["drafts"].items()}
         again += told["again"]
+        carried.merge(Metrics.from_json(told.get("carried", {})))  # an older version did not keep them
         for one in told["finished"]:
             for place, (number, group) in enumerate(zip(one["numbers"], one["groups"], strict=True)):
                 finished[number] = group, {} if place else one["metrics"]
         if told["finished"]:
             boards.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
-    return HeldFlow(versions, finished, drafts, again, Batch.concat(boards) if boards else None)
+    return HeldFlow(versions, finished, drafts, again, carried, Batch.concat(boards) if boards else None)
 
 
 def _node(key: str) -> str:
