@@ -48,7 +48,7 @@ def lends(config: RunConfig, team: TeamPlan) -> bool:
 def chooses_gpus(config: RunConfig) -> bool:
     """The run starts servers beside the trainer's GPUs, and the recipe does not say on which."""
     servers = config.rollout.sglang
-    named = servers.gpus is not None or any(one.startswith("--base-gpu-id") for one in servers.extra_args)
+    named = servers.gpus is not None or servers.first_gpu_given
     return config.rollout.engine == "sglang" and not (servers.urls or servers.colocated or named)
 
 

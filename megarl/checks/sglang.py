@@ -219,7 +219,7 @@ def _check_gpus(config: RunConfig, checks: Checklist) -> None:
     servers, cluster = config.rollout.sglang, config.cluster
     requesting = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
     workers, here = (cluster.nproc - requesting) // cluster.nnodes, servers.servers // cluster.nnodes
-    if servers.urls or any(argument.startswith("--base-gpu-id") for argument in servers.extra_args):
+    if servers.urls or servers.first_gpu_given:
         return
     needed, key = max(1, here) * servers.ranks, "rollout.sglang.gpus"
     if servers.gpus is None:

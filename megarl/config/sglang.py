@@ -99,6 +99,11 @@ class SGLangConfig(Section):
         return None if name is None else os.environ[name]
 
     @property
+    def first_gpu_given(self) -> bool:
+        """`extra_args` says which GPU of a machine is the first one of a server."""
+        return any(argument.startswith("--base-gpu-id") for argument in self.extra_args)
+
+    @property
     def count(self) -> int:
         """Servers over all machines, started or external."""
         return len(self.urls) or self.servers

@@ -40,8 +40,7 @@ def server_gpus(
     Raises:
         ConfigError: this machine has too few.
     """
-    chosen_by_user = any(argument.startswith("--base-gpu-id") for argument in config.extra_args)
-    if config.gpus is None and (not present or chosen_by_user):
+    if config.gpus is None and (not present or config.first_gpu_given):
         return None
     trainer, rest = _split(workers, environment, present)
     pool = trainer if config.colocated else rest
