@@ -276,7 +276,10 @@ class FlowSteps:
             self._silent = []
         self._silent += [scores for scores, good in zip(seen, carry, strict=True) if not good]
         if len(self._silent) >= settings.max_rounds * wanted:
-            raise sampling.NoSignalError(sampling.no_signal(self.c.context, self._silent, 0))
+            what = (
+                f"replica {self.c.layout.dp_rank}: in each of its last {len(self._silent)} groups all scores are equal"
+            )
+            raise sampling.no_signal(what, "these groups", self._silent)
         return {number for number, good in zip(numbers, carry, strict=True) if not good}
 
     # -- between two stretches ---------------------------------------------------------------------------------------

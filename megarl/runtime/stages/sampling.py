@@ -67,7 +67,8 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
             break
     else:
         every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]
-        raise NoSignalError(no_signal(c, every, len(pool)))
+        found = f"{settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have scores that differ"
+        raise no_signal(f"step {c.step}: after {found}", "groups drawn in this step", every)
     batch, rest = pool.deal(wanted)
     left = len(pool) - wanted
     c.surplus = logprob.score_waiting(c, rest, actor) if left and settings.surplus == "keep" else None
@@ -93,15 +94,17 @@ def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool
     return keep
 
 
-def no_signal(c: StepContext, seen: list[list[float]], have: int) -> str:
-    """What to say when only `have` groups of a step carry a signal, of those with the scores `seen`."""
+def no_signal(what: str, groups: str, seen: list[list[float]]) -> NoSignalError:
+    """Too few groups carry a signal.
+
+    Args:
+        what: the trouble, as a sentence.
+        groups: what to call those with the scores `seen`.
+    """
     from megarl.algorithms.group_filter import score_histogram
 
-    settings, wanted = c.config.algorithm.dynamic_sampling, c.config.data.batch_size
-    counts = score_histogram(seen)
-    return (
-        f"step {c.step}: after {settings.max_rounds} rounds of generation {have} of {wanted} groups have scores that "
-        f"differ\n  groups drawn in this step by the scores of their samples: {counts}\n"
+    return NoSignalError(
+        f"{what}\n  {groups} by the scores of their samples: {score_histogram(seen)}\n"
         "  fix:     choose easier or harder prompts, raise rollout.sampling.n or the temperature, or raise "
         "algorithm.dynamic_sampling.max_rounds"
     )
