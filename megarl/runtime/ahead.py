@@ -29,7 +29,7 @@ from megarl.phase import phase, set_step
 from megarl.runtime.drawn import Drawn
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
-from megarl.runtime.validate import due, evaluate_drawn
+from megarl.runtime.validate import due, evaluate_drawn, validates
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +52,7 @@ def draws_apart(c: Controller) -> bool:
 def may_save(config: RunConfig, step: int) -> bool:
     """Whether the actor's team may save `step`, as far as others can tell: it may be the best one."""
     trainer = config.trainer
-    best = bool(trainer.save_every) and due(step, config.validation.every)
+    best = bool(trainer.save_every) and validates(config, step)
     return step == trainer.steps or due(step, trainer.save_every) or best
 
 
@@ -63,7 +63,7 @@ def is_drawn_with(config: RunConfig, version: int) -> bool:
     one before it while that is still being taken.
     """
     steps, lag = config.trainer.steps, config.async_.max_staleness
-    return version == steps or version + lag < steps or due(version, config.validation.every)
+    return version == steps or version + lag < steps or validates(config, version)
 
 
 class Pushes:
@@ -90,8 +90,7 @@ class Pushes:
     def after_step(self, version: int) -> None:
         """The weights after step `version` are those of now."""
         config = self._c.config
-        now = self._lag <= 1 or version == config.trainer.steps or may_save(config, version)
-        now = now or due(version, config.validation.every)
+        now = self._lag <= 1 or may_save(config, version) or validates(config, version)
         none_waits = self._push_waiting(until=version if now else 0)
         if not is_drawn_with(config, version):
             return
@@ -210,7 +209,7 @@ class RolloutSteps:
         if not is_drawn_with(config, version):
             return
         publish(c, version)
-        if version == config.trainer.steps or due(version, config.validation.every):
+        if validates(config, version):
             evaluate_drawn(c, self.recorder, version)
 
     def _save(self, version: int) -> None:

@@ -32,7 +32,7 @@ from megarl.phase import phase, set_step
 from megarl.runtime.ahead import may_save
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
-from megarl.runtime.validate import due, evaluate_drawn
+from megarl.runtime.validate import evaluate_drawn, validates
 from megarl.store.core import FORMED
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class FlowSteps:
                 with phase("step"):
                     self._draw(stream, version)
                     version = self._pass_gate()
-                    if version == c.config.trainer.steps or due(version, c.config.validation.every):
+                    if validates(c.config, version):
                         evaluate_drawn(c, self.recorder, version)
                 self._save(version, stream)
         finally:
@@ -368,8 +368,7 @@ class Offers:
     def _must(self, step: int) -> bool:
         config = self._c.config
         too_old = step - self._version > config.async_.max_staleness
-        last = step == config.trainer.steps
-        return config.async_.partial or too_old or last or due(step, config.validation.every) or may_save(config, step)
+        return config.async_.partial or too_old or validates(config, step) or may_save(config, step)
 
     def _is_open(self) -> bool:
         """No replica draws. Collective.

@@ -36,7 +36,7 @@ from megarl.runtime.setup import build_controller
 from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
 from megarl.runtime.teacher import make_teacher
 from megarl.runtime.team import OwnTeam
-from megarl.runtime.validate import due, evaluate_drawn
+from megarl.runtime.validate import evaluate_drawn, validates
 
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
@@ -217,7 +217,7 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: S
             executor.run(c.context, prompts, more=c.loader)
             if weights is not None:
                 weights.after_step(step)
-            if last or due(step, config.validation.every):
+            if validates(config, step):
                 accuracy = evaluate_drawn(c, recorder, step)
         numbers = recorder.end_step(step)
         checkpoints.after_step(step, numbers, accuracy, last=last)

@@ -14,6 +14,7 @@ from megarl.runtime.stages.reward import collect, submit
 from megarl.runtime.stages.rollout import generate
 
 if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
     from megarl.data.batch import Batch
     from megarl.runtime.controller import Controller
     from megarl.runtime.recorder import Recorder
@@ -83,15 +84,13 @@ def evaluate(c: Controller, recorder: Recorder, step: int) -> float | None:
 
 
 def evaluate_drawn(c: Controller, recorder: Recorder, step: int) -> float | None:
-    """As `evaluate`, in the team that draws the samples of RL; every team calls.
+    """As `evaluate`, in the team that draws the samples of RL, where there are held-out prompts; every team calls.
 
     That of the actor is told all of it, and others know nothing.
     """
     from megarl.runtime.rollout_team import post_validation, read_validation
 
     trains = c.team.holds(Role.ACTOR)
-    if not c.config.data.val_files:
-        return None
     if not c.team.holds(Role.ROLLOUT):
         if not trains:
             return None
@@ -117,6 +116,12 @@ def _take_up(c: Controller, result: Validation) -> float:
     accuracy = c.layout.dp_group.reduce_metrics(result.metrics).result()["val/acc"]
     c.context.metrics.merge(result.metrics)
     return accuracy
+
+
+def validates(config: RunConfig, step: int) -> bool:
+    """Held-out responses are drawn after `step` (1 or more): the last one, and every `validation.every`-th."""
+    every = config.validation.every
+    return bool(config.data.val_files) and (step == config.trainer.steps or due(step, every))
 
 
 def due(step: int, every: int) -> bool:

@@ -143,15 +143,24 @@ def test_ppo_with_a_critic_in_a_third_team(recipe, tmp_path):
     assert all("critic/vf_loss" in numbers[step] for step in (1, 2, 3))
 
 
+@pytest.mark.parametrize(
+    ("val_files", "end"),
+    [
+        (["rows.jsonl"], ["drawn/0/4", 2, "drawn/0/5", 4, "train 5", "drawn/0/5", 5]),
+        ([], ["drawn/0/4", 2, "train 5", "drawn/0/5", 5]),
+    ],
+)
 def test_weights_that_the_next_step_is_drawn_with_are_waited_for_and_those_of_the_end_go_if_they_are_validated(
-    monkeypatch,
+    monkeypatch, val_files, end
 ):
-    """k = 2, five steps, step 4 validated: weights 2 are for step 5, weights 3 for none."""
+    """k = 2, five steps, validated every 4 if there is something to validate with: weights 2 are for step 5, weights 3
+    for none."""
     said: list[Any] = []
     config = SimpleNamespace(
         async_=SimpleNamespace(max_staleness=2),
         trainer=SimpleNamespace(steps=5, save_every=0),
         validation=SimpleNamespace(every=4),
+        data=SimpleNamespace(val_files=val_files),
     )
     told: set[str] = set()
     store = SimpleNamespace(peek=lambda name: True if name in told else None)
@@ -173,8 +182,7 @@ def test_weights_that_the_next_step_is_drawn_with_are_waited_for_and_those_of_th
     assert said == [
         *("train 1", "train 2", "train 3"),
         *("drawn/0/3", 1, "train 4"),  # step 4 is drawn with them
-        *("drawn/0/4", 2, "drawn/0/5", 4),
-        *("train 5", "drawn/0/5", 5),
+        *end,
     ]
 
 
