@@ -12,13 +12,14 @@ group number k goes to replica k modulo their number of whoever reads them:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import ConfigError
 from megarl.metrics import Metrics
+from megarl.runtime.handed import joined, parted
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -47,25 +48,17 @@ class Drawn:
         """Name and content of this replica's files in the checkpoint of step `saved`; only its first rank writes."""
         import torch
 
-        from megarl.data.batch import Batch
         from megarl.data.groups import group_places
-        from megarl.store.crossing import NAMES
 
         if not layout.is_lead:
             return {}
-        board: Batch | None = None
-        for gift in self.given.values():
-            if board is None:
-                places = group_places(gift.samples["uid"])
-                number, tokens = (torch.zeros(len(gift.samples), dtype=torch.int64) for _ in range(2))
-                for group, where in zip(gift.groups, places, strict=True):
-                    number[where], tokens[where] = group.ordinal, group.tokens
-                names = {name: gift.samples[name] for name in NAMES}
-                board = Batch({_NUMBER: number, _TOKENS: tokens}, names, size=len(gift.samples))
-            for field in gift.samples.names():
-                if field not in NAMES:
-                    board.set(_key(gift.node, field), gift.samples[field])
-        assert board is not None, "what is drawn is used by other teams"
+        board = joined({key: gift.samples for key, gift in self.given.items()})
+        number, tokens = (torch.zeros(len(board), dtype=torch.int64) for _ in range(2))
+        groups = next(iter(self.given.values())).groups  # of all handovers
+        for group, where in zip(groups, group_places(board["uid"]), strict=True):
+            number[where], tokens[where] = group.ordinal, group.tokens
+        board.set(_NUMBER, number)
+        board.set(_TOKENS, tokens)
         stem = _stem(layout.dp_rank, self.step - saved)
         return {
             f"{stem}.safetensors": board.to_bytes(),
@@ -73,19 +66,18 @@ class Drawn:
         }
 
 
-def read_drawn(folder: Path, saved: int, step: int, parts: int, layout: Layout, handovers: Iterable[Handover]) -> Drawn:
+def read_drawn(folder: Path, saved: int, step: int, parts: int, layout: Layout, handovers: Sequence[Handover]) -> Drawn:
     """This replica's share of what `parts` replicas wrote for `step`, for the `handovers` of its team.
 
     Args:
         folder: of the checkpoint of step `saved`.
     """
-    stems = [_stem(part, step - saved) for part in range(parts)]
     from megarl.data.batch import Batch
     from megarl.data.groups import group_places
     from megarl.store.core import GroupInfo
-    from megarl.store.crossing import NAMES, Gift
+    from megarl.store.crossing import Gift
 
-    metrics = Metrics()
+    stems, metrics = [_stem(part, step - saved) for part in range(parts)], Metrics()
     if not layout.is_lead:
         return Drawn({}, metrics, step)
     for part in range(layout.dp_rank, parts, layout.dp_size):
@@ -104,15 +96,8 @@ def read_drawn(folder: Path, saved: int, step: int, parts: int, layout: Layout, 
         for group in mine
     ]
     board = whole.select([place for group in mine for place in group])
-    bare = board.drop([name for name in board.names() if name not in NAMES])
-    given = {}
-    for one in handovers:
-        samples = bare.copy()
-        for field in one.fields:
-            if (key := _key(one.node, field)) in board:  # an optional one may not have been written
-                samples.set(field, board[key])
-        given[one.key] = Gift(one.node, groups, samples)
-    return Drawn(given, metrics, step)
+    samples = parted(board, handovers)
+    return Drawn({one.key: Gift(one.node, groups, samples[one.key]) for one in handovers}, metrics, step)
 
 
 def describe_drawn(config: RunConfig, placement: Placement, step: int) -> dict[str, Any] | None:
@@ -234,10 +219,6 @@ def _way_out(step: int, held: int, before: str) -> str:
         "which other settings may go on (a learning rate that decays over the whole run is at its end in this step, "
         "unless optim.decay_steps says how long that is); or start with trainer.resume=never"
     )
-
-
-def _key(node: str, field: str) -> str:
-    return f"{node}/{field}"
 
 
 def _stem(part: int, ahead: int) -> str:

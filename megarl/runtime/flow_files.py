@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.metrics import Metrics
+from megarl.runtime.handed import joined, parted
 
 if TYPE_CHECKING:
     from megarl.dag.placement import Handover
@@ -73,19 +74,13 @@ def _board(ready: Ready) -> Batch:
     """One row per sample, with all that was handed over of it."""
     import torch
 
-    from megarl.data.batch import Batch
     from megarl.data.groups import group_places
-    from megarl.store.crossing import NAMES
 
-    first, *_ = ready.samples.values()
-    number = torch.zeros(len(first), dtype=torch.int64)
-    for own, places in zip(ready.numbers, group_places(first["uid"]), strict=True):
+    board = joined(ready.samples)
+    number = torch.zeros(len(board), dtype=torch.int64)
+    for own, places in zip(ready.numbers, group_places(board["uid"]), strict=True):
         number[places] = own
-    board = Batch({_NUMBER: number}, {name: first[name] for name in NAMES}, size=len(first))
-    for key, some in ready.samples.items():
-        for name in some.names():
-            if name not in NAMES:
-                board.set(f"{_node(key)}/{name}", some[name])
+    board.set(_NUMBER, number)
     return board
 
 
@@ -115,7 +110,6 @@ class HeldFlow:
     def ready_of(self, numbers: Iterable[int], handovers: Sequence[Handover]) -> list[Ready]:
         """Those of `numbers` that are finished, one by one, as a team hands them over."""
         from megarl.store.core import GroupInfo
-        from megarl.store.crossing import NAMES
         from megarl.store.pool import Ready
 
         found = []
@@ -125,15 +119,8 @@ class HeldFlow:
             assert self._board is not None, "finished groups have samples"
             (uid, ordinal, ids, tokens), metrics = self.finished[number]
             rows = (self._board[_NUMBER] == number).nonzero().flatten().tolist()
-            mine = self._board.select(rows)
-            bare = mine.drop([name for name in mine.names() if name not in NAMES])
-            samples = {}
-            for one in handovers:
-                samples[one.key] = bare.copy()
-                for name in one.fields:
-                    if (key := f"{one.node}/{name}") in mine:  # an optional one may not have been written
-                        samples[one.key].set(name, mine[key])
             info = GroupInfo(uid, ordinal, tuple(ids), tokens)
+            samples = parted(self._board.select(rows), handovers)
             found.append(Ready([number], [info], samples, Metrics.from_json(metrics)))
         return found
 
@@ -161,11 +148,6 @@ def read_flow(folder: Path, parts: int) -> HeldFlow:
         if told["finished"]:
             boards.append(Batch.from_bytes((folder / f"{_stem(part)}.safetensors").read_bytes()))
     return HeldFlow(versions, finished, drafts, again, carried, Batch.concat(boards) if boards else None)
-
-
-def _node(key: str) -> str:
-    """The node whose fields a handover has."""
-    return key.partition(">")[0]
 
 
 def _stem(part: int) -> str:
