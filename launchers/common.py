@@ -1,10 +1,11 @@
 """What all launchers share: the run folder, the environment of a worker, and `run_workers`.
 
 run_workers(launcher, entry, config, run_dir)
-  prepare run_dir: the configuration, log.txt, a lock; nothing of an earlier attempt's errors
+  prepare run_dir: the configuration, log.txt, a lock; nothing of an earlier command's errors
   start            local.start | torchrun.start | ray.start      -> Workers
   supervise        until all ranks end, one fails, one hangs, or a signal arrives
   stop             whatever happened, no worker is left
+  (again           from the newest checkpoint, where cluster.max_restarts allows it: megarl.launchers.attempts)
   close            a run that did not finish says so in run.json, its report and MLflow
 """
 
@@ -14,6 +15,7 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import json
 import os
 import re
 import shutil
@@ -34,7 +36,6 @@ from megarl.launchers.output import OutputLog
 from megarl.machine import available_cores
 from megarl.processes import has_nvidia_device, worker_name
 from megarl.rendezvous import forget_token, ranks_text, write_token
-from megarl.runtime.health import forget
 from megarl.runtime.worker import WATCHED
 from megarl.tracking.close import close_run, complete_trace
 
@@ -184,21 +185,18 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
         UserError: unknown launcher, a layout it cannot start, or a run folder that another run uses.
     """
     from megarl.launchers import local, ray, torchrun
-    from megarl.launchers.supervise import supervise
+    from megarl.launchers.attempts import Attempts
 
     starts: dict[str, Callable[[Job], Workers]] = {"local": local.start, "torchrun": torchrun.start, "ray": ray.start}
     if launcher not in starts:
         raise ConfigError("unknown launcher", where="--launcher", found=launcher, allowed=LAUNCHERS)
     names = functools.partial(name_in, placement)
     with _locked(run_dir), contextlib.closing(OutputLog(run_dir / "log.txt", names)) as log:
-        job = Job(entry, config, run_dir, log, placement)
-        workers: Workers | None = None
+        attempts = Attempts(starts[launcher], Job(entry, config, run_dir, log, placement))
         ended: Status = "failed"
         with _signals_raise() as ignore_signals:
             try:
-                _prepare(job)
-                workers = starts[launcher](job)
-                code = supervise(workers, job)
+                code = attempts.run()
                 ended = "failed" if code else "finished"
                 return code
             except Stopped as stopped:
@@ -217,27 +215,37 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                 return 1
             finally:
                 ignore_signals()
-                if workers is not None:
-                    workers.stop()
+                attempts.stop()
                 if node_rank() == 0:  # whose lock on the folder says that no other launcher's token is there
-                    forget_token(run_dir)
                     if ended == "finished":
                         resolved.take_up(run_dir)
-                    resolved.withdraw(run_dir)
-                    start.drop(run_dir)
-                    if workers is not None and ended != "finished":
+                    clear(run_dir)
+                    if attempts.started and ended != "finished":
                         close_run(run_dir, ended)
                     elif placement is not None and placement.separate and ended == "finished":
                         complete_trace(run_dir)
 
 
-def _prepare(job: Job) -> None:
+def prepare(job: Job) -> None:
+    """What workers find in the run folder when they start."""
     from megarl.config.load import dump_config
 
     if node_rank() == 0:
-        forget(job.run_dir)
         resolved.propose(job.run_dir, dump_config(job.config))
         write_token(job.run_dir)
+
+
+def clear(run_dir: Path) -> None:
+    """Nothing stays of a start whose workers have ended but what the run has taken up."""
+    forget_token(run_dir)
+    resolved.withdraw(run_dir)
+    start.drop(run_dir)
+
+
+def process_of(run_dir: Path) -> object:
+    """The process that wrote the run's record; None without one. Another one: the run has begun since."""
+    record = run_dir / "run.json"
+    return json.loads(record.read_text()).get("process") if record.is_file() else None
 
 
 def node_rank() -> int:

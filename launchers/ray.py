@@ -11,6 +11,7 @@ local launcher, Ray is started on this machine for the length of the run, bound 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -336,7 +337,13 @@ def _keep_strangers_out() -> None:
     """
     os.environ[_CLUSTERS] = "0"
     if os.environ.get(_AUTH_MODE, "token") == "token":
-        os.environ |= {_AUTH_MODE: "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        os.environ |= {_AUTH_MODE: "token", "RAY_AUTH_TOKEN": _own_token()}
+
+
+@functools.cache
+def _own_token() -> str:
+    """Of every Ray that this process starts: Ray reads it once."""
+    return secrets.token_hex(32)
 
 
 def check_reachable(address: str, limit_s: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import signal
@@ -25,8 +26,25 @@ OUT_OF_MEMORY_FIX = (
 )
 
 
-def supervise(workers: Workers, job: Job) -> int:
-    """Return the exit code of the command once all ranks have ended or one has failed or hung."""
+@dataclasses.dataclass(frozen=True)
+class End:
+    """How the ranks of an attempt ended.
+
+    Attributes:
+        exit_code: of the command.
+        why: who failed, on which machine, how and where, in one line; empty: nobody.
+        repeats: the run would end so again, see `MegarlError`.
+        place: type, phase and step of an error that a rank raised by itself; None: there is none.
+    """
+
+    exit_code: int
+    why: str = ""
+    repeats: bool = False
+    place: tuple[str, str, int] | None = None
+
+
+def supervise(workers: Workers, job: Job) -> End:
+    """How it went, once all ranks have ended or one has failed or hung, which is said."""
     cluster, ranks = job.config.cluster, workers.ranks()
     watch = Watch(job.run_dir, ranks, cluster.timeout_s, cluster.start_timeout_s, job.names)
     oom_before = oom_kills()
@@ -36,18 +54,18 @@ def supervise(workers: Workers, job: Job) -> int:
             ended = _settle(workers, job)
             failure = first_failure(workers, job, ended, oom_kills() > oom_before)
             _report(failure, workers, job, ended)
-            return failure.exit_code
+            return _end_of(failure, job)
         if len(ended) == len(ranks):
-            return 0
+            return End(0)
         errors = read_errors(job.run_dir).values()
         if errors and time.time() - min(error.time for error in errors) > LINGER_S:
             failure = first_failure(workers, job, ended, oom_killed=False)
             _report(failure, workers, job, ended)
-            return failure.exit_code
+            return _end_of(failure, job)
         trouble = watch.check(rank for rank in ranks if rank not in ended)
         if trouble is not None:
             _report_hang(trouble, workers, job, ended)
-            return 1
+            return End(1, trouble)
         time.sleep(POLL_S)
 
 
@@ -95,6 +113,18 @@ def _abrupt_end(rank: int, code: int, workers: Workers, job: Job, oom_killed: bo
         time=time.time(),
         exit_code=1,
     )
+
+
+def _end_of(failure: RankFailure, job: Job) -> End:
+    beat = read_beat(job.run_dir, failure.rank)
+    who = job.name(failure.rank) + (f" on {beat.host}" if beat is not None else "")
+    where = f"in phase {failure.phase} at step {failure.step}"
+    if not failure.type:
+        return End(failure.exit_code, f"{who} {failure.message} {where}")
+    why = f"{who} failed {where}: {failure.type}: {_first_line(failure.message)}"
+    own = not (failure.peer_lost or failure.out_of_memory)
+    place = (failure.type, failure.phase, failure.step) if own else None
+    return End(failure.exit_code, why, failure.repeats or failure.user_error, place)
 
 
 def _signal_name(number: int) -> str:

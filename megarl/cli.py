@@ -180,7 +180,7 @@ def _job(arguments: argparse.Namespace) -> int:
     from megarl.checks.hub import check_hub
     from megarl.checks.recipe import validate
     from megarl.dag.placement import settled
-    from megarl.launchers.common import make_run_dir, run_workers
+    from megarl.launchers.common import make_run_dir, process_of, run_workers
 
     checked = validate(config, launcher=arguments.launcher, job=arguments.command)
     if arguments.command == "train" and checked.placement is not None:
@@ -195,9 +195,9 @@ def _job(arguments: argparse.Namespace) -> int:
         _warn_of_servers(config)
     run_dir = make_run_dir(config, arguments.run_dir)
     print(f"run folder: {run_dir}", flush=True)
-    before = _process_of(run_dir)
+    before = process_of(run_dir)
     code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
-    begun = _process_of(run_dir) != before  # else the start was refused, and what is in the folder is not its own
+    begun = process_of(run_dir) != before  # else the start was refused, and what is in the folder is not its own
     if (
         arguments.command in ("train", "sft")
         and code
@@ -213,12 +213,6 @@ def _has_saved(run_dir: Path) -> bool:
     from megarl.artifacts.trained import steps_in
 
     return bool(steps_in(run_dir / "checkpoints"))
-
-
-def _process_of(run_dir: Path) -> object:
-    """The process that wrote the run's record, None without one."""
-    record = run_dir / "run.json"
-    return json.loads(record.read_text()).get("process") if record.is_file() else None
 
 
 def _check_inputs(config: RunConfig, job: str) -> bool:
@@ -305,18 +299,12 @@ def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str,
         resume: `trainer.resume`.
         begun: the run has begun; else the checkpoints in the folder are of an earlier one.
     """
-    from megarl.artifacts.trained import steps_in
+    from megarl.launchers.attempts import next_start
 
     command = ["megarl", arguments.command, arguments.recipe, *map(mask, arguments.overrides)]
-    steps = steps_in(run_dir / "checkpoints") if begun or resume == "auto" else []
-    if steps:
-        start = f"from the checkpoint of step {max(steps)}"
-    elif resume in ("auto", "never"):
-        start = "there is no checkpoint yet: from the beginning"
-    else:
-        start = f"there is no checkpoint of this run yet: again from {resume}"
-    if begun and (resume == "never" or (resume != "auto" and steps)):
-        command.append("trainer.resume=auto")  # what this run has saved, and not what it began with
+    start, key = next_start(run_dir, resume, begun=begun)
+    if key != resume:
+        command.append(f"trainer.resume={key}")
     if arguments.launcher != LAUNCHERS[0]:
         command += ["--launcher", arguments.launcher]
     return f"{shlex.join([*command, '--run-dir', str(run_dir)])}\n            ({start})"

@@ -10,9 +10,13 @@ from megarl.credentials import mask
 
 
 class MegarlError(Exception):
-    """Base of every error this package raises on purpose. `exit_code` is what the command line returns."""
+    """Base of every error this package raises on purpose. `exit_code` is what the command line returns.
+
+    `repeats`: a run that goes on from its checkpoint would raise it again, so nobody starts it again.
+    """
 
     exit_code = 1
+    repeats = False
 
 
 class UserError(MegarlError):
@@ -27,6 +31,7 @@ class UserError(MegarlError):
     """
 
     exit_code = 2
+    repeats = True
 
     def __init__(
         self,

@@ -64,6 +64,30 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             allowed="1",
             fix="use --launcher torchrun or --launcher ray, or set cluster.nnodes=1",
         )
+    _check_restarts(config, checks, launcher)
+
+
+def _check_restarts(config: RunConfig, checks: Checklist, launcher: str | None) -> None:
+    cluster = config.cluster
+    if not cluster.max_restarts:
+        return
+    if launcher == "torchrun" and cluster.nnodes > 1:
+        checks.fail(
+            "restarts",
+            "cluster.max_restarts",
+            "torchrun has a launcher on every machine, and they do not start a run again together",
+            found=cluster.max_restarts,
+            allowed="0 with torchrun on several machines",
+            fix="use --launcher ray, or let the batch system start the command again with the same --run-dir",
+        )
+    elif not config.trainer.save_every:
+        checks.warn(
+            "restarts",
+            "trainer.save_every",
+            "a run that is started again goes on from its newest checkpoint, and this one saves none before its end",
+            found=config.trainer.save_every,
+            fix="set trainer.save_every to a number of steps that may be lost",
+        )
 
 
 def check_deadlines(config: RunConfig, checks: Checklist) -> None:

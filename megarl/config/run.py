@@ -57,6 +57,11 @@ class ClusterConfig(Section):
     )
     timeout_s: PositiveFloat = Field(600.0, description="deadline of every wait on another process")
     start_timeout_s: PositiveFloat = Field(300.0, description="deadline for all workers to report in")
+    max_restarts: NonNegativeInt = Field(
+        0,
+        description="restarts of a run that lost a worker, from its newest checkpoint, until one reaches a newer one; "
+        "0: the first failure ends the command",
+    )
 
 
 class TrackingConfig(Section):

@@ -16,6 +16,8 @@ from megarl.errors import MegarlError
 class ContractError(MegarlError):
     """A node did what its stage does not declare; the message names the node, the field, and what to declare."""
 
+    repeats = True
+
 
 class GuardedBatch(Batch):
     """The samples as one node sees them, and so all batches that it makes of them.

@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import re
+import shutil
 import socket
 import struct
 import threading
@@ -115,6 +116,7 @@ class RankFailure:
     """How one rank failed. `exit_code` is what the whole command shall return.
 
     `explained`: the message says it all, because this package raised the error on purpose and no other error caused it.
+    `repeats`: see `MegarlError`.
     """
 
     rank: int
@@ -127,6 +129,7 @@ class RankFailure:
     exit_code: int
     user_error: bool = False
     explained: bool = False
+    repeats: bool = False
 
     @property
     def peer_lost(self) -> bool:
@@ -152,6 +155,7 @@ def failure_of(error: BaseException, rank: int) -> RankFailure:
         exit_code=error.exit_code if isinstance(error, MegarlError) else 1,
         user_error=isinstance(error, UserError),
         explained=isinstance(error, MegarlError) and error.__cause__ is None,
+        repeats=isinstance(error, MegarlError) and error.repeats,
     )
 
 
@@ -181,8 +185,22 @@ def read_errors(run_dir: Path) -> dict[int, RankFailure]:
 
 
 def forget(run_dir: Path) -> None:
-    """Remove heartbeats and errors of an earlier attempt in the same run folder."""
-    for pattern in ("heartbeats/*", "heartbeats/.rank_*", "errors/*"):
+    """Remove heartbeats and errors of an earlier command in the same run folder."""
+    _remove_beats(run_dir)
+    shutil.rmtree(run_dir / "errors", ignore_errors=True)
+
+
+def keep_attempt(run_dir: Path, attempt: int) -> None:
+    """Keep the errors of a failed attempt in errors/attempt_K, and remove its heartbeats."""
+    _remove_beats(run_dir)
+    folder = run_dir / "errors" / f"attempt_{attempt}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in (run_dir / "errors").glob("*.json"):
+        path.replace(folder / path.name)
+
+
+def _remove_beats(run_dir: Path) -> None:
+    for pattern in ("heartbeats/*", "heartbeats/.rank_*"):
         for path in run_dir.glob(pattern):
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from megarl.tracking.tracker import Status
 
 log = logging.getLogger(__name__)
+_MLFLOW = "mlflow.*.json"  # which run of MLflow is that of a stage
 
 
 def close_if_killed(run_dir: Path) -> None:
@@ -55,9 +58,14 @@ def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: f
     (None: now).
     """
     at = time.time() if ended is None else ended
-    thread = threading.Thread(target=_close, args=(run_dir, status, at), name="close-run", daemon=True)
-    thread.start()
-    thread.join(budget_s)
+    parts = functools.partial(_close_files, run_dir, status, at), functools.partial(_close_mlflow, run_dir, status)
+    _try_all(parts, budget_s)
+
+
+def close_mlflow(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:
+    """The part of `close_run` that is MLflow's, for a run that is about to be started again."""
+    if any(run_dir.glob(_MLFLOW)):
+        _try_all([functools.partial(_close_mlflow, run_dir, status)], budget_s)
 
 
 def complete_trace(run_dir: Path, budget_s: float = 10.0) -> None:
@@ -79,18 +87,25 @@ def complete_trace(run_dir: Path, budget_s: float = 10.0) -> None:
     thread.join(budget_s)
 
 
-def _close(run_dir: Path, status: Status, ended: float) -> None:
-    for part in (_close_files, _close_mlflow):
-        try:
-            part(run_dir, status, ended)
-        except Exception as error:
-            log.warning("the record of the run is incomplete: %s", mask(f"{type(error).__name__}: {error}"))
+def _try_all(parts: Iterable[Callable[[], None]], budget_s: float) -> None:
+    """Call all of them in a thread, and wait for it as long as the budget allows."""
+
+    def work() -> None:
+        for part in parts:
+            try:
+                part()
+            except Exception as error:
+                log.warning("the record of the run is incomplete: %s", mask(f"{type(error).__name__}: {error}"))
+
+    thread = threading.Thread(target=work, name="close-run", daemon=True)
+    thread.start()
+    thread.join(budget_s)
 
 
-def _close_mlflow(run_dir: Path, status: Status, ended: float) -> None:
+def _close_mlflow(run_dir: Path, status: Status) -> None:
     from megarl.tracking.mlflow_log import STATUS, close_open_run
 
-    for id_file in run_dir.glob("mlflow.*.json"):
+    for id_file in run_dir.glob(_MLFLOW):
         close_open_run(id_file, STATUS[status])
 
 

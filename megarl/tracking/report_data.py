@@ -14,6 +14,7 @@ from megarl.artifacts.trained import exported
 from megarl.errors import DataError
 from megarl.tracking import teams
 from megarl.tracking.jsonl import read_jsonl
+from megarl.tracking.restarts import read_restarts
 
 MAX_POINTS = 1500  # per line; more are averaged in bins
 MAX_SAMPLE_STEPS = 12
@@ -369,6 +370,9 @@ def _facts(run: Run, stage: str) -> list[tuple[str, str]]:
         facts.append(("steps", str(_range([run], stage)[1])))
         bounds = teams.bounding_team(teams.after_start(run.series[stage]))
         facts += [("bounded by", bounds)] if bounds else []
+    restarts = read_restarts(run.folder)
+    if restarts:
+        facts.append(("restarts", f"{len(restarts)}, the last one because {restarts[-1]['why']}"))
     config = info.get("config", {})
     model = config.get("model", {})
     fresh = (model.get("hf_config") or {}).get("model_type")

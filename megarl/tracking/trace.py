@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.phase import PhaseEvent
 from megarl.tracking.jsonl import JsonlWriter, read_jsonl
+from megarl.tracking.restarts import read_restarts
 
 _TO_ITS_END = {"ph": "f", "bp": "e"}  # an arrow ends at the slice around that moment
 _INSIDE_NS = 1000  # a moment at which a slice ends is no more inside it
@@ -64,15 +65,18 @@ def merge_trace(run_dir: Path) -> Path | None:
     target, temporary = run_dir / "trace.json", run_dir / "trace.json.tmp"
     with open(temporary, "w") as file:
         file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-        for number, event in enumerate(_events(records)):
+        for number, event in enumerate(_events(records, read_restarts(run_dir))):
             file.write((",\n" if number else "") + json.dumps(event))
         file.write("\n]}\n")
     os.replace(temporary, target)
     return target
 
 
-def _events(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Metadata per rank, a complete event per phase, an instant event per step of a stage. Times in microseconds."""
+def _events(records: list[dict[str, Any]], restarts: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Metadata per rank, a complete event per phase, an instant event per step of a stage and per restart.
+
+    Times in microseconds.
+    """
     origin = min(record["start_ns"] for record in records)
     for rank, label in sorted({record["rank"]: record["label"] for record in records}.items()):
         yield {"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": label}}
@@ -95,15 +99,17 @@ def _events(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         steps[key] = min(record["start_ns"], steps.get(key, record["start_ns"]))
     yield from _arrows(records, origin)
     first_rank = min(record["rank"] for record in records)
-    for (stage, step), start in sorted(steps.items(), key=lambda item: item[1]):
+    marks = [(start, f"{stage} {step}", {"step": step}) for (stage, step), start in steps.items()]
+    marks += [(int(one["time"] * 1e9), f"restart {one['restart']}", {"why": one["why"]}) for one in restarts]
+    for start, name, arguments in sorted(marks, key=lambda mark: mark[0]):
         yield {
             "ph": "i",
             "s": "g",
             "pid": first_rank,
             "tid": 0,
             "ts": (start - origin) / 1000,
-            "name": f"{stage} {step}",
-            "args": {"step": step},
+            "name": name,
+            "args": arguments,
         }
 
 

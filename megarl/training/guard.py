@@ -18,6 +18,8 @@ _SHOWN = 4
 class NonFiniteError(MegarlError):
     """A loss or gradient is NaN or infinite; the message names rank, phase, optimizer step, samples and parameters."""
 
+    repeats = True
+
 
 def check_finite(
     losses: Sequence[torch.Tensor],

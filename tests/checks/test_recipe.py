@@ -210,6 +210,20 @@ def test_local_launcher_has_one_machine(config_of):
     assert [c.key for c in check_config(config, launcher="torchrun").items if c.status == "fail"] == []
 
 
+def test_launchers_of_several_machines_do_not_start_a_run_again(config_of):
+    config = config_of("cluster.nproc=2", "cluster.nnodes=2", "cluster.max_restarts=1", "trainer.save_every=5")
+    keys = {
+        launcher: [c.key for c in check_config(config, launcher=launcher).items if c.status == "fail"]
+        for launcher in ("torchrun", "ray")
+    }
+    assert keys == {"torchrun": ["cluster.max_restarts"], "ray": []}
+
+
+def test_restarts_without_checkpoints_are_warned_of(warned):
+    assert only(warned("cluster.max_restarts=1", "trainer.save_every=0")).key == "trainer.save_every"
+    assert warned("cluster.max_restarts=1", "trainer.save_every=5") == []
+
+
 def test_evaluation_needs_held_out_prompts_only(config_of):
     settings = ["data.train_files=[]", "data.val_files=megarl.recipes.arithmetic:make_rows", "sft.steps=1"]
     config = config_of(*settings, "model.hf_config=null", "model.path=org/trained")

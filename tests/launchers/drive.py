@@ -1,10 +1,12 @@
 """`python drive.py LAUNCHER ENTRY RUN_DIR [NPROC [TIMEOUT_S [SERVERS]]]`: the launching process of the tests.
 
 NPROC of a run with several teams is the number of workers of each: 2+1. SERVERS: SGLang servers of the run's own.
+RESTARTS in the environment is `cluster.max_restarts`.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ def main(
     launcher: str, entry: str, run_dir: str, nproc: str = "2", timeout_s: str = "60", servers: str | None = None
 ) -> int:
     sizes = [int(size) for size in nproc.split("+")]
-    cluster = ClusterConfig(nproc=sum(sizes), timeout_s=float(timeout_s), start_timeout_s=60)
+    restarts = int(os.environ.get("RESTARTS", "0"))
+    cluster = ClusterConfig(nproc=sum(sizes), timeout_s=float(timeout_s), start_timeout_s=60, max_restarts=restarts)
     rollout: Any = {} if servers is None else {"engine": "sglang", "sglang": {"servers": int(servers)}}
     config = RunConfig(name="drive", cluster=cluster, rollout=rollout)
     return run_workers(launcher, f"entries:{entry}", config, Path(run_dir), teams(*sizes))

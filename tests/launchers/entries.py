@@ -160,6 +160,19 @@ def rank_1_is_killed(config: RunConfig, run_dir: Path) -> None:
         dist.all_reduce(torch.ones(1))
 
 
+def rank_1_is_killed_once(config: RunConfig, run_dir: Path) -> None:
+    """A worker is killed while the others wait for it, and lives when it is started again."""
+    set_step(3)
+    killed = run_dir / "killed"
+    with phase("rollout"):
+        if not killed.exists():
+            if worker_number() == 1:
+                killed.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            _wait_for_ever()
+    print(f"worker {worker_number()} lives")
+
+
 def rank_1_hangs(config: RunConfig, run_dir: Path) -> None:
     """Rank 1 waits for nothing; rank 0 waits for rank 1."""
     with phase("sync" if os.environ["RANK"] == "0" else "reward"):

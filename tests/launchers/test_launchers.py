@@ -118,6 +118,20 @@ def test_a_killed_rank_is_the_first_error_although_its_peer_fails_too(launcher: 
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_run_that_lost_a_rank_is_started_again(
+    launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RESTARTS", "1")
+    result = launch(launcher, "rank_1_is_killed_once", tmp_path)
+
+    assert result.code == 0, result.err
+    again = next(line for line in result.err.splitlines() if line.startswith("megarl: restart"))
+    assert again.startswith("megarl: restart 1 of 1 (there is no checkpoint yet: from the beginning): rank 1 on ")
+    assert again.endswith("in phase rollout at step 3")
+    assert {f"[rank {rank}] worker {rank} lives" for rank in range(2)} <= set(result.log.splitlines())
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_rank_without_progress_is_reported_with_every_phase_and_stack(launcher: str, tmp_path: Path) -> None:
     result = launch(launcher, "rank_1_hangs", tmp_path, "2", "10")
 

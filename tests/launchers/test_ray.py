@@ -63,6 +63,20 @@ def test_a_failure_is_told_as_by_every_launcher(same: Callable[[str, Path], None
     same("ray", tmp_path)
 
 
+def test_a_run_that_lost_a_rank_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every.test_a_run_that_lost_a_rank_is_started_again("ray", tmp_path, monkeypatch)
+
+
+def test_teams_in_a_ray_of_their_own_are_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RESTARTS", "1")
+    result = every.launch("local", "rank_1_is_killed_once", tmp_path, "1+1")
+
+    assert result.code == 0, result.err
+    assert "megarl: restart 1 of 1" in result.err
+    assert "worker 1 (reference, rank 0) on " in result.err
+    assert "[worker 1 (reference, rank 0)] worker 1 lives" in result.log.splitlines()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_go_with_their_launcher(number: int, tmp_path: Path) -> None:
     every.test_workers_go_with_their_launcher("ray", number, tmp_path)

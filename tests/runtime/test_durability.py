@@ -48,6 +48,21 @@ def test_a_killed_rank_is_named_and_the_resumed_run_is_the_same(recipe, undistur
     assert harness.run(recipe, tmp_path) == undisturbed
 
 
+def test_a_run_that_is_started_again_is_the_same(recipe, undisturbed, tmp_path):
+    process = harness.start(recipe, tmp_path, "cluster.max_restarts=1", "tracking.report=true")
+    harness.wait_for(lambda: at_step(tmp_path, 2), process)
+    harness.kill(harness.workers(tmp_path)[1])
+    output = harness.finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert harness.metrics(tmp_path) == undisturbed
+    assert "megarl: restart 1 of 1 (from the checkpoint of step " in output
+    assert "rank 1 on " in output
+    lost = (tmp_path / "errors" / "attempt_1" / "rank_0.json").read_text()  # of the rank that lost its peer
+    assert '"rank": 0' in lost
+    assert '"name": "restart 1"' in (tmp_path / "trace.json").read_text()
+    assert "1, the last one because rank 1 on " in (tmp_path / "report.html").read_text()
+
+
 def test_without_its_launcher_no_rank_lives_on_and_the_resumed_run_is_the_same(recipe, undisturbed, tmp_path):
     process = harness.start(recipe, tmp_path)
     start = tmp_path / "checkpoints" / "step_0" / "meta.json"  # before reference, step-0 validation and step 1

@@ -68,6 +68,8 @@ def generated_fields(config: RunConfig) -> list[str]:
 class RolloutError(MegarlError):
     """The generation engine returned a sample that cannot be trained on; the message names it."""
 
+    repeats = True
+
 
 @stage(
     reads=["prompt_ids", "uid"],

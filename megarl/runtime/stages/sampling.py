@@ -26,6 +26,8 @@ def _of_turns(config: RunConfig) -> list[str]:
 class NoSignalError(MegarlError):
     """Too few groups carry a signal; the message shows how the groups scored."""
 
+    repeats = True
+
 
 @stage(
     reads=["score", "uid"],

@@ -1,0 +1,139 @@
+"""Starts a run, and starts it again from its newest checkpoint when it lost a worker: `cluster.max_restarts`.
+
+    start -> supervise -> finished, or an error that would come again          -> the exit code
+               ^      \\-> a worker died, hung, or lost another one            -> all workers end
+               |                                                                    |
+               +---- from the newest checkpoint, while a restart is left <----------+
+
+The budget is of restarts in a row: a new checkpoint since the last failure gives all of them back, so that a run of a
+month outlives any number of lost machines, and one that always dies at the same place ends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.artifacts.trained import steps_in
+from megarl.launchers.common import Job, Workers, clear, node_rank, prepare, process_of
+from megarl.launchers.supervise import End, supervise
+from megarl.runtime.health import forget, keep_attempt
+from megarl.tracking.close import close_mlflow
+from megarl.tracking.restarts import note_restart
+
+RETRY_S = 5.0  # between tries to start again: a machine may come back
+
+
+def next_start(run_dir: Path, resume: str, *, begun: bool) -> tuple[str, str]:
+    """What a run would go on from, in words, and `trainer.resume` for that.
+
+    Args:
+        run_dir: the run folder.
+        resume: `trainer.resume` that it was started with.
+        begun: the run has begun; else the checkpoints in the folder are of an earlier one.
+    """
+    steps = steps_in(run_dir / "checkpoints") if begun or resume == "auto" else []
+    if steps:
+        text = f"from the checkpoint of step {max(steps)}"
+    elif resume in ("auto", "never"):
+        text = "there is no checkpoint yet: from the beginning"
+    else:
+        text = f"there is no checkpoint of this run yet: again from {resume}"
+    # What this run has saved, and not what it began with.
+    own = begun and (resume == "never" or (resume != "auto" and steps))
+    return text, "auto" if own else resume
+
+
+class Attempts:
+    """One command's attempts at a run.
+
+    Args:
+        start: of the launcher.
+        job: what to run.
+    """
+
+    def __init__(self, start: Callable[[Job], Workers], job: Job) -> None:
+        self._start, self._job = start, job
+        self._workers: Workers | None = None
+        self._before = process_of(job.run_dir)
+        self._attempt = 1
+        self._used = 0  # restarts since the last new checkpoint
+        self._newest = -1  # step of the newest checkpoint at the last failure
+        self._place: tuple[str, str, int] | None = None  # of the last failure
+        #: There have been workers.
+        self.started = False
+
+    def run(self) -> int:
+        """The exit code of the command: 0, 1 or 2.
+
+        Raises:
+            MegarlError: the first start was refused or failed.
+        """
+        if node_rank() == 0:
+            forget(self._job.run_dir)
+        end = supervise(self._begin(), self._job)
+        while end.exit_code and self._restart_is_left(end):
+            workers = self._begin_again(end)
+            if workers is None:
+                return 1
+            end = supervise(workers, self._job)
+        return end.exit_code
+
+    def stop(self) -> None:
+        """End all workers; may be called at any time."""
+        if self._workers is not None:
+            self._workers.stop()
+            self._workers = None
+
+    def _begin(self) -> Workers:
+        prepare(self._job)
+        self._workers = self._start(self._job)
+        self.started = True
+        return self._workers
+
+    def _restart_is_left(self, end: End) -> bool:
+        """Whether to start again after `end`; if not although there are restarts, the reason is said."""
+        most, say = self._job.config.cluster.max_restarts, self._job.log.say
+        if not most:
+            return False
+        newest = max(steps_in(self._job.run_dir / "checkpoints"), default=-1)
+        if newest > self._newest:
+            self._used = 0
+        again = end.place is not None and end.place == self._place
+        self._newest, self._place = newest, end.place
+        if end.repeats or (again and self._used):
+            why = "the same error as before, at the same step" if not end.repeats else "it would end so again"
+            say(f"megarl: the run is not started again: {why}")
+            return False
+        if self._used == most:
+            say(f"megarl: no restart is left: {most} without a new checkpoint (cluster.max_restarts)")
+            return False
+        self._used += 1
+        return True
+
+    def _begin_again(self, end: End) -> Workers | None:
+        """Workers of the next attempt; None: they could not be started, which is said."""
+        job, cluster = self._job, self._job.config.cluster
+        self.stop()
+        clear(job.run_dir)
+        keep_attempt(job.run_dir, self._attempt)
+        self._attempt += 1
+        begun = process_of(job.run_dir) != self._before
+        start, resume = next_start(job.run_dir, job.config.trainer.resume, begun=begun)
+        trainer = job.config.trainer.model_copy(update={"resume": resume})
+        self._job = dataclasses.replace(job, config=job.config.model_copy(update={"trainer": trainer}))
+        job.log.say(f"megarl: restart {self._used} of {cluster.max_restarts} ({start}): {end.why}")
+        close_mlflow(job.run_dir, "failed")  # a run that goes on from a checkpoint opens it again
+        note_restart(job.run_dir, end.why, start)
+        deadline = time.monotonic() + cluster.start_timeout_s
+        while True:
+            try:
+                return self._begin()
+            except Exception as error:  # what was accepted once: machines or devices are missing
+                if time.monotonic() > deadline:
+                    job.log.say(f"megarl: the restart failed for {cluster.start_timeout_s:g} s: {error}")
+                    return None
+                job.log.record("launcher", f"not started again yet: {error}")
+                time.sleep(RETRY_S)
