@@ -93,7 +93,8 @@ def _times(ranks: int, part: Term) -> Term:
 
 
 def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *, gpu: bool, job: str) -> list[Term]:
-    """Data, reward processes, weights of past steps, servers on a CPU: with the ranks that draw samples."""
+    """Data, reward processes, servers on a CPU: with the ranks that draw samples; weights of past steps, and of later
+    ones."""
     found = []
     generates = job in ("eval", "generate")
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
@@ -109,6 +110,11 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         weights = parameter_bytes(facts, team.parallel, config.model.dtype)
         copies = ranks * (config.rollout.stale_steps + 1) * weights
         found.append(term("weights of past steps", copies, "rollout.stale_steps"))
+    actor, lag = placement.of_role(Role.ACTOR), config.async_.max_staleness
+    if actor is not None and lag > 1 and config.async_.order == "in_order" and job == "train":
+        # None where training is what bounds the run; one more while one of them is pushed.
+        weights = _here(config, actor) * (lag + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
+        found.append(Term("weights that wait until they are drawn with", weights, "async.max_staleness", 0.0))
     servers = config.rollout.sglang
     if config.rollout.engine == "sglang" and not servers.urls and not gpu and job != "sft":
         held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))

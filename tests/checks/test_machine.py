@@ -338,6 +338,21 @@ def test_teams_work_at_the_same_time_in_the_memory_of_one_machine(by_team):
     assert apart.needed.least > sum(n * memory.needed.least for n, memory in zip(ranks, alone, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("settings", "copies"),
+    [("{max_staleness: 1}", 0), ("{max_staleness: 3}", 4), ("{max_staleness: 3, order: as_ready}", 0)],
+)
+def test_weights_that_wait_until_they_are_drawn_with_are_in_host_memory(by_team, settings, copies):
+    config, sizes, placement, memory = by_team(f"async={settings}", "model.dtype=fp32")
+    own = next(part.bytes for part in memory["train"].terms() if part.what == "actor parameters")
+    waiting = [
+        (part.bytes, part.least)
+        for part in host_memory(config, sizes, placement, gpu=True).peak.terms
+        if part.keys == "async.max_staleness"
+    ]
+    assert waiting == ([(2 * copies * own, 0.0)] if copies else [])
+
+
 def test_the_team_that_does_not_fit_is_named(judged):
     overrides = [*PPO, *TEAMS, *BILLION, "data.batch_size=8", "rollout.sampling.n=1", "cluster.device_memory_gb=30"]
     failed = [check for check in judged(SERVER, *overrides) if check.status == "fail"]
