@@ -21,6 +21,14 @@ def check_placement(
     """
     if job != "train":
         return together(config, (Role.ACTOR,) if job == "sft" else (Role.ACTOR, Role.ROLLOUT))
+    if config.placement.measured is not None and config.placement.auto != "measured":
+        checks.warn(
+            "placement",
+            "placement.measured",
+            "nothing is shared out by what this run has measured",
+            found=config.placement.measured,
+            fix="set placement.auto=measured, or leave it out",
+        )
     if graph is None:  # what is wrong with it is noted
         return None if config.placement.asks_for_teams else together(config)
     try:

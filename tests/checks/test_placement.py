@@ -243,6 +243,10 @@ def test_the_dry_run_shows_what_workers_were_shared_out_by(config_of, tmp_path):
     assert "\n  reference  6 = ref_logp 2 s x 3\n" in text
 
 
+def test_an_earlier_run_that_nothing_is_shared_out_by_is_warned_of(warned):
+    assert [check.key for check in warned(*GRPO, *TWO, "placement.measured=runs/first")] == ["placement.measured"]
+
+
 def test_the_documented_example_and_its_dry_run_are_those_of_the_code(write, monkeypatch):
     monkeypatch.setattr(plan_module, "this_machine", lambda: Machine(cores=2, memory=24e9))
     page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text()
