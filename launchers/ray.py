@@ -3,6 +3,7 @@
     driver: connect or start Ray -> reserve devices -> actors -> number them team by team, node by node
             -> rank 0 of every team picks its address, and the store between teams starts
             -> every actor runs megarl.runtime.worker.run, the function the other launchers start as a process
+    later:  a team that may (megarl.launchers.restarts) -> killed -> actors in the same bundles
 
 Run folders must be on a file system all nodes share. RAY_ADDRESS selects an existing cluster; without it, and for the
 local launcher, Ray is started on this machine for the length of the run, bound to the loopback device.
@@ -19,7 +20,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -33,7 +34,7 @@ from megarl.launchers.output import Follower
 from megarl.launchers.seats import Place, ranks_of, seats
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
-from megarl.processes import STORE, TEAM, WORKER, shared_memory_free
+from megarl.processes import FINISHED, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
 from megarl.store.actor import JOURNAL
 from megarl.store.flow import FlowSettings
 from megarl.store.size import LEAST, object_store_bytes, refuse_too_large
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 _AUTH_MODE = "RAY_AUTH_MODE"
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # elsewhere, too: whether nodes may be on several machines
+_AGAIN_S = 0.5  # between two tries to reach a store that died
 _PROBE_S = 5.0  # to open a connection to a cluster
 #: Settings of a Ray that is started for a run: a full object store neither moves objects to disk nor makes new ones
 #: there. Without the second Ray takes files for what does not fit, as long as the disk is not so full.
@@ -115,6 +117,7 @@ class RayWorkers:
     def __init__(self, job: Job, own: bool = False) -> None:
         self._job, self._address = job, None if own else os.environ.get("RAY_ADDRESS") or None
         self._actors: list[Any] = []
+        self._bundles: list[int] = []  # of the actors
         self._results: dict[int, Any] = {}
         self._ended: dict[int, int] = {}
         self._causes: dict[int, str] = {}
@@ -172,19 +175,21 @@ class RayWorkers:
                 f"Ray did not free {len(held.bundles)} x {held.bundles[0]} within cluster.start_timeout_s = "
                 f"{cluster.start_timeout_s:g} s; it has {ray.available_resources()} to give"
             )
-        per_node = cluster.nproc // cluster.nnodes
-        environment = process_environment(self._job.config, per_node)
-        environment |= _handed_on()
-        make = ray.remote(max_restarts=0, max_task_retries=0)(Actor).options
-        self._actors = [
-            make(
-                num_cpus=held.worker["CPU"],
-                num_gpus=held.worker.get("GPU", 0),
-                runtime_env={"env_vars": environment},
-                scheduling_strategy=self._in_bundle(bundle),
-            ).remote()
-            for bundle in held.places
-        ]
+        self._bundles = list(held.places)
+        self._actors = [self._new_actor(bundle) for bundle in self._bundles]
+
+    def _new_actor(self, bundle: int) -> Any:
+        import ray
+
+        cluster, held = self._job.config.cluster, self._held
+        environment = process_environment(self._job.config, cluster.nproc // cluster.nnodes) | _handed_on()
+        make = ray.remote(max_restarts=0, max_task_retries=0)(Actor).options(
+            num_cpus=held.worker["CPU"],
+            num_gpus=held.worker.get("GPU", 0),
+            runtime_env={"env_vars": environment},
+            scheduling_strategy=self._in_bundle(bundle),
+        )
+        return make.remote()
 
     def _in_bundle(self, bundle: int) -> PlacementGroupSchedulingStrategy:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -201,6 +206,7 @@ class RayWorkers:
         places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._left())
         order = seats(places, self._job.teams)
         self._actors = [self._actors[i] for i in order]
+        self._bundles = [self._bundles[i] for i in order]
         self._places = [places[i] for i in order]
         if self._held.servers:
             ask = ray.remote(num_cpus=0, num_gpus=self._held.servers, max_retries=0)(own_place).options
@@ -222,15 +228,15 @@ class RayWorkers:
         flow = FlowSettings.of(job.config)
         self._store = start_store(self._store_name, job.placement, groups, share, self._journal, environment, flow)
 
-    def _run(self, team: TeamPlan) -> None:
-        """Set the workers of one team to work, which meet at an address of their own."""
+    def _run(self, team: TeamPlan, more: Mapping[str, str] | None = None) -> None:
+        """Set the workers of one team to work, which meet at an address of their own; `more`: of their environment."""
         import ray
 
         job, first = self._job, team.first
         one_machine = len({host for host, _ in self._places}) == 1
         master = "127.0.0.1" if one_machine else self._places[first][0]
         port = ray.get(self._actors[first].listen.remote(master), timeout=self._left())
-        shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+        shared = layout_environment(team.parallel) | {"MASTER_ADDR": master, "MASTER_PORT": str(port), **(more or {})}
         # Not in the actors' runtime_env, which Ray shows to everybody.
         shared |= {name: os.environ[name] for name in (USER, PASSWORD) if name in os.environ}
         told = ranks_of(team, self._places, lends=lends(job.config, team), servers=self._left_to_servers(team))
@@ -240,6 +246,71 @@ class RayWorkers:
                 environment |= {TEAM: team.name, WORKER: str(number), STORE: self._store_name}
             paths = str(job.config_path), str(job.log_dir)
             self._results[number] = self._actors[number].run.remote(job.entry, *paths, environment)
+
+    def end_team(self, team: TeamPlan) -> None:
+        """See `megarl.launchers.restarts.TeamWorkers`."""
+        import ray
+
+        self._deadline = time.monotonic() + self._job.config.cluster.start_timeout_s
+        mine = range(team.first, team.first + team.devices)
+        for rank in mine:
+            if rank not in self._ended:
+                signal_rank(self._job, rank, signal.SIGKILL)  # one that hangs may not hear Ray
+            ray.kill(self._actors[rank])
+        results = [self._results[rank] for rank in mine]
+        if ray.wait(results, num_returns=len(results), timeout=self._left())[1]:
+            raise self._no_restart(team, "its processes do not end")
+
+    def restart_team(self, team: TeamPlan, number: int) -> int | None:
+        """See `megarl.launchers.restarts.TeamWorkers`."""
+        import ray
+
+        mine = range(team.first, team.first + team.devices)
+        self._deadline = time.monotonic() + self._job.config.cluster.start_timeout_s
+        try:
+            finished = self._tell_store(team, number)
+            for rank in mine:
+                self._actors[rank] = self._new_actor(self._bundles[rank])
+            places = ray.get([self._actors[rank].place.remote() for rank in mine], timeout=self._left())
+            self._seat_again(mine, places)
+            for rank in mine:
+                self._ended.pop(rank, None)
+                self._causes.pop(rank, None)
+            self._run(team, {RESTARTS: str(number), FINISHED: str(finished or 0)})
+        except ray.exceptions.RayError as error:
+            raise self._no_restart(team, str(error)) from error
+        return finished
+
+    def _tell_store(self, team: TeamPlan, number: int) -> int | None:
+        """That the team begins again; where. The store may be starting again itself."""
+        import ray
+
+        while True:
+            try:
+                limit_s = self._job.config.cluster.start_timeout_s
+                call = self._store.restart_team.remote(team.name, number, limit_s)
+                finished: int | None = ray.get(call, timeout=self._left())
+                return finished
+            except ray.exceptions.RayActorError:
+                if time.monotonic() > self._deadline:
+                    raise
+                time.sleep(_AGAIN_S)
+
+    def _seat_again(self, mine: range, places: list[Place]) -> None:
+        """The new actors of a team's workers `mine` have these places: each worker gets that of the one before it, or
+        one on its machine, where Ray has dealt out the GPUs in another way."""
+        actors, left = [self._actors[rank] for rank in mine], list(range(len(places)))
+        for rank in mine:
+            host, gpus = self._places[rank]
+            chosen = min(left, key=lambda i: (places[i][0] != host, places[i][1] != gpus))
+            left.remove(chosen)
+            self._actors[rank], self._places[rank] = actors[chosen], places[chosen]
+
+    def _no_restart(self, team: TeamPlan, why: str) -> WorkerError:
+        limit_s = self._job.config.cluster.start_timeout_s
+        return WorkerError(
+            f"team {team.name!r} did not start again within cluster.start_timeout_s = {limit_s:g} s: {why}"
+        )
 
     def _left_to_servers(self, team: TeamPlan) -> list[Place] | None:
         """Where the GPUs are that the servers of this team have; None: it starts none, or they are not for Ray."""

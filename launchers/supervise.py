@@ -10,7 +10,9 @@ import signal
 import socket
 import time
 
+from megarl.errors import WorkerError
 from megarl.launchers.common import Job, Workers
+from megarl.launchers.restarts import Restarts
 from megarl.processes import oom_kills
 from megarl.runtime.health import RankFailure, Watch, read_beat, read_errors, where_text
 
@@ -44,27 +46,51 @@ class End:
 
 
 def supervise(workers: Workers, job: Job) -> End:
-    """How it went, once all ranks have ended or one has failed or hung, which is said."""
-    cluster, ranks = job.config.cluster, workers.ranks()
-    watch = Watch(job.run_dir, ranks, cluster.timeout_s, cluster.start_timeout_s, job.names)
-    oom_before = oom_kills()
+    """How it went, once all ranks have ended or one has failed or hung, which is said.
+
+    A team whose process died or hangs may start again before that (`megarl.launchers.restarts`).
+    """
+    cluster = job.config.cluster
+    watch = Watch(job.run_dir, workers.ranks(), cluster.timeout_s, cluster.start_timeout_s, job.names)
+    try:
+        return _until_the_end(workers, job, watch, Restarts(workers, job, watch))
+    except WorkerError as error:
+        job.log.say(f"megarl: {error}")
+        return End(error.exit_code, str(error))
+
+
+def _until_the_end(workers: Workers, job: Job, watch: Watch, restarts: Restarts) -> End:
+    """See `supervise`.
+
+    Raises:
+        WorkerError: a team did not start again.
+    """
+    ranks, oom_before = workers.ranks(), oom_kills()
     while True:
         ended = workers.poll()
         if any(ended.values()):
             ended = _settle(workers, job)
             failure = first_failure(workers, job, ended, oom_kills() > oom_before)
-            _report(failure, workers, job, ended)
+            if restarts.after_death(failure, _end_of(failure, job).why, ended):
+                oom_before = oom_kills()
+                continue
+            _report(failure, workers, job, ended, restarts.spent(failure.rank))
             return _end_of(failure, job)
         if len(ended) == len(ranks):
             return End(0)
         errors = read_errors(job.run_dir).values()
         if errors and time.time() - min(error.time for error in errors) > LINGER_S:
             failure = first_failure(workers, job, ended, oom_killed=False)
-            _report(failure, workers, job, ended)
+            if restarts.after_death(failure, _end_of(failure, job).why, ended):
+                continue
+            _report(failure, workers, job, ended, restarts.spent(failure.rank))
             return _end_of(failure, job)
         trouble = watch.check(rank for rank in ranks if rank not in ended)
         if trouble is not None:
-            _report_hang(trouble, workers, job, ended)
+            _show_stacks(workers, job)
+            if restarts.after_hang(watch.stuck, trouble):
+                continue
+            _report_hang(trouble, workers, job, ended, restarts.spent(*watch.stuck[:1]))
             return End(1, trouble)
         time.sleep(POLL_S)
 
@@ -133,7 +159,7 @@ def _signal_name(number: int) -> str:
     return "unknown"
 
 
-def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, int]) -> None:
+def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, int], more: list[str]) -> None:
     for rank, other in read_errors(job.run_dir).items():
         if rank != failure.rank:
             job.log.record(job.name(rank), other.traceback)
@@ -150,6 +176,7 @@ def _report(failure: RankFailure, workers: Workers, job: Job, ended: dict[int, i
     if failure.out_of_memory:
         lines.append(f"  fix:     {OUT_OF_MEMORY_FIX}")
     if not failure.user_error:
+        lines += more
         lines += _others(workers, job, ended, skip=failure.rank)
     lines.append(f"  log:     {job.run_dir / 'log.txt'}")
     job.log.say("\n".join(lines))
@@ -177,11 +204,15 @@ def _first_line(text: str) -> str:
     return re.sub(r"\s+", " ", text.strip())[:160]
 
 
-def _report_hang(trouble: str, workers: Workers, job: Job, ended: dict[int, int]) -> None:
-    for rank in workers.ranks():  # their Python stacks go to the log, through faulthandler
+def _show_stacks(workers: Workers, job: Job) -> None:
+    """Python stacks of all ranks go to the log, through faulthandler."""
+    for rank in workers.ranks():
         signal_rank(job, rank, signal.SIGUSR1)
     time.sleep(STACKS_S)
-    lines = [f"megarl: {trouble}", *_others(workers, job, ended, skip=None)]
+
+
+def _report_hang(trouble: str, workers: Workers, job: Job, ended: dict[int, int], more: list[str]) -> None:
+    lines = [f"megarl: {trouble}", *more, *_others(workers, job, ended, skip=None)]
     lines.append(f"  log:     {job.run_dir / 'log.txt'} (with the stack of every rank)")
     job.log.say("\n".join(lines))
 

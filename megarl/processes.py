@@ -22,6 +22,8 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 #: Of a run with several teams: this worker's team, its number among the workers of all teams, and the store's name.
 #: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are then those of the team.
 TEAM, WORKER, STORE = "MEGARL_TEAM", "MEGARL_WORKER", "MEGARL_STORE"
+#: Of a team whose processes died and that began again: how often, and the last step that was over (0: none).
+RESTARTS, FINISHED = "MEGARL_RESTARTS", "MEGARL_FINISHED"
 _PR_SET_PDEATHSIG = 1
 _MOST_DESCRIPTORS = 1 << 20  # some programs go through all numbers up to the limit when they start
 _CLOCK_S = 2.0  # the start of a process is counted from that of the machine, which moves with its clock

@@ -50,6 +50,13 @@ class PlacementConfig(Section):
         "they have to fit into it. On a Ray cluster of your own its settings count",
     )
 
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="how often a team that only scores samples (reference, teacher) starts again in a run when one of "
+        "its processes dies; 0: its death is that of the run, as with other teams",
+    )
+
     @property
     def asks_for_teams(self) -> bool:
         """Whether there may be several teams."""

@@ -30,6 +30,7 @@ from megarl.errors import ConfigError, count
 MODEL_ROLES = (Role.ACTOR, Role.CRITIC, Role.REFERENCE, Role.TEACHER, Role.ROLLOUT)
 ONLY_TEAM = "all"
 _TRAINED = (Role.ACTOR, Role.CRITIC)
+_KEPT = {*_TRAINED, Role.ROLLOUT}
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
 
 
@@ -59,6 +60,14 @@ class TeamPlan:
     def replicas(self) -> int:
         """Data-parallel size."""
         return self.devices // self.parallel.model_parallel_size
+
+    @property
+    def may_restart(self) -> bool:
+        """It only scores samples: what it makes follows from them, so that it may lose its processes and begin again.
+
+        Other teams have what is in no message between teams: weights that are trained, and what they draw with.
+        """
+        return bool(self.roles) and not _KEPT & {*self.roles}
 
 
 @dataclass(frozen=True)

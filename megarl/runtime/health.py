@@ -206,6 +206,21 @@ def _remove_beats(run_dir: Path) -> None:
                 path.unlink()
 
 
+def set_aside(run_dir: Path, ranks: Iterable[int], number: int) -> list[Path]:
+    """Before these ranks start again, for the `number`-th time: their heartbeats go, their errors are kept.
+
+    Returns:
+        The files of the errors, RUN_DIR/errors/restart_NUMBER_rank_K.json.
+    """
+    kept = []
+    for rank in ranks:
+        _beat_path(run_dir, rank).unlink(missing_ok=True)
+        error = run_dir / "errors" / f"rank_{rank}.json"
+        with contextlib.suppress(FileNotFoundError):
+            kept.append(error.rename(error.with_name(f"restart_{number}_{error.name}")))
+    return kept
+
+
 class Watch:
     """Notices ranks that never report in, and ranks that have not moved on for too long.
 
@@ -217,6 +232,9 @@ class Watch:
         timeout_s: without progress.
         start_timeout_s: to report in.
         names: how messages name workers.
+
+    Attributes:
+        stuck: those that had reported in and made no progress, when `check` last looked.
     """
 
     def __init__(
@@ -229,8 +247,13 @@ class Watch:
     ) -> None:
         self._run_dir, self._timeout_s, self._start_timeout_s = run_dir, timeout_s, start_timeout_s
         self._names = names
-        self._started = time.monotonic()
-        self._seen: dict[int, tuple[int, float]] = dict.fromkeys(ranks, (-1, self._started))
+        self._seen: dict[int, tuple[int, float]] = {}
+        self.stuck: list[int] = []
+        self.begin_again(ranks)
+
+    def begin_again(self, ranks: Iterable[int]) -> None:
+        """These ranks start now."""
+        self._seen |= dict.fromkeys(ranks, (-1, time.monotonic()))
 
     def check(self, live: Iterable[int]) -> str | None:
         """A sentence that says what is wrong with the `live` ranks, or None."""
@@ -240,11 +263,11 @@ class Watch:
             if beat is not None and beat.changes != self._seen[rank][0]:
                 self._seen[rank] = (beat.changes, now)
         missing = [rank for rank in live if self._seen[rank][0] < 0]
-        if missing and now - self._started > self._start_timeout_s:
-            return (
-                f"{self._names(missing)} did not report in within {self._start_timeout_s:g} s (cluster.start_timeout_s)"
-            )
+        late = [rank for rank in missing if now - self._seen[rank][1] > self._start_timeout_s]
         stuck = [r for r in live if r not in missing and now - self._seen[r][1] > self._timeout_s]
+        self.stuck = stuck
+        if late:
+            return f"{self._names(late)} did not report in within {self._start_timeout_s:g} s (cluster.start_timeout_s)"
         if stuck:
             return f"{self._names(stuck)} made no progress for {self._timeout_s:g} s (cluster.timeout_s)"
         return None

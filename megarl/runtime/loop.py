@@ -30,7 +30,7 @@ from megarl.runtime.export import export, show_export
 from megarl.runtime.flow import FlowSteps, Offers, find_flow, flows
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
-from megarl.runtime.reference import drop_refused_start, make_reference
+from megarl.runtime.reference import drop_refused_start, make_reference, now_at
 from megarl.runtime.rollout_team import resume_loader, share_loader
 from megarl.runtime.setup import build_controller
 from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
@@ -72,7 +72,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         shown_from = -1 if start.resumed_at == 0 else start.resumed_at
         with Recorder(c, "train", config.trainer.steps, shown_from, part) as recorder:
             publish(c, c.context.step)
-            if not start.begun:
+            if not start.begun and not c.team.finished:
                 _before_first_step(c, recorder, checkpoints)
             if draws_apart(c):
                 assert isinstance(checkpoints, CheckpointPart), "the actor's team leads"
@@ -81,7 +81,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             else:
                 recorder.crossing = crossing = _crossing(c, graph)
                 executor = _executor(c, graph, crossing)
-                _steps(c, executor, recorder, checkpoints)
+                _steps(c, executor, recorder, checkpoints, crossing)
             export(c, run_dir / FOLDER)
         if c.team.leads:
             show_export(c)
@@ -116,7 +116,7 @@ def _find_start(c: Controller, graph: TaskGraph, checkpoints: Checkpoints) -> Ru
 def _make_models(c: Controller, start: RunStart) -> None:
     """This team's models that follow from where RL starts."""
     makers: dict[Role, Callable[[], ModelRole]] = {
-        Role.REFERENCE: lambda: make_reference(c, start.reference or ""),
+        Role.REFERENCE: lambda: make_reference(c, now_at(c.run_dir, start.reference or "")),
         Role.TEACHER: lambda: make_teacher(c),
         Role.CRITIC: lambda: make_critic(c, start.critic),
     }
@@ -134,7 +134,8 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
 
     keeps = draws_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
-    return TeamCrossing(graph, team.placement, team.store, *place, keeps=keeps, dealt=dealt)
+    stays = team.plan.may_restart
+    return TeamCrossing(graph, team.placement, team.store, *place, keeps=keeps, dealt=dealt, stays=stays)
 
 
 def _executor(c: Controller, graph: TaskGraph, crossing: TeamCrossing | None) -> Executor:
@@ -193,7 +194,9 @@ def _before_first_step(c: Controller, recorder: Recorder, checkpoints: SavedRun)
     checkpoints.rate_start(recorder.end_step(0))
 
 
-def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: SavedRun) -> None:
+def _steps(
+    c: Controller, executor: Executor, recorder: Recorder, checkpoints: SavedRun, crossing: TeamCrossing | None
+) -> None:
     config = c.config
     weights: Offers | Pushes | None = None  # other teams than the actor's have none to give
     if c.team.leads and flows(c):
@@ -220,4 +223,6 @@ def _steps(c: Controller, executor: Executor, recorder: Recorder, checkpoints: S
             if validates(config, step):
                 accuracy = evaluate_drawn(c, recorder, step)
         numbers = recorder.end_step(step)
+        if crossing is not None:
+            crossing.done(step)
         checkpoints.after_step(step, numbers, accuracy, last=last)

@@ -79,6 +79,12 @@ def _export_actor(c: Controller, folder: Path) -> None:
         export_weights(c.actor.chunks, folder, c.hf_config, c.tokenizer, world=c.layout.world)
 
 
+def now_at(run_dir: Path, source: str) -> str:
+    """Where the weights at `source` (`keep_reference`) are by now: a start that was accepted has taken them up."""
+    taken_up = Path(source) == run_dir / start.REFERENCE and not _is_model(Path(source))
+    return str(run_dir / FOLDER) if taken_up else source
+
+
 def make_reference(c: Controller, source: str) -> ReferenceRole:
     """The reference of this run, with the weights at `source` (`keep_reference`). Collective over its team."""
     from megarl.models.config import load_hf_config

@@ -6,7 +6,8 @@
                                                     <----  ready/TEAM
     the run folder becomes that of this start
 
-With one team there is nobody to tell.
+With one team there is nobody to tell. A team that begins again because a process of it died (`OwnTeam.restarts`) reads
+the same announcement, goes on after the last step that was over, and nobody waits for it here.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def follow_start(c: Controller) -> RunStart:
     """What the actor's team has announced."""
     with phase("await_start", waits_for=c.team.of(Role.ACTOR)):
         start = RunStart(**c.team.read(_START))
-    c.context.step = start.resumed_at or 0
+    c.context.step = max(start.resumed_at or 0, c.team.finished)
     return start
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.placement import Placement, TeamPlan, place, together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
-from megarl.processes import STORE, TEAM
+from megarl.processes import FINISHED, RESTARTS, STORE, TEAM
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -26,11 +26,15 @@ class OwnTeam:
         plan: roles, layout and nodes of this team.
         placement: all teams.
         store: what the teams exchange goes through it; None: there is only this team.
+        restarts: how often this team has begun again because a process of it died.
+        finished: with `restarts`, the last step that was over then: it begins after it.
     """
 
     plan: TeamPlan
     placement: Placement
     store: StoreClient | None = None
+    restarts: int = 0
+    finished: int = 0
 
     @classmethod
     def of_graph(cls, config: RunConfig, graph: TaskGraph) -> OwnTeam:
@@ -53,8 +57,9 @@ class OwnTeam:
         from megarl.store.client import StoreClient
 
         name, rank = os.environ[TEAM], int(os.environ["RANK"])
-        store = StoreClient.connect(os.environ[STORE], name, rank, config.cluster.timeout_s)
-        return cls(placement[name], placement, store)
+        restarts = int(os.environ.get(RESTARTS, "0"))
+        store = StoreClient.connect(os.environ[STORE], name, rank, config.cluster.timeout_s, restarts)
+        return cls(placement[name], placement, store, restarts, int(os.environ.get(FINISHED, "0")))
 
     @classmethod
     def of_all(cls, config: RunConfig) -> OwnTeam:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.store.core import Core, GroupInfo, Share, Topic
+from megarl.store.core import Core, GroupInfo, Share, StoreError, Topic
 from megarl.store.durable import DurableCore, Word
 from megarl.store.flow import FlowSettings
 from megarl.store.standing import Ping, Roll, Standing
@@ -63,8 +63,17 @@ class StoreActor:
         self._roll.ping(team, rank, ping, time.monotonic())
         return self._core.word(team, rank)
 
-    async def change(self, team: str, rank: int, serial: int, call: str, refs: Sequence[Any]) -> tuple[Word, Any]:
-        """See `DurableCore.change`; references in a list, or Ray would fetch the bytes."""
+    async def change(
+        self, team: str, rank: int, serial: int, call: str, refs: Sequence[Any], start: int = 0
+    ) -> tuple[Word, Any]:
+        """See `DurableCore.change`; references in a list, or Ray would fetch the bytes.
+
+        Args:
+            team, rank, serial, call, refs: see there.
+            start: how often the team had begun again when this worker started; of an earlier one nothing counts.
+        """
+        if start != self._core.ask("starts", team):
+            raise StoreError(f"team {team!r} has begun again since rank {rank} of start {start} did")
         answer, topics = self._core.change(team, rank, serial, call, refs)
         self._wake(list(self._waiting) if topics is None else topics)
         return self._core.word(team, rank), answer
@@ -74,6 +83,12 @@ class StoreActor:
         for serial, some in zip(serials, refs, strict=True):
             self._core.bind(team, rank, serial, some)
         self._wake(list(self._waiting))
+
+    async def restart_team(self, team: str, number: int, limit_s: float) -> int | None:
+        """See `Core.restart_team`. Others wait for the team's new processes, which are there within `limit_s`."""
+        finished: int | None = self._core.ask("restart_team", team, number)
+        self._roll.restart(team, time.monotonic(), limit_s)
+        return finished
 
     async def assignment(
         self, team: str, step: int, samples: str, part: int, slice_s: float

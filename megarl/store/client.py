@@ -8,6 +8,9 @@ stand.
 The store may die and begin again. It knows what it was told (`megarl.store.durable`), so a call that it did not answer
 is made again, with the same number where it changes something. What it does not know are references to bytes. This
 worker keeps those of what it gave until the store needs them no more, and gives them again when the store asks.
+
+Bytes go with the process that gave them. If its team starts again (`megarl.store.core.Core.restart_team`), it gives
+them again; who has not fetched them by then waits for that, as for any other team that is busy.
 """
 
 from __future__ import annotations
@@ -45,14 +48,16 @@ class StoreClient:
         team: of this worker.
         rank: of this worker in its team.
         deadline_s: `cluster.timeout_s`.
+        start: how often this team has begun again.
 
     Raises (every call):
         StoreError: the call does not fit what is in the store, it waited until the deadline, or the store is gone. The
             message names team, rank and phase.
     """
 
-    def __init__(self, actor: Any, name: str, team: str, rank: int, deadline_s: float) -> None:
+    def __init__(self, actor: Any, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> None:
         self._actor, self.name, self.team, self.rank, self._deadline_s = actor, name, team, rank, deadline_s
+        self._start = start
         self._slice_s = min(_SLICE_S, deadline_s / 4)
         self._changing, self._keeping = threading.Lock(), threading.Lock()
         self._given: dict[int, list[Any]] = {}  # references, by the number of the call
@@ -63,7 +68,7 @@ class StoreClient:
         threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
 
     @classmethod
-    def connect(cls, name: str, team: str, rank: int, deadline_s: float) -> StoreClient:
+    def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> StoreClient:
         """The store that `start_store` started under this name; this process has initialised Ray.
 
         Raises:
@@ -77,13 +82,16 @@ class StoreClient:
             actor = ray.get_actor(name, namespace=NAMESPACE)
         except ValueError as error:
             raise StoreError(f"team {team!r} rank {rank}: Ray knows no store {name!r}: {error}") from error
-        return cls(actor, name, team, rank, deadline_s)
+        return cls(actor, name, team, rank, deadline_s, start)
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
     def post(self, name: str, value: Any) -> None:
-        """Leave a JSON value under a new name. Of `name/1`, `name/2`, ... only the last few are kept."""
-        self._change(f"post {name!r}", "post", name, json.dumps(value))
+        """Leave a JSON value under a new name. Of `name/1`, `name/2`, ... only the last few are kept.
+
+        What a team posted before it began again stays as it was.
+        """
+        self._change(f"post {name!r}", "post", name, json.dumps(value), self._start > 0)
 
     def read(self, name: str) -> Any:
         """The value under a name, as soon as somebody has posted it; any number of workers may read it."""
@@ -177,11 +185,22 @@ class StoreClient:
         import ray
 
         what = f"{key!r} of step {step}"
-        refs = self._wait(what, "fetch", self.team, step, key, list(uids))
-        with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
-            objects = list(dict.fromkeys(ref for ref, _ in refs))
-            payloads = dict(zip(objects, ray.get(objects, timeout=self._deadline_s), strict=True))
-        return [payloads[ref][place] for ref, place in refs]
+        lost: list[tuple[Any, int]] = []
+        end = 0.0
+        while True:
+            refs = self._wait(what, "fetch", self.team, step, key, list(uids))
+            with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
+                objects = list(dict.fromkeys(ref for ref, _ in refs))
+                try:
+                    payloads = dict(zip(objects, ray.get(objects, timeout=self._deadline_s), strict=True))
+                except ray.exceptions.ObjectLostError:  # with their giver, which may start again
+                    if refs != lost:
+                        lost, end = refs, time.monotonic() + self._deadline_s
+                    if time.monotonic() > end:
+                        raise
+                    time.sleep(_AGAIN_S)
+                else:
+                    return [payloads[ref][place] for ref, place in refs]
 
     def done(self, step: int) -> None:
         """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""
@@ -258,7 +277,7 @@ class StoreClient:
                 with self._keeping:
                     self._given[self._serial] = list(refs)
             number = (self.team, self.rank, self._serial)
-            word, answer = self._call(f"the store to {what}", "change", *number, call, list(refs))
+            word, answer = self._call(f"the store to {what}", "change", *number, call, list(refs), self._start)
         self._heed(word)
         return answer
 
@@ -297,7 +316,10 @@ class StoreClient:
                 time.sleep(_AGAIN_S)
 
     def _wait(self, what: str, method: str, *arguments: Any) -> Any:
-        """Ask again and again, until there is an answer or no other team has moved for the deadline."""
+        """Ask again and again, until there is an answer or no other team has moved for the deadline.
+
+        A little longer: its launcher notices then that another one hangs, and may start it again.
+        """
         start = time.monotonic()
         with self._waiting(what):
             while True:
@@ -305,7 +327,7 @@ class StoreClient:
                 if found is not None:
                     return found
                 waited = time.monotonic() - start
-                if min([waited, *(other.silent_s for other in others)]) > self._deadline_s:
+                if min([waited, *(other.silent_s for other in others)]) > self._deadline_s + 2 * self._slice_s:
                     raise StoreError(self._too_late(what, waited, others))
 
     @contextmanager

@@ -9,6 +9,9 @@ A step is known from its first gift until the last worker of the last taker is d
 Where groups do not come step by step (`async.order=as_ready`), they are put into a pool, of which megarl.store.flow
 forms the samples of a step when a taker first asks for them; from then on they are like any others.
 
+A team whose processes died begins again with the step after the last one that is over: all that it took since is
+still here. What it gave since is forgotten, and comes again.
+
 Nothing here waits: what is not there yet is answered with None, and `give` and `post` tell what has come. Bytes never
 come here; a reference to them may be any object.
 """
@@ -112,6 +115,7 @@ class Core:
         self._steps: dict[int, _Step] = {}
         self.decisions = 0
         self._finished: int | None = None
+        self._starts: dict[str, int] = {}  # of teams that began again: how often
         self._mail: dict[str, Any] = {}
         self._series: dict[str, list[int]] = {}  # numbers of the mail that is kept, in the order of its coming
 
@@ -239,6 +243,34 @@ class Core:
             del self._steps[step]
             self._finished = step if self._finished is None else max(step, self._finished)
 
+    def restart_team(self, team: str, number: int) -> int | None:
+        """This team begins again, for the `number`-th time, and is to make what it made of steps that are not over.
+
+        Nobody finds its earlier gifts of these steps until it has given them again; that others took them stays known.
+
+        Returns:
+            The last step that is over; None: there is none yet. The team begins after it.
+
+        Raises:
+            StoreError: it has begun more often.
+        """
+        known = self._starts.get(team, 0)
+        if number < known:
+            raise StoreError(f"team {team!r} has begun again {known} times, and this is restart {number}")
+        if number > known:
+            self.decisions += 1
+            self._starts[team] = number
+            for state in self._steps.values():
+                state.done = {worker for worker in state.done if worker[0] != team}
+                for key, gift in state.gifts.items():
+                    if self._handovers[key].giver == team:
+                        gift.givers, gift.refs = set(), {}
+        return self._finished
+
+    def starts(self, team: str) -> int:
+        """How often this team has begun again."""
+        return self._starts.get(team, 0)
+
     def queues(self) -> dict[str, int]:
         """Groups that have been given and not been taken, by `NODE/TEAM`: what the node wrote, and who takes it.
 
@@ -251,7 +283,7 @@ class Core:
             for key, gift in state.gifts.items():
                 one = self._handovers[key]
                 for taker in one.takers:
-                    name, count = f"{one.node}/{taker}", len(gift.refs) - len(gift.taken.get(taker, ()))
+                    name, count = f"{one.node}/{taker}", len(gift.refs.keys() - gift.taken.get(taker, set()))
                     left[name] = max(left.get(name, 0), count)
             for name, count in left.items():
                 found[name] += count
@@ -375,15 +407,22 @@ class Core:
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
-    def post(self, name: str, value: Any) -> list[Topic]:
+    def post(self, name: str, value: Any, again: bool = False) -> list[Topic]:
         """Keep a value under a name; returns what has come by that.
 
         Names that differ in a number at their end, `weights/7`, are a series, of which the last few are kept.
+
+        Args:
+            name: to read it by.
+            value: any.
+            again: by a team that began again: where it has posted this before, that stays.
 
         Raises:
             StoreError: the name is or was taken.
         """
         if name in self._mail or self._is_forgotten(name):
+            if again:
+                return []
             raise StoreError(f"mail {name!r} has been posted before")
         self._mail[name] = value
         series, number = _series(name)

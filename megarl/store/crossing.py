@@ -50,6 +50,8 @@ class TeamCrossing:
         is_lead: it gives for its replica.
         keeps: `given` is wanted.
         dealt: `placement.share` says which groups a replica takes, by their numbers.
+        stays: it needs the samples of a step until `done` is called, not just until its last node has run: should its
+            process die before, it walks the step again.
 
     Attributes:
         given: what it has given in the last walk, by the keys of handovers; empty unless it `keeps` that.
@@ -66,9 +68,11 @@ class TeamCrossing:
         *,
         keeps: bool = False,
         dealt: bool = False,
+        stays: bool = False,
     ) -> None:
         self._graph, self._placement, self._client = graph, placement, client
         self._replica, self._is_lead, self._keeps, self._dealt = replica, is_lead, keeps, dealt
+        self._stays = stays
         self._team = placement[client.team]
         self._taken: set[str] = set()
         self._samples: str | None = None  # whose samples are on the board; None: prompts
@@ -101,7 +105,8 @@ class TeamCrossing:
         return board
 
     def give(self, context: Any, node: Node, board: Batch) -> None:
-        """Hand over what other teams use of what `node` wrote; after the team's last node it is done with the step.
+        """Hand over what other teams use of what `node` wrote; after the team's last node it is done with the step,
+        unless it `stays`.
 
         Raises:
             StoreError: a column cannot be sent, or the store refuses it.
@@ -114,7 +119,13 @@ class TeamCrossing:
                     self._send(context, handover, board)
         if node.id == self._team.nodes[-1]:
             self.tokens += sum(group.tokens for group in self._held(board))
-            self._client.done(context.step)
+            if not self._stays:
+                self._client.done(context.step)
+
+    def done(self, step: int) -> None:
+        """All that other teams may want of `step` is theirs: a crossing that `stays` needs nothing of it any more."""
+        if self._stays:
+            self._client.done(step)
 
     def give_again(self, step: int, given: Mapping[str, Gift]) -> None:
         """In place of a walk of `step`, by a team that takes nothing: hand over what an earlier one gave.

@@ -113,6 +113,7 @@ _CHANGES: dict[str, _Change] = {
     "admit": _plain("admit", answers=True),
     "assignment": _plain("assignment"),
     "fetch": _plain("fetch"),
+    "restart_team": _plain("restart_team"),
 }
 _CLASSES = (*STATE, Parcel, ParcelPiece, _Refusal)
 

@@ -72,4 +72,6 @@ def thaw(data: Any, classes: Iterable[type]) -> Any:
         seen.append(made)
         return made
 
-    return walk(data)
+    found = walk(data)
+    seen.clear()  # `walk` knows itself, so that it goes only with the next collection of garbage, and what it holds
+    return found

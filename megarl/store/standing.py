@@ -63,10 +63,15 @@ class Roll:
         if before is None or ping.changes != before.changes:
             self._last[team] = (rank, now)
 
+    def restart(self, team: str, now: float, limit_s: float) -> None:
+        """This team starts again; until its first word, and for `limit_s` at most, it makes progress."""
+        self._pings = {worker: ping for worker, ping in self._pings.items() if worker[0] != team}
+        self._last[team] = (0, now + limit_s)
+
     def others(self, team: str, now: float) -> list[Standing]:
         """Of every other team the worker that made progress last."""
         return [
-            Standing(name, rank, self._pings.get((name, rank)), now - since)
+            Standing(name, rank, self._pings.get((name, rank)), max(0.0, now - since))
             for name, (rank, since) in self._last.items()
             if name != team
         ]

@@ -1,7 +1,7 @@
 """`python drive.py LAUNCHER ENTRY RUN_DIR [NPROC [TIMEOUT_S [SERVERS]]]`: the launching process of the tests.
 
 NPROC of a run with several teams is the number of workers of each: 2+1. SERVERS: SGLang servers of the run's own.
-RESTARTS in the environment is `cluster.max_restarts`.
+RESTARTS in the environment is `cluster.max_restarts`, TEAM_RESTARTS `placement.restarts`; both are 0 without.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ def main(
     restarts = int(os.environ.get("RESTARTS", "0"))
     cluster = ClusterConfig(nproc=sum(sizes), timeout_s=float(timeout_s), start_timeout_s=60, max_restarts=restarts)
     rollout: Any = {} if servers is None else {"engine": "sglang", "sglang": {"servers": int(servers)}}
-    config = RunConfig(name="drive", cluster=cluster, rollout=rollout)
+    budget: Any = {"restarts": int(os.environ.get("TEAM_RESTARTS", "0"))}
+    config = RunConfig(name="drive", cluster=cluster, rollout=rollout, placement=budget)
     return run_workers(launcher, f"entries:{entry}", config, Path(run_dir), teams(*sizes))
 
 

@@ -211,19 +211,29 @@ def test_the_local_launcher_runs_several_teams_in_a_ray_of_its_own(tmp_path: Pat
     assert "[worker 2 (reference, rank 0)] hello from 2" in result.log
 
 
-@pytest.mark.parametrize(
-    ("entry", "how"),
-    [
-        ("reference_raises", "failed in phase score at step 4: RuntimeError: loss is NaN"),
-        ("reference_is_killed", "died (killed by a signal, by the out-of-memory killer, or crashed) in phase score at"),
-    ],
-)
-def test_a_failure_in_one_team_ends_all_and_is_told_once(entry: str, how: str, tmp_path: Path) -> None:
-    result = every.launch("ray", entry, tmp_path, "2+1")
+def test_an_exception_in_one_team_ends_all_and_is_told_once(tmp_path: Path) -> None:
+    result = every.launch("ray", "reference_raises", tmp_path, "2+1")
 
     assert result.code == 1
-    assert [line for line in result.err.splitlines() if line.startswith("megarl:")] == [
-        line for line in result.err.splitlines() if line.startswith(f"megarl: worker 2 (reference, rank 0) {how}")
-    ]
-    assert f"megarl: worker 2 (reference, rank 0) {how}" in result.err
+    how = "megarl: worker 2 (reference, rank 0) failed in phase score at step 4: RuntimeError: loss is NaN"
+    assert [line for line in result.err.splitlines() if line.startswith("megarl:")] == [how]
     assert "  worker 1 (actor, rank 1): in phase train at step 4" in result.err
+
+
+def test_a_team_whose_process_dies_starts_again_as_often_as_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEAM_RESTARTS", "1")
+    result = every.launch("ray", "reference_is_killed", tmp_path, "2+1")
+
+    assert result.code == 1
+    said = [line for line in result.err.splitlines() if line.startswith("megarl:")]
+    how = "died (killed by a signal, by the out-of-memory killer, or crashed)"
+    assert len(said) == 3
+    assert said[0].startswith("megarl: worker 2 (reference, rank 0) on ")
+    assert said[0].endswith(f" {how} in phase score at step 4: team 'reference' starts again (1 of 1)")
+    assert said[1].startswith("megarl: team 'reference' goes on with the first step of the run, ")
+    assert said[2] == f"megarl: worker 2 (reference, rank 0) {how} in phase score at step 4"
+    assert "  its team 'reference' has started again 1 time before (placement.restarts=1)" in result.err
+    assert "  worker 1 (actor, rank 1): in phase train at step 4" in result.err
+    assert all(line in result.log for line in said)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -108,3 +109,27 @@ def test_the_start_is_accepted_when_all_teams_are_ready(worker):
         all_ready(worker("train"))
     all_ready(worker("frozen"))
     all_ready(worker("train"))
+
+
+def test_a_team_that_begins_again_goes_on_after_the_last_step_that_was_over_with_what_the_run_has_taken_up(
+    worker, tmp_path
+):
+    start = announce_start(worker("train"), None, None)
+    run_dir = tmp_path / "run"
+    assert reference.now_at(run_dir, start.reference) == start.reference
+    reference.take_up_reference(run_dir)
+    c = worker("frozen")
+    c.team = replace(c.team, restarts=1, finished=3)
+    assert follow_start(c) == start
+    assert c.context.step == 3
+    assert reference.now_at(run_dir, start.reference) == str(run_dir / "reference")
+    assert reference.now_at(run_dir, "hub/model") == "hub/model"
+
+
+def test_a_team_that_begins_again_before_the_first_step_goes_on_where_the_run_resumed(worker, tmp_path):
+    c = worker("train")
+    c.team.post(c.layout, "start", {"resumed_at": 7, "source": str(tmp_path), "reference": None, "critic": None})
+    c = worker("frozen")
+    c.team = replace(c.team, restarts=1)
+    follow_start(c)
+    assert c.context.step == 7

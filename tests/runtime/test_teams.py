@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,25 @@ def test_a_run_whose_store_dies_is_the_same_run(recipe, grpo):
     assert process.returncode == 0, output[-4000:]
     assert of_training(harness.metrics(run_dir)) == grpo
     assert not (run_dir / "store.journal").exists()
+
+
+def test_a_run_whose_reference_is_killed_starts_its_team_again_and_is_the_same_run(recipe, grpo):
+    teams = {"train": (["actor", "rollout"], 2), "frozen": (["reference"], 2)}
+    run_dir = recipe.parent / "grpo-killed"
+    process = harness.start(recipe, run_dir, *GRPO, *placed(teams), "cluster.timeout_s=240")
+    metrics = run_dir / "metrics.jsonl"
+    harness.wait_for(lambda: metrics.is_file() and '"step": 1' in metrics.read_text(), process)
+    harness.kill(harness.workers(run_dir)[3])
+    output = harness.finish(process)
+    assert process.returncode == 0, output[-4000:]
+    steps = harness.metrics(run_dir)
+    assert of_training(steps) == grpo
+    assert steps[3]["team/frozen/restarts"] == 1
+    log = (run_dir / "log.txt").read_text()
+    assert re.search(
+        r"megarl: worker 3 \(frozen, rank 1\) on .* died .* at step \d: team 'frozen' starts again \(1 of 3\)", log
+    )
+    assert re.search(r"megarl: team 'frozen' goes on after step [12], \d", log)
 
 
 def test_ppo_with_a_team_per_model_is_the_same_run_and_goes_on_from_a_checkpoint(recipe, ppo):

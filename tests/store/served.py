@@ -73,13 +73,13 @@ class Shelf:
 class FarClient:
     """What `megarl.store.client.StoreClient` does, with a shelf in another process."""
 
-    def __init__(self, shelf: Connection, team: str, rank: int) -> None:
-        self._shelf, self.team, self.rank = shelf, team, rank
+    def __init__(self, shelf: Connection, team: str, rank: int, start: int) -> None:
+        self._shelf, self.team, self.rank, self._start = shelf, team, rank, start
 
     @classmethod
-    def connect(cls, name: str, team: str, rank: int, deadline_s: float) -> FarClient:
+    def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> FarClient:
         """`name` is the port of the shelf."""
-        return cls(Client(("127.0.0.1", int(name)), authkey=_KEY), team, rank)
+        return cls(Client(("127.0.0.1", int(name)), authkey=_KEY), team, rank, start)
 
     def _call(self, *call: Any) -> Any:
         self._shelf.send(call)
@@ -90,7 +90,7 @@ class FarClient:
 
     def post(self, name: str, value: Any) -> None:
         """Leave a JSON value under a name that is free."""
-        self._call("post", name, json.dumps(value))
+        self._call("post", name, json.dumps(value), self._start > 0)
 
     def read(self, name: str) -> Any:
         """The value under a name, as soon as it is there."""

@@ -167,3 +167,18 @@ def test_groups_share_objects_where_the_same_replicas_take_them() -> None:
         assert crossing._together(["ref"], groups) == expected
         assert crossing._together(["critic", "ref"], groups) == expected
         assert crossing._together(["critic"], groups) == [0] * 4, "one replica takes all"
+
+
+def test_a_team_that_may_begin_again_keeps_the_samples_of_a_step_until_it_says_that_all_is_told() -> None:
+    graph = teams.pipeline()
+    placement = teams.placed(graph, 1, 1, 1)
+    board = one_team(2, 0, 1, 1)
+    done: list[int] = []
+    client: Any = SimpleNamespace(team="ref", give=lambda *rest: 0, done=done.append)
+    for stays in (False, True):
+        crossing = TeamCrossing(graph, placement, client, 0, True, stays=stays)
+        crossing.give(SimpleNamespace(step=3, metrics=Metrics()), graph["ref_logp"], board)
+        assert done == ([] if stays else [3])
+        crossing.done(3)
+        assert done == [3]
+        done.clear()

@@ -43,6 +43,7 @@ class Workers:
         self.core = new()
         self.serials: dict[tuple[str, int], int] = defaultdict(int)
         self.given: dict[tuple[str, int], dict[int, list[str]]] = defaultdict(dict)
+        self.starts: dict[str, int] = defaultdict(int)
         self.open()
 
     def open(self) -> None:
@@ -118,6 +119,7 @@ CALLS = st.one_of(
     st.tuples(st.just("back"), STEP, st.sampled_from([(0, 1, 2, 3), (0, 2), (1, 3)])),
     st.tuples(st.just("done"), st.sampled_from(WORKERS), STEP),
     st.tuples(st.just("post"), st.sampled_from(["m", "w/1", "w/2", "w/3"])),
+    st.tuples(st.just("restart"), st.sampled_from(["train", "ref"]), st.booleans()),
     st.tuples(st.just("read"), st.sampled_from(["m", "w/1", "w/2", "w/3"])),
     st.tuples(st.just("assignment"), st.sampled_from(["ref", "critic"]), STEP),
     st.tuples(
@@ -148,7 +150,12 @@ def play(workers: Workers, call: Any, dies: str) -> None:
         worker, step = rest
         workers.change(worker, dies, "done", *worker, step)
     elif kind == "post":
-        workers.change(("ref", 0), dies, "post", rest[0], "text")
+        workers.change(("ref", 0), dies, "post", rest[0], "text", workers.starts["ref"] > 0)
+    elif kind == "restart":
+        team, repeated = rest
+        workers.starts[team] += 1
+        for _ in range(1 + repeated):  # its launcher did not hear the answer
+            workers.ask("restart_team", team, workers.starts[team])
     elif kind == "assignment":
         team, step = rest
         workers.ask("assignment", team, step, "rollout", 0)

@@ -1,0 +1,105 @@
+"""Teams that start again by themselves when one of their processes dies: which may, how often, and what is done.
+
+    a process of the reference's team dies, or hangs    ->  the rest of the team is ended
+    the store forgets what is lost with it              ->  new processes on the same devices, which meet at a new port,
+    (megarl.store.core.Core.restart_team)                   begin after the last step that is over
+
+Only after a death: what the program raises itself it would raise again, unless it ran out of memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+from megarl.errors import count
+from megarl.runtime.health import RankFailure, read_errors, set_aside
+
+if TYPE_CHECKING:
+    from megarl.dag.placement import TeamPlan
+    from megarl.launchers.common import Job, Workers
+    from megarl.runtime.health import Watch
+
+
+@runtime_checkable
+class TeamWorkers(Protocol):
+    """Workers in several teams."""
+
+    def end_team(self, team: TeamPlan) -> None:
+        """Kill the workers of a team that still run, and wait until they are gone.
+
+        Raises:
+            WorkerError: they are not within `cluster.start_timeout_s`.
+        """
+
+    def restart_team(self, team: TeamPlan, number: int) -> int | None:
+        """Start all workers of a team that has ended, for the `number`-th time; returns the last step that is over.
+
+        Raises:
+            WorkerError: they do not start within `cluster.start_timeout_s`.
+        """
+
+
+class Restarts:
+    """Of one run.
+
+    Args:
+        workers: of the run.
+        job: of the run.
+        watch: over the workers.
+    """
+
+    def __init__(self, workers: Workers, job: Job, watch: Watch) -> None:
+        self._job, self._watch = job, watch
+        self._workers = workers if isinstance(workers, TeamWorkers) else None
+        self._begun = {team.name: 0 for team in job.teams if job.separate and team.may_restart}
+
+    def after_death(self, failure: RankFailure, why: str, ended: dict[int, int]) -> bool:
+        """Start the team of `failure` again; False: it may not, and the run ends.
+
+        Args:
+            failure: the first thing that went wrong.
+            why: the same in a line.
+            ended: exit codes of the workers that have ended.
+
+        Raises:
+            WorkerError: the team did not start.
+        """
+        if failure.repeats or failure.user_error or (failure.type and not failure.out_of_memory):
+            return False
+        bad = {rank for rank, code in ended.items() if code} | read_errors(self._job.run_dir).keys()
+        return self._again(failure.rank, bad, why)
+
+    def after_hang(self, stuck: list[int], trouble: str) -> bool:
+        """As `after_death`, when the workers `stuck` make no progress."""
+        return bool(stuck) and self._again(stuck[0], stuck, trouble)
+
+    def spent(self, *ranks: int) -> list[str]:
+        """A line for a message about each of these workers whose team has started again as often as it may."""
+        limit = self._job.config.placement.restarts
+        names = [name for rank in ranks if limit and self._begun.get(name := self._team(rank).name) == limit]
+        times = count(limit, "time")
+        return [f"  its team {name!r} has started again {times} before (placement.restarts={limit})" for name in names]
+
+    def _team(self, rank: int) -> TeamPlan:
+        return next(team for team in self._job.teams if team.first <= rank < team.first + team.devices)
+
+    def _again(self, rank: int, bad: Iterable[int], why: str) -> bool:
+        """Start the team of `rank` again, unless one of the `bad` workers is of a team that may not."""
+        job, team, limit = self._job, self._team(rank), self._job.config.placement.restarts
+        if self._workers is None or any(self._team(other).name not in self._begun for other in bad):
+            return False
+        if self._begun[team.name] >= limit:
+            return False
+        self._begun[team.name] = number = self._begun[team.name] + 1
+        mine, began = range(team.first, team.first + team.devices), time.monotonic()
+        job.log.say(f"megarl: {why}: team {team.name!r} starts again ({number} of {limit})")
+        self._workers.end_team(team)
+        for path in set_aside(job.run_dir, mine, number):
+            job.log.record("launcher", f"its error is in {path}")
+        self._watch.begin_again(mine)
+        finished = self._workers.restart_team(team, number)
+        after = "with the first step of the run" if finished is None else f"after step {finished}"
+        job.log.say(f"megarl: team {team.name!r} goes on {after}, {time.monotonic() - began:.1f} s later")
+        return True
