@@ -88,7 +88,9 @@ def test_a_run_has_the_metrics_of_one_of_the_local_launcher(tmp_path: Path) -> N
     assert harness.run(recipe, tmp_path / "ray", program="ray") == local
 
 
-def test_teams_on_two_nodes_have_the_metrics_of_those_in_a_ray_of_their_own(tmp_path: Path) -> None:
+def test_teams_on_two_nodes_have_the_metrics_of_those_in_a_ray_of_their_own_whose_store_is_killed(
+    tmp_path: Path,
+) -> None:
     recipe = harness.write_recipe(tmp_path)
     more = ["sft.steps=0", "trainer.steps=2", "trainer.export_hf=false", "cluster.nproc=2"]
     for name, roles in (("train", ["actor", "rollout"]), ("frozen", ["reference"])):
@@ -96,12 +98,25 @@ def test_teams_on_two_nodes_have_the_metrics_of_those_in_a_ray_of_their_own(tmp_
 
     def numbers(run_dir: Path, *settings: str, launcher: str | None = None) -> dict[int, dict[str, float]]:
         steps = harness.run(recipe, run_dir, *more, *settings, program=launcher)
+        return without_times(steps)
+
+    def killed(run_dir: Path) -> dict[int, dict[str, float]]:
+        process = harness.start(recipe, run_dir, *more)
+        harness.wait_for(lambda: (run_dir / "metrics.jsonl").exists(), process)
+        store = harness.store_of(process)
+        assert store is not None
+        harness.kill(store)
+        output = harness.finish(process)
+        assert process.returncode == 0, output[-4000:]
+        return without_times(harness.metrics(run_dir))
+
+    def without_times(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
         return {
             step: {k: v for k, v in step_s.items() if not k.startswith(("team/", "store/queue/"))}
             for step, step_s in steps.items()
         }
 
-    here = numbers(tmp_path / "here")
+    here = killed(tmp_path / "here")
     assert here[2]["actor/kl_loss"] > 0
     assert numbers(tmp_path / "there", "cluster.nnodes=2", launcher="ray") == here
 

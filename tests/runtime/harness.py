@@ -207,6 +207,15 @@ def workers(run_dir: Path) -> dict[int, int]:
     return found
 
 
+def store_of(process: Command) -> int | None:
+    """Process id of the store of a run with several teams, an actor of the Ray that the command has started."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+            if child.cmdline()[0].startswith("ray::StoreActor"):
+                return child.pid
+    return None
+
+
 def kill(pid: int) -> None:
     """kill -9."""
     os.kill(pid, signal.SIGKILL)

@@ -16,6 +16,7 @@ import pytest
 
 from megarl.runtime import ahead
 from megarl.tracking.jsonl import read_jsonl
+from tests.forked import Command
 from tests.runtime import harness
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900)]
@@ -129,7 +130,7 @@ def test_two_steps_ahead_every_step_has_exactly_its_version_and_a_killed_run_goe
     whole, run_dir = train(recipe, tmp_path / "whole", *two, work=noting_versions), tmp_path / "killed"
     assert drawn_with(tmp_path / "whole") == {1: {0}, 2: {0}, 3: {0}, 4: {1}, 5: {2}, 6: {3}}
     with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
-        train(recipe, run_dir, *two, work=killed_in_step_3)
+        train(recipe, run_dir, *two, work=killed_when_it_draws_step_5)
     assert sorted(path.name for path in (run_dir / "checkpoints" / "step_2").glob("drawn*.safetensors")) == [
         "drawn_0.safetensors",
         "drawn_0_2.safetensors",
@@ -191,7 +192,16 @@ def test_weights_that_the_next_step_is_drawn_with_are_waited_for_and_those_of_th
 
 def train(recipe: Path, run_dir: Path, *overrides: str, work: Callable[..., None] | None = None) -> Numbers:
     """A run without Ray; its numbers without those that measure time."""
-    steps = harness.train(recipe, run_dir, *AHEAD, *overrides, work=work)
+    return without_times(harness.train(recipe, run_dir, *AHEAD, *overrides, work=work))
+
+
+def start(recipe: Path, run_dir: Path, *overrides: str) -> Command:
+    """A run in a Ray of its own, begun."""
+    return harness.start(recipe, run_dir, *AHEAD, *overrides)
+
+
+def without_times(steps: Numbers) -> Numbers:
+    """Numbers without those that measure what teams waited for."""
     return {
         step: {
             name: value for name, value in numbers.items() if not name.startswith(("team/", "sync/", "store/queue/"))
@@ -251,6 +261,22 @@ def killed_in_step_3(recipe: str, run_dir: str, overrides: list[str], teams: lis
 
     before_training(training)
     draw_by_chance(Path(run_dir))
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
+
+
+def killed_when_it_draws_step_5(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run, whose rollout is killed when it draws step 5, after the checkpoint of step 2."""
+    from megarl.runtime.stages import rollout
+
+    generate = rollout.generate
+
+    def drawing(c: Any, *arguments: Any) -> Any:
+        if c.step == 5:
+            wait_for(Path(run_dir) / "checkpoints" / "step_2" / "meta.json")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return generate(c, *arguments)
+
+    rollout.generate = drawing
     harness.work_of_rank(recipe, run_dir, overrides, teams)
 
 
