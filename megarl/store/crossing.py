@@ -176,8 +176,7 @@ class TeamCrossing:
 
     def _send(self, context: Any, handover: Handover, board: Batch) -> None:
         groups = self._held(board)
-        keep = {*handover.fields, *NAMES}
-        sent = board.drop([name for name in board.names() if name not in keep]).to("cpu")
+        sent = outgoing(handover, board)
         blocks = sent.to_blocks(group_places(board["uid"]))
         try:
             together = self._together(handover.takers, groups)
@@ -194,19 +193,10 @@ class TeamCrossing:
         return [group.ordinal % parts for group in groups] if self._dealt or parts == 1 else []
 
     def _held(self, board: Batch | None) -> list[GroupInfo]:
-        """The groups of the board. Those that this team made itself have numbers from it, or as prompts are dealt."""
+        """The groups of the board, which come from the store, or are of samples that this team made itself."""
         if self._groups is None:
             assert board is not None, "a board that is not there yet has groups from the store"
-            tokens, ids = tokens_of(board), board["sample_id"]
-            self._groups = [
-                GroupInfo(
-                    board["uid"][places[0]],
-                    board[ORDINAL][places[0]] if ORDINAL in board else number * self._team.replicas + self._replica,
-                    tuple(ids[place] for place in places),
-                    sum(tokens[place] for place in places),
-                )
-                for number, places in enumerate(group_places(board["uid"]))
-            ]
+            self._groups = groups_of(board, self._replica, self._team.replicas)
         return self._groups
 
     def _wrong(self, context: Any, handover: Handover, what: str) -> StoreError:
@@ -214,6 +204,26 @@ class TeamCrossing:
             f"step {context.step}, {handover.key!r} ({', '.join(handover.fields)}), team {self._team.name!r} "
             f"replica {self._replica}: {what}"
         )
+
+
+def outgoing(handover: Handover, board: Batch) -> Batch:
+    """What `handover` takes of a board to other teams: its fields, and the names of the samples; on the CPU."""
+    keep = {*handover.fields, *NAMES}
+    return board.drop([name for name in board.names() if name not in keep]).to("cpu")
+
+
+def groups_of(board: Batch, replica: int = 0, replicas: int = 1) -> list[GroupInfo]:
+    """The groups of a board. They have their numbers from it, or as prompts are dealt to `replica` of `replicas`."""
+    tokens, ids = tokens_of(board), board["sample_id"]
+    return [
+        GroupInfo(
+            board["uid"][places[0]],
+            board[ORDINAL][places[0]] if ORDINAL in board else number * replicas + replica,
+            tuple(ids[place] for place in places),
+            sum(tokens[place] for place in places),
+        )
+        for number, places in enumerate(group_places(board["uid"]))
+    ]
 
 
 def tokens_of(board: Batch) -> Sequence[int]:

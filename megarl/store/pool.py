@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.data.groups import group_places
 from megarl.metrics import Metrics
-from megarl.store.core import GroupInfo, StoreError
-from megarl.store.crossing import NAMES, tokens_of
+from megarl.store.core import StoreError
+from megarl.store.crossing import groups_of, outgoing
 
 if TYPE_CHECKING:
     from megarl.dag.node import Node
     from megarl.dag.placement import Placement
     from megarl.data.batch import Batch
     from megarl.store.client import StoreClient
+    from megarl.store.core import GroupInfo
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,15 @@ class Ready:
     def select(self, numbers: Sequence[int]) -> Ready:
         """Some of them, with the metrics if the first one is among them."""
         places = [self.numbers.index(number) for number in numbers]
-        rows = {
-            key: list(chain.from_iterable(group_places(some["uid"])[place] for place in places))
-            for key, some in self.samples.items()
-        }
+
+        def picked(some: Batch) -> Batch:
+            where = group_places(some["uid"])
+            return some.select(list(chain.from_iterable(where[place] for place in places)))
+
         return Ready(
             list(numbers),
             [self.groups[place] for place in places],
-            {key: some.select(rows[key]) for key, some in self.samples.items()},
+            {key: picked(some) for key, some in self.samples.items()},
             self.metrics if self.numbers[0] in numbers else Metrics(),
         )
 
@@ -81,8 +83,7 @@ class PoolCrossing:
         """Put aside what other teams use of what `node` wrote."""
         if self._is_lead:
             for handover in self._placement.given(node.id):
-                keep = {*handover.fields, *NAMES}
-                self._aside[handover.key] = board.drop([name for name in board.names() if name not in keep]).to("cpu")
+                self._aside[handover.key] = outgoing(handover, board)
 
     def collect(self, numbers: Sequence[int], board: Batch, metrics: Metrics) -> Ready | None:
         """What was put aside, as the groups of the prompts `numbers`, in the order of `board`.
@@ -97,11 +98,7 @@ class PoolCrossing:
         """
         if not self._is_lead:
             return None
-        tokens, ids = tokens_of(board), board["sample_id"]
-        groups = [
-            GroupInfo(board["uid"][places[0]], 0, tuple(ids[place] for place in places), sum(tokens[p] for p in places))
-            for places in group_places(board["uid"])
-        ]
+        groups = groups_of(board)
         self.tokens += sum(group.tokens for group in groups)
         aside, self._aside = self._aside, {}
         return Ready(list(numbers), groups, aside, metrics)
