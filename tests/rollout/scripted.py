@@ -99,9 +99,6 @@ class ScriptedEngine:
         self.submitted: list[tuple[int, list[int], int, int]] = []
         self.opened: list[ScriptedGeneration] = []
 
-    def generate(self, *arguments: object) -> list[list[Completion]]:
-        raise NotImplementedError
-
     def open(
         self, sampling: SamplingConfig, eos_ids: Sequence[int], sequences: int, longest: int
     ) -> ScriptedGeneration:

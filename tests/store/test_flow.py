@@ -32,6 +32,18 @@ def numbers_of(flow: Flow) -> list[int] | None:
     return None if formed is None else [group.number for group in formed]
 
 
+def waiting_for_group_0() -> Flow:
+    """Step 2 would be of groups that are ready, but for group 0, of version 0, which it is the last to use."""
+    flow = opened(groups=2, lag=1)
+    flow.admit(0, 4)
+    finish(flow, 1, 2)
+    assert numbers_of(flow) == [1, 2]
+    flow.admit(1, 2)
+    finish(flow, 3, 4, 5)
+    assert flow.form() is None
+    return flow
+
+
 def test_as_many_groups_begin_as_may_still_be_used():
     flow = opened(groups=2, lag=1)
     assert flow.admit(0, 3) == [0, 1, 2]
@@ -55,13 +67,7 @@ def test_a_step_is_of_those_that_are_ready():
 
 
 def test_a_step_waits_for_a_slow_group_that_would_be_too_old_for_the_next_one():
-    flow = opened(groups=2, lag=1)
-    flow.admit(0, 4)
-    finish(flow, 1, 2)
-    assert numbers_of(flow) == [1, 2]
-    flow.admit(1, 2)
-    finish(flow, 3, 4, 5)
-    assert flow.form() is None  # group 0, of version 0, may be used by step 2 at the latest
+    flow = waiting_for_group_0()
     finish(flow, 0)
     assert numbers_of(flow) == [0, 3]
 
@@ -77,13 +83,7 @@ def test_what_is_put_twice_or_was_not_given_out_is_refused():
 
 
 def test_a_step_does_not_wait_for_a_group_that_is_of_no_use():
-    flow = opened(groups=2, lag=1)
-    flow.admit(0, 4)
-    finish(flow, 1, 2)
-    assert numbers_of(flow) == [1, 2]
-    flow.admit(1, 2)
-    finish(flow, 3, 4, 5)
-    assert flow.form() is None
+    flow = waiting_for_group_0()
     flow.reject(0)
     assert numbers_of(flow) == [3, 4]
     assert flow.admit(1, 9) == [6]  # another one in its place
