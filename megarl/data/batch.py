@@ -228,7 +228,7 @@ class Batch:
 
 
 def _plain(value: Tensor) -> Tensor | Jagged:
-    """A field as `Batch` gives it out, from how it keeps it."""
+    """A field as `Batch` exposes it, from how it keeps it."""
     return Jagged(value.values(), value.offsets()) if value.is_nested else value  # type: ignore[attr-defined]
 
 

@@ -53,7 +53,7 @@ class PromptLoader:
 
     @property
     def epoch(self) -> float:
-        """Epochs given out so far, with the fraction of the current one."""
+        """Epochs drawn so far, with the fraction of the current one."""
         return self._epoch + self._position / len(self.dataset)
 
     def __iter__(self) -> Iterator[Batch]:

@@ -1,4 +1,4 @@
-"""Prompts: rows rendered, tokenised once, checked against the length limit, and given out by index."""
+"""Prompts: rows rendered, tokenised once, checked against the length limit, and looked up by index."""
 
 from __future__ import annotations
 

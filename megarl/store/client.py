@@ -209,12 +209,12 @@ class StoreClient:
     # -- samples that come as they get ready ---------------------------------------------------------------------------
 
     def open_flow(self, step: int, number: int, begun: Mapping[int, int], again: Sequence[int]) -> list[int]:
-        """Begin to give out prompts, see `megarl.store.flow.Flow.open`; one worker of the rollout's team calls."""
-        return self._change("give out prompts", "open_flow", step, number, sorted(begun.items()), list(again))
+        """Begin to hand out prompts, see `megarl.store.flow.Flow.open`; one worker of the rollout's team calls."""
+        return self._change("begin to hand out prompts", "open_flow", step, number, sorted(begun.items()), list(again))
 
     def admit(self, version: int, most: int) -> list[int]:
         """Numbers of prompts to draw with `version`, see `megarl.store.flow.Flow.admit`."""
-        return self._change("give out prompts", "admit", version, most)
+        return self._change("hand out prompts", "admit", version, most)
 
     def put(
         self,
@@ -226,7 +226,7 @@ class StoreClient:
         """Hand over finished groups, each of which is in some later step.
 
         Args:
-            numbers: of their prompts, which `admit` gave out.
+            numbers: of their prompts, which `admit` returned.
             groups: what they hold; ordinals mean nothing.
             payloads: of each group, by key of handover, as in `give`.
             metrics: JSON, of all these samples.

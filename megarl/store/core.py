@@ -337,7 +337,7 @@ class Core:
             metrics: of all these samples; they count with the first of the groups.
 
         Raises:
-            StoreError: it does not fit what the run's teams hand over, or what has been given out.
+            StoreError: it does not fit what the run's teams hand over, or the prompts that have been handed out.
         """
         flow = self._need_flow()
         at = f"prompts {list(numbers)[:4]}, put by team {team!r} rank {rank}"

@@ -137,7 +137,7 @@ class Flow:
         """
         group = self._groups.get(number)
         if group is None:
-            raise ValueError(f"prompt {number} has not been given out, or its samples have been used")
+            raise ValueError(f"prompt {number} has not been handed out, or its samples have been used")
         if group.info is not None:
             raise ValueError(f"the samples of prompt {number} ({group.info.uid}) have been given before")
         group.info, group.refs, group.metrics = info, dict(refs), metrics

@@ -102,7 +102,7 @@ class FarClient:
         return None if found is None else json.loads(found[0])
 
     def open_flow(self, step: int, number: int, begun: Mapping[int, int], again: Sequence[int]) -> Any:
-        """Begin to give out prompts."""
+        """Begin to hand out prompts."""
         return self._call("open_flow", step, number, sorted(begun.items()), list(again))
 
     def admit(self, version: int, most: int) -> Any:

@@ -72,13 +72,13 @@ def test_a_step_waits_for_a_slow_group_that_would_be_too_old_for_the_next_one():
     assert numbers_of(flow) == [0, 3]
 
 
-def test_what_is_put_twice_or_was_not_given_out_is_refused():
+def test_what_is_put_twice_or_was_not_handed_out_is_refused():
     flow = opened()
     flow.admit(0, 1)
     finish(flow, 0)
     with pytest.raises(ValueError, match="given before"):
         finish(flow, 0)
-    with pytest.raises(ValueError, match="not been given out"):
+    with pytest.raises(ValueError, match="not been handed out"):
         finish(flow, 7)
 
 
