@@ -1,0 +1,88 @@
+"""Groups that go to other teams as they get ready: what is put aside of them, and parts of that."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megarl.config.model import ParallelConfig
+from megarl.dag.placement import Handover, Placement, TeamPlan
+from megarl.dag.stage import Role
+from megarl.data.batch import Batch, Jagged
+from megarl.metrics import Metrics
+from megarl.store.core import GroupInfo
+from megarl.store.pool import PoolCrossing, Ready
+
+PLACED = Placement(
+    (
+        TeamPlan("train", (Role.ACTOR,), 1, 0, ParallelConfig(), ("train",)),
+        TeamPlan("draw", (Role.ROLLOUT,), 1, 1, ParallelConfig(), ("rollout", "reward")),
+    ),
+    (
+        Handover("rollout", "draw", ("response_ids",), ("train",), "rollout"),
+        Handover("reward", "draw", ("score",), ("train",), "rollout"),
+    ),
+)
+DRAWN, SCORED = (one.key for one in PLACED.handovers)
+
+
+def collected(client: Any = None) -> tuple[PoolCrossing, Ready]:
+    """Prompts 7, 8 and 9, of two samples each that do not stand together, after all nodes."""
+    board = Batch(
+        {
+            "prompt_ids": Jagged.from_list([[1]] * 6, dtype=torch.int64),
+            "response_ids": Jagged.from_list([[n] * n for n in range(1, 7)], dtype=torch.int64),
+        },
+        {"uid": ["a", "b", "c"] * 2, "sample_id": [f"{uid}#{i}" for i in range(2) for uid in "abc"]},
+    )
+    crossing = PoolCrossing(PLACED, client, True)
+    crossing.give(None, SimpleNamespace(id="rollout"), board)  # type: ignore[arg-type]
+    board.set("score", torch.arange(6.0))
+    crossing.give(None, SimpleNamespace(id="reward"), board)  # type: ignore[arg-type]
+    metrics = Metrics()
+    metrics.sum("samples", 6)
+    ready = crossing.collect([7, 8, 9], board, metrics)
+    assert ready is not None
+    return crossing, ready
+
+
+def told(info: GroupInfo) -> tuple[str, tuple[str, ...], int]:
+    return info.uid, info.sample_ids, info.tokens
+
+
+def test_what_each_handover_takes_is_put_aside_with_the_names_of_the_samples():
+    crossing, ready = collected()
+    assert sorted(ready.samples[DRAWN].names()) == ["response_ids", "sample_id", "uid"]
+    assert sorted(ready.samples[SCORED].names()) == ["sample_id", "score", "uid"]
+    assert [told(group) for group in ready.groups] == [
+        ("a", ("a#0", "a#1"), 2 + 1 + 4),
+        ("b", ("b#0", "b#1"), 2 + 2 + 5),
+        ("c", ("c#0", "c#1"), 2 + 3 + 6),
+    ]
+    assert crossing.tokens == 27
+
+
+def test_some_of_the_groups_have_the_metrics_if_the_first_one_is_among_them():
+    _, ready = collected()
+    some = ready.select([9, 7])
+    assert (some.numbers, [group.uid for group in some.groups]) == ([9, 7], ["c", "a"])
+    assert some.samples[DRAWN]["sample_id"] == ["c#0", "c#1", "a#0", "a#1"]
+    assert some.samples[SCORED]["score"].tolist() == [2, 5, 0, 3]
+    assert some.metrics.result() == {"samples": 6}
+    assert ready.select([8]).metrics.result() == {}
+
+
+def test_payloads_are_put_group_by_group_under_each_handover():
+    class Client:
+        def put(self, numbers: Any, groups: Any, payloads: Any, metrics: Any) -> int:
+            assert (numbers, groups) == ([7, 8, 9], ready.groups)
+            found = {key: [Batch.from_blocks([one])["sample_id"] for one in some] for key, some in payloads.items()}
+            assert found == {key: [["a#0", "a#1"], ["b#0", "b#1"], ["c#0", "c#1"]] for key in (DRAWN, SCORED)}
+            return 2 * 10**9
+
+    crossing, ready = collected(Client())
+    context = SimpleNamespace(metrics=Metrics())
+    crossing.put(context, ready)
+    assert context.metrics.result() == {"store/given_gb": 2.0}
