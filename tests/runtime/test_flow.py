@@ -7,13 +7,15 @@ import math
 import os
 import shutil
 import signal
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
+from megarl.data.batch import Batch
+from megarl.data.loader import PromptLoader
 from megarl.rendezvous import write_token
 from tests.runtime import harness
 from tests.runtime.test_ahead import wait_for
@@ -48,7 +50,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("overrides", [(), TWO_REPLICAS, (PARTIAL, *LONG), (PARTIAL, *LONG, *TWO_REPLICAS)])
 def test_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path, overrides):
     numbers = train(recipe, tmp_path, *overrides)
-    check(trained(tmp_path), STEPS)
+    check(tmp_path, STEPS)
     assert all(math.isfinite(numbers[step]["actor/pg_loss"]) for step in range(1, STEPS + 1))
     assert [step for step in numbers if "val/acc" in numbers[step]] == [0, 3, 5]
     assert all("critic/score/mean" in numbers[step] for step in range(1, STEPS + 1))
@@ -73,7 +75,7 @@ def test_a_killed_run_goes_on_with_what_was_begun(recipe, tmp_path, overrides):
         tmp_path, max(int(path.name.removeprefix("step_")) for path in (tmp_path / "checkpoints").glob("step_?"))
     )
     train(recipe, tmp_path, *overrides)
-    check(trained(tmp_path), STEPS)
+    check(tmp_path, STEPS)
 
 
 def test_with_dynamic_sampling_only_groups_with_a_signal_are_trained_on(recipe, tmp_path):
@@ -93,7 +95,7 @@ def test_other_replicas_and_another_staleness_go_on_from_its_checkpoint(recipe, 
     shutil.rmtree(tmp_path / "checkpoints" / "step_3")  # the last one holds nothing: go on from the one before it
     forget_after(tmp_path, 2)
     train(recipe, tmp_path, PARTIAL, *LONG, *TWO_REPLICAS, "async.max_staleness=1")
-    check(trained(tmp_path), STEPS)
+    check(tmp_path, STEPS)
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
@@ -105,13 +107,23 @@ def train(recipe: Path, run_dir: Path, *overrides: str, work: Any = None) -> dic
     return harness.train(recipe, run_dir, *AS_READY, *overrides, work=work or noting)
 
 
-def check(found: Trained, steps: int) -> None:
+def check(run_dir: Path, steps: int) -> None:
     """Every step has its groups, all prompts until the last one are there once, and no token is too old."""
+    found = trained(run_dir)
     assert sorted(found) == list(range(1, steps + 1))
     assert {len(samples) for samples in found.values()} == {16}
-    assert max(Counter(sample["id"] for samples in found.values() for sample in samples).values()) == 1
+    names = sorted(sample["id"] for samples in found.values() for sample in samples)
+    assert names == sorted(f"{uid}#{sample}" for uid in first_prompts(run_dir, 4 * steps) for sample in range(4))
     ages = [step - 1 - min(sample["versions"]) for step, samples in found.items() for sample in samples]
     assert set(ages) <= {0, 1, 2}, ages
+
+
+def first_prompts(run_dir: Path, count: int) -> list[str]:
+    """Names of the first `count` prompts of a run, in the order of its loader."""
+    state = json.loads((run_dir / "checkpoints" / f"step_{STEPS}" / "state.json").read_text())["loader"]
+    rows = MagicMock(__len__=lambda self: state["samples"])
+    rows.batch = lambda places, epoch: Batch({}, {"uid": [f"train-{epoch}-{place}" for place in places]})
+    return PromptLoader(rows, 4, seed=state["seed"]).at(range(count))["uid"]
 
 
 def check_time(numbers: dict[int, dict[str, float]]) -> None:
