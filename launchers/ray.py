@@ -143,12 +143,20 @@ class RayWorkers:
         self._entered = True
         with _signals_kept():
             _connect(self._address, job.config.cluster.nproc, size, self._left(), spill=job.config.placement.spill)
+        import ray  # not before: see `_keep_strangers_out`
+
         self._reserve()
-        self._number()
-        if job.separate:
-            self._start_store()
-        for team in job.teams:
-            self._run(team)
+        try:
+            self._number()
+            if job.separate:
+                self._start_store()
+            for team in job.teams:
+                self._run(team)
+        except ray.exceptions.GetTimeoutError as error:
+            limit_s = job.config.cluster.start_timeout_s
+            raise WorkerError(
+                f"processes that Ray starts did not answer within cluster.start_timeout_s = {limit_s:g} s"
+            ) from error
 
     def _within_shared_memory(self, wanted: int) -> int:
         """`wanted` bytes, or what this machine has: Ray refuses more, or takes slow files for all of it, unasked."""

@@ -195,6 +195,23 @@ print("ended with", error)
     assert f"ended with {error}" in done.stdout, done.stderr
 
 
+def test_processes_that_ray_starts_too_late_are_told_of_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+
+    def late(self: object) -> None:
+        raise ray.exceptions.GetTimeoutError("Get timed out: some object(s) not ready.")
+
+    monkeypatch.setattr(ray_launcher, "_connect", lambda *arguments, **settings: None)
+    monkeypatch.setattr(ray_launcher.RayWorkers, "_reserve", lambda self: None)
+    monkeypatch.setattr(ray_launcher.RayWorkers, "_number", late)
+    assert run_workers("ray", "m:f", RunConfig(name="x"), tmp_path) == 1
+    said = capsys.readouterr().err
+    assert "megarl: processes that Ray starts did not answer within cluster.start_timeout_s = " in said
+    assert "Traceback" not in said
+
+
 def test_what_waits_inside_ray_ends_at_the_deadline() -> None:
     with pytest.raises(WorkerError, match=r"Ray at x was not ready within cluster\.start_timeout_s = 0\.1 s"):
         within(0.1, "Ray at x", lambda: time.sleep(5))
