@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.benchmarks.curves import curves
 from megarl.benchmarks.program import run_program
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.machine import machine_info
@@ -28,7 +29,6 @@ ARMS: dict[str, list[str]] = {
     "ppo_is_bypass": ["rollout_correction.preset=ppo_is_bypass"],
 }
 _SHOWN = ("k3_kl", "ess", "rejected", "is_truncated", "logp_diff_max", "staleness_mean")
-_COLOURS = ("#444444", "#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98")
 
 
 def run_arm(folder: Path, name: str, settings: Sequence[str], overrides: Sequence[str]) -> list[dict[str, Any]]:
@@ -73,35 +73,9 @@ def table(arms: dict[str, dict[str, Any]]) -> str:
     return "\n".join(rows)
 
 
-def curves(arms: dict[str, dict[str, Any]], width: int = 720, height: int = 320) -> str:
-    """Held-out accuracy over steps, one line per arm, as SVG."""
-    points = {name: [(int(step), value) for step, value in arm["accuracy"].items()] for name, arm in arms.items()}
-    last = max(step for line in points.values() for step, _ in line) or 1
-    low = min(value for line in points.values() for _, value in line)
-    low = max(0.0, round(low - 0.05, 1))
-    left, right, top, bottom = 50, 190, 20, 35
-
-    def place(step: float, value: float) -> str:
-        x = left + (width - left - right) * step / last
-        y = top + (height - top - bottom) * (1 - (value - low) / (1 - low))
-        return f"{x:.1f},{y:.1f}"
-
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-             f'font-size="12"><rect width="{width}" height="{height}" fill="white"/>']  # fmt: skip
-    for tick in range(round(low * 10), 11):
-        x, y = map(float, place(0, tick / 10).split(","))
-        parts.append(f'<path d="M{place(0, tick / 10)} L{place(last, tick / 10)}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick * 10}%</text>')
-    for step in range(0, last + 1, max(1, last // 6)):
-        x = float(place(step, low).split(",")[0])
-        parts.append(f'<text x="{x}" y="{height - 14}" text-anchor="middle">{step}</text>')
-    for number, (name, line) in enumerate(points.items()):
-        colour = _COLOURS[number % len(_COLOURS)]
-        path = " L".join(place(*point) for point in line)
-        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        down = top + 18 * number + 10
-        parts.append(f'<text x="{width - right + 12}" y="{down}" fill="{colour}">{name}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+def points(arm: dict[str, Any]) -> list[tuple[int, float]]:
+    """Held-out accuracy by step."""
+    return [(int(step), value) for step, value in arm["accuracy"].items()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -117,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arms = {name: summary(run_arm(folder, name, ARMS[name], arguments.overrides)) for name in arguments.arms}
     result = {"recipe": RECIPE, "overrides": arguments.overrides, "arms": arms, "machine": machine_info()}
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    (folder / "curves.svg").write_text(curves(arms))
+    accuracy = {name: [points(arm)] for name, arm in arms.items()}
+    (folder / "curves.svg").write_text(curves(accuracy))
     print(table(arms))
 
 

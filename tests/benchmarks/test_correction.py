@@ -3,6 +3,7 @@
 import xml.etree.ElementTree as ElementTree
 
 from megarl.benchmarks import correction_demo
+from megarl.benchmarks.curves import curves
 from megarl.config.load import load_config
 
 
@@ -25,7 +26,9 @@ def test_table_and_curves_show_every_arm():
     table = correction_demo.table(arms).splitlines()
     assert table[2].startswith("| disabled | 40.0% | 45.0% | 80.0% | 0.500 |")
     assert table[3].startswith("| pg_is | 40.0% | 45.0% | 70.0% |")
-    text = "".join(ElementTree.fromstring(correction_demo.curves(arms)).itertext())
+    text = "".join(
+        ElementTree.fromstring(curves({name: [correction_demo.points(arm)] for name, arm in arms.items()})).itertext()
+    )
     assert "disabled" in text
     assert "pg_is" in text
 
