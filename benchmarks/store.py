@@ -11,7 +11,10 @@ because a snapshot of the state takes the place of the calls.
 
 `ray`: a giver and a taker, each a process of its own. Seconds from the first byte given to the last byte read, of bytes
 and of a batch of 512 groups of 16 samples, beside copying as many bytes from one gigabyte of memory to another one
-through shared memory, in the same run. All of that memory has been written to before, but the batch's: it is new.
+through shared memory, in the same run, by one thread. All of that memory has been written to before: a worker uses that
+of a step for the next one (`megarl.data.room`). In a first step it is new: `new`, of a batch and of the copy, is into
+memory that the reader gets from the kernel. The seconds are those of the fastest batch: `give` until the store has it,
+`fetch` until the reader sees it in shared memory, `read` until it is a batch.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
@@ -197,16 +200,18 @@ class Process:
         import numpy as np
         import torch
 
+        from megarl.data.wire import Block
         from megarl.store.client import StoreClient
 
         torch.set_num_threads(1)
         self._client = StoreClient.connect("bench", team, 0, 60.0)
         self._target = np.zeros((CHUNKS, CHUNK_BYTES), np.uint8)
         self._batch: Any = make_batch() if team == "train" else None
-        self._bytes = [np.full(CHUNK_BYTES, k, np.uint8) for k in range(CHUNKS if team == "train" else 0)]
+        chunks = range(CHUNKS if team == "train" else 0)
+        self._bytes = [Block((np.full(CHUNK_BYTES, k, np.uint8),)) for k in chunks]
 
-    def give(self, step: int, batch: bool) -> tuple[float, int]:
-        """Hand over a step; returns when it began, and its bytes."""
+    def give(self, step: int, batch: bool) -> tuple[float, float, int]:
+        """Hand over a step; returns when it began and ended, and its bytes."""
         size = BATCH_SAMPLES if batch else 1
         groups = [
             GroupInfo(f"g{k}", k, tuple(f"g{k}#{i}" for i in range(size)), 1)
@@ -216,25 +221,30 @@ class Process:
         start = time.time()
         payloads = self._batch.to_blocks(places) if batch else self._bytes
         given = self._client.give(step, "rollout>score", groups, payloads, [0] * len(groups))
+        end = time.time()
         self._client.done(step)
-        return start, given
+        return start, end, given
 
-    def take(self, step: int, batch: bool) -> tuple[float, int]:
-        """Read it, every byte; returns when it was done, and the bytes."""
+    def take(self, step: int, batch: bool, new: bool) -> tuple[float, float, int]:
+        """Read it, every byte, into `new` memory; returns when it was there and when it was done, and the bytes."""
         import numpy as np
 
         from megarl.data.batch import Batch
+        from megarl.data.room import rooms
 
+        if new:
+            rooms.give_back()
         mine = self._client.assignment(step, "rollout", 0)
         payloads = self._client.fetch(step, "rollout>score", [group.uid for group in mine])
+        there = time.time()
         if batch:
             Batch.from_blocks(payloads)
         else:
             for target, payload in zip(self._target, payloads, strict=True):
-                np.copyto(target, payload)
+                np.copyto(target, payload.parts[0])
         end = time.time()
         self._client.done(step)
-        return end, sum(map(len, payloads))
+        return there, end, sum(map(len, payloads))
 
 
 class Member:
@@ -308,13 +318,15 @@ class Copy:
         self._view: Any = np.frombuffer(self._memory.buf, np.uint8)[:size]
         self._view[:] = 0
 
-    def seconds(self) -> float:
-        """Of both."""
+    def seconds(self, new: bool = False) -> float:
+        """Of both; the second into `new` memory."""
         import numpy as np
+
+        from megarl.data.room import Rooms
 
         start = time.perf_counter()
         np.copyto(self._view, self._source)
-        np.copyto(self._target, self._view)
+        np.copyto(Rooms().take(len(self._source)) if new else self._target, self._view)
         return time.perf_counter() - start
 
     def close(self) -> None:
@@ -322,6 +334,31 @@ class Copy:
         self._view = None
         self._memory.close()
         self._memory.unlink()
+
+
+class Way(NamedTuple):
+    """Bytes that went from a giver to a taker: seconds of all, of its parts, and of copying as many."""
+
+    size: int
+    seconds: float
+    give_s: float
+    fetch_s: float
+    read_s: float
+    copy_s: float
+
+
+def shares(ways: dict[str, list[Way]]) -> dict[str, float]:
+    """What the fastest of each kind took beside the fastest copy of the same; the first of each map the memory."""
+    result = {}
+    for kind, rounds in ways.items():
+        best = min(rounds[1:], key=lambda way: way.seconds / way.size)
+        copy = min(way.copy_s / way.size for way in rounds)
+        result[f"{kind}_gb_per_s"] = best.size / best.seconds / 1e9
+        result[f"{kind}_copy_gb_per_s"] = 1 / copy / 1e9
+        result[f"{kind}_share_of_copying_speed"] = copy / (best.seconds / best.size)
+        if kind != "bytes":
+            result |= {f"{kind}_{part}": getattr(best, part) for part in ("give_s", "fetch_s", "read_s")}
+    return result
 
 
 def measure_ray() -> dict[str, float]:
@@ -336,29 +373,21 @@ def measure_ray() -> dict[str, float]:
     handle = start_store("bench", teams(1), max(CHUNKS, BATCH_GROUPS), "dealt", Path(folder.name) / "journal")
     make = ray.remote(Process).options(num_cpus=0)
     giver, taker = make.remote("train"), make.remote("score")
-    rates: dict[bool, list[float]] = {False: [], True: []}
-    copy, copies = Copy(size), []
-    for step in range(2 * ROUNDS + 2):
-        batch = step % 2 == 1
-        reading = taker.take.remote(step, batch)
-        start, given = ray.get(giver.give.remote(step, batch))
-        end, read = ray.get(reading)
-        assert read == given, "every byte is read once"
-        rates[batch].append(given / (end - start) / 1e9)
-        copies.append(size / copy.seconds() / 1e9)
+    ways: dict[str, list[Way]] = {"bytes": [], "batch": [], "new": []}
+    copy = Copy(size)
+    for step in range(3 * (ROUNDS + 1)):
+        kind = list(ways)[step % 3]
+        reading = taker.take.remote(step, kind != "bytes", kind == "new")
+        start, given, gave = ray.get(giver.give.remote(step, kind != "bytes"))
+        there, end, read = ray.get(reading)
+        assert read == gave, "every byte is read once"
+        copied = gave / size * copy.seconds(kind == "new")
+        ways[kind].append(Way(gave, end - start, given - start, there - given, end - there, copied))
     copy.close()
     del handle
     folder.cleanup()
     ray.shutdown()
-    best, way, whole = max(copies), max(rates[False][1:]), max(rates[True][1:])  # the first ones map the memory
-    return {
-        "gb": given / 1e9,
-        "copy_gb_per_s": best,
-        "bytes_gb_per_s": way,
-        "batch_gb_per_s": whole,
-        "bytes_share_of_copying_speed": way / best,
-        "batch_share_of_copying_speed": whole / best,
-    }
+    return {"gb": ways["batch"][0].size / 1e9, **shares(ways)}
 
 
 PARTS = {"core": measure_core, "replay": measure_replay, "clients": measure_clients, "ray": measure_ray}

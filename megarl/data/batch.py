@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.compat import torch_nested
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
-from megarl.data.wire import Packer, Parts, gather, open_block, pack, unpack
+from megarl.data.wire import Block, Packer, Parts, gather, open_block, pack, unpack
 from megarl.errors import close_matches
 
 __all__ = ["Batch", "Jagged"]
@@ -194,10 +194,12 @@ class Batch:
     @classmethod
     def from_bytes(cls, data: bytes) -> Batch:
         """Inverse of `to_bytes`; everything is on the CPU, dtypes and bits are kept."""
-        return cls.from_blocks([np.frombuffer(data, dtype=np.uint8)])
+        return cls.from_blocks([Block((np.frombuffer(data, dtype=np.uint8),))])
 
-    def to_blocks(self, parts: Sequence[Sequence[int]]) -> Iterator[np.ndarray]:
-        """What `to_bytes` gives of the samples of each part, uint8; many small parts cost little more than one.
+    def to_blocks(self, parts: Sequence[Sequence[int]]) -> Iterator[Block]:
+        """What `to_bytes` gives of the samples of each part, as views; many small parts cost little more than one.
+
+        The batch must not change before the bytes are where they go.
 
         Args:
             parts: positions; no sample is in two of them.
@@ -210,7 +212,7 @@ class Batch:
             yield packer.block(start, end)
 
     @staticmethod
-    def from_blocks(blocks: Sequence[np.ndarray]) -> Batch:
+    def from_blocks(blocks: Sequence[Block]) -> Batch:
         """All samples of the blocks of `to_blocks`, in order, as `concat` would give them; the blocks are copied.
 
         Raises:

@@ -1,7 +1,7 @@
 """Fields and columns as blocks of bytes: safetensors files with the columns as JSON inside. No pickle.
 
 samples  0 1 2 3 4 5          Packer: what is the same for all blocks is found once
-blocks  |0 1 2|3 4 5|         block(0, 3), block(3, 6): one copy of each tensor's part
+blocks  |0 1 2|3 4 5|         block(0, 3), block(3, 6): views of each tensor's part; what is small is copied
                               unpack: views of a block;  gather: one copy, from all blocks into a field's own memory
 """
 
@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megarl.data.jagged import Jagged
-from megarl.data.room import room
+from megarl.data.room import rooms
 
 #: Fields by name, columns by name, number of samples.
 Parts: TypeAlias = tuple[Mapping[str, Tensor | Jagged], Mapping[str, list], int]
@@ -40,6 +43,27 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _SCALARS = (str, int, float, bool, type(None))
+_ALONE = 64 << 10  # bytes from which on a tensor is a part of its own: less is copied faster than it is kept apart
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A file in parts, uint8 [n] each, one after the other; no tensor is in two of them, the header is in the first.
+
+    The parts may be views of a batch, which whoever sends the block copies to where they go.
+    """
+
+    parts: tuple[np.ndarray, ...]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __bytes__(self) -> bytes:
+        return self.tobytes()
+
+    def tobytes(self) -> bytes:
+        """The file."""
+        return b"".join(part.tobytes() for part in self.parts) if len(self.parts) > 1 else self.parts[0].tobytes()
 
 
 class _Piece(NamedTuple):
@@ -94,8 +118,8 @@ class Packer:
         for name, column in self._columns.items():
             _check_plain(name, column)
 
-    def block(self, start: int, stop: int) -> np.ndarray:
-        """Samples `start` to `stop`, uint8 [n]; jagged fields with the same offsets store them once."""
+    def block(self, start: int, stop: int) -> Block:
+        """Samples `start` to `stop`, in part views; jagged fields with the same offsets store them once."""
         numbers: dict[bytes, int] = {}
         cuts: list[int] = []
         for cut in self._cuts:
@@ -118,7 +142,7 @@ class Packer:
         return _write(pieces)
 
 
-def pack(parts: Parts) -> np.ndarray:
+def pack(parts: Parts) -> Block:
     """All samples as one block; raises as `Packer`."""
     return Packer(parts).block(0, parts[2])
 
@@ -135,7 +159,7 @@ def _field(name: str, values: Tensor, cut: int | None) -> _Field:
 _SIZES = {code: dtype.itemsize for code, dtype in _DTYPES.items()}
 
 
-def _write(pieces: Iterable[_Piece]) -> np.ndarray:
+def _write(pieces: Iterable[_Piece]) -> Block:
     """The file: widest elements first, so that each tensor begins at a multiple of its element's size."""
     order = sorted(pieces, key=lambda piece: -_SIZES[piece.code])
     header: dict[str, Any] = {}
@@ -145,16 +169,29 @@ def _write(pieces: Iterable[_Piece]) -> np.ndarray:
         header[piece.name] = {"dtype": piece.code, "shape": piece.shape, "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    prefix = np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)
-    return np.concatenate([prefix, *(piece.bytes for piece in order)])
+    parts: list[np.ndarray] = []
+    small = [np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)]
+    for piece in order:
+        if len(piece.bytes) < _ALONE:
+            small.append(piece.bytes)
+            continue
+        if small:
+            parts.append(np.concatenate(small))
+        parts.append(piece.bytes)
+        small = []
+    return Block((*parts, np.concatenate(small)) if small else tuple(parts))
 
 
 class Opened(NamedTuple):
-    """A block that was read: its header, what is said of the samples, and the bytes of its tensors."""
+    """A block that was read: its header, what is said of the samples, and the bytes of its tensors.
+
+    `starts` says where in all these bytes each of `parts` begins.
+    """
 
     entries: dict[str, Any]
     head: dict[str, Any]
-    body: np.ndarray
+    starts: list[int]
+    parts: list[np.ndarray]
 
     @property
     def kinds(self) -> tuple[list[tuple[str, bool, str, list[int]]], list[str]]:
@@ -172,28 +209,33 @@ class Opened(NamedTuple):
         entry = self.entries[name]
         start, stop = entry["data_offsets"]
         size = math.prod(entry["shape"]) * _SIZES[entry["dtype"]]
-        if stop - start != size or stop > len(self.body):
+        place = bisect_right(self.starts, start) - 1
+        before, part = self.starts[place], self.parts[place]
+        if stop - start != size or stop - before > len(part):
             raise ValueError(
-                f"a tensor of shape {entry['shape']} cannot lie at bytes {start} to {stop} of {len(self.body)}"
+                f"a tensor of shape {entry['shape']} cannot lie at bytes {start} to {stop} of "
+                f"{self.starts[-1] + len(self.parts[-1])}"
             )
-        return self.body[start:stop]
+        return part[start - before : stop - before]
 
 
-def open_block(block: np.ndarray) -> Opened:
+def open_block(block: Block) -> Opened:
     """Read what a block says of itself.
 
     Raises:
         ValueError: it is no block of `Packer`.
     """
-    length = int.from_bytes(block[:8].tobytes(), "little")
-    if not 0 < length <= len(block) - 8:
+    first = block.parts[0]
+    length = int.from_bytes(first[:8].tobytes(), "little")
+    if not 0 < length <= len(first) - 8:
         raise ValueError(f"{len(block)} bytes are no batch: a header of {length} bytes does not fit in")
-    entries = json.loads(block[8 : 8 + length].tobytes())
-    bare = Opened(entries, {}, block[8 + length :])
+    entries = json.loads(first[8 : 8 + length].tobytes())
+    parts = [first[8 + length :], *block.parts[1:]]
+    bare = Opened(entries, {}, [0, *accumulate(map(len, parts[:-1]))], parts)
     return bare._replace(head=json.loads(bare.bytes(_COLUMNS).tobytes().decode("utf-8", "surrogatepass")))
 
 
-def unpack(block: np.ndarray) -> Parts:
+def unpack(block: Block) -> Parts:
     """Inverse of `pack`; the fields are views of `block`, not to be written to.
 
     Raises:
@@ -243,7 +285,7 @@ def gather(blocks: Sequence[Opened]) -> Parts:
 def _gathered(blocks: Sequence[Opened], name: str) -> Tensor:
     """One tensor of all blocks, joined along its first dimension."""
     parts = [block.bytes(name) for block in blocks]
-    memory = room(sum(map(len, parts)))
+    memory = rooms.take(sum(map(len, parts)))
     np.concatenate(parts, out=memory)
     rows = sum(block.entries[name]["shape"][0] for block in blocks)
     entry = blocks[0].entries[name]

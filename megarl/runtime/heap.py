@@ -4,8 +4,9 @@ A training step frees almost everything it took, and malloc keeps it, which is w
 (`cluster.keep_freed_memory`). But steps differ, free blocks of one size do not serve another, and each of glibc's heaps
 grows to its own largest need: what is in use stays the same while the resident set creeps up, by a quarter in 1,000
 steps of the quickstart. Whole free pages can be given back, and the next step pays a page fault for each that it takes
-again (about 0.4 s a GB). So it must not happen in every step: only when the resident set has grown by a tenth since
-the last time, which the quickstart reaches a few times in a run.
+again (about 0.4 s a GB); so can what is kept for large batches (`megarl.data.room`). So it must not happen in every
+step: only when the resident set has grown by a tenth since the last time, which the quickstart reaches a few times in a
+run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
+
+from megarl.data.room import rooms
 
 GROWTH = 1.1
 """Resident set, relative to that of the first steps after the last trim, at which free pages are given back."""
@@ -49,13 +52,18 @@ class HeapBound:
 
 
 def heap_bound() -> HeapBound:
-    """Of this process; where malloc cannot give pages back (no glibc), it measures only."""
+    """Of this process; where malloc cannot give pages back (no glibc), only `megarl.data.room` does."""
     try:
         malloc_trim = ctypes.CDLL(None).malloc_trim
         malloc_trim.argtypes = [ctypes.c_size_t]
     except (OSError, AttributeError):  # another C library
-        return HeapBound(resident_bytes, lambda: None)
-    return HeapBound(resident_bytes, lambda: malloc_trim(0))
+        return HeapBound(resident_bytes, rooms.give_back)
+
+    def trim() -> None:
+        rooms.give_back()
+        malloc_trim(0)
+
+    return HeapBound(resident_bytes, trim)
 
 
 def resident_bytes() -> int:

@@ -28,8 +28,7 @@ from megarl.store.core import GroupInfo, StoreError
 from megarl.store.standing import Ping, Standing
 
 if TYPE_CHECKING:
-    import numpy as np
-
+    from megarl.data.wire import Block
     from megarl.store.durable import Word
 
 T = TypeVar("T")
@@ -110,7 +109,7 @@ class StoreClient:
         step: int,
         key: str,
         groups: Sequence[GroupInfo],
-        payloads: Iterable[np.ndarray],
+        payloads: Iterable[Block],
         together: Sequence[int] = (),
     ) -> int:
         """Hand over this replica's groups of one node, all at once; a replica that has none gives none.
@@ -119,7 +118,7 @@ class StoreClient:
             step: of the training.
             key: of the handover (`megarl.dag.placement.Handover.key`).
             groups: to hand over.
-            payloads: of each group, uint8: what `fetch` returns. They stay in this machine's object store.
+            payloads: of each group: what `fetch` returns. They stay in this machine's object store.
             together: of each group, a number that groups have in common which go to the same workers: these share
                 objects, which another machine pulls whole; empty: none do.
 
@@ -132,14 +131,14 @@ class StoreClient:
         return size
 
     def _keep(
-        self, what: str, payloads: Iterable[np.ndarray], together: Sequence[int] = ()
+        self, what: str, payloads: Iterable[Block], together: Sequence[int] = ()
     ) -> tuple[list[tuple[Any, int]], int]:
         """Of each payload the object in this machine's store, and its place there; and the bytes of all.
 
         An object takes Ray about a millisecond, however small it is: payloads that go together share one.
         """
         found: dict[int, tuple[Any, int]] = {}
-        unfinished: dict[int, list[tuple[int, np.ndarray]]] = {}
+        unfinished: dict[int, list[tuple[int, Block]]] = {}
         size = 0
         for number, payload in enumerate(payloads):
             label = together[number] if together else number
@@ -152,11 +151,11 @@ class StoreClient:
             self._put(what, held, found)
         return [found[number] for number in range(len(found))], size
 
-    def _put(self, what: str, held: Sequence[tuple[int, np.ndarray]], found: dict[int, tuple[Any, int]]) -> None:
+    def _put(self, what: str, held: Sequence[tuple[int, Block]], found: dict[int, tuple[Any, int]]) -> None:
         """Payloads, with their numbers, as one object; `found` learns where they are."""
         import ray
 
-        # Arrays: Ray copies them once into shared memory, where readers see them; bytes it would copy again to read.
+        # Ray copies parts once into shared memory, where readers see them; bytes it would copy again to read.
         payloads = [payload for _, payload in held]
         try:
             ref = _put(payloads)
@@ -177,8 +176,8 @@ class StoreClient:
         """
         return self._wait(f"the groups of {samples!r} in step {step}", "assignment", self.team, step, samples, part)
 
-    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[np.ndarray]:
-        """The payloads of these groups, uint8 and read-only, as soon as all replicas of the giver have given.
+    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Block]:
+        """The payloads of these groups, read-only, as soon as all replicas of the giver have given.
 
         Without `uids` it is the payload of any one group, which tells what the fields are.
         """
@@ -220,7 +219,7 @@ class StoreClient:
         self,
         numbers: Sequence[int],
         groups: Sequence[GroupInfo],
-        payloads: Mapping[str, Iterable[np.ndarray]],
+        payloads: Mapping[str, Iterable[Block]],
         metrics: dict[str, Any],
     ) -> int:
         """Hand over finished groups, each of which is in some later step.

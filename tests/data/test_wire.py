@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load
 
+from megarl.data import wire
 from megarl.data.batch import Batch
 from megarl.data.jagged import Jagged
-from megarl.data.wire import pack, unpack
+from megarl.data.wire import Block, pack, unpack
 
 
 def batch() -> Batch:
@@ -50,15 +51,30 @@ def test_safetensors_reads_what_is_written() -> None:
     assert [name for name in tensors if name.startswith("offsets.")] == ["offsets.0"]
 
 
-def test_what_is_read_is_a_view() -> None:
+@pytest.fixture(params=[0, 1 << 10])
+def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes from which on tensors are parts of their own: all of them, or none."""
+    monkeypatch.setattr(wire, "_ALONE", request.param)
+    return int(request.param)
+
+
+def test_what_is_read_is_a_view(alone: int) -> None:
     block = pack((batch().fields, {}, 4))
     fields, _, _ = unpack(block)
     values = [value.values if isinstance(value, Jagged) else value for value in fields.values()]
-    begin = block.ctypes.data
-    assert all(begin < value.data_ptr() < begin + len(block) for value in values if value.numel())
+    places = [(part.ctypes.data, part.ctypes.data + len(part)) for part in block.parts]
+    assert all(any(a <= value.data_ptr() < b for a, b in places) for value in values if value.numel())
 
 
-def test_blocks_are_the_bytes_of_each_part_and_come_back_in_order() -> None:
+def test_a_large_tensor_goes_without_a_copy(alone: int) -> None:
+    whole = batch()
+    (block,) = whole.to_blocks([range(4)])
+    address = whole["ids"].values.data_ptr()
+    assert (address in {part.ctypes.data for part in block.parts}) is (alone == 0)
+    assert len(block) == len(bytes(block)) == sum(map(len, block.parts))
+
+
+def test_blocks_are_the_bytes_of_each_part_and_come_back_in_order(alone: int) -> None:
     whole = batch()
     parts = [[2, 0], [], [3, 1]]
     blocks = list(whole.to_blocks(parts))
@@ -66,9 +82,10 @@ def test_blocks_are_the_bytes_of_each_part_and_come_back_in_order() -> None:
     assert same(Batch.from_blocks(blocks), whole.select([2, 0, 3, 1]))
 
 
-def test_a_batch_of_blocks_has_memory_of_its_own() -> None:
+def test_a_batch_of_blocks_has_memory_of_its_own(alone: int) -> None:
     (block,) = batch().to_blocks([[0, 1, 2, 3]])
-    block.setflags(write=False)
+    for part in block.parts:
+        part.setflags(write=False)
     made = Batch.from_blocks([block])
     before = made["ids"].values._version
     made["w"].zero_()
@@ -91,4 +108,12 @@ def test_a_dtype_without_a_code_is_named() -> None:
 )
 def test_what_is_cut_short_is_refused(data: bytes, story: str) -> None:
     with pytest.raises(ValueError, match=story):
-        unpack(np.frombuffer(data, dtype=np.uint8))
+        unpack(Block((np.frombuffer(data, dtype=np.uint8),)))
+
+
+def test_parts_that_were_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "_ALONE", 0)
+    block = pack((batch().fields, {}, 4))
+    for parts in (block.parts[:-1], block.parts[:2] + block.parts[3:]):
+        with pytest.raises(ValueError, match=r"a tensor of shape .* cannot lie at bytes"):
+            unpack(Block(parts))

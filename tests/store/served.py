@@ -18,6 +18,7 @@ import numpy as np
 
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, place
+from megarl.data.wire import Block
 from megarl.processes import STORE, TEAM, WORKER, free_port
 from megarl.store.core import Core
 from megarl.store.flow import FlowSettings
@@ -113,7 +114,7 @@ class FarClient:
         self,
         numbers: Sequence[int],
         groups: Sequence[Any],
-        payloads: Mapping[str, Iterable[np.ndarray]],
+        payloads: Mapping[str, Iterable[Block]],
         metrics: dict[str, Any],
     ) -> int:
         """Hand over finished groups; their bytes."""
@@ -134,7 +135,7 @@ class FarClient:
         return self._call("flow_state")
 
     def give(
-        self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[np.ndarray], together: Sequence[int] = ()
+        self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Block], together: Sequence[int] = ()
     ) -> int:
         """Hand over this replica's groups of one node; their bytes."""
         refs = [bytes(one) for one in payloads]
@@ -145,9 +146,10 @@ class FarClient:
         """The groups of one part."""
         return self._call("assignment", self.team, step, samples, part)
 
-    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[np.ndarray]:
+    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Block]:
         """The payloads of groups."""
-        return [np.frombuffer(one, dtype=np.uint8) for one in self._call("fetch", self.team, step, key, list(uids))]
+        found = self._call("fetch", self.team, step, key, list(uids))
+        return [Block((np.frombuffer(one, dtype=np.uint8),)) for one in found]
 
     def queues(self) -> Any:
         """How many groups wait for whom."""

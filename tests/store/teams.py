@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from megarl.config.model import ParallelConfig
@@ -20,6 +21,7 @@ from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import Handover, Placement, TeamPlan, place
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.batch import Batch, Jagged
+from megarl.data.wire import Block
 from megarl.metrics import Metrics
 from megarl.store.core import Core
 from megarl.store.crossing import TeamCrossing
@@ -124,10 +126,10 @@ class HereClient:
         self.core, self.change, self.team, self.rank = core, change, team, rank
 
     def give(
-        self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Any], together: Sequence[int] = ()
+        self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Block], together: Sequence[int] = ()
     ) -> int:
         """At once."""
-        refs = list(payloads)
+        refs = [Block((np.frombuffer(bytes(one), dtype=np.uint8),)) for one in payloads]  # the batch may change now
         with self.change:
             self.core.give(self.team, self.rank, step, key, groups, refs)
             self.change.notify_all()

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megarl.dag.placement import Placement, place
+from megarl.data.wire import Block
 from tests.store import teams
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
@@ -74,8 +75,8 @@ class Worker:
 
     def flags(self, step: int, key: str, uids: list[str]) -> list[bool]:
         """Does what it fetches own its memory, and may it be written to?"""
-        payload = self._client.fetch(step, key, uids)[0]
-        return [payload.flags.owndata, payload.flags.writeable]
+        flags = [part.flags for part in self._client.fetch(step, key, uids)[0].parts]
+        return [any(one.owndata for one in flags), any(one.writeable for one in flags)]
 
     def give_where_nothing_fits(self, step: int, key: str) -> Any:
         """The message of the error."""
@@ -203,7 +204,8 @@ def test_readers_map_the_givers_bytes(workers: dict[str, Any]) -> None:
         group = [["u0", 0, ["u0#0"], 5]]
         key = placed().given("pick")[0].key
         ray.get(workers["train1"].call.remote("give", 1, key, [], []), timeout=60)
-        ray.get(workers["train0"].call.remote("give", 1, key, _infos(group), [np.zeros(1 << 20, np.uint8)]), timeout=60)
+        block = Block((np.zeros(1 << 20, np.uint8), np.zeros(1 << 18, np.uint8)))
+        ray.get(workers["train0"].call.remote("give", 1, key, _infos(group), [block]), timeout=60)
         assert ray.get(workers["score0"].flags.remote(1, key, ["u0"]), timeout=60) == [False, False]
 
 
@@ -284,14 +286,14 @@ def test_payloads_that_go_to_the_same_takers_share_objects_and_every_byte_is_in_
 ) -> None:
     from megarl.store import client as module
 
-    objects: list[list[np.ndarray]] = []
+    objects: list[list[Block]] = []
     monkeypatch.setattr(module, "_put", lambda payloads: objects.append(payloads) or len(objects) - 1)
     monkeypatch.setattr(module, "_OBJECT_BYTES", 20)
     client = module.StoreClient.__new__(module.StoreClient)
-    payloads = [np.full(9, number, np.uint8) for number in range(7)]
+    payloads = [Block((np.full(4, number, np.uint8), np.full(5, number, np.uint8))) for number in range(7)]
     for together, sizes in (([], [1] * 7), ([0, 1, 0, 1, 0, 1, 0], [3, 3, 1]), ([0] * 7, [3, 3, 1])):
         objects.clear()
         refs, size = client._keep("x", payloads, together)
         assert sorted(map(len, objects), reverse=True) == sizes
         assert size == 63 == sum(len(one) for held in objects for one in held)
-        assert [int(objects[ref][place][0]) for ref, place in refs] == list(range(7))
+        assert [int(objects[ref][place].parts[0][0]) for ref, place in refs] == list(range(7))

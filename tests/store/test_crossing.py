@@ -134,7 +134,7 @@ def test_samples_of_another_order_are_refused() -> None:
     placement = teams.placed(graph, 1, 1, 1)
     board = one_team(2, 0, 1, 1)
     groups = [SimpleNamespace(uid="p0", sample_ids=("p0#1", "p0#0"))]
-    payload = torch.frombuffer(bytearray(board.select([0, 2]).to_bytes()), dtype=torch.uint8).numpy()
+    (payload,) = board.to_blocks([[0, 2]])
     crossing = crossing_of(
         placement, "ref", graph, {"assignment": lambda *a: groups, "fetch": lambda step, key, uids: [payload]}
     )
