@@ -253,10 +253,11 @@ class Member:
     def __init__(self, team: str, rank: int) -> None:
         import numpy as np
 
+        from megarl.data.wire import Block
         from megarl.store.client import StoreClient
 
         self._client = StoreClient.connect("clients", team, rank, 120.0)
-        self._bytes = np.zeros(GROUP_BYTES, np.uint8)
+        self._bytes = Block((np.zeros(GROUP_BYTES, np.uint8),))
 
     def draw(self, step: int, groups: list[GroupInfo]) -> None:
         """Hand over a step, and read what comes back."""
