@@ -244,7 +244,7 @@ class StoreClient:
 
     def reject(self, numbers: Sequence[int]) -> None:
         """No step is to be trained on these groups, see `megarl.store.flow.Flow.reject`."""
-        self._change("draw others", "reject", list(numbers))
+        self._change(f"forget prompts {list(numbers)[:4]}", "reject", list(numbers))
 
     def drained(self, version: int) -> bool:
         """Whether nothing is drawn before there are newer weights, see `megarl.store.flow.Flow.drained`."""

@@ -14,6 +14,7 @@ Prompts go by numbers: those of all epochs laid end to end. Which replica draws 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -158,20 +159,15 @@ class Flow:
         """The groups of the next step, by number; None: it has to wait."""
         size, lag, steps = self._settings
         step = self.step + 1
-        if step > steps:
+        if step > steps or self.counts[1] < size:  # asked at every `put`: nothing is sorted while there are too few
             return None
-        waiting = sorted(self._groups.values(), key=lambda group: (group.version, group.number))
-        chosen = [group for group in waiting if group.info is not None][:size]
-        if len(chosen) < size:
-            return None
-        left: dict[int, int] = {}  # by version: groups that later steps would be trained on
-        for group in waiting:
-            left[group.version] = left.get(group.version, 0) + 1
-        for group in chosen:
-            left[group.version] -= 1
+        finished = [group for group in self._groups.values() if group.info is not None]
+        chosen = sorted(finished, key=lambda group: (group.version, group.number))[:size]
+        left = Counter(group.version for group in self._groups.values())  # those that later steps would be trained on
+        left.subtract(group.version for group in chosen)
         total = 0
-        for version, count in left.items():  # by rising version
-            total += count
+        for version in sorted(left):
+            total += left[version]
             if total > (min(version + 1 + lag, steps) - step) * size:
                 return None
         self.step = step
