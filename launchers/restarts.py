@@ -13,6 +13,8 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from megarl.dag.placement import begins_again, needs_others
+from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.runtime.health import RankFailure, read_errors, set_aside
 
@@ -53,7 +55,7 @@ class Restarts:
     def __init__(self, workers: Workers, job: Job, watch: Watch) -> None:
         self._job, self._watch = job, watch
         self._workers = workers if isinstance(workers, TeamWorkers) else None
-        self._begun = {team.name: 0 for team in job.teams if job.separate and team.may_restart}
+        self._begun = {team.name: 0 for team in job.teams if job.separate and begins_again(job.config, team)}
 
     def after_death(self, failure: RankFailure, why: str, ended: dict[int, int]) -> bool:
         """Start the team of `failure` again; False: it may not, and the run ends.
@@ -76,11 +78,19 @@ class Restarts:
         return bool(stuck) and self._again(stuck[0], stuck, trouble)
 
     def spent(self, *ranks: int) -> list[str]:
-        """A line for a message about each of these workers whose team has started again as often as it may."""
-        limit = self._job.config.placement.restarts
-        names = [name for rank in ranks if limit and self._begun.get(name := self._team(rank).name) == limit]
-        times = count(limit, "time")
-        return [f"  its team {name!r} has started again {times} before (placement.restarts={limit})" for name in names]
+        """A line for a message about each of these workers whose team has started again as often as it may, or cannot
+        start again by itself though it draws in a team of its own."""
+        config, lines = self._job.config, list[str]()
+        limit = config.placement.restarts
+        for team in [self._team(rank) for rank in ranks] if limit else []:
+            if self._begun.get(team.name) == limit:
+                again = f"has started again {count(limit, 'time')} before (placement.restarts={limit})"
+            elif team.name not in self._begun and Role.ROLLOUT in team.roles and Role.ACTOR not in team.roles:
+                again = f"cannot start again by itself: {needs_others(config, team)}"
+            else:
+                continue
+            lines.append(f"  its team {team.name!r} {again}")
+        return lines
 
     def _team(self, rank: int) -> TeamPlan:
         return next(team for team in self._job.teams if team.first <= rank < team.first + team.devices)

@@ -53,8 +53,8 @@ class PlacementConfig(Section):
     restarts: int = Field(
         3,
         ge=0,
-        description="how often a team that only scores samples (reference, teacher) starts again in a run when one of "
-        "its processes dies; 0: its death is that of the run, as with other teams",
+        description="how often a team of the reference, the teacher, or the rollout (docs/placement.md says when) "
+        "starts again in a run when one of its processes dies; 0: its death is that of the run, as with other teams",
     )
 
     @property

@@ -70,6 +70,26 @@ class TeamPlan:
         return bool(self.roles) and not _KEPT & {*self.roles}
 
 
+def begins_again(config: RunConfig, team: TeamPlan) -> bool:
+    """Whether a team may begin again, without the others, when one of its processes dies.
+
+    Beside those that only score samples that is one of the rollout: what it draws follows from weights and seeds.
+    """
+    draws = Role.ROLLOUT in team.roles and Role.ACTOR not in team.roles
+    return bool(config.placement.restarts) and (team.may_restart or (draws and needs_others(config, team) is None))
+
+
+def needs_others(config: RunConfig, team: TeamPlan) -> str | None:
+    """Why a team that draws cannot begin again without the others; None: it can."""
+    if Role.CRITIC in team.roles:
+        return "it holds the critic, whose weights are lost with it"
+    if config.rollout.engine != "embedded":
+        return f"it looks after the servers (rollout.engine={config.rollout.engine})"
+    if config.async_.max_staleness:
+        return f"it draws ahead of training (async.max_staleness={config.async_.max_staleness}), with weights of before"
+    return None
+
+
 @dataclass(frozen=True)
 class Handover:
     """Fields of one node that other teams read. All that a team is handed of a node comes in one or more of these.

@@ -28,6 +28,7 @@ from megarl.models.copies import ParameterCopies
 from megarl.phase import phase, set_step
 from megarl.runtime.drawn import Drawn
 from megarl.runtime.generation import publish
+from megarl.runtime.rollout_again import DRAWN, Begun, go_to
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import due, evaluate_drawn, validates
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from megarl.runtime.controller import Controller
     from megarl.runtime.recorder import Recorder
     from megarl.store.crossing import TeamCrossing
-
-DRAWN = "drawn"
 
 
 def draws_apart(c: Controller) -> bool:
@@ -144,6 +143,7 @@ class RolloutSteps:
         recorder: of this rank.
         checkpoints: this team's part of them.
         held: what a checkpoint has for the first steps.
+        begun: where this team goes on when it begins in a run that is under way; None: with all others.
     """
 
     c: Controller
@@ -152,18 +152,21 @@ class RolloutSteps:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: list[Drawn]
+    begun: Begun | None = None
     _ahead: list[Drawn] = field(default_factory=list)  # of steps that the newest checkpoint does not have
 
     def run(self) -> None:
         """All steps that are left, and the weights after the last ones."""
         c, config = self.c, self.c.config
+        if self.begun is not None:
+            self._go_on(self.begun)
         first, steps, lag = c.context.step, config.trainer.steps, config.async_.max_staleness
         for step in range(first + 1, steps + 1):
             c.context.step = step
             set_step(step)
             self.recorder.start_step()
             with phase("step"):
-                drawn = self._give_held() if self.held else self._draw()
+                drawn = self._next()
                 if lag and drawn is not None:
                     self._ahead.append(drawn)
                 self._tell()
@@ -176,6 +179,33 @@ class RolloutSteps:
             with phase("step"):
                 self._follow(version)
             self._save(version)
+
+    def _go_on(self, begun: Begun) -> None:
+        """Be where this team was before it began again."""
+        c, before = self.c, begun.step - 1
+        self.held = [drawn for drawn in self.held if drawn.step > before]
+        if before > c.context.step and may_save(c.config, before):
+            self.checkpoints.complete(before)
+        go_to(c, begun)
+        self.crossing.repeated = begun.step
+
+    def _next(self) -> Drawn | None:
+        """The samples of this step go to the other teams; what these were, where a checkpoint may have to keep that."""
+        if self.begun is not None and self.begun.step == self.c.context.step and self.begun.drawn is not None:
+            self._take_up(self.begun.drawn)
+            return None
+        return self._give_held() if self.held else self._draw()
+
+    def _take_up(self, drawn: list[Metrics]) -> None:
+        """They have gone there before this team began again."""
+        c = self.c
+        assert c.loader is not None, "checks refuse a training run without data"
+        if self.held:
+            self.held.pop(0)
+        else:
+            c.loader.go_to(c.loader.number + c.config.data.batch_size)
+        if c.layout.is_lead:
+            c.context.metrics.merge(drawn[c.layout.dp_rank])
 
     def _draw(self) -> Drawn | None:
         """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""
@@ -197,12 +227,12 @@ class RolloutSteps:
         return drawn
 
     def _tell(self) -> None:
-        """This replica has drawn this step, and that is where the loader stands."""
+        """This replica has drawn this step, and measured that; and that is where the loader stands."""
         c = self.c
         tell_loader(c)
         # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
-        if c.config.async_.max_staleness and c.layout.is_lead:
-            c.mail.post(f"{DRAWN}/{c.layout.dp_rank}/{c.context.step}", True)
+        if c.layout.is_lead:
+            c.mail.post(f"{DRAWN}/{c.layout.dp_rank}/{c.context.step}", c.context.metrics.to_json())
 
     def _follow(self, version: int) -> None:
         c, config = self.c, self.c.config

@@ -37,7 +37,7 @@ def teams_of(c: Controller) -> Teams | None:
     beside = tuple(plan.name for plan in team.others if parts & {*plan.roles}) if team.leads else ()
     if not beside and (team.leads or not parts & {*team.plan.roles}):
         return None
-    return Teams(team.plan.name, team.plan.first, team.store, c.config.cluster.timeout_s, beside)
+    return Teams(team.plan.name, team.plan.first, c.mail, c.config.cluster.timeout_s, beside)
 
 
 class SavedRun(Protocol):

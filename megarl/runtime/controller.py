@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from megarl.residency import Residency
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
+    from megarl.runtime.rollout_again import Drawer
     from megarl.runtime.rollout_team import LoaderElsewhere
     from megarl.runtime.team import OwnTeam
     from megarl.sync.updater import NullSync, WeightSync
@@ -57,6 +58,7 @@ class Controller:
         val_data: held-out prompts, as `loader`.
         fleet: the servers that generate, when there are any.
         loader_elsewhere: in the team that keeps checkpoints, when another one has the loader.
+        drawer: in the actor's team, that of the rollout where that one may begin again by itself.
     """
 
     team: OwnTeam
@@ -69,6 +71,7 @@ class Controller:
     val_data: PromptDataset | None
     fleet: Fleet | None = None
     loader_elsewhere: LoaderElsewhere | None = None
+    drawer: Drawer | None = None
 
     @property
     def config(self) -> RunConfig:
@@ -104,7 +107,7 @@ class Controller:
     def mail(self) -> Mail:
         """What this team and the others tell each other; only with several teams."""
         assert self.team.store is not None, "the only team has nobody to write to"
-        return self.team.store
+        return self.drawer or self.team.store
 
     @property
     def models(self) -> dict[str, ModelRole]:

@@ -39,6 +39,8 @@ def open_rollout(c: Controller) -> None:
         return
     if c.config.rollout.engine == "sglang":
         _open_servers(c, draws=draws, trains=trains)
+    elif not draws and c.drawer is not None:
+        c.drawer.connect()
     elif not draws:
         c.sync = rollout_team.connect_engines(c)
     elif not trains:
@@ -153,6 +155,9 @@ def publish(c: Controller, version: int) -> None:
         _look_after_servers(c)
     elif c.fleet is not None:
         rollout_servers.learn_of_servers(c.fleet, version, c.mail, c.team.of(Role.ROLLOUT))
+    if c.fleet is None and not draws:
+        _account(c, rollout_team.push_weights(c, version))
+        return
     with _where_servers_share(c, "publish"):
         report = c.sync.push(version)
     _account(c, report)
@@ -160,8 +165,6 @@ def publish(c: Controller, version: int) -> None:
         c.rollout.engine.weight_version = version
     elif c.fleet is not None:
         rollout_servers.announce_servers(c.fleet, version, c.layout.world, c.mail)
-    else:
-        rollout_team.announce_weights(c, report)
 
 
 def _follow(c: Controller, version: int) -> None:

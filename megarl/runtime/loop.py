@@ -31,6 +31,7 @@ from megarl.runtime.flow import FlowSteps, Offers, find_flow, flows
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference, now_at
+from megarl.runtime.rollout_again import Drawer, comes_again, find_begun
 from megarl.runtime.rollout_team import resume_loader, share_loader
 from megarl.runtime.setup import build_controller
 from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
     from megarl.runtime.roles import ModelRole
+    from megarl.runtime.rollout_again import Begun
     from megarl.store.crossing import TeamCrossing
     from megarl.tracking.tracker import Part
 
@@ -52,6 +54,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     c.context.resting = config.critic.warmup_steps if Role.CRITIC in graph.roles else 0
     if c.team.leads and c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
+    c.drawer = Drawer.of(c)
     try:
         share_loader(c)
         checkpoints: Checkpoints | CheckpointPart
@@ -62,7 +65,9 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             checkpoints = CheckpointPart(c)
             start = follow_start(c)
         _make_models(c, start)
-        open_rollout(c)
+        begun = find_begun(c) if draws_apart(c) and comes_again(config, c.team.placement) else None
+        if begun is None or not begun.over:
+            open_rollout(c)
         if start.source is not None:
             _resume(c, checkpoints, Path(start.source), begun=start.begun)
         all_ready(c)
@@ -71,13 +76,16 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
         # Opened last: a start that is refused leaves the run's record as it was. Step 0 is measured again.
         shown_from = -1 if start.resumed_at == 0 else start.resumed_at
         with Recorder(c, "train", config.trainer.steps, shown_from, part) as recorder:
-            publish(c, c.context.step)
-            if not start.begun and not c.team.finished:
+            if begun is None or not begun.over:
+                publish(c, c.context.step if begun is None else begun.version)
+            if not start.begun and (begun.version == 0 if begun is not None else not c.team.finished):
                 _before_first_step(c, recorder, checkpoints)
             if draws_apart(c):
                 assert isinstance(checkpoints, CheckpointPart), "the actor's team leads"
-                draw = _flow if flows(c) else _steps_apart
-                draw(c, graph, recorder, checkpoints, start)
+                if flows(c):
+                    _flow(c, graph, recorder, checkpoints, start)
+                else:
+                    _steps_apart(c, graph, recorder, checkpoints, start, begun)
             else:
                 recorder.crossing = crossing = _crossing(c, graph)
                 executor = _executor(c, graph, crossing)
@@ -130,12 +138,15 @@ def _crossing(c: Controller, graph: TaskGraph) -> TeamCrossing | None:
     team = c.team
     if team.store is None:
         return None
+    from megarl.runtime.rollout_again import ActorsCrossing
     from megarl.store.crossing import TeamCrossing
 
     keeps = draws_apart(c) and c.config.async_.max_staleness > 0  # for checkpoints
     place, dealt = (c.layout.dp_rank, c.layout.is_lead), c.config.placement.share == "dealt"
-    stays = team.plan.may_restart
-    return TeamCrossing(graph, team.placement, team.store, *place, keeps=keeps, dealt=dealt, stays=stays)
+    settings: dict[str, bool] = {"keeps": keeps, "dealt": dealt, "stays": team.plan.may_restart}
+    if c.drawer is not None:
+        return ActorsCrossing(c.drawer, graph, team.placement, team.store, *place, **settings)
+    return TeamCrossing(graph, team.placement, team.store, *place, **settings)
 
 
 def _executor(c: Controller, graph: TaskGraph, crossing: TeamCrossing | None) -> Executor:
@@ -158,14 +169,19 @@ def _flow(c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
 
 
 def _steps_apart(
-    c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart
+    c: Controller,
+    graph: TaskGraph,
+    recorder: Recorder,
+    checkpoints: CheckpointPart,
+    start: RunStart,
+    begun: Begun | None,
 ) -> None:
     """The steps of a rollout's team of its own, in order."""
     recorder.crossing = crossing = _crossing(c, graph)
     assert crossing is not None, "there are other teams"
     executor = _executor(c, graph, crossing)
     held = [] if start.source is None else find_drawn(c, Path(start.source))
-    RolloutSteps(c, executor, crossing, recorder, checkpoints, held).run()
+    RolloutSteps(c, executor, crossing, recorder, checkpoints, held, begun).run()
 
 
 def _begin(c: Controller, graph: TaskGraph, checkpoints: SavedRun) -> None:

@@ -175,7 +175,7 @@ class Recorder:
                 if self.drawn is not None and Role.ROLLOUT in team.roles:
                     found += self.drawn(step)
                 else:
-                    found.append(self._c.team.read(f"metrics/{team.name}/{step}"))
+                    found.append(self._c.mail.read(f"metrics/{team.name}/{step}"))
         return [Metrics.from_json(metrics) for metrics in found]
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:

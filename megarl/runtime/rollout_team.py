@@ -2,13 +2,14 @@
 
     team of the actor                                                     team of the rollout
                       <-- loader: its data, and where it begins --------
-                      <-- engines: addresses of the ranks' inboxes -----   an embedded engine, frozen, no weights yet
-    push version t, then weights/t ------------------------------------>   follow(t): draws step t + 1 and validates t
+                      <-- engines/0: addresses of the ranks' inboxes ---   an embedded engine, frozen, no weights yet
+    push version t, then weights/0/t ---------------------------------->   follow(t): draws step t + 1 and validates t
     checkpoint        <-- loader/t: where it stands after step t --------
     record, best      <-- validation/t: accuracy, rows for the report ---
 
 Mail is JSON of the first rank of a team; every rank that needs it reads it, and waits as the store does: until no other
-team makes progress any more. So a version is waited for here, and the inbox has it by then.
+team makes progress any more. So a version is waited for here, and the inbox has it by then. The 0 counts how often the
+rollout's team has begun again (rollout_again.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
 from megarl.data.loader import refuse_other_data
-from megarl.errors import ConfigError, WorkerError
+from megarl.errors import ConfigError, ServerError, WorkerError
 from megarl.metrics import Metrics
 from megarl.phase import phase
 from megarl.processes import LOOPBACK
@@ -66,9 +67,19 @@ def open_engine(c: Controller) -> PushedWeights:
             found=", ".join(sorted({host for host, _ in apart})),
             fix="set rollout.parallel so that a replica fits on one machine, with ep=1",
         )
+    number = layout.world.broadcast_json(_next_number(c) if layout.rank == 0 else None)
     if layout.rank == 0:
-        c.mail.post(ENGINES, engines)
-    return PushedWeights(engine, inbox, config.sync.timeout_s)
+        c.mail.post(f"{ENGINES}/{number}", engines)
+    return PushedWeights(engine, inbox, config.sync.timeout_s, number)
+
+
+def _next_number(c: Controller) -> int:
+    """How often this team has been there before."""
+    assert c.team.store is not None, "there are other teams"
+    number = 0
+    while c.team.store.peek(f"{ENGINES}/{number}") is not None:
+        number += 1
+    return number
 
 
 def address_of_worker(config: RunConfig) -> str:
@@ -83,7 +94,7 @@ def address_of_worker(config: RunConfig) -> str:
 def follow_weights(pushed: PushedWeights, version: int, mail: Mail, trainer: str) -> None:
     """Draw with `version`, which the team `trainer` pushes, from here on. Collective over the rollout's team."""
     with phase("await_weights", waits_for=trainer):
-        mail.read(f"{WEIGHTS}/{version}")
+        mail.read(f"{WEIGHTS}/{pushed.number}/{version}")
         pushed.follow(version)
 
 
@@ -94,7 +105,7 @@ def connect_engines(c: Controller) -> WeightSync:
     """What pushes the actor's weights to the engines of the rollout's team. Collective over the actor's team.
 
     Raises:
-        ServerError: an engine does not answer.
+        WorkerError: on every rank alike: an engine does not answer.
     """
     from megarl.device import has_cuda
     from megarl.rollout.embedded.receiver import EngineReceivers
@@ -102,12 +113,38 @@ def connect_engines(c: Controller) -> WeightSync:
 
     key = run_key(c.run_dir, _KEY)
     with phase("connect_engines"):
-        engines = [[(host, port) for host, port in ranks] for ranks in c.mail.read(ENGINES)]
+        said = c.mail.read(f"{ENGINES}/{_number(c)}")
+        engines = [[(host, port) for host, port in ranks] for ranks in said]
         alone = "a worker of another team sees its own GPU only, so it cannot map the trainer's memory"
-        receivers = EngineReceivers.connect(
-            engines, key, c.hf_config, c.config.sync.timeout_s, cannot_map=alone if has_cuda() else ""
-        )
+        receivers, why = None, None
+        try:
+            receivers = EngineReceivers.connect(
+                engines, key, c.hf_config, c.config.sync.timeout_s, cannot_map=alone if has_cuda() else ""
+            )
+        except ServerError as error:
+            why = str(error)
+        whys = [text for text in c.layout.world.all_gather_json(why) if text is not None]
+        if receivers is None or whys:
+            raise WorkerError(whys[0])
         return WeightSync(c.actor.chunks, receivers, c.config.sync, c.run_dir, c.layout.world)
+
+
+def push_weights(c: Controller, version: int) -> SyncReport:
+    """Push the actor's weights to the engines, and tell the rollout's team. Collective over the actor's team.
+
+    Raises:
+        WorkerError: as `announce_weights`; a team that may begin again is waited for before that.
+    """
+    if c.drawer is not None:
+        return c.drawer.push(version)
+    report = c.sync.push(version)
+    announce_weights(c, report)
+    return report
+
+
+def _number(c: Controller) -> int:
+    """Of the engines: how often the rollout's team has begun again."""
+    return 0 if c.drawer is None else c.drawer.number
 
 
 def announce_weights(c: Controller, report: SyncReport) -> None:
@@ -122,7 +159,7 @@ def announce_weights(c: Controller, report: SyncReport) -> None:
             + "\n".join(why for _, why in sorted(report.failed.items()))
         )
     if c.layout.rank == 0:
-        c.mail.post(f"{WEIGHTS}/{report.version}", True)
+        c.mail.post(f"{WEIGHTS}/{_number(c)}/{report.version}", True)
 
 
 # -- the loader, as the team sees it that keeps checkpoints -----------------------------------------------------------

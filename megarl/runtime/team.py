@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megarl.dag.placement import Placement, TeamPlan, place, together
+from megarl.dag.placement import Placement, TeamPlan, begins_again, place, together
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.processes import FINISHED, RESTARTS, STORE, TEAM
@@ -27,6 +27,7 @@ class OwnTeam:
         placement: all teams.
         store: what the teams exchange goes through it; None: there is only this team.
         restarts: how often this team has begun again because a process of it died.
+        begins_again: it may (`megarl.dag.placement.begins_again`).
         finished: with `restarts`, the last step that was over then: it begins after it.
     """
 
@@ -35,6 +36,7 @@ class OwnTeam:
     store: StoreClient | None = None
     restarts: int = 0
     finished: int = 0
+    begins_again: bool = False
 
     @classmethod
     def of_graph(cls, config: RunConfig, graph: TaskGraph) -> OwnTeam:
@@ -58,8 +60,11 @@ class OwnTeam:
 
         name, rank = os.environ[TEAM], int(os.environ["RANK"])
         restarts = int(os.environ.get(RESTARTS, "0"))
-        store = StoreClient.connect(os.environ[STORE], name, rank, config.cluster.timeout_s, restarts)
-        return cls(placement[name], placement, store, restarts, int(os.environ.get(FINISHED, "0")))
+        plan, deadline_s = placement[name], config.cluster.timeout_s
+        again = begins_again(config, plan)
+        kept = again and Role.ROLLOUT in plan.roles
+        store = StoreClient.connect(os.environ[STORE], name, rank, deadline_s, restarts, kept=kept)
+        return cls(plan, placement, store, restarts, int(os.environ.get(FINISHED, "0")), again)
 
     @classmethod
     def of_all(cls, config: RunConfig) -> OwnTeam:

@@ -68,7 +68,7 @@ class TeamTime:
         for name, s in spent.items():  # the mean over ranks; more than one end in a step adds up
             metrics.sum(f"{self._name}/{name}", s / self._team.plan.devices)
         metrics.mean(f"{self._name}/busy", max(0.0, seconds - waited), seconds)
-        if self._team.plan.may_restart:
+        if self._team.begins_again:
             metrics.max(f"{self._name}/restarts", self._team.restarts)
         if tokens is not None:  # of all replicas, in the mean of their seconds
             metrics.mean(f"{self._name}/tokens_per_s", tokens - self._tokens, seconds / self._team.plan.replicas)

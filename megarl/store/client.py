@@ -19,12 +19,13 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from megarl import phase
 from megarl.store.core import GroupInfo, StoreError
+from megarl.store.keeper import keeper_name
 from megarl.store.standing import Ping, Standing
 
 if TYPE_CHECKING:
@@ -48,27 +49,39 @@ class StoreClient:
         rank: of this worker in its team.
         deadline_s: `cluster.timeout_s`.
         start: how often this team has begun again.
+        keeper: has copies of what this worker gives, and gave before its team began again; None: nobody has.
 
     Raises (every call):
         StoreError: the call does not fit what is in the store, it waited until the deadline, or the store is gone. The
             message names team, rank and phase.
     """
 
-    def __init__(self, actor: Any, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> None:
+    def __init__(
+        self, actor: Any, name: str, team: str, rank: int, deadline_s: float, start: int = 0, keeper: Any = None
+    ) -> None:
         self._actor, self.name, self.team, self.rank, self._deadline_s = actor, name, team, rank, deadline_s
-        self._start = start
+        self._start, self._keeper = start, keeper
         self._slice_s = min(_SLICE_S, deadline_s / 4)
         self._changing, self._keeping = threading.Lock(), threading.Lock()
         self._given: dict[int, list[Any]] = {}  # references, by the number of the call
         self._changes = 0
         self._waits_for = ""
+        self._look: Callable[[], None] | None = None
         phase.on_change(self._moved)
+        if keeper is not None:
+            self._given = self._ask_keeper("what it has", "held")
         self._serial = self._ping().heard  # of the last call that changes something; another process may have made it
         threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
 
     @classmethod
-    def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> StoreClient:
+    def connect(
+        cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0, *, kept: bool = False
+    ) -> StoreClient:
         """The store that `start_store` started under this name; this process has initialised Ray.
+
+        Args:
+            name, team, rank, deadline_s, start: see the class.
+            kept: there is a keeper on this machine (`megarl.store.keeper`).
 
         Raises:
             StoreError: there is no such store, or it does not answer within `deadline_s`.
@@ -79,9 +92,12 @@ class StoreClient:
 
         try:
             actor = ray.get_actor(name, namespace=NAMESPACE)
+            keeper = None
+            if kept:
+                keeper = ray.get_actor(keeper_name(name, ray.util.get_node_ip_address()), namespace=NAMESPACE)
         except ValueError as error:
             raise StoreError(f"team {team!r} rank {rank}: Ray knows no store {name!r}: {error}") from error
-        return cls(actor, name, team, rank, deadline_s, start)
+        return cls(actor, name, team, rank, deadline_s, start, keeper)
 
     # -- mail --------------------------------------------------------------------------------------------------------
 
@@ -158,7 +174,7 @@ class StoreClient:
         # Ray copies parts once into shared memory, where readers see them; bytes it would copy again to read.
         payloads = [payload for _, payload in held]
         try:
-            ref = _put(payloads)
+            ref = put_object(payloads)
         except ray.exceptions.RayError as error:
             whole = f"{sum(map(len, payloads))} bytes of {what} do not go into this machine's object store"
             full = "it is full, and may not use the disk (placement.spill), or that is full, too"
@@ -189,17 +205,27 @@ class StoreClient:
         while True:
             refs = self._wait(what, "fetch", self.team, step, key, list(uids))
             with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
-                objects = list(dict.fromkeys(ref for ref, _ in refs))
                 try:
-                    payloads = dict(zip(objects, ray.get(objects, timeout=self._deadline_s), strict=True))
+                    return _payloads(refs, self._deadline_s)
                 except ray.exceptions.ObjectLostError:  # with their giver, which may start again
                     if refs != lost:
                         lost, end = refs, time.monotonic() + self._deadline_s
                     if time.monotonic() > end:
                         raise
                     time.sleep(_AGAIN_S)
-                else:
-                    return [payloads[ref][place] for ref, place in refs]
+
+    def given(self, step: int, key: str) -> None:
+        """Wait until all of a handover has been given, to whichever teams."""
+        self._wait(f"{key!r} of step {step}", "fetch", self.team, step, key, [])
+
+    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Block] | None:
+        """As `fetch`, of what is there; None: not all of these groups have been given."""
+        what = f"{key!r} of step {step}"
+        refs = self._call(f"the store to look for {what}", "given_before", step, key, list(uids))
+        if refs is None:
+            return None
+        with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
+            return _payloads(refs, self._deadline_s)
 
     def done(self, step: int) -> None:
         """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""
@@ -272,6 +298,8 @@ class StoreClient:
         call = json.dumps([method, *arguments], separators=(",", ":"))
         with self._changing:
             self._serial += 1
+            if refs and self._keeper is not None:
+                refs = self._copied(refs)
             if refs:
                 with self._keeping:
                     self._given[self._serial] = list(refs)
@@ -280,14 +308,31 @@ class StoreClient:
         self._heed(word)
         return answer
 
+    def _copied(self, refs: Sequence[tuple[Any, int]]) -> list[tuple[Any, int]]:
+        """The keeper's copies of what this call gives."""
+        objects = list(dict.fromkeys(ref for ref, _ in refs))
+        numbers = {ref: number for number, ref in enumerate(objects)}
+        pieces = [(numbers[ref], place) for ref, place in refs]
+        return self._ask_keeper("copies", "keep", self._serial, pieces, *objects)
+
+    def _ask_keeper(self, what: str, method: str, *arguments: Any) -> Any:
+        import ray
+
+        with self._located(f"the store's keeper for {what}", self._deadline_s):
+            call = getattr(self._keeper, method).remote(self.team, self.rank, *arguments)
+            return ray.get(call, timeout=self._deadline_s)
+
     def _ping(self) -> Word:
         return self._call("the store to answer", "ping", self.team, self.rank, self._word())
 
     def _heed(self, word: Word) -> None:
         """Let go of bytes that nobody needs, and give again what the store lacks."""
         with self._keeping:
-            for serial in [one for one in self._given if one <= word.heard and one not in word.held]:
+            gone = [one for one in self._given if one <= word.heard and one not in word.held]
+            for serial in gone:
                 del self._given[serial]
+            if gone and self._keeper is not None:
+                self._keeper.release.remote(self.team, self.rank, gone)
             again = {serial: self._given[serial] for serial in word.lacking if serial in self._given}
         if again:
             what = "the store to take references again"
@@ -326,8 +371,26 @@ class StoreClient:
                 if found is not None:
                     return found
                 waited = time.monotonic() - start
+                if self._look is not None:
+                    self._look_once(self._look)
                 if min([waited, *(other.silent_s for other in others)]) > self._deadline_s + 2 * self._slice_s:
                     raise StoreError(self._too_late(what, waited, others))
+
+    @contextmanager
+    def looking(self, look: Callable[[], None]) -> Iterator[None]:
+        """Waits in the block call `look` every few seconds, which may do something that they wait for."""
+        before, self._look = self._look, look
+        try:
+            yield
+        finally:
+            self._look = before
+
+    def _look_once(self, look: Callable[[], None]) -> None:
+        self._look, waits_for, self._waits_for = None, self._waits_for, ""  # what it does is progress
+        try:
+            look()
+        finally:
+            self._look, self._waits_for = look, waits_for
 
     @contextmanager
     def _located(self, what: str, limit_s: float) -> Iterator[None]:
@@ -364,12 +427,12 @@ class StoreClient:
     @contextmanager
     def _waiting(self, what: str) -> Iterator[None]:
         """This worker's own deadline is here, so to its launcher it is alive; to other teams it stands still."""
-        self._waits_for = what
+        before, self._waits_for = self._waits_for, what
         try:
             with phase.keep_beating(limit_s=math.inf, every_s=self._slice_s):
                 yield
         finally:
-            self._waits_for = ""
+            self._waits_for = before
 
     def _moved(self, path: str) -> None:
         if not self._waits_for:
@@ -390,7 +453,16 @@ class StoreClient:
         return Ping(self._changes, phase.current(), phase.step_now, self._waits_for)
 
 
-def _put(payload: Any) -> Any:
+def _payloads(refs: Sequence[tuple[Any, int]], limit_s: float) -> list[Block]:
+    """What these references are of, each an object and a place in it."""
+    import ray
+
+    objects = list(dict.fromkeys(ref for ref, _ in refs))
+    found = dict(zip(objects, ray.get(objects, timeout=limit_s), strict=True))
+    return [found[ref][place] for ref, place in refs]
+
+
+def put_object(payload: Any) -> Any:
     """A reference to `payload` in this machine's object store. What takers are done with leaves it seconds later."""
     import ray
 

@@ -10,7 +10,7 @@ Where groups do not come step by step (`async.order=as_ready`), they are put int
 forms the samples of a step when a taker first asks for them; from then on they are like any others.
 
 A team whose processes died begins again with the step after the last one that is over: all that it took since is
-still here. What it gave since is forgotten, and comes again.
+still here. What it gave since is forgotten, and comes again; samples stay, since their weights may be gone.
 
 Nothing here waits: what is not there yet is answered with None, and `give` and `post` tell what has come. Bytes never
 come here; a reference to them may be any object.
@@ -110,6 +110,7 @@ class Core:
         }
         self._flow = None if flow is None else Flow(flow)
         rollout = placement.of_role(Role.ROLLOUT)
+        self._drawer = None if rollout is None else rollout.name
         self._flows = () if flow is None or rollout is None else tuple(placement.given_by(rollout.name))
         self._asked = 0  # the last step whose samples somebody has asked for
         self._steps: dict[int, _Step] = {}
@@ -126,6 +127,8 @@ class Core:
     ) -> list[Topic]:
         """Take what one replica hands over, all its groups at once; returns what is complete by that.
 
+        Samples of a team that has begun again count once.
+
         Raises:
             StoreError: it does not fit what the run's teams hand over, or what has been given before; nothing is kept.
         """
@@ -133,10 +136,12 @@ class Core:
         at = f"step {step}, {key!r}, given by team {team!r} rank {rank}"
         if handover.giver != team:
             raise StoreError(f"{at}: it is team {handover.giver!r} that gives this")
-        if self._is_finished(step):
-            raise StoreError(f"{at}: all takers are done with this step")
         state = self._steps.get(step) or _Step()
         gift = state.gifts.get(key) or _Gift()
+        if team == self._drawer and self.starts(team) and (self._is_finished(step) or rank in gift.givers):
+            return []
+        if self._is_finished(step):
+            raise StoreError(f"{at}: all takers are done with this step")
         known = state.groups.get(handover.samples, {})
         if rank in gift.givers:
             raise StoreError(f"{at}: this rank has given it before")
@@ -231,6 +236,12 @@ class Core:
             taken.update(uids)
         return [gift.refs[uid] for uid in uids] or [next(iter(gift.refs.values()))]
 
+    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
+        """References to the bytes of these groups; None: not all of them have been given."""
+        state = self._steps.get(step)
+        refs = state.gifts[key].refs if state is not None and key in state.gifts else {}
+        return [refs[uid] for uid in uids] if all(uid in refs for uid in uids) else None
+
     def done(self, team: str, rank: int, step: int) -> None:
         """This worker needs nothing more of `step`. What all takers are done with is forgotten."""
         if self._is_finished(step) or (team, rank) not in self._takers:
@@ -247,6 +258,7 @@ class Core:
         """This team begins again, for the `number`-th time, and is to make what it made of steps that are not over.
 
         Nobody finds its earlier gifts of these steps until it has given them again; that others took them stays known.
+        The samples that the rollout's team gave stay (`megarl.store.keeper`), and what it gives again is left out.
 
         Returns:
             The last step that is over; None: there is none yet. The team begins after it.
@@ -263,7 +275,7 @@ class Core:
             for state in self._steps.values():
                 state.done = {worker for worker in state.done if worker[0] != team}
                 for key, gift in state.gifts.items():
-                    if self._handovers[key].giver == team:
+                    if self._handovers[key].giver == team != self._drawer:
                         gift.givers, gift.refs = set(), {}
         return self._finished
 

@@ -8,7 +8,7 @@ everything else that comes for these samples comes for just these groups, and is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from megarl.store.core import GroupInfo, StoreError
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.dag.placement import Handover, Placement
+    from megarl.data.wire import Block
     from megarl.store.client import StoreClient
 
 #: Comes with every handover: which samples it belongs to.
@@ -56,6 +57,7 @@ class TeamCrossing:
     Attributes:
         given: what it has given in the last walk, by the keys of handovers; empty unless it `keeps` that.
         tokens: of the samples that its replica has worked on since it was made, prompts included.
+        repeated: a step of which another process of this team may have given something before.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class TeamCrossing:
         self._groups: list[GroupInfo] | None = None  # of the board; None: not counted yet
         self.given: dict[str, Gift] = {}
         self.tokens = 0
+        self.repeated: int | None = None
 
     def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
         """`board` with what other teams have made that `node` uses, waiting for it.
@@ -177,8 +180,11 @@ class TeamCrossing:
     def _send(self, context: Any, handover: Handover, board: Batch) -> None:
         groups = self._held(board)
         sent = outgoing(handover, board)
-        blocks = sent.to_blocks(group_places(board["uid"]))
+        blocks: Iterable[Block] = sent.to_blocks(group_places(board["uid"]))
         try:
+            if context.step == self.repeated:
+                blocks = list(blocks)
+                self._compare(context, handover, groups, blocks)
             together = self._together(handover.takers, groups)
             size = self._client.give(context.step, handover.key, groups, blocks, together)
         except ValueError as error:  # of a column that cannot be sent
@@ -186,6 +192,24 @@ class TeamCrossing:
         context.metrics.sum("store/given_gb", size / 1e9)
         if self._keeps:
             self.given[handover.key] = Gift(handover.node, groups, sent)
+
+    def _compare(self, context: Any, handover: Handover, groups: Sequence[GroupInfo], blocks: Sequence[Block]) -> None:
+        """What comes again has to be what was given before: others may have worked with that.
+
+        Raises:
+            StoreError: it is not.
+        """
+        before = self._client.given_before(context.step, handover.key, [group.uid for group in groups])
+        if before is None:
+            return
+        for group, block, known in zip(groups, blocks, before, strict=True):
+            if block.tobytes() != known.tobytes():
+                raise self._wrong(
+                    context,
+                    handover,
+                    f"group {group.uid!r} is not the one that this team gave before it began again: what it computes "
+                    "does not repeat; continue the run from its checkpoint",
+                )
 
     def _together(self, takers: Sequence[str], groups: Sequence[GroupInfo]) -> list[int]:
         """Of each group, a number that it shares with those that go to the same replica of every taker."""

@@ -192,7 +192,13 @@ class DurableCore:
 
     def fetch(self, team: str, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
         """See `Core.fetch`; None, too: a giver has to give references again."""
-        pieces = self.ask("fetch", team, step, key, uids)
+        return self._refs_of(self.ask("fetch", team, step, key, uids))
+
+    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
+        """See `Core.given_before`; None, too: a giver has to give references again."""
+        return self._refs_of(self.ask("given_before", step, key, uids))
+
+    def _refs_of(self, pieces: Sequence[ParcelPiece] | None) -> list[Any] | None:
         if pieces is None:
             return None
         found = []

@@ -19,6 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 
 from megarl.comm import WorkerGroup
@@ -119,11 +120,7 @@ class Saving:
     def _run(self) -> None:
         number = self._first + self._world.rank
         try:
-            shard = shard_name(number)
-            seals = {shard: self._shard.write(self._folder / shard, self._progress)}
-            for name, content in self._files.items():
-                seals[name] = write_file(self._folder / name, [content], self._progress)
-            write_atomically(_seal_path(self._folder, number), json.dumps(seals))
+            _write(self._folder, number, self._shard, self._files, self._progress)
             if self._world.rank == 0 and self._commit is not None:
                 self._commit(self._all_seals())
         except _Stopped:
@@ -140,15 +137,16 @@ class Saving:
 
     def _all_seals(self) -> dict[str, Seal]:
         """Seals of the files of all ranks, and then of other teams' workers, as they come."""
-        seals: dict[str, Seal] = {}
-        for rank in range(self._world.size):
-            path = _seal_path(self._folder, self._first + rank)
-            while not path.exists():
+        own = range(self._first, self._first + self._world.size)
+        for number in own:
+            while not _seal_path(self._folder, number).exists():
                 self._progress(0)
                 time.sleep(_POLL_S)
-            seals |= _take_seals(path)
         for team, workers in self._others.items():
-            seals |= self._seals_of(team, workers)
+            self._await_seals(team, workers)
+        seals: dict[str, Seal] = {}
+        for number in chain(own, *self._others.values()):  # all at once: a seal that is not there is still to come
+            seals |= _take_seals(_seal_path(self._folder, number))
         return seals
 
     def _bytes_of_others(self) -> int:
@@ -160,13 +158,12 @@ class Saving:
                 size += 0 if path.name in own else path.stat().st_size
         return size
 
-    def _seals_of(self, team: str, workers: range) -> dict[str, Seal]:
-        """Those of the workers of another team, whose files are there as long as they were written.
+    def _await_seals(self, team: str, workers: range) -> None:
+        """Until those of the workers of another team are there, as long as its files grow.
 
         Raises:
             WorkerError: its files did not grow within the deadline.
         """
-        seals: dict[str, Seal] = {}
         grown, looked, size = time.monotonic(), 0.0, -1
         for number in workers:
             path = _seal_path(self._folder, number)
@@ -186,8 +183,6 @@ class Saving:
                         "(cluster.timeout_s)"
                     )
                 time.sleep(_POLL_S)
-            seals |= _take_seals(path)
-        return seals
 
 
 class UnderWay:
@@ -217,6 +212,33 @@ class UnderWay:
             with phase("checkpoint"):
                 self._saving.wait()
                 self._saving = None
+
+
+def write_if_lacking(folder: Path, number: int, shard: Snapshot, files: Mapping[str, bytes]) -> None:
+    """Write the part of worker `number`, unless that is done, or the checkpoint is complete, or given up.
+
+    Args:
+        folder: of the checkpoint while it is written.
+        number: among the workers of all teams.
+        shard, files: see `Saving`.
+    """
+    if _seal_path(folder, number).exists():
+        return
+    try:
+        _write(folder, number, shard, files, lambda count: None)
+    except FileNotFoundError:
+        if folder.exists():
+            raise
+
+
+def _write(
+    folder: Path, number: int, shard: Snapshot, files: Mapping[str, bytes], progress: Callable[[int], None]
+) -> None:
+    name = shard_name(number)
+    seals = {name: shard.write(folder / name, progress)}
+    for name, content in files.items():
+        seals[name] = write_file(folder / name, [content], progress)
+    write_atomically(_seal_path(folder, number), json.dumps(seals))
 
 
 def shard_name(number: int) -> str:

@@ -47,7 +47,7 @@ def test_teams_that_train_or_draw_save_and_the_actors_knows_which(tmp_path):
     def teams(name: str, plans: tuple[TeamPlan, ...] = PLANS):
         config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=9.0))
         mail = FolderMail(tmp_path) if len(plans) > 1 else None
-        return teams_of(SimpleNamespace(config=config, team=team(name, mail, plans)))
+        return teams_of(SimpleNamespace(config=config, mail=mail, team=team(name, mail, plans)))
 
     lead, beside = teams("actor"), teams("critic")
     assert (lead.name, lead.first, lead.others, lead.deadline_s) == ("actor", 0, ("critic",), 9.0)
@@ -78,6 +78,7 @@ def worker(tmp_path, monkeypatch):
             loading=loader,
             residency=Residency(),
             context=SimpleNamespace(kl_controller=loader, surplus=None, layout=layout),
+            mail=FolderMail(tmp_path / "mail"),
             team=team(name, FolderMail(tmp_path / "mail"), plans),
         )
 
@@ -158,7 +159,7 @@ def _waits_longer_than_a_collective(folder: str) -> bool:
     mail = FolderMail(Path(folder))
     layout = SimpleNamespace(rank=group.rank, world=group)
     config = SimpleNamespace(cluster=SimpleNamespace(timeout_s=1.0))
-    part = CheckpointPart(SimpleNamespace(config=config, layout=layout, team=team("critic", mail)))
+    part = CheckpointPart(SimpleNamespace(config=config, layout=layout, mail=mail, team=team("critic", mail)))
     if group.rank == 0:
         threading.Timer(3.0, mail.post, ("checkpoint/1", None)).start()
     part.after_step(1, last=False)

@@ -84,6 +84,20 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path):
     assert not list(killed.glob("checkpoints.old-*")), "it does not start again"
 
 
+def test_a_worker_that_is_killed_begins_again_while_the_run_goes_on(recipe, tmp_path):
+    settings = (*TWO_TEAMS, *STEPS, "sft.steps=0", "cluster.timeout_s=240")
+    undisturbed = harness.train(recipe, tmp_path / "whole", *settings)
+    run_dir = tmp_path / "killed"
+    process = harness.start(recipe, run_dir, *settings)
+    metrics = run_dir / "metrics.jsonl"
+    harness.wait_for(lambda: metrics.is_file() and '"step": 1' in metrics.read_text(), process)
+    harness.kill(harness.workers(run_dir)[1])
+    output = harness.finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert same(harness.metrics(run_dir)) == same(undisturbed)
+    assert "team 'draw' starts again (1 of 3)" in (run_dir / "log.txt").read_text()
+
+
 @pytest.mark.servers
 def test_servers_are_asked_by_one_team_and_filled_by_another(recipe, tmp_path):
     need_interpreter()

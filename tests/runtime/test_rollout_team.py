@@ -37,6 +37,9 @@ class Letters:
     def read(self, name: str) -> Any:
         return self.posted[name]
 
+    def peek(self, name: str) -> Any:
+        return self.posted.get(name)
+
 
 @pytest.fixture
 def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
@@ -47,7 +50,12 @@ def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
     trained, held = cases.build(seed=3), cases.build(seed=4)
     engine = cases.engine(held)
     draws = SimpleNamespace(
-        config=config, run_dir=tmp_path, layout=layout, mail=mail, rollout=SimpleNamespace(engine=engine)
+        config=config,
+        run_dir=tmp_path,
+        layout=layout,
+        mail=mail,
+        team=SimpleNamespace(store=mail),
+        rollout=SimpleNamespace(engine=engine),
     )
     pushed = rollout_team.open_engine(draws)
     trains = SimpleNamespace(
@@ -57,6 +65,7 @@ def teams(tmp_path: Path) -> Iterator[SimpleNamespace]:
         mail=mail,
         actor=SimpleNamespace(chunks=trained),
         hf_config=trained[0].hf_config,
+        drawer=None,
     )
     sync = rollout_team.connect_engines(trains)
     yield SimpleNamespace(mail=mail, trained=trained, engine=engine, pushed=pushed, sync=sync, trains=trains)
@@ -95,7 +104,7 @@ def test_an_engine_that_takes_no_weights_ends_the_run(teams, monkeypatch):
     monkeypatch.setattr(teams.pushed._inbox._writer, "write", broken)
     with pytest.raises(WorkerError, match=r"did not take version 1 .*\nengine 0 at tcp.*no memory left"):
         rollout_team.announce_weights(teams.trains, teams.sync.push(1))
-    assert "weights/1" not in teams.mail.posted
+    assert "weights/0/1" not in teams.mail.posted
 
 
 def test_a_run_without_a_token_has_no_key(tmp_path):

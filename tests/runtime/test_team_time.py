@@ -72,7 +72,7 @@ def test_waits_are_told_apart_by_team_and_by_what_was_waited_for(clock):
 
 def test_a_team_that_may_start_again_tells_how_often_it_has(clock):
     plan = TeamPlan("score", (Role.REFERENCE,), 1, 0, ParallelConfig(), ())
-    mine = TeamTime(OwnTeam(plan, Placement((plan,)), restarts=2))
+    mine = TeamTime(OwnTeam(plan, Placement((plan,)), restarts=2, begins_again=True))
     mine.start_step()
     metrics = Metrics()
     mine.end_step(metrics, [], None)

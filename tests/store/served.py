@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -25,6 +25,7 @@ from megarl.store.flow import FlowSettings
 
 _KEY = b"of a test"
 _LIMIT_S = 120.0
+_SLICE_S = 0.3
 
 
 class Shelf:
@@ -40,17 +41,20 @@ class Shelf:
                 getattr(self._core, method)(*arguments)
                 self._change.notify_all()
             return None
-        if method in ("peek", "open_flow", "admit", "drained", "flow_state"):
+        if method in ("peek", "open_flow", "admit", "drained", "flow_state", "given_before", "restart_team"):
             with self._change:
                 return getattr(self._core, "read" if method == "peek" else method)(*arguments)
-        found: list[Any] = []
+        limit_s, found = _LIMIT_S, list[Any]()
+        if method == "soon":
+            limit_s, method, arguments = arguments[0], arguments[1], arguments[2:]
 
         def there() -> bool:
             found[:] = [getattr(self._core, method)(*arguments)]
             return found[0] is not None
 
         with self._change:
-            assert self._change.wait_for(there, timeout=_LIMIT_S), f"timed out waiting for {method} {arguments}"
+            came = self._change.wait_for(there, timeout=limit_s)
+            assert came or limit_s < _LIMIT_S, f"timed out waiting for {method} {arguments}"
         return found[0]
 
     def serve(self, listener: Listener) -> None:
@@ -76,10 +80,13 @@ class FarClient:
 
     def __init__(self, shelf: Connection, team: str, rank: int, start: int) -> None:
         self._shelf, self.team, self.rank, self._start = shelf, team, rank, start
+        self._look: Callable[[], None] | None = None
 
     @classmethod
-    def connect(cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0) -> FarClient:
-        """`name` is the port of the shelf."""
+    def connect(
+        cls, name: str, team: str, rank: int, deadline_s: float, start: int = 0, *, kept: bool = False
+    ) -> FarClient:
+        """`name` is the port of the shelf, which keeps everything."""
         return cls(Client(("127.0.0.1", int(name)), authkey=_KEY), team, rank, start)
 
     def _call(self, *call: Any) -> Any:
@@ -89,13 +96,31 @@ class FarClient:
             raise answer
         return answer
 
+    def _wait(self, *call: Any) -> Any:
+        """What comes; meanwhile somebody may look for something else."""
+        if (look := self._look) is None:
+            return self._call(*call)
+        while (found := self._call("soon", _SLICE_S, *call)) is None:
+            with self.looking(None):
+                look()
+        return found
+
+    @contextlib.contextmanager
+    def looking(self, look: Callable[[], None] | None) -> Iterator[None]:
+        """Waits in the block call `look` now and then."""
+        before, self._look = self._look, look
+        try:
+            yield
+        finally:
+            self._look = before
+
     def post(self, name: str, value: Any) -> None:
         """Leave a JSON value under a name that is free."""
         self._call("post", name, json.dumps(value), self._start > 0)
 
     def read(self, name: str) -> Any:
         """The value under a name, as soon as it is there."""
-        return json.loads(self._call("read", name)[0])
+        return json.loads(self._wait("read", name)[0])
 
     def peek(self, name: str) -> Any:
         """The value under a name, or None."""
@@ -144,12 +169,25 @@ class FarClient:
 
     def assignment(self, step: int, samples: str, part: int) -> Any:
         """The groups of one part."""
-        return self._call("assignment", self.team, step, samples, part)
+        return self._wait("assignment", self.team, step, samples, part)
 
     def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Block]:
         """The payloads of groups."""
-        found = self._call("fetch", self.team, step, key, list(uids))
+        found = self._wait("fetch", self.team, step, key, list(uids))
         return [Block((np.frombuffer(one, dtype=np.uint8),)) for one in found]
+
+    def given(self, step: int, key: str) -> None:
+        """Wait until all of a handover is there."""
+        self._wait("fetch", self.team, step, key, [])
+
+    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Block] | None:
+        """Payloads of groups that are there."""
+        found = self._call("given_before", step, key, list(uids))
+        return None if found is None else [Block((np.frombuffer(one, dtype=np.uint8),)) for one in found]
+
+    def restart_team(self, number: int) -> Any:
+        """This team begins again; the last step that is over."""
+        return self._call("restart_team", self.team, number)
 
     def queues(self) -> Any:
         """How many groups wait for whom."""

@@ -38,13 +38,14 @@ class Worker:
         self._team, self._rank = team, rank
         self._client: Any = None
 
-    def connect(self, name: str, deadline_s: float) -> str | None:
+    def connect(self, name: str, deadline_s: float, start: int = 0, kept: bool = False) -> str | None:
         """To another store; the message of the error, if there was one."""
         from megarl.store.client import StoreClient
 
-        return self._told(
-            lambda: setattr(self, "_client", StoreClient.connect(name, self._team, self._rank, deadline_s))
-        )
+        def connect() -> None:
+            self._client = StoreClient.connect(name, self._team, self._rank, deadline_s, start, kept=kept)
+
+        return self._told(connect)
 
     def walk(self, steps: list[int], pause_s: float = 0.0) -> list[dict[str, Any]]:
         """This worker's part of the steps; what it had after each. It begins each after a pause."""
@@ -209,6 +210,33 @@ def test_readers_map_the_givers_bytes(workers: dict[str, Any]) -> None:
         assert ray.get(workers["score0"].flags.remote(1, key, ["u0"]), timeout=60) == [False, False]
 
 
+def test_what_is_kept_outlives_its_giver_and_goes_when_all_are_done_with_it(workers: dict[str, Any]) -> None:
+    import ray
+
+    from megarl.store.keeper import start_keepers
+
+    with store(workers, "kept", 60.0):
+        (keeper,) = start_keepers("kept", [ray.util.get_node_ip_address()])
+        group, key = [["u0", 0, ["u0#0"], 5]], placed().given("pick")[0].key
+        ray.get(workers["train1"].call.remote("give", 1, key, [], []), timeout=60)
+        lives = []
+        for _ in range(2):
+            lives.append(ray.remote(Worker).options(num_cpus=0).remote("train", 0))
+            assert ray.get(lives[-1].connect.remote("kept", 60.0, 0, True), timeout=60) is None
+            if len(lives) == 1:
+                payload = Block((np.full(1 << 20, 7, np.uint8),))
+                assert ray.get(lives[0].call.remote("give", 1, key, _infos(group), [payload]), timeout=60) == 1 << 20
+                ray.kill(lives[0])
+        (came,) = ray.get(workers["score0"].call.remote("fetch", 1, key, ["u0"]), timeout=60)
+        assert (len(came), {*came.tobytes()}) == (1 << 20, {7})
+        assert list(ray.get(keeper.held.remote("train", 0))) == [1]
+        for worker in (workers["train1"], workers["score0"], lives[1]):
+            ray.get(worker.call.remote("done", 1), timeout=60)
+        assert ray.get(keeper.held.remote("train", 0)) == {}
+        ray.kill(lives[1])
+        ray.kill(keeper)
+
+
 def _infos(rows: list[list[Any]]) -> list[Any]:
     from megarl.store.core import GroupInfo
 
@@ -287,7 +315,7 @@ def test_payloads_that_go_to_the_same_takers_share_objects_and_every_byte_is_in_
     from megarl.store import client as module
 
     objects: list[list[Block]] = []
-    monkeypatch.setattr(module, "_put", lambda payloads: objects.append(payloads) or len(objects) - 1)
+    monkeypatch.setattr(module, "put_object", lambda payloads: objects.append(payloads) or len(objects) - 1)
     monkeypatch.setattr(module, "_OBJECT_BYTES", 20)
     client = module.StoreClient.__new__(module.StoreClient)
     payloads = [Block((np.full(4, number, np.uint8), np.full(5, number, np.uint8))) for number in range(7)]

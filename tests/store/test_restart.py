@@ -11,6 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.config.model import ParallelConfig
+from megarl.dag.placement import Handover, Placement, TeamPlan
+from megarl.dag.stage import Role
 from megarl.store.core import Core, GroupInfo, StoreError
 from megarl.store.standing import Ping, Roll
 from tests.store.teams import by_hand
@@ -90,6 +93,40 @@ def test_a_restart_that_is_told_twice_is_one() -> None:
     assert (store.starts("ref"), store.starts("train")) == (2, 0)
     with pytest.raises(StoreError, match="has begun again 2 times, and this is restart 1"):
         store.restart_team("ref", 1)
+
+
+def drawing() -> Core:
+    """Of a rollout's team of two replicas, which gives to the actor's."""
+    roles = {"train": Role.ACTOR, "draw": Role.ROLLOUT}
+    plans = [
+        TeamPlan(name, (role,), 2, 2 * k, ParallelConfig(), (name,)) for k, (name, role) in enumerate(roles.items())
+    ]
+    handover = Handover("rollout", "draw", ("response_ids",), ("train",), "rollout")
+    return Core(Placement(tuple(plans), (handover,)), GROUPS, "dealt")
+
+
+def test_samples_stay_when_those_who_drew_them_are_gone_and_what_comes_again_is_left_out() -> None:
+    store, out = drawing(), "rollout>train"
+    store.give("draw", 0, 1, out, groups(0, 2), ["a", "b"])
+    assert store.given_before(1, out, ["u0", "u1"]) is None
+    assert store.restart_team("draw", 1) is None
+    assert store.given_before(1, out, ["u0", "u2"]) == ["a", "b"]
+    assert store.given_before(2, out, ["u0"]) is None
+    assert store.give("draw", 0, 1, out, groups(0, 2), ["again", "again"]) == []
+    assert store.give("draw", 1, 1, out, groups(1, 3), ["c", "d"]), "complete"
+    assert store.fetch("train", 1, out, ["u0", "u1"]) == ["a", "c"]
+    for rank in range(2):
+        store.done("train", rank, 1)
+    assert store.give("draw", 0, 1, out, groups(0, 2), ["again", "again"]) == []
+    assert store.give("draw", 0, 2, out, groups(0, 2), ["e", "f"]) == []
+    assert store.restart_team("draw", 2) == 1
+
+
+def test_nothing_is_left_out_of_a_team_that_has_not_begun_again() -> None:
+    store, out = drawing(), "rollout>train"
+    store.give("draw", 0, 1, out, groups(0, 2), ["a", "b"])
+    with pytest.raises(StoreError, match="this rank has given it before"):
+        store.give("draw", 0, 1, out, groups(0, 2), ["a", "b"])
 
 
 def test_mail_that_it_posts_again_stays_as_it_was() -> None:

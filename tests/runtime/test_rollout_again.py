@@ -1,0 +1,272 @@
+"""The rollout's team dies and begins again while the run goes on, which has the numbers of an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.processes import FINISHED, RESTARTS, free_port
+from megarl.runtime.rollout_again import first_missing
+from tests.runtime import harness
+
+ONE = (
+    "cluster.nproc=2",
+    "placement.teams.train={roles: [actor, reference], devices: 1}",
+    "placement.teams.draw={roles: [rollout], devices: 1}",
+    "sft.steps=0",
+    "validation.every=1",
+    "trainer.save_every=1",
+)
+
+#: PPO, drawn by two replicas.
+THREE = (
+    *harness.PPO,
+    "cluster.nproc=4",
+    "placement.teams.train={roles: [actor, reference], devices: 1}",
+    "placement.teams.value={roles: [critic], devices: 1}",
+    "placement.teams.draw={roles: [rollout], devices: 2}",
+    "trainer.steps=8",
+    "trainer.save_every=2",
+    "validation.every=2",
+)
+DEATHS = 4
+#: Of a life that ends by chance.
+WITHIN_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.mark.parametrize("there", [0, 1, 2, 3, 7, 8, 1000])
+def test_the_first_number_that_is_not_there(there):
+    asked: list[int] = []
+    assert first_missing(lambda number: (asked.append(number), number < 5 + there)[1], 5) == 5 + there
+    assert len(asked) <= 2 + 2 * max(there, 1).bit_length()
+
+
+@pytest.mark.procs
+@pytest.mark.alone
+@pytest.mark.timeout(900)
+def test_wherever_it_dies_the_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path):
+    """Once in every step, each time at another place."""
+    settings = (*ONE, f"trainer.steps={len(PLACES)}")
+    undisturbed = harness.train(recipe, tmp_path / "whole", *settings)
+    assert same(harness.train(recipe, tmp_path / "again", *settings, work=dying)) == same(undisturbed)
+    lives = (tmp_path / "again" / "lives").read_text().splitlines()
+    assert lives == [f"died {place.__name__.replace('_', ' ')}" for place in PLACES]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
+    return same(harness.train(recipe, tmp_path_factory.mktemp("undisturbed"), *THREE))
+
+
+@pytest.mark.procs
+@pytest.mark.alone
+@pytest.mark.timeout(900)
+@pytest.mark.campaign("kills")
+@pytest.mark.parametrize("seed", range(20))
+def test_whenever_one_of_its_processes_dies_the_numbers_are_those_of_an_undisturbed_run(
+    recipe, undisturbed, tmp_path, seed
+):
+    (tmp_path / "seed").write_text(f"{seed}")
+    assert same(harness.train(recipe, tmp_path, *THREE, work=dying)) == undisturbed
+    assert 0 < deaths(tmp_path) <= DEATHS
+
+
+def same(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Without what depends on how often the team began."""
+    return {
+        step: {name: value for name, value in numbers.items() if not name.startswith(("team/", "sync/", "store/"))}
+        for step, numbers in steps.items()
+    }
+
+
+# -- a team that begins again -----------------------------------------------------------------------------------------
+
+
+def dying(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run; the processes of the rollout's team are children of its first rank, which starts them as they die."""
+    import torch.distributed as dist
+
+    mine = teams[dist.get_rank()]
+    if mine["MEGARL_TEAM"] != "draw":
+        harness.work_of_rank(recipe, run_dir, overrides, teams)
+        return
+    dist.destroy_process_group()
+    own, number = [environment for environment in teams if environment["MEGARL_TEAM"] == "draw"], 0
+    while mine["RANK"] == "0" and not _live(recipe, run_dir, overrides, own):
+        from tests.store.served import FarClient
+
+        number += 1
+        over = FarClient.connect(mine["MEGARL_STORE"], "draw", 0, 60.0).restart_team(number)
+        new = {"MASTER_PORT": str(free_port()), RESTARTS: str(number), FINISHED: str(over or 0)}
+        own = [environment | new for environment in own]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _live(recipe: str, run_dir: str, overrides: list[str], own: list[dict[str, str]]) -> bool:
+    """From the beginning of the team to its end; whether it came to that of the run."""
+    before, pids = deaths(Path(run_dir)), []
+    for environment in own:
+        pid = os.fork()
+        if pid == 0:
+            _be_worker(recipe, run_dir, overrides, environment)
+        pids.append(pid)
+    left, good = {*pids}, True
+    while left:
+        pid, status = os.waitpid(-1, 0)
+        left.discard(pid)
+        if status and good:
+            good = False
+            for other in left:
+                os.kill(other, signal.SIGKILL)
+    assert good or deaths(Path(run_dir)) > before, (Path(run_dir) / "error").read_text()
+    return good
+
+
+def deaths(run_dir: Path) -> int:
+    """How many there have been."""
+    lives = run_dir / "lives"
+    return len(lives.read_text().splitlines()) if lives.exists() else 0
+
+
+def _be_worker(recipe: str, run_dir: str, overrides: list[str], environment: dict[str, str]) -> None:
+    from megarl.config.load import load_config
+    from megarl.recipes import entry
+    from tests.store.served import enter
+
+    try:
+        enter(environment)
+        _die_in(Path(run_dir), int(environment["RANK"]))
+        os.chdir(Path(recipe).parent)
+        entry.train(load_config(Path(recipe), overrides), Path(run_dir))
+    except BaseException:
+        (Path(run_dir) / "error").write_text(traceback.format_exc())
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _die_in(run_dir: Path, rank: int) -> None:
+    """This life ends at the place that is next, or at a moment that is drawn."""
+    number, seed = deaths(run_dir), run_dir / "seed"
+    place = by_chance if seed.exists() else PLACES[number] if number < len(PLACES) else None
+
+    def die() -> None:
+        with (run_dir / "lives").open("a") as file:
+            file.write(f"died {place.__name__.replace('_', ' ')}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if place is by_chance:
+        chance = random.Random(f"{seed.read_text()} {number}")
+        if number < DEATHS and rank == chance.randrange(2):
+            by_chance(chance.uniform(0.0, WITHIN_S), die)
+    elif place is not None and rank == 0:
+        place(number + 1, die)
+
+
+def by_chance(delay_s: float, die: Callable[[], None]) -> None:
+    def strike() -> None:
+        time.sleep(delay_s)
+        die()
+
+    threading.Thread(target=strike, daemon=True).start()
+
+
+def _before(owner: Any, name: str, step: int, die: Callable[[], None], when: Callable[..., bool]) -> None:
+    call = getattr(owner, name)
+
+    def calling(*arguments: Any, **settings: Any) -> Any:
+        if when(*arguments):
+            die()
+        return call(*arguments, **settings)
+
+    setattr(owner, name, calling)
+
+
+def before_drawing(step: int, die: Callable[[], None]) -> None:
+    from megarl.runtime.stages import rollout
+
+    _before(rollout, "generate", step, die, lambda c, *_: c.step == step)
+
+
+def before_rewards_are_given(step: int, die: Callable[[], None]) -> None:
+    """Responses are: others may have read them."""
+    from megarl.store.crossing import TeamCrossing
+
+    _before(TeamCrossing, "give", step, die, lambda self, c, node, board: c.step == step and node.id == "reward")
+
+
+def when_all_is_given(step: int, die: Callable[[], None]) -> None:
+    from megarl.runtime.ahead import RolloutSteps
+
+    _before(RolloutSteps, "_tell", step, die, lambda self: self.c.context.step == step)
+
+
+def when_it_has_said_so(step: int, die: Callable[[], None]) -> None:
+    """The actor learns, and pushes to engines that are gone."""
+    from megarl.runtime.ahead import RolloutSteps
+
+    _before(RolloutSteps, "_follow", step, die, lambda self, version: version == step)
+
+
+def in_the_middle_of_a_push(step: int, die: Callable[[], None]) -> None:
+    from megarl.rollout.embedded.inbox import WeightInbox
+
+    took: list[Any] = []
+
+    def second(self: Any, *_: Any) -> bool:
+        took.append(1)
+        return self.version.startswith(f"{step - 1}@") and len(took) > 1
+
+    _before(WeightInbox, "take_flat", step, die, second)
+
+
+def before_it_validates(step: int, die: Callable[[], None]) -> None:
+    from megarl.runtime import ahead
+
+    _before(ahead, "evaluate_drawn", step, die, lambda c, recorder, version: version == step)
+
+
+def before_its_numbers(step: int, die: Callable[[], None]) -> None:
+    from megarl.runtime.recorder import Recorder
+
+    _before(Recorder, "end_step", step, die, lambda self, now: now == step)
+
+
+def before_its_part_of_a_checkpoint(step: int, die: Callable[[], None]) -> None:
+    from megarl.runtime.ahead import RolloutSteps
+
+    _before(RolloutSteps, "_save", step, die, lambda self, version: version == step)
+
+
+def while_it_writes_that(step: int, die: Callable[[], None]) -> None:
+    from megarl.training import saving
+
+    _before(saving, "_write", step, die, lambda folder, *_: folder.name.startswith(f"step_{step}."))
+
+
+PLACES: list[Any] = [
+    before_drawing,
+    before_rewards_are_given,
+    when_all_is_given,
+    when_it_has_said_so,
+    in_the_middle_of_a_push,
+    before_it_validates,
+    before_its_numbers,
+    before_its_part_of_a_checkpoint,
+    while_it_writes_that,
+]
