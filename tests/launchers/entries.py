@@ -173,6 +173,14 @@ def rank_1_is_killed_once(config: RunConfig, run_dir: Path) -> None:
     print(f"worker {worker_number()} lives")
 
 
+def wait_until_lost(config: RunConfig, run_dir: Path) -> None:
+    """As `wait`, unless the run has lost a machine before."""
+    if (run_dir / "lost").exists():
+        print(f"worker {worker_number()} lives")
+    else:
+        wait(config, run_dir)
+
+
 def rank_1_hangs(config: RunConfig, run_dir: Path) -> None:
     """Rank 1 waits for nothing; rank 0 waits for rank 1."""
     with phase("sync" if os.environ["RANK"] == "0" else "reward"):
