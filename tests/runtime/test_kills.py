@@ -1,7 +1,12 @@
 """kill -9 of one process of a run of several teams, at a moment that is drawn: nothing is lost, nothing trained twice.
 
 In order the resumed run has the numbers of an undisturbed one, bit for bit; as samples get ready it trains on every
-prompt once, and on nothing that is too old.
+prompt once, and on nothing that is too old. A store that dies ends nothing, and with `cluster.max_restarts` a run that
+lost a worker goes on by itself: both have these numbers.
+
+Of each kind the suite has one case: the actor in test_ahead.py and test_flow.py, the rollout in test_ahead.py, the
+critic in test_critic_apart.py, the launcher and a run that starts again by itself in test_durability.py, the store in
+tests/launchers/test_ray.py.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -27,6 +32,8 @@ STEPS = 5
 PPO = (*test_ahead.PPO, f"trainer.steps={STEPS}")
 #: Seconds from a worker's start within which it is killed: the whole run takes about as long.
 WITHIN_S = 12.0
+#: Until no worker is left whose launcher was killed.
+GONE_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +44,25 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
     return test_ahead.train(recipe, tmp_path_factory.mktemp("undisturbed"), *PPO)
+
+
+class Lasts(NamedTuple):
+    """How long an undisturbed run takes in a Ray of its own."""
+
+    seconds: float
+    seconds_with_store: float
+
+
+@pytest.fixture(scope="module")
+def ray(recipe: Path, undisturbed: Any, tmp_path_factory: pytest.TempPathFactory) -> Lasts:
+    run_dir, began = tmp_path_factory.mktemp("ray"), time.monotonic()
+    process = test_ahead.start(recipe, run_dir, *PPO)
+    harness.wait_for(lambda: harness.store_of(process), process)
+    store = time.monotonic()
+    output = harness.finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert test_ahead.without_times(harness.metrics(run_dir)) == undisturbed
+    return Lasts(time.monotonic() - began, time.monotonic() - store)
 
 
 @pytest.mark.parametrize("team", ["train", "value", "draw"])
@@ -55,6 +81,48 @@ def test_as_samples_get_ready_every_prompt_is_trained_on_once(recipe, tmp_path, 
     forget_steps_after_the_checkpoint(tmp_path)
     test_flow.train(recipe, tmp_path, *more)
     test_flow.check(test_flow.trained(tmp_path), test_flow.STEPS)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_whose_store_dies_has_the_numbers_of_an_undisturbed_one(recipe, undisturbed, ray, tmp_path, seed):
+    process = test_ahead.start(recipe, tmp_path, *PPO)
+    store = harness.wait_for(lambda: harness.store_of(process), process)
+    time.sleep(random.Random(f"store {seed}").uniform(0.0, ray.seconds_with_store))
+    with contextlib.suppress(ProcessLookupError):  # it has ended with its run
+        harness.kill(store)
+    output = harness.finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert test_ahead.without_times(harness.metrics(tmp_path)) == undisturbed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_that_starts_again_by_itself_has_the_numbers_of_an_undisturbed_one(
+    recipe, undisturbed, ray, tmp_path, seed
+):
+    worker = seed % 3  # each is a team
+    process = test_ahead.start(recipe, tmp_path, *PPO, "cluster.max_restarts=1")
+    pid = harness.wait_for(lambda: harness.workers(tmp_path).get(worker), process)
+    time.sleep(random.Random(f"worker {worker} {seed}").uniform(0.0, ray.seconds_with_store))
+    with contextlib.suppress(ProcessLookupError):
+        harness.kill(pid)
+    output = harness.finish(process)
+    assert process.returncode == 0, output[-4000:]
+    assert test_ahead.without_times(harness.metrics(tmp_path)) == undisturbed
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_whose_launcher_dies_goes_on_to_the_numbers_of_an_undisturbed_one(
+    recipe, undisturbed, ray, tmp_path, seed
+):
+    process = test_ahead.start(recipe, tmp_path, *PPO)
+    time.sleep(random.Random(f"launcher {seed}").uniform(0.0, ray.seconds))
+    process.kill()
+    process.wait(timeout=10)
+    deadline = time.monotonic() + GONE_S
+    while harness.workers(tmp_path):
+        assert time.monotonic() < deadline, "workers outlive their launcher"
+        time.sleep(0.1)
+    assert test_ahead.train(recipe, tmp_path, *PPO) == undisturbed
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
