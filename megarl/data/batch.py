@@ -219,7 +219,8 @@ class Batch:
             ValueError: as `concat`.
         """
         opened = [open_block(block) for block in blocks]
-        if not opened or any(block.kinds != opened[0].kinds for block in opened):
+        kinds = [block.kinds for block in opened]
+        if not kinds or any(kind != kinds[0] for kind in kinds):
             return _joined([unpack(block) for block in blocks])  # which says how they differ
         fields, columns, size = gather(opened)
         return Batch(fields, columns, size=size)
