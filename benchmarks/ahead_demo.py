@@ -1,9 +1,9 @@
 """Does a run that does not wait for generation learn as well? `python -m megarl.benchmarks.ahead_demo FOLDER`.
 
 From one supervised model the quickstart goes on with real SGLang servers, for each seed once synchronous and once
-asynchronous: the servers in a team of their own, samples taken as they get ready, new weights in the middle of samples.
-Both see the same number of samples. Runs that are in FOLDER are not run again. Writes FOLDER/result.json, prints a
-Markdown table, and draws FOLDER/curves.svg. Takes 40 to 60 minutes on two cores.
+with `grpo_async_quickstart`: the servers in a team of their own, samples taken as they get ready, weights that change
+meanwhile. Both see the same number of samples. Runs that are in FOLDER are not run again. Writes FOLDER/result.json,
+prints a Markdown table, and draws FOLDER/curves.svg. Takes 40 to 60 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,16 +21,8 @@ from megarl.benchmarks.program import run_program
 from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.machine import machine_info
 
-RECIPE = "grpo_quickstart"
+ARMS = {"synchronous": "grpo_quickstart", "asynchronous": "grpo_async_quickstart"}
 COMMON = ["rollout.engine=sglang", "trainer.steps=400", "sft.steps=0", "model.hf_config=null"]
-ARMS: dict[str, list[str]] = {
-    "synchronous": [],
-    "asynchronous": [
-        "placement.teams={train: {roles: [actor], devices: 1}, draw: {roles: [rollout], devices: 1}}",
-        "async={max_staleness: 2, order: as_ready, partial: true}",
-        "rollout_correction.preset=decoupled_token_is",
-    ],
-}
 SEEDS = (1, 2, 3)
 
 
@@ -38,8 +30,8 @@ def run(folder: Path, arm: str, seed: int) -> dict[str, Any]:
     """One run in numbers, from an earlier one when it is there."""
     place = folder / f"{arm}-{seed}"
     if not (place / "hf").is_dir():
-        settings = [*COMMON, *ARMS[arm], f"model.path={folder / 'sft' / 'hf'}", f"trainer.seed={seed}"]
-        run_megarl(["train", RECIPE, "--launcher", "local", *settings, "--run-dir", str(place)])
+        settings = [*COMMON, f"model.path={folder / 'sft' / 'hf'}", f"trainer.seed={seed}"]
+        run_megarl(["train", ARMS[arm], *settings, "--run-dir", str(place)])
     return summary([line for line in read_jsonl(place / "metrics.jsonl") if line["stage"] == "train"])
 
 
@@ -81,12 +73,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="where runs, result.json and curves.svg go")
     folder: Path = parser.parse_args(argv).folder.resolve()
     if not (folder / "sft" / "hf").is_dir():
-        run_megarl(["sft", RECIPE, "--run-dir", str(folder / "sft")])
+        run_megarl(["sft", ARMS["synchronous"], "--run-dir", str(folder / "sft")])
     arms: dict[str, list[dict[str, Any]]] = {name: [] for name in ARMS}
     for seed in SEEDS:
         for name, runs in arms.items():
             runs.append(run(folder, name, seed))
-    result = {"recipe": RECIPE, "common": COMMON, "settings": ARMS, "arms": arms, "machine": machine_info()}
+    result = {"recipes": ARMS, "common": COMMON, "arms": arms, "machine": machine_info()}
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     lines = {name: [run["accuracy"] for run in runs] for name, runs in arms.items()}
     (folder / "curves.svg").write_text(curves(lines))

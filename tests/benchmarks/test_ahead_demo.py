@@ -38,7 +38,7 @@ def test_table_and_curves_show_every_run():
 
 
 def test_both_arms_are_valid_recipes():
-    for settings in ahead_demo.ARMS.values():
-        config = load_config(ahead_demo.RECIPE, [*ahead_demo.COMMON, "model.path=somewhere", *settings])
+    for recipe in ahead_demo.ARMS.values():
+        config = load_config(recipe, [*ahead_demo.COMMON, "model.path=somewhere"])
         assert config.rollout.engine == "sglang"
     assert config.async_.partial
