@@ -63,7 +63,7 @@ def test_teams_that_train_or_draw_save_and_the_actors_knows_which(tmp_path):
 def worker(tmp_path, monkeypatch):
     """Makes a worker of a team, with an engine without tensors."""
     monkeypatch.setattr(together, "snapshot", lambda engines, label: Snapshot([], label))
-    trainer = SimpleNamespace(save_every=2, best_metric="val/acc", keep_last=2, resume="auto")
+    trainer = SimpleNamespace(steps=5, save_every=2, best_metric="val/acc", keep_last=2, resume="auto")
     cluster = SimpleNamespace(timeout_s=30.0)
     layout = SimpleNamespace(rank=0, world=WorkerGroup.alone(), dp_size=1, describe=lambda: {"world_size": 1})
 

@@ -148,7 +148,7 @@ def of_team(name: str, tmp_path) -> SimpleNamespace:
         model_dump=lambda mode: {},
     )
     layout = SimpleNamespace(rank=0, is_lead=True, world=WorkerGroup.alone())
-    c = SimpleNamespace(run_dir=tmp_path, layout=layout, config=config, team=team, metrics=Metrics())
+    c = SimpleNamespace(run_dir=tmp_path, layout=layout, config=config, team=team, mail=team.store, metrics=Metrics())
     c.context = c
     return c
 

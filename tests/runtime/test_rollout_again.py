@@ -19,9 +19,10 @@ from megarl.processes import FINISHED, RESTARTS, free_port
 from megarl.runtime.rollout_again import first_missing
 from tests.runtime import harness
 
-ONE = (
-    "cluster.nproc=2",
-    "placement.teams.train={roles: [actor, reference], devices: 1}",
+#: Two ranks of the actor have to agree on when they push again.
+TWO = (
+    "cluster.nproc=3",
+    "placement.teams.train={roles: [actor, reference], devices: 2}",
     "placement.teams.draw={roles: [rollout], devices: 1}",
     "sft.steps=0",
     "validation.every=1",
@@ -31,8 +32,8 @@ ONE = (
 #: PPO, drawn by two replicas.
 THREE = (
     *harness.PPO,
-    "cluster.nproc=4",
-    "placement.teams.train={roles: [actor, reference], devices: 1}",
+    "cluster.nproc=5",
+    "placement.teams.train={roles: [actor, reference], devices: 2}",
     "placement.teams.value={roles: [critic], devices: 1}",
     "placement.teams.draw={roles: [rollout], devices: 2}",
     "trainer.steps=8",
@@ -61,7 +62,7 @@ def test_the_first_number_that_is_not_there(there):
 @pytest.mark.timeout(900)
 def test_wherever_it_dies_the_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path):
     """Once in every step, each time at another place."""
-    settings = (*ONE, f"trainer.steps={len(PLACES)}")
+    settings = (*TWO, f"trainer.steps={len(PLACES)}")
     undisturbed = harness.train(recipe, tmp_path / "whole", *settings)
     assert same(harness.train(recipe, tmp_path / "again", *settings, work=dying)) == same(undisturbed)
     lives = (tmp_path / "again" / "lives").read_text().splitlines()
