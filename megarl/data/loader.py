@@ -49,7 +49,7 @@ class PromptLoader:
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.seed, self.shuffle = seed, shuffle
         self._epoch, self._position = 0, 0
-        self._order: tuple[int, np.ndarray] | None = None
+        self._orders: dict[int, np.ndarray] = {}
 
     @property
     def epoch(self) -> float:
@@ -110,7 +110,7 @@ class PromptLoader:
         self.check_state(state)
         self._epoch, self._position = int(state["epoch"]), int(state["position"])
         self.seed, self.shuffle = int(state["seed"]), bool(state["shuffle"])
-        self._order = None
+        self._orders = {}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Refuse a state that this loader cannot continue.
@@ -130,14 +130,15 @@ class PromptLoader:
             epoch, first = epoch + 1, 0
 
     def _indices(self, epoch: int) -> np.ndarray:
-        """Order of the samples in `epoch`; the last one used is kept."""
+        """Order of the samples in `epoch`; two are kept, since prompts may be asked for around the end of one."""
         if not self.shuffle:
             return np.arange(len(self.dataset))
-        if self._order is None or self._order[0] != epoch:
+        if epoch not in self._orders:
             # SeedSequence takes no negative numbers.
             generator = np.random.Generator(np.random.PCG64([self.seed % 2**64, epoch]))
-            self._order = (epoch, generator.permutation(len(self.dataset)))
-        return self._order[1]
+            last = list(self._orders.items())[-1:]
+            self._orders = dict(last) | {epoch: generator.permutation(len(self.dataset))}
+        return self._orders[epoch]
 
 
 def refuse_other_data(mine: dict[str, Any], other: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from megarl.dag.placement import Handover, Placement
 from megarl.dag.stage import Role
 from megarl.errors import MegarlError
+from megarl.metrics import Metrics
 from megarl.store.flow import Flow, FlowGroup, FlowSettings
 
 Share: TypeAlias = Literal["dealt", "tokens"]
@@ -405,10 +406,11 @@ class Core:
                 refs = {info.uid: group.refs[one.key] for info, group in zip(infos, chosen, strict=True)}
                 state.gifts[one.key] = _Gift(set(range(self._parts[one.giver])), refs)
                 topics += [("handover", flow.step, one.key), ("samples", flow.step, one.samples)]
-            told = {
-                "groups": [group.number for group in chosen],
-                "metrics": [json.loads(group.metrics) for group in chosen if group.metrics is not None],
-            }
+            metrics = Metrics()  # of all groups together: this is kept for many steps
+            for group in chosen:
+                if group.metrics is not None:
+                    metrics.merge(Metrics.from_json(json.loads(group.metrics)))
+            told = {"groups": [group.number for group in chosen], "metrics": [metrics.to_json()]}
             topics += self.post(f"{FORMED}/{flow.step}", json.dumps(told))
         return topics
 

@@ -93,7 +93,7 @@ class Journal:
         """Forget all records for these; whoever opens the file finds the old ones or the new ones.
 
         Raises:
-            StoreError: they cannot be written; the old ones are there.
+            StoreError: they cannot be written; the old ones are there, or nothing more can be appended.
         """
         new = self._path.with_name(f"{self._path.name}.new")
         try:
@@ -101,7 +101,8 @@ class Journal:
                 file.writelines(map(_line, [self._head, *records]))
             os.replace(new, self._path)
             if self._file is not None:
-                self._file.close()
+                self._file.close()  # the file has no name any more: what was written there would be lost
+                self._file = None
             self._file = self._path.open("ab", buffering=0)
             self.size = self._path.stat().st_size
         except OSError as error:

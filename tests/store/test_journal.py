@@ -91,3 +91,19 @@ def test_a_record_that_cannot_be_written_is_named_and_nothing_comes_after_it(pat
         journal.append("4")
     with pytest.raises(StoreError, match="ends where it could not be written"):
         journal.append("5")
+
+
+def test_nothing_is_written_to_a_file_that_was_replaced(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, _ = opened(path)
+    opens = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, mode="r", **more: opens(self, refuse(mode), **more))
+    with pytest.raises(StoreError, match=r"/j: the journal of the store cannot be written: too many files"):
+        journal.replace(["8"])
+    with pytest.raises(StoreError, match="ends where it could not be written"):
+        journal.append("9")
+
+
+def refuse(mode: str) -> str:
+    if mode == "ab":
+        raise OSError("too many files")
+    return mode
