@@ -15,6 +15,9 @@ through shared memory, in the same run, by one thread. All of that memory has be
 of a step for the next one (`megarl.data.room`). In a first step it is new: `new`, of a batch and of the copy, is into
 memory that the reader gets from the kernel. The seconds are those of the fastest batch: `give` until the store has it,
 `fetch` until the reader sees it in shared memory, `read` until it is a batch.
+
+`nodes`: the same between two Ray nodes on this machine, each with an object store of its own, beside one loopback
+connection between two processes.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +43,7 @@ from megarl.store.standing import Ping, Roll
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
 CHUNKS, CHUNK_BYTES = 32, 32 << 20
 BATCH_GROUPS, BATCH_SAMPLES, TOKENS = 512, 16, 5_000
-ROUNDS = 5
+ROUNDS = 8
 EVENTS = 1_000_000
 CLIENTS, GROUP_BYTES = 8, 1 << 10
 FIELDS = tuple(f"field_{i}" for i in range(9))
@@ -366,32 +369,73 @@ def measure_ray() -> dict[str, float]:
     """Seconds of the way of bytes, of a batch, and of copying as much; the least of some rounds, taken in turn."""
     import ray
 
-    from megarl.store.actor import start_store
-
     size = CHUNKS * CHUNK_BYTES
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=3 * size, log_to_driver=False)
+    copy = Copy(size)
+    ways = drive(copy.seconds)
+    copy.close()
+    ray.shutdown()
+    return {"gb": ways["batch"][0].size / 1e9, **shares(ways)}
+
+
+def measure_nodes() -> dict[str, float]:
+    """The same from one Ray node to another one, and of a connection."""
+    import ray
+    import torch
+    from ray.cluster_utils import Cluster
+
+    from megarl.benchmarks.sync.limits import tcp_seconds
+
+    size = CHUNKS * CHUNK_BYTES
+    node = {"num_cpus": 1, "object_store_memory": 3 * size, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "resources": {"train": 1}})
+    cluster.add_node(**node, resources={"score": 1})
+    ray.init(address=cluster.address, log_to_driver=False)
+    least = tcp_seconds(torch.ones(size, dtype=torch.uint8))
+    ways = drive(lambda new: least, apart=True)
+    ray.shutdown()
+    cluster.shutdown()
+    return {"gb": ways["batch"][0].size / 1e9, **shares(ways)}
+
+
+def drive(copy_s: Callable[[bool], float], apart: bool = False) -> dict[str, list[Way]]:
+    """Every way some times, in turn.
+
+    Args:
+        copy_s: seconds of copying all chunks, into new memory or not.
+        apart: the giver's and the taker's nodes have resources of their names.
+    """
+    import ray
+
+    from megarl.store.actor import start_store
+
     folder = tempfile.TemporaryDirectory()
     handle = start_store("bench", teams(1), max(CHUNKS, BATCH_GROUPS), "dealt", Path(folder.name) / "journal")
-    make = ray.remote(Process).options(num_cpus=0)
-    giver, taker = make.remote("train"), make.remote("score")
+    make = ray.remote(Process)
+    giver, taker = (
+        make.options(num_cpus=0, resources={team: 1} if apart else None).remote(team) for team in ("train", "score")
+    )
     ways: dict[str, list[Way]] = {"bytes": [], "batch": [], "new": []}
-    copy = Copy(size)
     for step in range(3 * (ROUNDS + 1)):
         kind = list(ways)[step % 3]
         reading = taker.take.remote(step, kind != "bytes", kind == "new")
         start, given, gave = ray.get(giver.give.remote(step, kind != "bytes"))
         there, end, read = ray.get(reading)
         assert read == gave, "every byte is read once"
-        copied = gave / size * copy.seconds(kind == "new")
+        copied = gave / (CHUNKS * CHUNK_BYTES) * copy_s(kind == "new")
         ways[kind].append(Way(gave, end - start, given - start, there - given, end - there, copied))
-    copy.close()
     del handle
     folder.cleanup()
-    ray.shutdown()
-    return {"gb": ways["batch"][0].size / 1e9, **shares(ways)}
+    return ways
 
 
-PARTS = {"core": measure_core, "replay": measure_replay, "clients": measure_clients, "ray": measure_ray}
+PARTS = {
+    "core": measure_core,
+    "replay": measure_replay,
+    "clients": measure_clients,
+    "ray": measure_ray,
+    "nodes": measure_nodes,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,9 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import accumulate
+from pickle import PickleBuffer
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -43,7 +45,7 @@ _CODES = {
 }
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _SCALARS = (str, int, float, bool, type(None))
-_ALONE = 64 << 10  # bytes from which on a tensor is a part of its own: less is copied faster than it is kept apart
+_ALONE = 32 << 10  # bytes from which on a tensor is a part of its own: less is copied faster than it is kept apart
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +62,15 @@ class Block:
 
     def __bytes__(self) -> bytes:
         return self.tobytes()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ray copies buffers once, into shared memory; to describe an array takes longer.
+        return Block.of, tuple(PickleBuffer(part.data) for part in self.parts)
+
+    @classmethod
+    def of(cls, *buffers: Any) -> Block:
+        """Views of these bytes."""
+        return cls(tuple(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers))
 
     def tobytes(self) -> bytes:
         """The file."""
@@ -156,18 +167,20 @@ def _field(name: str, values: Tensor, cut: int | None) -> _Field:
     return _Field(name, _CODES[values.dtype], size, inner, memory, math.prod(inner) * size, cut)
 
 
+_quoted = lru_cache(maxsize=1024)(partial(json.dumps, ensure_ascii=False))  # names of a few fields, in every block
 _SIZES = {code: dtype.itemsize for code, dtype in _DTYPES.items()}
 
 
 def _write(pieces: Iterable[_Piece]) -> Block:
     """The file: widest elements first, so that each tensor begins at a multiple of its element's size."""
     order = sorted(pieces, key=lambda piece: -_SIZES[piece.code])
-    header: dict[str, Any] = {}
+    header: list[str] = []
     end = 0
     for piece in order:
         start, end = end, end + len(piece.bytes)
-        header[piece.name] = {"dtype": piece.code, "shape": piece.shape, "data_offsets": [start, end]}
-    text = json.dumps(header, ensure_ascii=False).encode()
+        place = f'"dtype": "{piece.code}", "shape": {piece.shape}, "data_offsets": [{start}, {end}]'
+        header.append(f"{_quoted(piece.name)}: {{{place}}}")
+    text = ("{" + ", ".join(header) + "}").encode()
     text += b" " * (-len(text) % 8)
     parts: list[np.ndarray] = []
     small = [np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)]
@@ -294,8 +307,10 @@ def _gathered(blocks: Sequence[Opened], name: str) -> Tensor:
 
 def _offsets(blocks: Sequence[Opened], cuts: Sequence[int]) -> Tensor:
     """Of all sequences of the blocks, of each by the cut with that number."""
-    lengths = [np.diff(block.bytes(f"{_OFFSETS}{cut}").view(np.int64)) for block, cut in zip(blocks, cuts, strict=True)]
-    ends = np.cumsum(np.concatenate(lengths))
+    parts = [block.bytes(f"{_OFFSETS}{cut}").view(np.int64) for block, cut in zip(blocks, cuts, strict=True)]
+    steps = np.diff(np.concatenate(parts))
+    between = np.cumsum([len(part) for part in parts[:-1]]) - 1  # from the end of one block to the start of the next
+    ends = np.cumsum(np.delete(steps, between.astype(np.int64)))
     return torch.from_numpy(np.concatenate([np.zeros(1, np.int64), ends]))
 
 

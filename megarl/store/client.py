@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
 _FREED_S = _SLICE_S + 2.0  # until all givers have heard what nobody needs, and Ray has given back its memory
-_OBJECT_BYTES = 32 << 20  # from which on an object takes no more payloads
+_OBJECT_BYTES = 64 << 20  # from which on an object takes no more payloads
 _AGAIN_S = 0.5  # between two tries to reach a store that died
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import pytest
+import torch
+
 from megarl.config.asynchrony import AsyncConfig
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
-from megarl.dag.placement import Handover, Placement, TeamPlan
-from megarl.store.size import LEAST, object_store_bytes, refuse_too_large
+from megarl.dag.placement import Handover, Placement, TeamPlan, place
+from megarl.data.batch import Batch, Jagged
+from megarl.recipes.build import build_task_graph
+from megarl.store.size import LEAST, handover_bytes, object_store_bytes, refuse_too_large, steps_held
 
 
 def between(*fields: str) -> Placement:
@@ -56,3 +63,51 @@ def test_samples_that_do_not_fit_into_shared_memory_are_refused_with_what_to_do(
     spills = large.model_copy(update={"placement": large.placement.model_copy(update={"spill": True})})
     assert refuse_too_large(spills, handed, 0) is None
     assert refuse_too_large(large, None, 0) is None, "one team hands nothing over"
+
+
+#: Settings of a rollout, a reference and a critic in teams of their own; PPO has the most fields.
+APART = {
+    "algorithm": {"pipeline": "ppo", "advantage": {"name": "gae"}, "kl": {"use": "reward"}},
+    "cluster": {"nproc": 4},
+    "placement": {
+        "teams": {role: {"roles": [role], "devices": 1} for role in ("actor", "critic", "reference", "rollout")}
+    },
+}
+TEXT = ("uid", "sample_id", "finish_reason")
+
+
+def longest(config: RunConfig, names: Iterable[str]) -> Batch:
+    """A step in which every prompt and every response is as long as it may be; fields are as wide as any is."""
+    count = config.data.batch_size * config.rollout.sampling.n
+    prompt, response = config.data.max_prompt_tokens, config.response_tokens(config.rollout.sampling)
+    ids = [f"{k // config.rollout.sampling.n:032x}" for k in range(count)]
+    fields = {}
+    offsets = Jagged.from_lengths(torch.zeros(count * response, dtype=torch.int64), [response] * count)
+    for name in {*names} - {*TEXT}:
+        if name == "prompt_ids":
+            fields[name] = Jagged.from_lengths(torch.zeros(count * prompt, dtype=torch.int64), [prompt] * count)
+        else:
+            fields[name] = offsets.like(torch.zeros(count * response, dtype=torch.int64))
+    return Batch(fields, {"uid": ids, "sample_id": [f"{one}#{k % 8}" for k, one in enumerate(ids)]})
+
+
+@pytest.mark.parametrize(("new_tokens", "samples"), [(1, 1), (9, 8), (700, 8)])
+@pytest.mark.parametrize("k", [0, 2])
+def test_credits_in_groups_bound_the_bytes(new_tokens: int, samples: int, k: int) -> None:
+    sampling = {"n": samples, "max_new_tokens": new_tokens}
+    data = {"batch_size": 16, "max_prompt_tokens": 24}
+    config = RunConfig.model_validate(
+        {"name": "x", "data": data, "rollout": {"sampling": sampling}, "async": {"max_staleness": k}, **APART}
+    )
+    placement = place(build_task_graph(config), config)
+    assert len(placement.handovers) >= 4
+    given = 0
+    for handover in placement.handovers:
+        names = [name for name in handover.fields if name not in TEXT]
+        batch = longest(config, names)
+        groups = [range(g * samples, (g + 1) * samples) for g in range(16)]
+        size = sum(len(block) for block in batch.to_blocks(groups))
+        assert size <= handover_bytes(config, handover), handover.key
+        given += size
+    # What has been given and not been taken, in either order: the steps that may be ahead, and the one that is read.
+    assert steps_held(config) * given <= object_store_bytes(config, placement)
