@@ -103,6 +103,7 @@ def dying(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str,
     import torch.distributed as dist
 
     mine = teams[dist.get_rank()]
+    dist.barrier()  # all have met: who leaves the group of the test early is missed by none
     if mine["MEGARL_TEAM"] != "draw":
         harness.work_of_rank(recipe, run_dir, overrides, teams)
         return

@@ -6,12 +6,14 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megarl.dag.executor import Executor
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
+from megarl.data.wire import Block
 from megarl.metrics import Metrics
 from megarl.phase import drain
 from megarl.store.core import Core, GroupInfo, StoreError
@@ -182,3 +184,41 @@ def test_a_team_that_may_begin_again_keeps_the_samples_of_a_step_until_it_says_t
         crossing.done(3)
         assert done == [3]
         done.clear()
+
+
+class Shelf:
+    """A client of the team that trains, which notes what is given."""
+
+    team = "train"
+
+    def __init__(self) -> None:
+        self.given: dict[str, list[bytes]] = {}
+
+    def give(self, step: int, key: str, groups: Any, payloads: Any, together: Any = ()) -> int:
+        self.given[key] = [bytes(payload) for payload in payloads]
+        return 0
+
+    def given_before(self, step: int, key: str, uids: Any) -> list[Block] | None:
+        if key not in self.given:
+            return None
+        return [Block((np.frombuffer(one, dtype=np.uint8),)) for one in self.given[key]]
+
+
+def test_what_a_team_gives_when_it_has_begun_again_is_what_it_gave_before() -> None:
+    graph, client = teams.pipeline(), Shelf()
+    placement = teams.placed(graph, 1, 1, 1)
+
+    def give(step: int, change: int = 0) -> None:
+        context = SimpleNamespace(step=step, metrics=Metrics())
+        board = teams.pick(context, teams.rollout(context, teams.prompts(3)))
+        ids = board["response_ids"]
+        board.set("response_ids", ids.like(ids.values + change))
+        crossing = TeamCrossing(graph, placement, client, 0, True)  # type: ignore[arg-type]
+        crossing.repeated = 1
+        crossing.give(context, graph["pick"], board)
+
+    give(1)
+    give(1)
+    with pytest.raises(StoreError, match=r"group 'p0' is not the one that this team gave before it began again"):
+        give(1, change=1)
+    give(3, change=1)
