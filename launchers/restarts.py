@@ -17,6 +17,7 @@ from megarl.dag.placement import begins_again, needs_others
 from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.runtime.health import RankFailure, read_errors, set_aside
+from megarl.tracking.restarts import note_restart
 
 if TYPE_CHECKING:
     from megarl.dag.placement import TeamPlan
@@ -110,6 +111,9 @@ class Restarts:
             job.log.record("launcher", f"its error is in {path}")
         self._watch.begin_again(mine)
         finished = self._workers.restart_team(team, number)
-        after = "with the first step of the run" if finished is None else f"after step {finished}"
-        job.log.say(f"megarl: team {team.name!r} goes on {after}, {time.monotonic() - began:.1f} s later")
+        start = f"team {team.name!r} goes on " + (
+            "with the first step" if finished is None else f"after step {finished}"
+        )
+        job.log.say(f"megarl: {start}, {time.monotonic() - began:.1f} s later")
+        note_restart(job.run_dir, why, start)
         return True

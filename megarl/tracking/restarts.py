@@ -1,4 +1,4 @@
-"""RUN_DIR/restarts.jsonl: when a launcher started the run again by itself, and why."""
+"""RUN_DIR/restarts.jsonl: when a launcher started the run, or a team of it, again by itself, and why."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_a_team_whose_process_dies_starts_again_as_often_as_it_may(
     assert len(said) == 3
     assert said[0].startswith("megarl: worker 2 (reference, rank 0) on ")
     assert said[0].endswith(f" {how} in phase score at step 4: team 'reference' starts again (1 of 1)")
-    assert said[1].startswith("megarl: team 'reference' goes on with the first step of the run, ")
+    assert said[1].startswith("megarl: team 'reference' goes on with the first step, ")
     assert said[2] == f"megarl: worker 2 (reference, rank 0) {how} in phase score at step 4"
     assert "  its team 'reference' has started again 1 time before (placement.restarts=1)" in result.err
     assert "  worker 1 (actor, rank 1): in phase train at step 4" in result.err

@@ -16,6 +16,7 @@ from megarl.launchers.output import OutputLog
 from megarl.launchers.ray import RayWorkers
 from megarl.launchers.restarts import Restarts
 from megarl.runtime.health import Heartbeat, RankFailure, Watch, read_beat, read_errors, write_error
+from megarl.tracking.restarts import read_restarts
 from tests.launchers.drive import teams
 
 WHY = "worker 2 (reference, rank 0) died on x"
@@ -55,6 +56,8 @@ def test_a_killed_worker_brings_its_team_back_and_is_told(tmp_path: Path, capsys
     first, second = capsys.readouterr().err.splitlines()
     assert first == f"megarl: {WHY}: team 'reference' starts again (1 of 3)"
     assert second.startswith("megarl: team 'reference' goes on after step 4, ")
+    (noted,) = read_restarts(tmp_path)
+    assert (noted["why"], noted["start"]) == (WHY, "team 'reference' goes on after step 4")
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,25 @@ class Worker:
         flags = [part.flags for part in self._client.fetch(step, key, uids)[0].parts]
         return [any(one.owndata for one in flags), any(one.writeable for one in flags)]
 
+    def fetch_but_ones(self, step: int, key: str, uids: list[str]) -> Any:
+        """What it fetches, where bytes of ones are lost: Ray may have those of a process a while after its end."""
+        from unittest import mock
+
+        import ray
+
+        from megarl.store import client
+
+        there = client._payloads
+
+        def others(refs: Any, limit_s: float) -> Any:
+            found = there(refs, limit_s)
+            if any(payload[0] == 1 for payload in found):
+                raise ray.exceptions.OwnerDiedError("00", None, "")
+            return found
+
+        with mock.patch.object(client, "_payloads", others):
+            return self.call("fetch", step, key, uids)
+
     def give_where_nothing_fits(self, step: int, key: str) -> Any:
         """The message of the error."""
         from unittest import mock
@@ -196,6 +215,35 @@ def test_a_store_that_died_goes_on_where_it_was(workers: dict[str, Any]) -> None
         assert "mail 'm' has been posted before" in ray.get(call("train0", "post", "m", "text"), timeout=60)
         again = ray.get(call("train1", "give", 1, key, _infos(second), [np.zeros(3, np.uint8)]), timeout=60)
         assert "this rank has given it before" in again
+
+
+def test_bytes_that_went_with_their_process_are_waited_for_until_its_team_gives_them_again(
+    workers: dict[str, Any],
+) -> None:
+    import ray
+
+    key = placed().given("ref_logp")[0].key
+    group = _infos([["u0", 0, ["u0#0"], 5]])
+    with store(workers, "lost", 60.0) as actor:
+        givers = [ray.remote(Worker).options(num_cpus=0).remote("score", 0) for _ in range(2)]
+        first, second = givers
+        assert ray.get(first.connect.remote("lost", 60.0), timeout=60) is None
+        ray.get(first.call.remote("give", 1, key, group, [np.full(1 << 20, 1, np.uint8)]), timeout=60)
+        ray.get(first.call.remote("post", "m", "first"), timeout=60)
+        ray.kill(first)
+        waiting = workers["train0"].fetch_but_ones.remote(1, key, ["u0"])
+        assert ray.wait([waiting], timeout=2.0)[0] == []
+        assert ray.get(actor.restart_team.remote("score", 1, 60.0), timeout=60) is None
+        told = ray.get(workers["score0"].call.remote("give", 1, key, group, [np.zeros(1, np.uint8)]), timeout=60)
+        assert "team 'score' has begun again since rank 0 of start 0 did" in told, "it is to be gone"
+        assert ray.get(second.connect.remote("lost", 60.0, 1), timeout=60) is None
+        assert ray.wait([waiting], timeout=1.0)[0] == [], ray.get(waiting)
+        ray.get(second.call.remote("post", "m", "second"), timeout=60)
+        ray.get(second.call.remote("give", 1, key, group, [np.full(1 << 20, 2, np.uint8)]), timeout=60)
+        (found,) = ray.get(waiting, timeout=60)
+        assert (len(found), found[0]) == (1 << 20, 2)
+        assert ray.get(workers["train1"].call.remote("read", "m"), timeout=60) == "first"
+        ray.kill(second)
 
 
 def test_readers_map_the_givers_bytes(workers: dict[str, Any]) -> None:
