@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from megarl.store.pool import PoolCrossing, Ready
 
 OPEN, WANTED, GATE, OPENED = "open", "wanted", "gate", "flow_opened"
-_LOOK_EVERY_S = 0.1
+_LOOKS_PER_S = 160  # of all replicas together, and 10 of one at most: the store is one process
 
 
 def flows(c: Controller) -> bool:
@@ -219,8 +219,8 @@ class FlowSteps:
 
     def _look(self) -> bool:
         """Whether the actor's team wants the gate to be opened, as far as this rank has seen; the first one looks."""
-        now = time.monotonic()
-        if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_EVERY_S:
+        now, often = time.monotonic(), min(10.0, _LOOKS_PER_S / self.c.layout.dp_size)
+        if self._wanted or not self.c.layout.is_lead or now - self._looked < 1 / often:
             return self._wanted
         self._looked = now
         return _store(self.c).peek(f"{WANTED}/{self._gate}") is not None
@@ -376,13 +376,12 @@ class Offers:
         The samples of a step may be the last ones that a replica put before it opens the gate: it is a matter of
         milliseconds then, and without waiting for them it would have nothing to do for a step of training.
         """
-        c, found = self._c, None
-        if c.layout.rank == 0:
-            store = _store(c)
-            found = store.drained(self._version)
+        world, store = self._c.layout.world, _store(self._c)
+        found = bool(world.broadcast_json(store.drained(self._version) if world.rank == 0 else None))
+        with phase("await_drawn", waits_for=self._team.name):
             for replica in range(self._team.replicas if found else 0):
                 store.read(f"{OPEN}/{replica}/{self._gate}")
-        return bool(c.layout.world.broadcast_json(found))
+        return found
 
     def _push(self, version: int) -> None:
         c = self._c

@@ -171,12 +171,13 @@ class LoaderElsewhere:
     Args:
         context: of this rank; its step says which state is asked for.
         mail: between the two.
+        team: name of the rollout's.
         lag: steps that the rollout's team is ahead, `async.max_staleness`.
         steps: after which it draws nothing more.
     """
 
-    def __init__(self, context: StepContext, mail: Mail, lag: int = 0, steps: int = 0) -> None:
-        self._context, self._mail, self._step = context, mail, 0
+    def __init__(self, context: StepContext, mail: Mail, team: str, lag: int = 0, steps: int = 0) -> None:
+        self._context, self._mail, self._team, self._step = context, mail, team, 0
         self._lag, self._steps = lag, steps
         self._state: dict[str, Any] = mail.read(LOADER)
 
@@ -185,7 +186,8 @@ class LoaderElsewhere:
         if self._context.step != self._step:
             self._step = self._context.step
             drawn = min(self._step + self._lag, self._steps) if self._lag else self._step
-            self._state = self._mail.read(f"{LOADER}/{drawn}")
+            with phase("await_loader", waits_for=self._team):
+                self._state = self._mail.read(f"{LOADER}/{drawn}")
         return self._state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,7 +212,7 @@ def share_loader(c: Controller) -> None:
         with phase("await_loader", waits_for=c.team.of(Role.ROLLOUT)):
             in_order = c.config.async_.order == "in_order"  # else it says where it stands at a step that may be saved
             lag, steps = c.config.async_.max_staleness if in_order else 0, c.config.trainer.steps
-            c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, lag, steps)
+            c.loader_elsewhere = LoaderElsewhere(c.context, c.mail, c.team.of(Role.ROLLOUT), lag, steps)
 
 
 def tell_loader(c: Controller) -> None:
