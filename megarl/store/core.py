@@ -424,12 +424,8 @@ class Core:
     def post(self, name: str, value: Any, again: bool = False) -> list[Topic]:
         """Keep a value under a name; returns what has come by that.
 
-        Names that differ in a number at their end, `weights/7`, are a series, of which the last few are kept.
-
-        Args:
-            name: to read it by.
-            value: any.
-            again: by a team that began again: where it has posted this before, that stays.
+        Names that differ in a number at their end, `weights/7`, are a series, of which the last few are kept. Where a
+        team that began again posts something `again`, what it posted before stays.
 
         Raises:
             StoreError: the name is or was taken.
