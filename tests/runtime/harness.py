@@ -91,9 +91,9 @@ def write_recipe(folder: Path) -> Path:
     return path
 
 
-def start(recipe: Path, run_dir: Path, *overrides: str) -> Command:
+def start(recipe: Path, run_dir: Path, *overrides: str, **environment: str) -> Command:
     """The command with the local launcher, running, forked with its imports done."""
-    return Command(["train", recipe, *overrides, "--run-dir", run_dir], recipe.parent)
+    return Command(["train", recipe, *overrides, "--run-dir", run_dir], recipe.parent, **environment)
 
 
 def finish(process: Command | subprocess.Popen[str], timeout: float = 240) -> str:

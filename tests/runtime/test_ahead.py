@@ -195,9 +195,9 @@ def train(recipe: Path, run_dir: Path, *overrides: str, work: Callable[..., None
     return without_times(harness.train(recipe, run_dir, *AHEAD, *overrides, work=work))
 
 
-def start(recipe: Path, run_dir: Path, *overrides: str) -> Command:
+def start(recipe: Path, run_dir: Path, *overrides: str, **environment: str) -> Command:
     """A run in a Ray of its own, begun."""
-    return harness.start(recipe, run_dir, *AHEAD, *overrides)
+    return harness.start(recipe, run_dir, *AHEAD, *overrides, **environment)
 
 
 def without_times(steps: Numbers) -> Numbers:

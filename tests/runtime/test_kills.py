@@ -6,7 +6,8 @@ lost a worker goes on by itself: both have these numbers.
 
 Of each kind the suite has one case: the actor in test_ahead.py and test_flow.py, the rollout in test_ahead.py, the
 critic in test_critic_apart.py, the launcher and a run that starts again by itself in test_durability.py, the store in
-tests/launchers/test_ray.py.
+tests/launchers/test_ray.py. All of them take about an hour on two cores: 140 of 3 to 5 s, and 60 in a Ray of their own of
+15 to 70 s.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 
 from tests.runtime import harness, test_ahead, test_flow
@@ -30,10 +32,11 @@ pytestmark = [pytest.mark.procs, pytest.mark.alone, pytest.mark.timeout(900), py
 SEEDS = range(20)
 STEPS = 5
 PPO = (*test_ahead.PPO, f"trainer.steps={STEPS}")
-#: Seconds from a worker's start within which it is killed: the whole run takes about as long.
-WITHIN_S = 12.0
-#: Until no worker is left whose launcher was killed.
-GONE_S = 60.0
+PARTIAL = {False: (), True: (test_flow.PARTIAL, *test_flow.LONG)}
+#: Until nothing is left of a run whose launcher was killed: Ray's processes notice it within a minute. One that goes on
+#: trying to reach another of them may meet a rank of the next run at its port.
+GONE_S = 90.0
+MARK = "MEGARL_TEST_RUN"  # in the environment of all processes of a command
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,25 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
     return test_ahead.train(recipe, tmp_path_factory.mktemp("undisturbed"), *PPO)
+
+
+@pytest.fixture(scope="module")
+def in_order_s(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> float:
+    """How long an undisturbed run takes without Ray."""
+    began = time.monotonic()
+    test_ahead.train(recipe, tmp_path_factory.mktemp("timed"), *PPO)
+    return time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def as_ready_s(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, float]:
+    """The same of runs whose samples are used as they get ready, by whether they are interrupted."""
+    found = {}
+    for partial, more in PARTIAL.items():
+        began = time.monotonic()
+        test_flow.train(recipe, tmp_path_factory.mktemp("timed"), *more)
+        found[partial] = time.monotonic() - began
+    return found
 
 
 class Lasts(NamedTuple):
@@ -67,20 +89,20 @@ def ray(recipe: Path, undisturbed: Any, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("team", ["train", "value", "draw"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_order_the_numbers_are_those_of_an_undisturbed_run(recipe, undisturbed, tmp_path, team, seed):
-    kill_one(lambda work: test_ahead.train(recipe, tmp_path, *PPO, work=work), tmp_path, team, seed)
+def test_in_order_the_numbers_are_those_of_an_undisturbed_run(recipe, undisturbed, in_order_s, tmp_path, team, seed):
+    kill_one(lambda work: test_ahead.train(recipe, tmp_path, *PPO, work=work), tmp_path, team, seed, in_order_s)
     assert test_ahead.train(recipe, tmp_path, *PPO) == undisturbed
 
 
 @pytest.mark.parametrize("team", ["train", "draw"])
 @pytest.mark.parametrize("partial", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_as_samples_get_ready_every_prompt_is_trained_on_once(recipe, tmp_path, team, partial, seed):
-    more = (test_flow.PARTIAL, *test_flow.LONG) if partial else ()
-    kill_one(lambda work: test_flow.train(recipe, tmp_path, *more, work=work), tmp_path, team, seed)
+def test_as_samples_get_ready_every_prompt_is_trained_on_once(recipe, as_ready_s, tmp_path, team, partial, seed):
+    more, within = PARTIAL[partial], as_ready_s[partial]
+    kill_one(lambda work: test_flow.train(recipe, tmp_path, *more, work=work), tmp_path, team, seed, within)
     forget_steps_after_the_checkpoint(tmp_path)
     test_flow.train(recipe, tmp_path, *more)
-    test_flow.check(test_flow.trained(tmp_path), test_flow.STEPS)
+    test_flow.check(tmp_path, test_flow.STEPS)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -114,27 +136,37 @@ def test_a_run_that_starts_again_by_itself_has_the_numbers_of_an_undisturbed_one
 def test_a_run_whose_launcher_dies_goes_on_to_the_numbers_of_an_undisturbed_one(
     recipe, undisturbed, ray, tmp_path, seed
 ):
-    process = test_ahead.start(recipe, tmp_path, *PPO)
+    process = test_ahead.start(recipe, tmp_path, *PPO, **{MARK: str(tmp_path)})
     time.sleep(random.Random(f"launcher {seed}").uniform(0.0, ray.seconds))
     process.kill()
     process.wait(timeout=10)
     deadline = time.monotonic() + GONE_S
-    while harness.workers(tmp_path):
-        assert time.monotonic() < deadline, "workers outlive their launcher"
-        time.sleep(0.1)
+    while found := marked(str(tmp_path)):
+        assert time.monotonic() < deadline, f"they outlive their launcher: {found}"
+        time.sleep(0.5)
     assert test_ahead.train(recipe, tmp_path, *PPO) == undisturbed
 
 
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 
-def kill_one(train: Any, run_dir: Path, team: str, seed: int) -> None:
-    """A run of which a worker of `team` is killed, unless it ends before."""
-    delay = random.Random(f"{team} {seed}").uniform(0.0, WITHIN_S)
+def kill_one(train: Any, run_dir: Path, team: str, seed: int, within_s: float) -> None:
+    """A run of which a worker of `team` is killed within so many seconds from its start, unless it ends before."""
+    delay = random.Random(f"{team} {seed}").uniform(0.0, within_s)
     (run_dir / "kill").write_text(json.dumps([team, delay]))
     with contextlib.suppress(AssertionError):  # of the ranks that are left: what counts is the run that goes on
         train(killed)
     (run_dir / "kill").unlink()
+
+
+def marked(run: str) -> list[str]:
+    """Command lines of the processes of a command that was started with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARK) == run:
+                found.append(" ".join(process.cmdline())[:100])
+    return found
 
 
 def killed(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
