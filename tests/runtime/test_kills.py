@@ -6,8 +6,8 @@ lost a worker goes on by itself: both have these numbers.
 
 Of each kind the suite has one case: the actor in test_ahead.py and test_flow.py, the rollout in test_ahead.py, the
 critic in test_critic_apart.py, the launcher and a run that starts again by itself in test_durability.py, the store in
-tests/launchers/test_ray.py. All of them take about an hour on two cores: 140 of 3 to 5 s, and 60 in a Ray of their own of
-15 to 70 s.
+tests/launchers/test_ray.py. All of them take about an hour on two cores: 140 of 3 to 5 s, and 60 of 15 to 70 s in
+a Ray of their own.
 """
 
 from __future__ import annotations
