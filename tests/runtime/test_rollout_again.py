@@ -110,10 +110,10 @@ def dying(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str,
     dist.destroy_process_group()
     own, number = [environment for environment in teams if environment["MEGARL_TEAM"] == "draw"], 0
     while mine["RANK"] == "0" and not _live(recipe, run_dir, overrides, own):
-        from tests.store.served import FarClient
+        from tests.store.served import restart_team
 
         number += 1
-        over = FarClient.connect(mine["MEGARL_STORE"], "draw", 0, 60.0).restart_team(number)
+        over = restart_team(mine["MEGARL_STORE"], "draw", number)
         new = {"MASTER_PORT": str(free_port()), RESTARTS: str(number), FINISHED: str(over or 0)}
         own = [environment | new for environment in own]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -185,10 +185,6 @@ class FarClient:
         found = self._call("given_before", step, key, list(uids))
         return None if found is None else [Block((np.frombuffer(one, dtype=np.uint8),)) for one in found]
 
-    def restart_team(self, number: int) -> Any:
-        """This team begins again; the last step that is over."""
-        return self._call("restart_team", self.team, number)
-
     def queues(self) -> Any:
         """How many groups wait for whom."""
         return self._call("queues")
@@ -228,3 +224,8 @@ def enter(environment: dict[str, str]) -> None:
 
     os.environ.update(environment)
     client.StoreClient = FarClient  # type: ignore[assignment, misc]
+
+
+def restart_team(name: str, team: str, number: int) -> Any:
+    """As a launcher does when a process of `team` has died; the last step that is over. `name` is that of the store."""
+    return FarClient.connect(name, team, 0, _LIMIT_S)._call("restart_team", team, number)
