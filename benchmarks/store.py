@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import sys
 import tempfile
 import time
@@ -439,15 +440,17 @@ PARTS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print what was asked for as JSON."""
+    """Print what was asked for as JSON, with the machine and its load in the last minute."""
+    from megarl.tracking.machine import machine_info
+
     parser = argparse.ArgumentParser(prog="python -m megarl.benchmarks.store", description="The store between teams.")
-    parser.add_argument("--only", choices=list(PARTS), help="one of them")
+    parser.add_argument("--only", choices=list(PARTS), nargs="+", help="some of them")
     parser.add_argument("--json", type=Path, help="write the numbers to this file, too")
     arguments = parser.parse_args(argv)
-    result: dict[str, Any] = {}
+    result: dict[str, Any] = {"machine": machine_info()}
     for name, measure in PARTS.items():
-        if arguments.only in (None, name):
-            result[name] = measure()
+        if arguments.only is None or name in arguments.only:
+            result[name] = {**measure(), "load": os.getloadavg()[0]}
     text = json.dumps(result, indent=2)
     print(text)
     if arguments.json is not None:
