@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks.curves import curves
 from megarl.benchmarks.program import run_program
-from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.machine import machine_info
 
 ARMS = {"synchronous": "grpo_quickstart", "asynchronous": "grpo_async_quickstart"}

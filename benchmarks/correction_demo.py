@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks.curves import curves
 from megarl.benchmarks.program import run_program
-from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.machine import machine_info
 
 RECIPE = "grpo_correction_demo"

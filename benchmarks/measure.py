@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks.case import case_file, model_folder
 from megarl.benchmarks.program import run_program
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.machine import available_cores
 from megarl.processes import has_nvidia_device
-from megarl.tracking.jsonl import read_jsonl
 
 WARM_UP = 1  # steps that are not counted: first use of every kernel, buffer and file
 

@@ -82,10 +82,10 @@ def run(work: Work, settings: str, steps: int) -> dict[str, Any]:
     Raises:
         WorkerError: it failed; its output is on the console.
     """
+    from megarl.artifacts.jsonl import read_jsonl
     from megarl.dag.placement import place
     from megarl.launchers.common import run_workers
     from megarl.recipes.build import build_task_graph
-    from megarl.tracking.jsonl import read_jsonl
 
     config = recipe(work, settings, steps)
     placement = place(build_task_graph(config), config)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.errors import DataError
 
 #: First steps that do not count: memory is allocated and code is loaded in them.
@@ -65,11 +66,9 @@ def read_timings(run_dir: Path) -> Timings:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """Complete lines; the last one of a run that was killed may not be."""
     try:
-        text = file.read_bytes()
-        return [json.loads(line) for line in text[: text.rfind(b"\n") + 1].splitlines()]
-    except (OSError, ValueError) as error:
+        return read_jsonl(file, must_exist=True)
+    except (OSError, DataError) as error:
         raise _no_run(file, error) from error
 
 
@@ -83,10 +82,10 @@ def _teams(file: Path) -> tuple[dict[str, tuple[tuple[str, ...], int]], int]:
 
 
 def _no_run(file: Path, error: Exception) -> DataError:
-    what = (getattr(error, "strerror", None) or f"{type(error).__name__}: {error}").lower()
+    what = getattr(error, "strerror", None) or getattr(error, "what", None) or f"{type(error).__name__}: {error}"
     return DataError(
-        f"this is not the record of a training run ({what})",
-        where=str(file),
+        f"this is not the record of a training run ({what.lower()})",
+        where=getattr(error, "where", None) or str(file),
         allowed="a run folder of megarl train, with metrics.jsonl and run.json",
         fix="name RUNS/<name>/<stamp>",
     )

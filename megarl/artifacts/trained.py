@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from megarl.errors import UserError
+from megarl.artifacts.jsonl import read_jsonl
+from megarl.errors import DataError, UserError
 from megarl.processes import write_atomically
 
 Which = Literal["best", "last"]
@@ -76,8 +77,8 @@ def better_before(run_dir: Path) -> str | None:
         return None
     try:
         metric = json.loads((run_dir / "run.json").read_text())["config"]["trainer"]["best_metric"]
-        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    except (OSError, ValueError, KeyError, TypeError):
+        lines = read_jsonl(run_dir / "metrics.jsonl")
+    except (OSError, ValueError, KeyError, TypeError, DataError):
         return None
     values = {line["step"]: line[metric] for line in lines if line["stage"] == "train" and line.get(metric) is not None}
     before = values.pop(0, None)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.artifacts.trained import exported
 from megarl.errors import DataError
 from megarl.tracking import teams
-from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.restarts import read_restarts
 
 MAX_POINTS = 1500  # per line; more are averaged in bins

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megarl.tracking.jsonl import JsonlWriter, read_jsonl
+from megarl.artifacts.jsonl import JsonlWriter, read_jsonl
 
 NAME = "restarts.jsonl"
 

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megarl.artifacts.jsonl import JsonlWriter, read_jsonl
 from megarl.phase import PhaseEvent
-from megarl.tracking.jsonl import JsonlWriter, read_jsonl
 from megarl.tracking.restarts import read_restarts
 
 _TO_ITS_END = {"ph": "f", "bp": "e"}  # an arrow ends at the slice around that moment

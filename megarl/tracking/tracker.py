@@ -18,11 +18,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megarl.artifacts.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
 from megarl.artifacts.resolved import take_up
 from megarl.errors import ConfigError
 from megarl.processes import identity
 from megarl.tracking.console import ConsoleView
-from megarl.tracking.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
 from megarl.tracking.machine import machine_info
 from megarl.tracking.mlflow_log import STATUS, MlflowLog
 from megarl.tracking.trace import merge_trace

@@ -99,7 +99,8 @@ def test_folders_without_a_run_or_a_model_are_refused(run_dir: Path) -> None:
 def test_a_run_that_was_better_before_training_says_so(tmp_path):
     def record(*values: tuple[int, float]) -> str | None:
         lines = [json.dumps({"step": step, "stage": "train", "val/acc": value}) for step, value in values]
-        (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+        half = '{"step": 3, "st'  # of a run that was killed
+        (tmp_path / "metrics.jsonl").write_text("\n".join([*lines, half]))
         return better_before(tmp_path)
 
     assert record((0, 0.4), (2, 0.1)) is None  # not a run's folder

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.runtime import ahead
-from megarl.tracking.jsonl import read_jsonl
 from tests.forked import Command
 from tests.runtime import harness
 

@@ -6,8 +6,8 @@ from importlib.resources import files
 
 import pytest
 
+from megarl.artifacts.jsonl import JsonlWriter
 from megarl.errors import DataError
-from megarl.tracking.jsonl import JsonlWriter
 from megarl.tracking.report import write_report
 from megarl.tracking.report_data import MAX_POINTS, load_run, report_data
 

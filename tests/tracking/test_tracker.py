@@ -6,12 +6,12 @@ import time
 import pytest
 from rich.console import Console
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.run import TrackingConfig
 from megarl.errors import ConfigError
 from megarl.phase import PhaseEvent
 from megarl.tracking.close import close_run
 from megarl.tracking.console import ConsoleView, summary
-from megarl.tracking.jsonl import read_jsonl
 from megarl.tracking.names import number
 from megarl.tracking.trace import TraceWriter
 from megarl.tracking.tracker import Tracker

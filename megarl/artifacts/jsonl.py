@@ -40,13 +40,14 @@ class JsonlWriter:
         self._file.close()
 
 
-def read_jsonl(path: Path) -> list[Record]:
+def read_jsonl(path: Path, *, must_exist: bool = False) -> list[Record]:
     """All complete records, oldest first; an absent file has none.
 
     Raises:
+        FileNotFoundError: with `must_exist`, of an absent file.
         DataError: a line other than a partial last one is not a JSON object.
     """
-    if not path.is_file():
+    if not must_exist and not path.is_file():
         return []
     records = []
     for number, line in enumerate(path.read_bytes()[: _complete_bytes(path)].split(b"\n")[:-1], 1):

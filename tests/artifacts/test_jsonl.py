@@ -7,8 +7,8 @@ import time
 
 import pytest
 
+from megarl.artifacts.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
 from megarl.errors import DataError
-from megarl.tracking.jsonl import JsonlWriter, read_jsonl, rewrite_jsonl
 
 
 def test_round_trip_and_missing_file(tmp_path):
@@ -69,7 +69,7 @@ def test_half_a_surrogate_pair_is_written_as_its_escape(tmp_path):
 def test_kill_9_loses_no_line_that_write_returned_for(tmp_path):
     path = tmp_path / "m.jsonl"
     code = (
-        "import sys; from pathlib import Path; from megarl.tracking.jsonl import JsonlWriter\n"
+        "import sys; from pathlib import Path; from megarl.artifacts.jsonl import JsonlWriter\n"
         "w = JsonlWriter(Path(sys.argv[1])); i = 0\n"
         "while True:\n    i += 1; w.write({'step': i, 'pad': 'x' * 5000}); print(i, flush=True)"
     )
