@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megarl.artifacts.trained import steps_in
+from megarl.errors import MegarlError
 from megarl.launchers.common import Job, Workers, clear, node_rank, prepare, process_of
 from megarl.launchers.supervise import End, supervise
 from megarl.runtime.health import forget, keep_attempt
@@ -117,9 +118,7 @@ class Attempts:
         """Workers of the next attempt; None: they could not be started, which is said."""
         job, cluster = self._job, self._job.config.cluster
         self.stop()
-        clear(job.run_dir)
-        keep_attempt(job.run_dir, self._attempt)
-        self._attempt += 1
+        self._set_aside()
         begun = process_of(job.run_dir) != self._before
         start, resume = next_start(job.run_dir, job.config.trainer.resume, begun=begun)
         trainer = job.config.trainer.model_copy(update={"resume": resume})
@@ -131,9 +130,19 @@ class Attempts:
         while True:
             try:
                 return self._begin()
-            except Exception as error:  # what was accepted once: machines or devices are missing
+            except Exception as error:  # machines or devices may be missing, which were there once
+                if isinstance(error, MegarlError) and error.repeats:
+                    job.log.say(f"megarl: the restart was refused: {error}")
+                    return None
                 if time.monotonic() > deadline:
                     job.log.say(f"megarl: the restart failed for {cluster.start_timeout_s:g} s: {error}")
                     return None
                 job.log.record("launcher", f"not started again yet: {error}")
-                time.sleep(RETRY_S)
+            self._set_aside()
+            time.sleep(RETRY_S)
+
+    def _set_aside(self) -> None:
+        """What the workers of an attempt left is not taken for that of the next one's; their errors are kept."""
+        clear(self._job.run_dir)
+        keep_attempt(self._job.run_dir, self._attempt)
+        self._attempt += 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from megarl.config.run import RunConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
+from megarl.errors import UnavailableError
 from megarl.processes import has_nvidia_device
 
 Bundle = dict[str, float]
@@ -61,7 +61,7 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
         nodes: what each node of the Ray cluster has.
 
     Raises:
-        ConfigError: too few GPUs; it says who needs how many.
+        UnavailableError: too few GPUs; it says who needs how many.
     """
     cluster = config.cluster
     most = max(nodes, key=lambda node: (node.get("GPU", 0.0), node.get("CPU", 0.0)))
@@ -99,7 +99,7 @@ def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:
 
 def _too_few(
     config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]], extra: int
-) -> ConfigError:
+) -> UnavailableError:
     """Who needs how many, on how many machines, and what is missing."""
     cluster = config.cluster
     machines, have = cluster.nnodes, sorted((int(node.get("GPU", 0)) for node in nodes), reverse=True)
@@ -118,7 +118,7 @@ def _too_few(
         if machines > 1:
             most = [*have, *[0] * machines][:machines]
             missing, allowed = sum(max(0, here - gpus) for gpus in most), f"{machines} nodes of {here} GPUs"
-    return ConfigError(
+    return UnavailableError(
         f"{what}: {missing} missing",
         where="cluster.nproc",
         found=f"{' + '.join(needed)} = {cluster.nproc + extra * machines}; nodes have {', '.join(map(str, have))}",

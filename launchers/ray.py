@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from megarl.credentials import PASSWORD, USER
 from megarl.dag.placement import begins_again
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, WorkerError
+from megarl.errors import UnavailableError, WorkerError
 from megarl.launchers.bundles import Reservation, chooses_gpus, lends, reserve
 from megarl.launchers.common import CAUGHT, Job, layout_environment, process_environment
 from megarl.launchers.output import Follower
@@ -101,7 +101,8 @@ def start(job: Job, *, own: bool = False) -> RayWorkers:
         own: on a Ray that is started for it on this machine, whatever RAY_ADDRESS says.
 
     Raises:
-        ConfigError: the cluster has too few devices, or samples do not fit into this machine's shared memory.
+        UnavailableError: the cluster does not answer or has too few devices, or samples do not fit into this machine's
+            shared memory.
         WorkerError: the devices or actors were not there within `cluster.start_timeout_s`.
     """
     workers = RayWorkers(job, own)
@@ -439,7 +440,7 @@ def check_reachable(address: str, limit_s: float) -> None:
         limit_s: seconds to try.
 
     Raises:
-        ConfigError: nothing answers there.
+        UnavailableError: nothing answers there.
     """
     place = urlsplit(address if "://" in address else f"//{address}")
     try:
@@ -448,7 +449,7 @@ def check_reachable(address: str, limit_s: float) -> None:
             return
         socket.create_connection((host, port), timeout=limit_s).close()
     except (OSError, ValueError) as error:
-        raise ConfigError(
+        raise UnavailableError(
             f"no Ray cluster answers at this address ({getattr(error, 'strerror', None) or error})",
             where="RAY_ADDRESS",
             found=address,

@@ -58,6 +58,12 @@ class ConfigError(UserError):
     """A configuration key, value, or combination of values is wrong."""
 
 
+class UnavailableError(ConfigError):
+    """What the configuration asks for is not there: devices, memory, a port, a cluster. It may come back."""
+
+    repeats = False
+
+
 class DataError(UserError):
     """A data file, row or column is wrong; `where` names file and line."""
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import ConfigError, WorkerError
+from megarl.errors import UnavailableError, WorkerError
 from megarl.processes import address_towards, is_address_here
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.sock
         one_machine: all ranks are on this machine.
 
     Raises:
-        ConfigError: the port is in use, or cannot be listened on.
+        UnavailableError: the port is in use, or cannot be listened on.
     """
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -101,7 +101,7 @@ def listen(host: str, port: int = 0, *, one_machine: bool = True) -> socket.sock
         return socket.create_server((bound, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         in_use = error.errno == errno.EADDRINUSE
-        raise ConfigError(
+        raise UnavailableError(
             "another process listens on this port" if in_use else f"cannot listen here: {error.strerror or error}",
             where="MASTER_PORT" if in_use else "MASTER_ADDR, MASTER_PORT",
             found=f"{host}:{port}",

@@ -191,11 +191,11 @@ def forget(run_dir: Path) -> None:
 
 
 def keep_attempt(run_dir: Path, attempt: int) -> None:
-    """Keep the errors of a failed attempt in errors/attempt_K, and remove its heartbeats."""
+    """Keep the errors of a failed attempt, if it left any, in errors/attempt_K, and remove its heartbeats."""
     _remove_beats(run_dir)
     folder = run_dir / "errors" / f"attempt_{attempt}"
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in (run_dir / "errors").glob("*.json"):
+    for path in list((run_dir / "errors").glob("*.json")):
+        folder.mkdir(parents=True, exist_ok=True)
         path.replace(folder / path.name)
 
 

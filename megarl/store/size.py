@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megarl.dag.placement import begins_again
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError, count
+from megarl.errors import UnavailableError, count
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -62,7 +62,7 @@ def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
     return max(LEAST, steps_held(config) * sum(sizes.values()) + copied)
 
 
-def refuse_too_large(config: RunConfig, placement: Placement | None, free: int | None) -> ConfigError | None:
+def refuse_too_large(config: RunConfig, placement: Placement | None, free: int | None) -> UnavailableError | None:
     """Why Ray cannot be started here with the object store that the run needs; None: it can, or may use the disk.
 
     Args:
@@ -73,7 +73,7 @@ def refuse_too_large(config: RunConfig, placement: Placement | None, free: int |
     wanted = object_store_bytes(config, placement)
     if free is None or config.placement.spill or wanted <= max(free, LEAST):
         return None
-    return ConfigError(
+    return UnavailableError(
         "the samples between teams do not fit into this machine's shared memory",
         where="data.batch_size",
         found=f"{wanted / 1e9:.1f} GB for {count(steps_held(config), 'step')} of the longest samples",

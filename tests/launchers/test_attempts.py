@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from megarl.config.run import ClusterConfig, RunConfig, TrainerConfig
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, UnavailableError, WorkerError
 from megarl.launchers import attempts, supervise
 from megarl.launchers.common import Job, Stopped, run_workers
-from megarl.runtime.health import RankFailure, write_error
+from megarl.runtime.health import Heartbeat, RankFailure, read_beat, read_errors, write_error
 from megarl.tracking.restarts import read_restarts
 
 Attempt = Callable[[Path], dict[int, int] | Stopped]
@@ -139,7 +139,6 @@ def test_the_budget_is_of_restarts_without_a_new_checkpoint(tmp_path, monkeypatc
     assert run(tmp_path, 2) == 1
     assert len(script.resumed) == 3
     assert "no restart is left: 2 without a new checkpoint (cluster.max_restarts)" in capsys.readouterr().err
-    assert {path.name for path in (tmp_path / "errors").iterdir()} == {"attempt_1", "attempt_2"}
 
 
 def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, monkeypatch):
@@ -174,7 +173,7 @@ def test_a_run_that_has_begun_goes_on_from_what_it_saved_itself(tmp_path, monkey
 
 def test_devices_that_are_missing_after_a_failure_are_waited_for(tmp_path, monkeypatch, capsys):
     def refused(run_dir: Path) -> dict[int, int]:
-        raise ConfigError("too few devices")
+        raise UnavailableError("too few devices")
 
     monkeypatch.setattr(attempts, "RETRY_S", 0.01)
     Script(monkeypatch, dies, refused, refused, finishes)
@@ -183,6 +182,33 @@ def test_devices_that_are_missing_after_a_failure_are_waited_for(tmp_path, monke
     Script(monkeypatch, dies, *[refused] * 1000)
     assert run(tmp_path, 1) == 1
     assert "the restart failed for 1 s: too few devices" in capsys.readouterr().err
+
+
+def test_a_restart_that_would_be_refused_again_is_the_end(tmp_path, monkeypatch, capsys):
+    def refused(run_dir: Path) -> dict[int, int]:
+        raise ConfigError("a bad key", where="some.key", fix="correct it")
+
+    script = Script(monkeypatch, dies, refused, finishes)
+    assert run(tmp_path, 1) == 1
+    assert len(script.resumed) == 2
+    assert "the restart was refused: some.key: a bad key" in capsys.readouterr().err
+
+
+def test_a_try_to_start_again_does_not_see_what_the_one_before_left(tmp_path, monkeypatch):
+    def starts_in_part(run_dir: Path) -> dict[int, int]:
+        Heartbeat(run_dir, 0)
+        raises("too early")(run_dir)
+        raise WorkerError("the other workers are not there")
+
+    def looks(run_dir: Path) -> dict[int, int]:
+        assert (read_beat(run_dir, 0), read_errors(run_dir)) == (None, {})
+        return {0: 0}
+
+    monkeypatch.setattr(attempts, "RETRY_S", 0.01)
+    Script(monkeypatch, raises("CUDA out of memory"), starts_in_part, looks)
+    assert run(tmp_path, 1) == 0
+    kept = [(tmp_path / "errors" / f"attempt_{number}" / "rank_0.json").read_text() for number in (1, 2)]
+    assert ["out of memory" in kept[0], "too early" in kept[1]] == [True, True]
 
 
 def test_a_first_start_that_is_refused_is_not_tried_again(tmp_path, monkeypatch):
