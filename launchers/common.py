@@ -222,7 +222,7 @@ def run_workers(launcher: str, entry: str, config: RunConfig, run_dir: Path, pla
                     clear(run_dir)
                     if attempts.started and ended != "finished":
                         close_run(run_dir, ended)
-                    elif placement is not None and placement.separate and ended == "finished":
+                    if attempts.started and placement is not None and placement.separate:
                         complete_trace(run_dir)
 
 

@@ -67,6 +67,7 @@ class Recorder:
                 total_steps=total_steps,
                 resume_step=resume_step,
                 part=part,
+                last=not c.team.others,
             )
         self._heap = heap_bound()
         team = c.team.plan.name if c.team.others else ""

@@ -68,23 +68,22 @@ def close_mlflow(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:
         _try_all([functools.partial(_close_mlflow, run_dir, status)], budget_s)
 
 
-def complete_trace(run_dir: Path, budget_s: float = 10.0) -> None:
-    """Write trace.json of a finished run again: other teams may work on after the one that keeps the record.
+def complete_trace(run_dir: Path, budget_s: float = 60.0) -> None:
+    """Write trace.json of a run of several teams, if nobody has: they may work on after the one that keeps the record.
 
-    Best effort within `budget_s` seconds, without errors.
+    MLflow gets it, too. Best effort within `budget_s` seconds, without errors.
     """
+    if not (run_dir / "trace.json").is_file():
+        _try_all([functools.partial(_close_trace, run_dir)], budget_s)
 
-    def merge() -> None:
-        from megarl.tracking.trace import merge_trace
 
-        try:
-            merge_trace(run_dir)
-        except Exception as error:
-            log.warning("trace.json is incomplete: %s", mask(f"{type(error).__name__}: {error}"))
+def _close_trace(run_dir: Path) -> None:
+    from megarl.tracking.mlflow_log import add_artifact
+    from megarl.tracking.trace import merge_trace
 
-    thread = threading.Thread(target=merge, name="complete-trace", daemon=True)
-    thread.start()
-    thread.join(budget_s)
+    trace, id_file = merge_trace(run_dir), run_dir / "mlflow.train.json"
+    if trace is not None and id_file.is_file():
+        add_artifact(id_file, trace)
 
 
 def _try_all(parts: Iterable[Callable[[], None]], budget_s: float) -> None:

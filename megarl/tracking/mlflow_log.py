@@ -301,6 +301,16 @@ def _text(error: Exception) -> str:
     return text.replace(secret, MASK) if secret else text
 
 
+def add_artifact(id_file: Path, artifact: Path) -> None:
+    """Upload a file to the MLflow run of `id_file`, which may be closed."""
+    known = json.loads(id_file.read_text())
+    reason = unreachable(known["uri"])
+    if reason is not None:
+        log.warning("MLflow at %s: does not answer (%s); it does not get %s", known["uri"], reason, artifact.name)
+        return
+    _connect(known["uri"]).log_artifact(known["run_id"], str(artifact))
+
+
 def close_open_run(id_file: Path, status: str) -> None:
     """Close the MLflow run of `id_file` (`FAILED` or `KILLED`) when the process that logged to it could not."""
     known = json.loads(id_file.read_text())

@@ -52,6 +52,8 @@ class Tracker:
             lines of an earlier try of this stage to `metrics.old-N.jsonl`.
         part: this stage is the whole run, its first phase (another follows, so the end of this one does not end the
             run), or its second.
+        last: nobody works on when this run is over; else its launcher writes trace.json when all have ended
+            (`megarl.tracking.close.complete_trace`).
         console: where console lines go; None: standard output.
     """
 
@@ -66,11 +68,12 @@ class Tracker:
         total_steps: int | None = None,
         resume_step: int | None = None,
         part: Part = "whole",
+        last: bool = True,
         console: Console | None = None,
     ) -> None:
         self.run_dir = Path(run_dir).absolute()
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._cfg, self._name, self._stage, self._part = cfg, name, stage, part
+        self._cfg, self._name, self._stage, self._part, self._last = cfg, name, stage, part, last
         take_up(self.run_dir)
         for file in ("metrics.jsonl", "samples.jsonl"):
             self._prepare(self.run_dir / file, resume_step)
@@ -124,13 +127,16 @@ class Tracker:
         else:
             self._run |= {"status": status, "ended": time.time()}
             self._write_run()
+            if self._last or status != "finished":
+                merge_trace(self.run_dir)
+            else:
+                (self.run_dir / "trace.json").unlink(missing_ok=True)  # of an earlier command
             self._close_files(f"{self._name} {status}", lines)
         if self._mlflow is not None:
             self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
 
     def _close_files(self, title: str, lines: list[dict[str, Any]]) -> None:
-        """Write trace.json and report.html; show the final table."""
-        merge_trace(self.run_dir)
+        """Write report.html; show the final table."""
         if self._cfg.report:
             from megarl.tracking.report import write_report
 

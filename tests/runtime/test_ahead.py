@@ -16,6 +16,7 @@ import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.runtime import ahead
+from megarl.tracking.close import complete_trace
 from tests.forked import Command
 from tests.runtime import harness
 
@@ -93,6 +94,7 @@ def test_what_teams_did_with_their_time_is_in_the_record(undisturbed):
             assert line[f"team/{name}/tokens_per_s"] > 0
         assert line["perf/bottleneck/train"] + line["perf/bottleneck/draw"] == 1
         assert line["store/queue/rollout/train"] >= 0
+    complete_trace(run_dir)  # what a launcher does
     trace = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
     rows = {event["pid"]: event["args"]["name"] for event in trace if event["name"] == "process_name"}
     assert list(rows.values()) == ["worker 0 (train, rank 0)", "worker 1 (draw, rank 0)"]

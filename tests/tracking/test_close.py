@@ -9,10 +9,13 @@ import time
 
 import pytest
 
+from megarl.config.run import TrackingConfig
 from megarl.phase import PhaseEvent
 from megarl.processes import has_ended, identity
+from megarl.tracking import mlflow_log, tracker
 from megarl.tracking.close import close_if_killed, complete_trace
-from megarl.tracking.trace import TraceWriter, merge_trace
+from megarl.tracking.trace import TraceWriter
+from megarl.tracking.tracker import Tracker
 
 WHO = "import json; from megarl.processes import identity; print(json.dumps(identity()), flush=True); "
 
@@ -90,10 +93,41 @@ def test_commands_that_read_the_folder_close_it(tmp_path, gone, command):
 def test_what_a_team_did_after_the_end_of_the_record_is_in_the_trace(tmp_path, caplog):
     writer = TraceWriter(tmp_path, 0)
     writer.write([PhaseEvent("step", 0, 1, 1)])
-    merge_trace(tmp_path)
     writer.write([PhaseEvent("export", 2, 3, 1)])
     complete_trace(tmp_path)
     assert '"export"' in (tmp_path / "trace.json").read_text()
     (tmp_path / "trace" / "rank_1.jsonl").write_text("[]\n{}\n")
     complete_trace(tmp_path)
-    assert "trace.json is incomplete" in caplog.text
+    assert caplog.text == "", "it is written once"
+    (tmp_path / "trace.json").unlink()
+    complete_trace(tmp_path)
+    assert "the record of the run is incomplete" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("last", "status", "merged"), [(True, "finished", 1), (False, "finished", 0), (False, "failed", 1)]
+)
+def test_a_trace_that_others_add_to_is_left_to_the_launcher(tmp_path, monkeypatch, last, status, merged):
+    calls = []
+    monkeypatch.setattr(tracker, "merge_trace", calls.append)
+    (tmp_path / "trace.json").write_text("of an earlier command")
+    one = Tracker(tmp_path, TrackingConfig(report=False, mlflow=False), "x", {}, last=last)
+    one.finish(status)
+    assert len(calls) == merged
+    assert (tmp_path / "trace.json").is_file() == bool(merged)
+
+
+def test_mlflow_gets_a_trace_that_is_written_after_its_run_was_closed(tmp_path, monkeypatch):
+    class Client:
+        def log_artifact(self, run_id: str, path: str) -> None:
+            sent.append((run_id, path))
+
+    sent: list[tuple[str, str]] = []
+    monkeypatch.setattr(mlflow_log, "_connect", lambda uri: Client())
+    monkeypatch.setattr(mlflow_log, "unreachable", lambda uri: None)
+    (tmp_path / "mlflow.train.json").write_text('{"uri": "somewhere", "run_id": "7", "status": "FINISHED"}')
+    complete_trace(tmp_path)
+    assert sent == [], "there is no trace"
+    TraceWriter(tmp_path, 0).write([PhaseEvent("step", 0, 1, 1)])
+    complete_trace(tmp_path)
+    assert sent == [("7", str(tmp_path / "trace.json"))]
