@@ -2,12 +2,14 @@
 
 `core`: its state in one process, driven by 512 workers that draw and 512 that score. A step of 1,024 groups of 8
 samples goes there, and what they make of it comes back. CPU-seconds per step, of the core with its journal and of what
-drives it, what is held after many steps, and the CPU-seconds of a minute in which all of them wait.
+drives it, what is held after many steps, and the CPU-seconds of a minute in which all of them wait. `ready`: the same
+number of groups, each admitted and put by itself as it is with `async.order=as_ready`, by 512 workers or by 8.
 
 `replay`: seconds in which a store that died reads a million of these events from its journal. That of a run is shorter,
 because a snapshot of the state takes the place of the calls.
 
-`clients`: the same steps between 16 processes, 8 of each team. CPU-seconds of the store's process per step.
+`clients`: the same steps between 16 processes, 8 of each team. CPU-seconds of the store's process per step, and of the
+looks of a minute: those that draw look ten times a second whether somebody wants the weights to be replaced.
 
 `ray`: a giver and a taker, each a process of its own. Seconds from the first byte given to the last byte read, of bytes
 and of a batch of 512 groups of 16 samples, beside copying as many bytes from one gigabyte of memory to another one
@@ -23,154 +25,21 @@ connection between two processes.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.config.model import ParallelConfig
-from megarl.dag.placement import Handover, Placement, TeamPlan
-from megarl.dag.stage import Role
-from megarl.store.core import Core, GroupInfo
-from megarl.store.durable import ROOM, DurableCore
-from megarl.store.standing import Ping, Roll
+from megarl.benchmarks.store_calls import measure_clients, measure_core, measure_replay, teams
+from megarl.store.core import GroupInfo
 
-WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
 CHUNKS, CHUNK_BYTES = 32, 32 << 20
 BATCH_GROUPS, BATCH_SAMPLES, TOKENS = 512, 16, 5_000
 ROUNDS = 8
-EVENTS = 1_000_000
-CLIENTS, GROUP_BYTES = 8, 1 << 10
-FIELDS = tuple(f"field_{i}" for i in range(9))
-
-
-def teams(workers: int) -> Placement:
-    """A team that draws and one that scores, of so many workers each."""
-    return Placement(
-        (
-            TeamPlan("train", (Role.ACTOR,), workers, 0, ParallelConfig(), ("rollout", "train")),
-            TeamPlan("score", (Role.REFERENCE,), workers, workers, ParallelConfig(), ("ref_logp",)),
-        ),
-        (
-            Handover("rollout", "train", FIELDS, ("score",), "rollout"),
-            Handover("ref_logp", "score", ("ref_logp",), ("train",), "rollout"),
-        ),
-    )
-
-
-class Workers:
-    """All workers of a run, calling as their clients do a store in this process.
-
-    Args:
-        path: of the journal.
-        share: how groups are shared.
-        room: of the journal.
-    """
-
-    def __init__(self, path: Path, share: str = "dealt", room: int = ROOM) -> None:
-        self.store = DurableCore(lambda: Core(teams(WORKERS), GROUPS, share), path, "bench", room)  # type: ignore[arg-type]
-        self.serials: Counter[tuple[str, int]] = Counter()
-        self.fetches = 0
-
-    def change(self, team: str, rank: int, method: str, *arguments: Any, refs: Sequence[Any] = ()) -> None:
-        """A call that changes something, and the word that comes back."""
-        self.serials[team, rank] += 1
-        call = json.dumps([method, *arguments], separators=(",", ":"))
-        self.store.change(team, rank, self.serials[team, rank], call, refs)
-        self.store.word(team, rank)
-
-    def drive(self, step: int, groups: list[GroupInfo]) -> None:
-        """All calls of all workers in one step."""
-        there, back = "rollout>score", "ref_logp>train"
-        held = [groups[worker::WORKERS] for worker in range(WORKERS)]
-        for worker, mine in enumerate(held):
-            self.change("train", worker, "give", "train", worker, step, there, mine, refs=[object() for _ in mine])
-        for worker in range(WORKERS):
-            share = self.store.ask("assignment", "score", step, "rollout", worker)
-            assert share is not None, "all have given"
-            self.store.fetch("score", step, there, [group.uid for group in share])
-            self.fetches += 1
-            self.change("score", worker, "give", "score", worker, step, back, share, refs=[object() for _ in share])
-            self.change("score", worker, "done", "score", worker, step)
-        for worker, mine in enumerate(held):
-            self.store.fetch("train", step, back, [group.uid for group in mine])
-            self.fetches += 1
-            self.change("train", worker, "done", "train", worker, step)
-
-
-def groups_of_step() -> list[GroupInfo]:
-    """Groups of unequal length."""
-    return [
-        GroupInfo(f"prompt-{k}", k, tuple(f"prompt-{k}#{i}" for i in range(SAMPLES)), 1000 + 37 * k % 900)
-        for k in range(GROUPS)
-    ]
-
-
-def measure_core() -> dict[str, float]:
-    """CPU-seconds of a step, by how groups are shared, and objects that the core holds after many."""
-    import tracemalloc
-
-    groups = groups_of_step()
-    result = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for share in ("dealt", "tokens"):
-            workers = Workers(Path(folder) / share, share)
-            workers.drive(0, groups)
-            start = time.process_time()
-            for step in range(1, STEPS + 1):
-                workers.drive(step, groups)
-            result[f"{share}_cpu_s_per_step"] = (time.process_time() - start) / STEPS
-        result["minute_of_waiting_cpu_s"] = wait_a_minute()
-        gc.collect()
-        tracemalloc.start()
-        for step in range(STEPS + 1, 3 * STEPS + 1):
-            workers.drive(step, groups)
-        gc.collect()
-        result["kb_held_after_10_more_steps"] = tracemalloc.get_traced_memory()[0] / 1e3
-        tracemalloc.stop()
-    return result
-
-
-def measure_replay() -> dict[str, float]:
-    """Seconds of opening a store again whose journal holds so many calls, and the size of one that may be replaced."""
-    groups, step = groups_of_step(), 0
-    with tempfile.TemporaryDirectory() as folder:
-        all_of_it = Path(folder) / "all"
-        workers = Workers(all_of_it, room=1 << 40)
-        while workers.serials.total() + workers.fetches < EVENTS:
-            workers.drive(step, groups)
-            step += 1
-        del workers
-        gc.collect()
-        start = time.perf_counter()
-        again = Workers(all_of_it, room=1 << 40)
-        seconds = time.perf_counter() - start
-        assert again.store.word("train", 0).heard == 2 * step, "nothing is missing"
-        size = all_of_it.stat().st_size
-        all_of_it.unlink()
-        short, largest = Workers(Path(folder) / "short"), 0
-        for step in range(100):
-            short.drive(step, groups)
-            largest = max(largest, (Path(folder) / "short").stat().st_size)
-    return {"replay_s": seconds, "journal_mb": size / 1e6, "largest_mb_with_snapshots": largest / 1e6}
-
-
-def wait_a_minute() -> float:
-    """CPU-seconds of a minute in which all workers tell where they are, and ask in every slice where the others are."""
-    start = time.process_time()
-    roll = Roll(["train", "score"], 0.0)
-    for now in range(0, 60, 5):
-        for team in ("train", "score"):
-            for worker in range(WORKERS):
-                roll.ping(team, worker, Ping(now, "step/take", 1, "the groups of 'rollout' in step 1"), now)
-                roll.others(team, now)
-    return time.process_time() - start
 
 
 def make_batch() -> Any:
@@ -249,64 +118,6 @@ class Process:
         end = time.time()
         self._client.done(step)
         return there, end, sum(map(len, payloads))
-
-
-class Member:
-    """One of several workers of a team; a Ray actor."""
-
-    def __init__(self, team: str, rank: int) -> None:
-        import numpy as np
-
-        from megarl.data.wire import Block
-        from megarl.store.client import StoreClient
-
-        self._client = StoreClient.connect("clients", team, rank, 120.0)
-        self._bytes = Block((np.zeros(GROUP_BYTES, np.uint8),))
-
-    def draw(self, step: int, groups: list[GroupInfo]) -> None:
-        """Hand over a step, and read what comes back."""
-        self._client.give(step, "rollout>score", groups, [self._bytes] * len(groups))
-        self._client.fetch(step, "ref_logp>train", [group.uid for group in groups])
-        self._client.done(step)
-
-    def score(self, step: int, part: int) -> None:
-        """Read a share of a step, and hand over what is made of it."""
-        mine = self._client.assignment(step, "rollout", part)
-        self._client.fetch(step, "rollout>score", [group.uid for group in mine])
-        self._client.give(step, "ref_logp>train", mine, [self._bytes] * len(mine))
-        self._client.done(step)
-
-
-def measure_clients() -> dict[str, float]:
-    """CPU-seconds of the store's process in a step of several processes, and seconds of the step."""
-    import psutil
-    import ray
-
-    from megarl.store.actor import start_store
-
-    groups = groups_of_step()
-    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=1 << 28, log_to_driver=False)
-    with tempfile.TemporaryDirectory() as folder:
-        handle = start_store("clients", teams(CLIENTS), GROUPS, "dealt", Path(folder) / "journal")
-        make = ray.remote(Member).options(num_cpus=0)
-        drawers, scorers = ([make.remote(team, rank) for rank in range(CLIENTS)] for team in ("train", "score"))
-
-        def step(number: int) -> None:
-            draws = [one.draw.remote(number, groups[rank::CLIENTS]) for rank, one in enumerate(drawers)]
-            ray.get([*draws, *(one.score.remote(number, part) for part, one in enumerate(scorers))])
-
-        step(0)
-        below = psutil.Process().children(recursive=True)
-        (process,) = [one for one in below if one.name().startswith("ray::StoreActor")]
-        before, start = process.cpu_times(), time.perf_counter()
-        for number in range(1, STEPS + 1):
-            step(number)
-        after, seconds = process.cpu_times(), time.perf_counter() - start
-        memory = process.memory_info().rss
-        ray.kill(handle)
-    ray.shutdown()
-    used = after.user + after.system - before.user - before.system
-    return {"cpu_s_per_step": used / STEPS, "s_per_step": seconds / STEPS, "rss_mb": memory / 1e6}
 
 
 class Copy:

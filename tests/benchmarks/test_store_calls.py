@@ -1,10 +1,10 @@
-"""What `megarl.benchmarks.store` measures of the core and its journal."""
+"""What `megarl.benchmarks.store_calls` measures of the core and its journal."""
 
 from __future__ import annotations
 
 import pytest
 
-from megarl.benchmarks import store
+from megarl.benchmarks import store_calls as store
 
 
 @pytest.fixture(autouse=True)
