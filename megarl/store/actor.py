@@ -61,7 +61,7 @@ class StoreActor:
     async def ping(self, team: str, rank: int, ping: Ping) -> Word:
         """Hear where a worker stands."""
         self._roll.ping(team, rank, ping, time.monotonic())
-        return self._core.word(team, rank)
+        return self._core.word(team, rank, whole=True)
 
     async def change(
         self, team: str, rank: int, serial: int, call: str, refs: Sequence[Any], start: int = 0

@@ -327,9 +327,12 @@ class StoreClient:
 
     def _heed(self, word: Word) -> None:
         """Let go of bytes that nobody needs, and give again what the store lacks."""
-        held = frozenset(word.held)  # as many as groups are under way: of a large step, thousands
         with self._keeping:
-            gone = [one for one in self._given if one <= word.heard and one not in held]
+            if word.held is None:
+                gone = [one for one in word.gone if one in self._given]
+            else:
+                held = frozenset(word.held)
+                gone = [one for one in self._given if one <= word.heard and one not in held]
             for serial in gone:
                 del self._given[serial]
             if gone and self._keeper is not None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,13 +60,16 @@ class Word(NamedTuple):
 
     Attributes:
         heard: number of the last call of this worker.
-        held: numbers of its calls whose bytes are needed.
-        lacking: those of `held` whose references have to be given again.
+        gone: numbers of its calls whose bytes are needed no more, since it was told last; an answer that is lost takes
+            them with it.
+        lacking: numbers of calls whose bytes are needed, and whose references have to be given again.
+        held: numbers of all calls whose bytes are needed; None: this is only what is new.
     """
 
     heard: int
-    held: list[int]
+    gone: list[int]
     lacking: list[int]
+    held: list[int] | None = None
 
 
 class _Refusal(NamedTuple):
@@ -118,6 +122,10 @@ _CHANGES: dict[str, _Change] = {
 _CLASSES = (*STATE, Parcel, ParcelPiece, _Refusal)
 
 
+def _note_gone(gone: defaultdict[Worker, list[int]], worker: Worker, serial: int) -> None:
+    gone[worker].append(serial)
+
+
 class DurableCore:
     """A core and its journal.
 
@@ -137,6 +145,8 @@ class DurableCore:
         self._said: dict[Worker, tuple[int, Any]] = {}  # number and answer of the last call of each
         self._parcels: dict[Worker, weakref.WeakValueDictionary[int, Parcel]] = {}
         self._refs: weakref.WeakKeyDictionary[Parcel, Sequence[Any]] = weakref.WeakKeyDictionary()
+        self._gone: defaultdict[Worker, list[int]] = defaultdict(list)  # that the worker has not been told of
+        self._lacking: defaultdict[Worker, weakref.WeakSet[Parcel]] = defaultdict(weakref.WeakSet)
         self._journal = Journal(path, name)
         self._most = room
         parse = json.JSONDecoder().raw_decode  # half the time of json.loads for records so short
@@ -147,6 +157,7 @@ class DurableCore:
                 self._most = room + 5 * len(record)
             else:
                 self._do(*found)
+        self._gone.clear()  # workers that gave before this process began are told of all that is held
 
     def change(
         self, team: str, rank: int, serial: int, call: str, refs: Sequence[Any] = ()
@@ -214,12 +225,13 @@ class DurableCore:
         parcel = self._of(team, rank).get(serial)
         if parcel is not None:
             self._refs[parcel] = refs
+            self._lacking[team, rank].discard(parcel)
 
-    def word(self, team: str, rank: int) -> Word:
-        """To a worker."""
-        parcels = dict(self._of(team, rank))
-        lacking = [serial for serial, parcel in parcels.items() if parcel not in self._refs]
-        return Word(self._last(team, rank), sorted(parcels), sorted(lacking))
+    def word(self, team: str, rank: int, *, whole: bool = False) -> Word:
+        """To a worker: what is new; or the `whole`, which takes long where it gave much that is needed."""
+        gone = self._gone.pop((team, rank), [])
+        lacking = sorted(parcel.serial for parcel in self._lacking[team, rank])
+        return Word(self._last(team, rank), gone, lacking, sorted(self._of(team, rank)) if whole else None)
 
     # ----------------------------------------------------------------------------------------------------------------
 
@@ -251,7 +263,10 @@ class DurableCore:
         return self._parcels[worker]
 
     def _keep(self, parcel: Parcel) -> None:
-        self._of(parcel.team, parcel.rank)[parcel.serial] = parcel
+        worker, serial = (parcel.team, parcel.rank), parcel.serial
+        self._of(*worker)[serial] = parcel
+        self._lacking[worker].add(parcel)
+        weakref.finalize(parcel, _note_gone, self._gone, worker, serial).atexit = False
 
     def _append(self, record: str) -> None:
         self._journal.append(record)

@@ -31,7 +31,7 @@ def test_waiting_calls_are_woken_by_the_last_gift(tmp_path: Path) -> None:
         ]
         await asyncio.sleep(0)
         word, _ = await change(actor, "train", 0, 1, "give", "train", 0, 1, KEY, [GROUP], refs=["bytes"])
-        assert word == (1, [1], [])
+        assert word == (1, [], [], None)
         await asyncio.sleep(0.01)
         assert not any(call.done() for call in calls)
         await change(actor, "train", 1, 1, "give", "train", 1, 1, KEY, [])
@@ -54,7 +54,7 @@ def test_after_a_restart_readers_are_woken_by_references_that_are_given_again(tm
             lambda one: change(one, *give, refs=["bytes"]),  # nobody heard the answer
         ):
             one = actor()
-            assert await one.ping("train", 0, Ping(1, "step", 1, "")) == (1, [1], [1])
+            assert await one.ping("train", 0, Ping(1, "step", 1, "")) == (1, [], [1], [1])
             call = asyncio.create_task(one.fetch("critic", 1, KEY, ["u"], 30.0))
             await asyncio.sleep(0.01)
             assert not call.done()

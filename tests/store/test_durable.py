@@ -18,7 +18,7 @@ from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.store.core import Core, GroupInfo, StoreError
-from megarl.store.durable import DurableCore
+from megarl.store.durable import DurableCore, Word
 from megarl.store.flow import FlowSettings
 from tests.store.teams import by_hand
 
@@ -43,6 +43,7 @@ class Workers:
         self.core = new()
         self.serials: dict[tuple[str, int], int] = defaultdict(int)
         self.given: dict[tuple[str, int], dict[int, list[str]]] = defaultdict(dict)
+        self.kept: dict[tuple[str, int], set[int]] = defaultdict(set)
         self.starts: dict[str, int] = defaultdict(int)
         self.open()
 
@@ -53,11 +54,17 @@ class Workers:
     def give_again(self) -> None:
         """What a worker does with a word of the store."""
         for worker in list(self.serials):
-            word = self.store.word(*worker)
+            word = self.heed(worker, whole=True)
             assert word.heard == self.serials[worker]
             for serial in word.lacking:
                 self.store.bind(*worker, serial, self.given[worker][serial])
             assert self.store.word(*worker).lacking == []
+
+    def heed(self, worker: tuple[str, int], *, whole: bool = False) -> Word:
+        """Let go of what the store says that nobody needs; what it says."""
+        word, kept = self.store.word(*worker, whole=whole), self.kept[worker]
+        kept -= set(word.gone) if word.held is None else kept - set(word.held)
+        return word
 
     def change(self, worker: tuple[str, int], dies: str, method: str, *arguments: Any, count: int = 0) -> Any:
         """One call, which the core and the store answer alike; its answer, or the message of the error."""
@@ -65,6 +72,8 @@ class Workers:
         serial = self.serials[worker]
         refs = [f"{worker[0]}/{worker[1]}/{serial}/{index}" for index in range(count)]
         self.given[worker][serial] = refs
+        if refs:
+            self.kept[worker].add(serial)
         want = told(lambda: self._directly(method, arguments, refs))
         call = (*worker, serial, json.dumps([method, *arguments]), refs)
         found = told(lambda: self.store.change(*call))
@@ -77,6 +86,7 @@ class Workers:
             again = told(lambda: self.store.change(*call))
             assert again == (found if isinstance(found, str) else (found[0], None))
             self.give_again()
+        self.heed(worker)
         return want
 
     def _directly(self, method: str, arguments: tuple[Any, ...], refs: list[str]) -> Any:
@@ -176,9 +186,11 @@ def test_a_store_that_dies_at_any_moment_answers_as_one_that_does_not(calls: lis
         workers = Workers(Path(folder) / "j", room)
         for call, dies in calls:
             play(workers, call, dies)
+            held = workers.held()
+            assert all(workers.kept[worker].issuperset(held[worker]) for worker in held)
         workers.open()
         workers.give_again()
-        assert {worker: workers.store.word(*worker).held for worker in workers.serials} == workers.held()
+        assert {worker: sorted(workers.kept[worker]) for worker in workers.serials} == workers.held()
         never = vars(workers.core) | {"_steps": None}
         assert vars(workers.store._core) | {"_steps": None} == never
         assert list(workers.store._core._steps) == list(workers.core._steps)
@@ -205,6 +217,17 @@ def test_a_store_may_die_at_every_call_of_a_run(tmp_path: Path, dies: str) -> No
     assert workers.held() == {worker: [] for worker in WORKERS}
 
 
+def test_answers_say_once_what_nobody_needs_any_more(tmp_path: Path) -> None:
+    workers = Workers(tmp_path / "j", 1 << 20)
+    drive(workers, range(1, 4))
+    for rank in range(2):
+        play(workers, ("give", rank, 4, (rank,)), "")
+    assert workers.heed(("train", 0)) == (workers.serials["train", 0], [], [], None), "it was told of the others"
+    assert workers.heed(("ref", 0)).gone != []
+    assert {worker: sorted(workers.kept[worker]) for worker in workers.serials} == workers.held()
+    assert workers.store.word("ref", 0).gone == []
+
+
 def test_the_journal_is_as_long_as_what_is_alive(tmp_path: Path) -> None:
     workers, sizes = Workers(tmp_path / "j", 4000), set()
     for step in range(1, 300):
@@ -220,7 +243,7 @@ def test_bytes_whose_references_are_not_there_yet_are_waited_for(tmp_path: Path)
         play(workers, ("give", rank, 1, (rank,)), "")
     workers.open()
     assert workers.store.fetch("ref", 1, BOTH, ["u0"]) is None
-    assert workers.store.word("train", 0) == (1, [1], [1])
+    assert workers.store.word("train", 0, whole=True) == (1, [], [1], [1])
     workers.store.bind("train", 0, 1, ["again"])
     assert workers.store.fetch("ref", 1, BOTH, ["u0"]) == ["again"]
     assert workers.store.fetch("ref", 1, BOTH, ["u0", "u1"]) is None
