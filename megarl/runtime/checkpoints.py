@@ -11,7 +11,8 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
 from megarl.runtime.changes import Command, announcements
-from megarl.runtime.drawn import describe_drawn, refuse_other_drawing, steps_held
+from megarl.runtime.drawn import describe_drawn, refuse_left_out, refuse_other_drawing, steps_held
+from megarl.runtime.flow_files import left_out
 from megarl.runtime.reference import put_aside, take_up_reference
 from megarl.runtime.validate import due
 from megarl.training.saving import UnderWay
@@ -132,7 +133,10 @@ class Checkpoints:
             state = read_state(self.source)
             c.loading.check_state(state["loader"])
             if step < steps:  # else nothing of it is used
-                drawn = state.get("drawn") if steps_held(state.get("drawn")) else None
+                saved = state.get("drawn")
+                drawn = saved if steps_held(saved) else None
+                if saved is not None and drawn is None:
+                    refuse_left_out(step, left_out(self.source, saved["parts"]), c.config)
                 if state.get("surplus_parts") and (why := self._why_no_surplus()):
                     lines.append(
                         "samples that dynamic sampling left over are in the checkpoint, and this run goes on without "

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 from megarl.metrics import Metrics
 from megarl.runtime.handed import joined, parted
 
@@ -181,6 +181,30 @@ def refuse_other_drawing(step: int, saved: Mapping[str, Any], config: RunConfig,
                 fix=_way_out(step, held, f"{key}={before[key]}"),
             )
     _refuse_other_fields(step, held, saved["fields"], placement)
+
+
+def refuse_left_out(step: int, prompts: int, config: RunConfig) -> None:
+    """Refuse to resume in order where a run as ready left out prompts, which would never be drawn.
+
+    Args:
+        step: of the checkpoint, which holds no samples.
+        prompts: how many it left out.
+        config: of this run.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    if not prompts or config.async_.order == "as_ready":
+        return
+    steps = -(-prompts // config.data.batch_size)
+    raise ConfigError(
+        f"the run that wrote the checkpoint left out {count(prompts, 'prompt')} that were to be drawn again, and in "
+        "order nobody draws them",
+        where="async.order",
+        found=config.async_.order,
+        allowed="as_ready",
+        fix=_way_out(step, steps, "async.order=as_ready"),
+    )
 
 
 def _refuse_other_fields(step: int, held: int, kept: Mapping[str, Sequence[str]], placement: Placement) -> None:

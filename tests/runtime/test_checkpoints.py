@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from types import SimpleNamespace
 
@@ -231,11 +232,25 @@ def test_a_finished_run_is_not_refused_for_samples_that_it_does_not_train_on(run
         with_state(run_dir, monkeypatch, state).find("trainer.steps", 4)
 
 
-def test_a_run_that_left_out_prompts_and_has_no_samples_goes_on_with_any_settings(run_dir, monkeypatch, capsys):
+def test_a_run_as_ready_that_has_no_samples_goes_on_with_any_settings(run_dir, monkeypatch, capsys):
     state = {"drawn": {"order": "as_ready", "steps": 0, "parts": 1, "fields": {}, "settings": {"data.batch_size": 1}}}
+    (run_dir / "checkpoints" / "step_3" / "flow_0.json").write_text('{"again": []}')
     monkeypatch.setattr("megarl.runtime.checkpoints.announcements", lambda *_, begun, drawn: [f"after {drawn}"])
     assert with_state(run_dir, monkeypatch, state).find("trainer.steps", 9) == 3
     assert "changed since the checkpoint: after None\n" in capsys.readouterr().out
+
+
+def test_prompts_that_a_run_as_ready_left_out_are_not_skipped_in_order(run_dir, monkeypatch):
+    state = {"drawn": {"order": "as_ready", "steps": 0, "parts": 2, "fields": {}, "settings": {}}}
+    for part, again in enumerate(([4, 9], [11])):
+        file = run_dir / "checkpoints" / "step_3" / f"flow_{part}.json"
+        file.write_text(json.dumps({"again": again}))
+    with pytest.raises(ConfigError, match=r"async\.order: .* left out 3 prompts") as error:
+        with_state(run_dir, monkeypatch, state, data={"batch_size": 2}).find("trainer.steps", 9)
+    assert "finish steps 4 to 5 with async.order=as_ready and trainer.steps=5" in error.value.fix
+    ready = {"async": {"order": "as_ready", "max_staleness": 1}}
+    assert with_state(run_dir, monkeypatch, state, **ready).find("trainer.steps", 9) == 3
+    assert with_state(run_dir, monkeypatch, state).find("trainer.steps", 3) == 3, "it trains on nothing"
 
 
 def test_changes_are_announced_with_the_step_that_is_drawn_already(run_dir, monkeypatch, capsys):
