@@ -31,6 +31,7 @@ from megarl.runtime.generation import publish
 from megarl.runtime.rollout_again import DRAWN, Begun, go_to
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import due, evaluate_drawn, validates
+from megarl.store.core import KEPT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.controller import Controller
     from megarl.runtime.recorder import Recorder
+    from megarl.store.client import StoreClient
     from megarl.store.crossing import TeamCrossing
 
 
@@ -63,6 +65,11 @@ def is_drawn_with(config: RunConfig, version: int) -> bool:
     """
     steps, lag = config.trainer.steps, config.async_.max_staleness
     return version == steps or version + lag < steps or validates(config, version)
+
+
+def _store(c: Controller) -> StoreClient:
+    assert c.team.store is not None, "checks want the rollout in a team of its own"
+    return c.team.store
 
 
 class Pushes:
@@ -119,7 +126,6 @@ class Pushes:
             return True
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run draws samples"
-        assert c.team.store is not None, "checks want the rollout in a team of its own"
         names = [f"{DRAWN}/{replica}/{step}" for replica in range(team.replicas)]
         if wait:
             with phase("await_drawn", waits_for=team.name):
@@ -128,7 +134,7 @@ class Pushes:
             return True
         found = None
         if c.layout.rank == 0:
-            found = all(c.team.store.peek(name) is not None for name in names)
+            found = all(_store(c).peek(name) is not None for name in names)
         return bool(c.layout.world.broadcast_json(found))
 
 
@@ -182,10 +188,13 @@ class RolloutSteps:
 
     def _go_on(self, begun: Begun) -> None:
         """Be where this team was before it began again."""
-        c, before = self.c, begun.step - 1
+        c, first, before = self.c, self.c.context.step, begun.step - 1
         self.held = [drawn for drawn in self.held if drawn.step > before]
-        if before > c.context.step and may_save(c.config, before):
-            self.checkpoints.complete(before)
+        for step in reversed(range(max(first + 1, begun.step - KEPT // 2), begun.step)):
+            if may_save(c.config, step) and self.checkpoints.complete(step):
+                break  # those before it were complete when it was begun
+        for step in range(max(first, c.team.finished) + 1, begun.step):
+            _store(c).done(step)  # its workers were, and that was forgotten with them
         go_to(c, begun)
         self.crossing.repeated = begun.step
 
@@ -206,6 +215,7 @@ class RolloutSteps:
             c.loader.go_to(c.loader.number + c.config.data.batch_size)
         if c.layout.is_lead:
             c.context.metrics.merge(drawn[c.layout.dp_rank])
+        _store(c).done(c.context.step)
 
     def _draw(self) -> Drawn | None:
         """One walk of this team's nodes; what it gave, where a checkpoint may have to keep that."""

@@ -100,8 +100,11 @@ class CheckpointPart:
         if last:
             self._under_way.wait()
 
-    def complete(self, step: int) -> None:
+    def complete(self, step: int) -> bool:
         """Write what this team, before it began again, had not written of its part of the checkpoint of `step`.
+
+        Returns:
+            Whether the step is saved.
 
         Raises:
             CheckpointError: the checkpoint could not be begun; the one before it is whole.
@@ -109,9 +112,10 @@ class CheckpointPart:
         from megarl.training.together import complete_part
 
         if self._teams is None:
-            return
+            return False
         with phase("await_checkpoint", waits_for=self._c.team.of(Role.ACTOR)):
             tag = self._teams.announced(step)
         if tag is not None:
             with phase("checkpoint"):
                 complete_part(self._c.run_dir / FOLDER, step, tag, self._teams, self._c.layout)
+        return tag is not None

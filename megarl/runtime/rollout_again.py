@@ -10,9 +10,10 @@ those of before: their seeds are those of prompts, and the loader's place after 
 given or posted before the team died counts, and what comes again is left out by the store.
 
 Every rank of the actor's team looks by itself, and all of them push together. They agree on when: what one of them
-waits for is there before the engines' new addresses, or comes after the weights, which no rank pushes by itself. Hence
-a team that begins again posts nothing that they wait for before it has weights; and before it waits for a third team,
-which may itself wait for samples, a rank waits until these are given.
+waits for is there before the engines' new addresses, so that who sees these asks for it once more; or it comes after
+the weights, which no rank pushes by itself. Hence a team that begins again posts nothing that they wait for before it
+has weights; and before it waits for a third team, which may itself wait for samples, a rank waits until these are
+given.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.placement import begins_again
@@ -159,17 +161,18 @@ class Drawer:
         with self._store.looking(self._look):
             yield
 
-    def _look(self) -> None:
-        """Between two questions to the store: has it begun again?"""
+    def _look(self) -> Callable[[], None] | None:
+        """Between two questions to the store: has it begun again? Then it needs weights."""
         from megarl.runtime.rollout_team import ENGINES
         from megarl.sync.updater import WeightSync
 
         sync = self.c.sync
         if not isinstance(sync, WeightSync) or sync.version is None:
-            return  # it has no weights yet, and is given them when the run begins
-        if self._store.peek(f"{ENGINES}/{self.number + 1}") is None:
-            return
-        version = sync.version
+            return None  # it has no weights yet, and is given them when the run begins
+        there = self._store.peek(f"{ENGINES}/{self.number + 1}") is not None
+        return partial(self._push_again, sync.version) if there else None
+
+    def _push_again(self, version: int) -> None:
         self._await_next("the team of the rollout has begun again", "")
         self.push(version)
 

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from megarl import phase
 from megarl.store.core import GroupInfo, StoreError
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from megarl.store.durable import Word
 
 T = TypeVar("T")
+#: Finds out whether there is something to do while somebody waits, and returns what does it.
+Look: TypeAlias = Callable[[], Callable[[], None] | None]
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
 _FREED_S = _SLICE_S + 2.0  # until all givers have heard what nobody needs, and Ray has given back its memory
 _OBJECT_BYTES = 64 << 20  # from which on an object takes no more payloads
@@ -66,7 +68,7 @@ class StoreClient:
         self._given: dict[int, list[Any]] = {}  # references, by the number of the call
         self._changes = 0
         self._waits_for = ""
-        self._look: Callable[[], None] | None = None
+        self._look: Look | None = None
         phase.on_change(self._moved)
         if keeper is not None:
             self._given = self._ask_keeper("what it has", "held")
@@ -375,24 +377,30 @@ class StoreClient:
                 if found is not None:
                     return found
                 waited = time.monotonic() - start
-                if self._look is not None:
-                    self._look_once(self._look)
+                if self._look is not None and (act := self._look()) is not None:
+                    found, _ = self._call(what, method, *arguments, 0.0)
+                    if found is not None:  # it has come before what was seen: whoever got it at once did not see that
+                        return found
+                    self._act(act)
                 if min([waited, *(other.silent_s for other in others)]) > self._deadline_s + 2 * self._slice_s:
                     raise StoreError(self._too_late(what, waited, others))
 
     @contextmanager
-    def looking(self, look: Callable[[], None]) -> Iterator[None]:
-        """Waits in the block call `look` every few seconds, which may do something that they wait for."""
+    def looking(self, look: Look) -> Iterator[None]:
+        """Waits in the block call `look` every few seconds.
+
+        What it returns may do something that they wait for; it is called if that is not there by then.
+        """
         before, self._look = self._look, look
         try:
             yield
         finally:
             self._look = before
 
-    def _look_once(self, look: Callable[[], None]) -> None:
-        self._look, waits_for, self._waits_for = None, self._waits_for, ""  # what it does is progress
+    def _act(self, act: Callable[[], None]) -> None:
+        look, self._look, waits_for, self._waits_for = self._look, None, self._waits_for, ""  # what it does is progress
         try:
-            look()
+            act()
         finally:
             self._look, self._waits_for = look, waits_for
 

@@ -11,12 +11,15 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from megarl.processes import FINISHED, RESTARTS, free_port
-from megarl.runtime.rollout_again import first_missing
+from megarl.runtime.ahead import RolloutSteps
+from megarl.runtime.rollout_again import Begun, first_missing
 from tests.runtime import harness
 
 #: Two ranks of the actor have to agree on when they push again.
@@ -55,6 +58,29 @@ def test_the_first_number_that_is_not_there(there):
     asked: list[int] = []
     assert first_missing(lambda number: (asked.append(number), number < 5 + there)[1], 5) == 5 + there
     assert len(asked) <= 2 + 2 * max(there, 1).bit_length()
+
+
+def test_it_completes_the_newest_checkpoint_before_and_is_done_with_the_steps_that_it_was_done_with():
+    """Step 8 turned out not to be the best, so that step 6 may still have been written."""
+    done: list[int] = []
+    asked: list[int] = []
+    config: Any = SimpleNamespace(
+        trainer=SimpleNamespace(steps=20, save_every=3),
+        validation=SimpleNamespace(every=4),
+        data=SimpleNamespace(val_files=["rows.jsonl"]),
+    )
+    c: Any = SimpleNamespace(
+        config=config,
+        context=SimpleNamespace(step=2),
+        team=SimpleNamespace(finished=5, store=SimpleNamespace(done=done.append)),
+        loader=SimpleNamespace(load_state_dict=lambda state: None),
+        mail=SimpleNamespace(read=lambda name: name),
+    )
+    checkpoints: Any = SimpleNamespace(complete=lambda step: (asked.append(step), step == 6)[1])
+    crossing: Any = SimpleNamespace(repeated=None)
+    steps = RolloutSteps(c, MagicMock(), crossing, MagicMock(), checkpoints, [], Begun(9, None, False))
+    steps._go_on(steps.begun)
+    assert (asked, done, c.context.step, crossing.repeated) == ([8, 6], [6, 7, 8], 8, 9)
 
 
 @pytest.mark.procs

@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -20,6 +20,7 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, place
 from megarl.data.wire import Block
 from megarl.processes import STORE, TEAM, WORKER, free_port
+from megarl.store.client import Look
 from megarl.store.core import Core
 from megarl.store.flow import FlowSettings
 
@@ -80,7 +81,7 @@ class FarClient:
 
     def __init__(self, shelf: Connection, team: str, rank: int, start: int) -> None:
         self._shelf, self.team, self.rank, self._start = shelf, team, rank, start
-        self._look: Callable[[], None] | None = None
+        self._look: Look | None = None
 
     @classmethod
     def connect(
@@ -101,13 +102,17 @@ class FarClient:
         if (look := self._look) is None:
             return self._call(*call)
         while (found := self._call("soon", _SLICE_S, *call)) is None:
+            if (act := look()) is None:
+                continue
+            if (found := self._call("soon", 0.0, *call)) is not None:
+                return found
             with self.looking(None):
-                look()
+                act()
         return found
 
     @contextlib.contextmanager
-    def looking(self, look: Callable[[], None] | None) -> Iterator[None]:
-        """Waits in the block call `look` now and then."""
+    def looking(self, look: Look | None) -> Iterator[None]:
+        """Waits in the block call `look` now and then, and what it returns."""
         before, self._look = self._look, look
         try:
             yield

@@ -323,6 +323,26 @@ def test_a_wait_lasts_while_another_team_moves(workers: dict[str, Any]) -> None:
         assert ray.get(waiting, timeout=60) == {"x": [1, None]}
 
 
+def test_what_has_come_by_the_time_that_somebody_saw_something_else_is_taken_before_he_does_it() -> None:
+    """Another worker, which was not held up between two questions, has it and does not look."""
+    from megarl.store.client import StoreClient
+
+    said: list[Any] = []
+    answers = iter([(None, []), (None, []), (None, []), ("late", [])])
+    client = StoreClient.__new__(StoreClient)
+    client._slice_s, client._deadline_s, client._waits_for, client._look = 1.0, 60.0, "", None
+    client._call = lambda what, method, *rest, waits_s=0.0: said.append(f"ask {rest[-1]}") or next(answers)
+    looks = iter([None, lambda: said.append("do it"), lambda: said.append("not this")])
+    with client.looking(lambda: next(looks)):
+        assert client._wait("it", "read", "draw", "it") == "late"
+    assert said == ["ask 1.0", "ask 1.0", "ask 0.0", "do it", "ask 1.0"]
+    answers = iter([(None, []), ("there", [])])
+    said.clear()
+    with client.looking(lambda: lambda: said.append("not this")):
+        assert client._wait("it", "read", "draw", "it") == "there"
+    assert said == ["ask 1.0", "ask 0.0"]
+
+
 def test_a_store_that_dies_is_named_at_once(workers: dict[str, Any]) -> None:
     import ray
 
