@@ -24,7 +24,7 @@ from megarl.checks.memory import (
     term,
 )
 from megarl.config.run import RunConfig
-from megarl.dag.placement import Placement, TeamPlan
+from megarl.dag.placement import Placement, TeamPlan, begins_again
 from megarl.dag.stage import Role
 from megarl.store.size import object_store_bytes
 
@@ -115,6 +115,9 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
         # None where training is what bounds the run; one more while one of them is pushed.
         weights = _here(config, actor) * (lag + 1) * parameter_bytes(facts, actor.parallel, config.model.dtype)
         found.append(Term("weights that wait until they are drawn with", weights, "async.max_staleness", 0.0))
+    if actor is not None and lag and job == "train" and begins_again(config, team):
+        weights = _here(config, actor) * parameter_bytes(facts, actor.parallel, config.model.dtype)
+        found.append(term("weights for a rollout that starts again", weights, "placement.restarts"))
     servers = config.rollout.sglang
     if config.rollout.engine == "sglang" and not servers.urls and not gpu and job != "sft":
         held = servers.servers * servers.ranks * (_CPU_SERVER + server_bytes(config, facts))

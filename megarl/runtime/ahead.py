@@ -26,18 +26,18 @@ from megarl.dag.stage import Role
 from megarl.metrics import Metrics
 from megarl.models.copies import ParameterCopies
 from megarl.phase import phase, set_step
-from megarl.runtime.drawn import Drawn
+from megarl.runtime.drawn import Drawn, files_ahead
 from megarl.runtime.generation import publish
-from megarl.runtime.rollout_again import DRAWN, Begun, go_to
+from megarl.runtime.rollout_again import DRAWN
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import due, evaluate_drawn, validates
-from megarl.store.core import KEPT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megarl.config.run import RunConfig
     from megarl.dag.executor import Executor
+    from megarl.runtime.begun import Begun
     from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.controller import Controller
     from megarl.runtime.recorder import Recorder
@@ -164,10 +164,11 @@ class RolloutSteps:
     def run(self) -> None:
         """All steps that are left, and the weights after the last ones."""
         c, config = self.c, self.c.config
-        if self.begun is not None:
-            self._go_on(self.begun)
-        first, steps, lag = c.context.step, config.trainer.steps, config.async_.max_staleness
-        for step in range(first + 1, steps + 1):
+        before, steps, lag = c.context.step, config.trainer.steps, config.async_.max_staleness
+        first = before if self.begun is None else self.begun.first
+        self.held = [drawn for drawn in self.held if drawn.step > before]
+        self.crossing.repeated = None if self.begun is None else self.begun.step
+        for step in range(before + 1, steps + 1):
             c.context.step = step
             set_step(step)
             self.recorder.start_step()
@@ -185,18 +186,6 @@ class RolloutSteps:
             with phase("step"):
                 self._follow(version)
             self._save(version)
-
-    def _go_on(self, begun: Begun) -> None:
-        """Be where this team was before it began again."""
-        c, first, before = self.c, self.c.context.step, begun.step - 1
-        self.held = [drawn for drawn in self.held if drawn.step > before]
-        for step in reversed(range(max(first + 1, begun.step - KEPT // 2), begun.step)):
-            if may_save(c.config, step) and self.checkpoints.complete(step):
-                break  # those before it were complete when it was begun
-        for step in range(max(first, c.team.finished) + 1, begun.step):
-            _store(c).done(step)  # its workers were, and that was forgotten with them
-        go_to(c, begun)
-        self.crossing.repeated = begun.step
 
     def _next(self) -> Drawn | None:
         """The samples of this step go to the other teams; what these were, where a checkpoint may have to keep that."""
@@ -246,7 +235,7 @@ class RolloutSteps:
 
     def _follow(self, version: int) -> None:
         c, config = self.c, self.c.config
-        if not is_drawn_with(config, version):
+        if not is_drawn_with(config, version) or (self.begun is not None and version <= self.begun.followed):
             return
         publish(c, version)
         if validates(config, version):
@@ -255,18 +244,13 @@ class RolloutSteps:
     def _save(self, version: int) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
         self._ahead = [drawn for drawn in self._ahead if drawn.step > version]
+        if self.begun is not None and version <= self.begun.saved:
+            return
         if may_save(self.c.config, version):
-            files = partial(self._files, version)
+            files = partial(files_ahead, self.c, version, self._ahead)
             self.checkpoints.after_step(version, last=version == self.c.config.trainer.steps, files=files)
         else:
             self.checkpoints.poll()
-
-    def _files(self, version: int) -> dict[str, bytes]:
-        """Name and content of all that is drawn for steps after `version`."""
-        files: dict[str, bytes] = {}
-        for drawn in self._ahead:
-            files |= drawn.files(self.c.layout, version)
-        return files
 
 
 def find_drawn(c: Controller, source: Path) -> list[Drawn]:

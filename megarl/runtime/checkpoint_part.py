@@ -100,8 +100,11 @@ class CheckpointPart:
         if last:
             self._under_way.wait()
 
-    def complete(self, step: int) -> bool:
+    def complete(self, step: int, files: Callable[[], Mapping[str, bytes]]) -> bool:
         """Write what this team, before it began again, had not written of its part of the checkpoint of `step`.
+
+        Args:
+            step, files: as in `after_step`.
 
         Returns:
             Whether the step is saved.
@@ -117,5 +120,5 @@ class CheckpointPart:
             tag = self._teams.announced(step)
         if tag is not None:
             with phase("checkpoint"):
-                complete_part(self._c.run_dir / FOLDER, step, tag, self._teams, self._c.layout)
+                complete_part(self._c.run_dir / FOLDER, step, tag, self._teams, self._c.layout, files())
         return tag is not None

@@ -22,6 +22,7 @@ from megarl.phase import phase, set_step
 from megarl.processes import write_atomically
 from megarl.runtime import sft
 from megarl.runtime.ahead import Pushes, RolloutSteps, draws_apart, find_drawn
+from megarl.runtime.begun import Begun, find_begun, go_on
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
 from megarl.runtime.critic import make_critic
@@ -31,7 +32,7 @@ from megarl.runtime.flow import FlowSteps, Offers, find_flow, flows
 from megarl.runtime.generation import open_rollout, publish
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference, now_at
-from megarl.runtime.rollout_again import Drawer, comes_again, find_begun
+from megarl.runtime.rollout_again import Drawer
 from megarl.runtime.rollout_team import resume_loader, share_loader
 from megarl.runtime.setup import build_controller
 from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.runtime.controller import Controller
     from megarl.runtime.roles import ModelRole
-    from megarl.runtime.rollout_again import Begun
     from megarl.store.crossing import TeamCrossing
     from megarl.tracking.tracker import Part
 
@@ -65,27 +65,34 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             checkpoints = CheckpointPart(c)
             start = follow_start(c)
         _make_models(c, start)
-        begun = find_begun(c) if draws_apart(c) and comes_again(config, c.team.placement) else None
-        if begun is None or not begun.over:
+        begun = find_begun(c) if c.team.restarts and draws_apart(c) else None
+        if begun is None:
             open_rollout(c)
-        if start.source is not None:
-            _resume(c, checkpoints, Path(start.source), begun=start.begun)
+        source = None if start.source is None or (begun and begun.is_past_checkpoint(config)) else Path(start.source)
+        if source is not None:
+            _resume(c, checkpoints, source, begun=start.begun)
+        if begun is not None:
+            assert isinstance(checkpoints, CheckpointPart), "the actor's team leads"
+            go_on(c, begun, checkpoints)
+            if begun.version is not None:
+                open_rollout(c)
         all_ready(c)
         _begin(c, graph, checkpoints)
         part: Part = "second" if config.sft.steps else "whole"
         # Opened last: a start that is refused leaves the run's record as it was. Step 0 is measured again.
         shown_from = -1 if start.resumed_at == 0 else start.resumed_at
         with Recorder(c, "train", config.trainer.steps, shown_from, part) as recorder:
-            if begun is None or not begun.over:
-                publish(c, c.context.step if begun is None else begun.version)
-            if not start.begun and (begun.version == 0 if begun is not None else not c.team.finished):
+            version = c.context.step if begun is None else begun.version
+            if version is not None:
+                publish(c, version)
+            if not start.begun and (not c.team.finished if begun is None else begun.draws_first):
                 _before_first_step(c, recorder, checkpoints)
             if draws_apart(c):
                 assert isinstance(checkpoints, CheckpointPart), "the actor's team leads"
                 if flows(c):
-                    _flow(c, graph, recorder, checkpoints, start)
+                    _flow(c, graph, recorder, checkpoints, source)
                 else:
-                    _steps_apart(c, graph, recorder, checkpoints, start, begun)
+                    _steps_apart(c, graph, recorder, checkpoints, source, begun)
             else:
                 recorder.crossing = crossing = _crossing(c, graph)
                 executor = _executor(c, graph, crossing)
@@ -156,7 +163,9 @@ def _executor(c: Controller, graph: TaskGraph, crossing: TeamCrossing | None) ->
     return Executor(graph, c.roles, nodes, crossing, exchange)
 
 
-def _flow(c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, start: RunStart) -> None:
+def _flow(
+    c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, source: Path | None
+) -> None:
     """What a rollout's team does whose samples go to training as they get ready."""
     from megarl.store.pool import PoolCrossing
 
@@ -164,7 +173,7 @@ def _flow(c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: Chec
     assert team.store is not None, "there are other teams"
     recorder.crossing = crossing = PoolCrossing(team.placement, team.store, c.layout.is_lead)
     executor = Executor(graph, c.roles, team.plan.nodes[1:], crossing)
-    held = None if start.source is None else find_flow(Path(start.source))
+    held = None if source is None else find_flow(source)
     FlowSteps(c, executor, crossing, recorder, checkpoints, held).run()
 
 
@@ -173,14 +182,14 @@ def _steps_apart(
     graph: TaskGraph,
     recorder: Recorder,
     checkpoints: CheckpointPart,
-    start: RunStart,
+    source: Path | None,
     begun: Begun | None,
 ) -> None:
     """The steps of a rollout's team of its own, in order."""
     recorder.crossing = crossing = _crossing(c, graph)
     assert crossing is not None, "there are other teams"
     executor = _executor(c, graph, crossing)
-    held = [] if start.source is None else find_drawn(c, Path(start.source))
+    held = [] if source is None else find_drawn(c, source)
     RolloutSteps(c, executor, crossing, recorder, checkpoints, held, begun).run()
 
 

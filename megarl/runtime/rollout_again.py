@@ -1,13 +1,14 @@
 """The rollout's team begins again by itself while the run goes on: it is given weights, and draws the same samples.
 
-    rollout's team, begun again                       team of the actor, in step t
+    rollout's team, begun again (begun.py)            team of the actor
     engines/1: where its engines are   ------------>  looks for it while it waits for anything of this team
-    takes them, draws with them        <-- weights/1/t-1, or t --- pushes what it has
+    takes them, draws with them        <--- weights/1/v ---  pushes version v once more, the one that it pushed last
     draws t again, if not all of it was drawn         waits on, for the same things as before
 
-Weights are t - 1 until all samples of step t are drawn, since the actor learns from them no earlier, so the samples are
-those of before: their seeds are those of prompts, and the loader's place after every step is in the mail. What was
-given or posted before the team died counts, and what comes again is left out by the store.
+v is t - 1 - k until all samples of step t are drawn (`async.max_staleness` is k), so these are those of before: their
+seeds are those of prompts, and the loader's place after every step is in the mail. With k = 0 the actor has learned
+nothing since then; else it keeps a copy of what it pushed last. What was given or posted before the team died counts,
+and what comes again is left out by the store.
 
 Every rank of the actor's team looks by itself, and all of them push together. They agree on when: what one of them
 waits for is there before the engines' new addresses, so that who sees these asks for it once more; or it comes after
@@ -18,8 +19,8 @@ given.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,12 +28,14 @@ from typing import TYPE_CHECKING, Any
 from megarl.dag.placement import begins_again
 from megarl.dag.stage import Kind, Role
 from megarl.errors import WorkerError
-from megarl.metrics import Metrics
+from megarl.models.copies import ParameterCopies
 from megarl.phase import phase
 from megarl.store.core import StoreError
 from megarl.store.crossing import TeamCrossing
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megarl.config.run import RunConfig
     from megarl.dag.node import Node
     from megarl.dag.placement import Placement
@@ -51,9 +54,6 @@ def comes_again(config: RunConfig, placement: Placement) -> bool:
     return placement.separate and team is not None and begins_again(config, team)
 
 
-# -- the actor's end --------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Drawer:
     """The rollout's team as the actor's sees it: it may begin again whenever it is waited for. Of every rank.
@@ -67,6 +67,7 @@ class Drawer:
 
     c: Controller
     number: int = 0
+    _pushed: list[Tensor] | None = None  # what it pushed last, where it may have learned since then
     _given: set[tuple[int, str]] = field(default_factory=set)
 
     @classmethod
@@ -125,6 +126,12 @@ class Drawer:
         Raises:
             WorkerError: they did not take them, and nobody has come in their place.
         """
+        if self.c.config.async_.max_staleness:
+            self._pushed = None  # its memory, before it is taken again
+            self._pushed = ParameterCopies(self.c.actor.chunks).take()
+        return self._push(version)
+
+    def _push(self, version: int) -> SyncReport:
         from megarl.runtime.rollout_team import announce_weights
 
         while (report := self.c.sync.push(version)).failed:
@@ -156,7 +163,7 @@ class Drawer:
             except WorkerError as error:  # on all ranks: it died again
                 why = str(error)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _looking(self) -> Iterator[None]:
         with self._store.looking(self._look):
             yield
@@ -174,7 +181,10 @@ class Drawer:
 
     def _push_again(self, version: int) -> None:
         self._await_next("the team of the rollout has begun again", "")
-        self.push(version)
+        with contextlib.ExitStack() as stack:
+            if self._pushed is not None:
+                stack.enter_context(ParameterCopies(self.c.actor.chunks).replaced(self._pushed))
+            self._push(version)
 
     @property
     def _store(self) -> StoreClient:
@@ -209,77 +219,3 @@ class ActorsCrossing(TeamCrossing):
         keys = [one.key for one in self._placement.given_by(drawer.name) if learns or one.node in before]
         self._drawer.wait_for(context.step, keys, all_drawn=learns)
         return super().take(context, node, board)
-
-
-# -- the rollout's end ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Where the rollout's team goes on that begins in a run that is under way.
-
-    Attributes:
-        step: that is not complete.
-        drawn: what each replica measured of drawing it; None: not all of it is drawn.
-        over: there is no such step any more, and the actor's team pushes nothing.
-    """
-
-    step: int
-    drawn: list[Metrics] | None
-    over: bool
-
-    @property
-    def version(self) -> int:
-        """Of the weights that the team is given first."""
-        return self.step if self.drawn is not None else self.step - 1
-
-
-def find_begun(c: Controller) -> Begun:
-    """The first step after that which the run began with that the rollout's team has not told its numbers of.
-
-    Collective over the rollout's team. Where it begins with the run, that is the first of all.
-    """
-    store, team, first = c.team.store, c.team.plan, c.context.step
-    assert store is not None, "there are other teams"
-    found: list[Any] = []
-    if c.layout.rank == 0:
-        step = first_missing(lambda one: _is_there(store, f"metrics/{team.name}/{one}"), first + 1)
-        told = [store.peek(f"{DRAWN}/{replica}/{step}") for replica in range(team.replicas)]
-        found = [step, told if all(one is not None for one in told) else None]
-    step, told = c.layout.world.broadcast_json(found)
-    over = step > c.config.trainer.steps and step > first + 1
-    return Begun(step, None if told is None else [Metrics.from_json(one) for one in told], over)
-
-
-def go_to(c: Controller, begun: Begun) -> None:
-    """This rank's loader and its context as they are before the step that is not complete."""
-    from megarl.runtime.rollout_team import LOADER
-
-    assert c.loader is not None, "checks refuse a training run without data"
-    if begun.step - 1 > c.context.step:
-        c.context.step = begun.step - 1
-        c.loader.load_state_dict(c.mail.read(f"{LOADER}/{c.context.step}"))
-
-
-def first_missing(is_there: Callable[[int], bool], first: int) -> int:
-    """The first number from `first` on that is not there, of numbers that come in their order.
-
-    >>> first_missing(lambda number: number < 1000, 3)
-    1000
-    """
-    reach = 1
-    while is_there(first + reach - 1):
-        reach *= 2
-    low, high = first + reach // 2, first + reach - 1  # all below `low` are there, `high` is not
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if is_there(middle) else (low, middle)
-    return low
-
-
-def _is_there(store: StoreClient, name: str) -> bool:
-    """Somebody has posted it; of a long series only the last ones are kept."""
-    try:
-        return store.peek(name) is not None
-    except StoreError:
-        return True

@@ -233,6 +233,15 @@ class StoreClient:
         """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""
         self._change(f"be done with step {step}", "done", self.team, self.rank, step)
 
+    def leave(self, number: int, files: Mapping[str, bytes]) -> None:
+        """Files by name, for this worker's next process, if its team may begin again, in place of those of before."""
+        if self._keeper is not None:
+            self._ask_keeper(f"room for {', '.join(files)}", "leave", number, dict(files))
+
+    def left(self, number: int) -> dict[str, bytes]:
+        """What was left under this number, unless something else has been since."""
+        return {} if self._keeper is None else self._ask_keeper("files of before", "left", number)
+
     # -- samples that come as they get ready ---------------------------------------------------------------------------
 
     def open_flow(self, step: int, number: int, begun: Mapping[int, int], again: Sequence[int]) -> list[int]:

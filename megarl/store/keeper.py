@@ -25,6 +25,7 @@ class SampleKeeper:
 
     def __init__(self) -> None:
         self._held: dict[tuple[str, int], dict[int, list[Piece]]] = {}
+        self._left: dict[tuple[str, int], tuple[int, dict[str, bytes]]] = {}
 
     def keep(self, team: str, rank: int, serial: int, pieces: Sequence[tuple[int, int]], *objects: Any) -> list[Piece]:
         """Copy `objects`; each piece is the number of one of them, and a place there."""
@@ -38,6 +39,15 @@ class SampleKeeper:
     def held(self, team: str, rank: int) -> dict[int, list[Piece]]:
         """All that this worker's processes have given and not released, by the numbers of calls."""
         return self._held.get((team, rank), {})
+
+    def leave(self, team: str, rank: int, number: int, files: Mapping[str, bytes]) -> None:
+        """Keep these files for this worker's next process, in place of those of before."""
+        self._left[team, rank] = (number, dict(files))
+
+    def left(self, team: str, rank: int, number: int) -> dict[str, bytes]:
+        """Those that were left last, if under this number; else none."""
+        known, files = self._left.get((team, rank), (number, {}))
+        return files if known == number else {}
 
     def release(self, team: str, rank: int, serials: Iterable[int]) -> None:
         """Nobody needs what these calls gave."""

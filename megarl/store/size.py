@@ -46,7 +46,8 @@ def steps_held(config: RunConfig) -> int:
 def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
     """Size of the object store of a Ray that is started for a run: `steps_held` of all handovers, and at least `LEAST`.
 
-    Where another process keeps copies of what the rollout gives (`megarl.store.keeper`), both are there for a moment.
+    Where another process keeps copies of what the rollout gives (`megarl.store.keeper`), both are there for a moment;
+    and so is what a checkpoint has of the steps that are drawn ahead.
 
     Where it is exceeded, handing samples over fails; with `placement.spill` Ray moves objects to disk.
 
@@ -58,7 +59,8 @@ def object_store_bytes(config: RunConfig, placement: Placement | None) -> int:
         return LEAST
     sizes = {one: handover_bytes(config, one) for one in placement.handovers}
     again = {team.name for team in placement.teams if Role.ROLLOUT in team.roles and begins_again(config, team)}
-    copied = max((size for one, size in sizes.items() if one.giver in again), default=0)
+    gifts = [size for one, size in sizes.items() if one.giver in again]
+    copied = max([*gifts, config.async_.max_staleness * sum(gifts)], default=0)
     return max(LEAST, steps_held(config) * sum(sizes.values()) + copied)
 
 

@@ -146,19 +146,20 @@ def begin_part(
     return Saving(folder, shard, contents, None, fix, layout.world, first=teams.first)
 
 
-def complete_part(root: Path, step: int, tag: str, teams: Teams, layout: Layout) -> None:
+def complete_part(root: Path, step: int, tag: str, teams: Teams, layout: Layout, files: Mapping[str, bytes]) -> None:
     """Write what is lacking of the part of a team without engines whose processes died. Collective over the team.
 
-    What it has told before counts. It adds no other files than those of `own_files`.
+    What it has told before counts.
 
     Args:
-        root, step, tag, teams, layout: see `begin_part`.
+        root, step, tag, teams, layout, files: see `begin_part`.
 
     Raises:
         CheckpointError: as `begin_part`.
     """
     number = teams.first + layout.rank
     shard, contents = own_files({}, tag, step, number)
+    contents |= files
     folder, _ = _announce_part(root, step, tag, {}, teams, layout, size_of(shard, contents))
     write_if_lacking(folder, number, shard, contents)
 

@@ -103,7 +103,17 @@ def test_after_as_many_restarts_as_it_may_the_run_ends_and_says_so(tmp_path: Pat
         ((Role.ROLLOUT,), {}, None),
         ((Role.ROLLOUT, Role.REFERENCE), {}, None),
         ((Role.ROLLOUT, Role.CRITIC), {}, "it holds the critic"),
-        ((Role.ROLLOUT,), {"async": {"max_staleness": 1}}, "it draws ahead of training (async.max_staleness=1)"),
+        ((Role.ROLLOUT,), {"async": {"max_staleness": 2}}, None),
+        (
+            (Role.ROLLOUT,),
+            {"async": {"max_staleness": 1}, "actor": {"engine": {"offload": True}}},
+            "it draws with weights of before, and the actor's are away between steps (actor.engine.offload=true)",
+        ),
+        (
+            (Role.ROLLOUT,),
+            {"async": {"max_staleness": 1, "order": "as_ready"}},
+            "its samples go to training as they get ready (async.order=as_ready)",
+        ),
         ((Role.ROLLOUT,), {"rollout": {"engine": "sglang"}}, "it looks after the servers (rollout.engine=sglang)"),
     ],
 )

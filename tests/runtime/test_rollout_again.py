@@ -11,15 +11,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 from megarl.processes import FINISHED, RESTARTS, free_port
-from megarl.runtime.ahead import RolloutSteps
-from megarl.runtime.rollout_again import Begun, first_missing
 from tests.runtime import harness
 
 #: Two ranks of the actor have to agree on when they push again.
@@ -53,42 +49,13 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
-@pytest.mark.parametrize("there", [0, 1, 2, 3, 7, 8, 1000])
-def test_the_first_number_that_is_not_there(there):
-    asked: list[int] = []
-    assert first_missing(lambda number: (asked.append(number), number < 5 + there)[1], 5) == 5 + there
-    assert len(asked) <= 2 + 2 * max(there, 1).bit_length()
-
-
-def test_it_completes_the_newest_checkpoint_before_and_is_done_with_the_steps_that_it_was_done_with():
-    """Step 8 turned out not to be the best, so that step 6 may still have been written."""
-    done: list[int] = []
-    asked: list[int] = []
-    config: Any = SimpleNamespace(
-        trainer=SimpleNamespace(steps=20, save_every=3),
-        validation=SimpleNamespace(every=4),
-        data=SimpleNamespace(val_files=["rows.jsonl"]),
-    )
-    c: Any = SimpleNamespace(
-        config=config,
-        context=SimpleNamespace(step=2),
-        team=SimpleNamespace(finished=5, store=SimpleNamespace(done=done.append)),
-        loader=SimpleNamespace(load_state_dict=lambda state: None),
-        mail=SimpleNamespace(read=lambda name: name),
-    )
-    checkpoints: Any = SimpleNamespace(complete=lambda step: (asked.append(step), step == 6)[1])
-    crossing: Any = SimpleNamespace(repeated=None)
-    steps = RolloutSteps(c, MagicMock(), crossing, MagicMock(), checkpoints, [], Begun(9, None, False))
-    steps._go_on(steps.begun)
-    assert (asked, done, c.context.step, crossing.repeated) == ([8, 6], [6, 7, 8], 8, 9)
-
-
 @pytest.mark.procs
 @pytest.mark.alone
 @pytest.mark.timeout(900)
-def test_wherever_it_dies_the_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path):
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_wherever_it_dies_the_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path, ahead):
     """Once in every step, each time at another place."""
-    settings = (*TWO, f"trainer.steps={len(PLACES)}")
+    settings = (*TWO, f"trainer.steps={len(PLACES)}", *lag(ahead))
     undisturbed = harness.train(recipe, tmp_path / "whole", *settings)
     assert same(harness.train(recipe, tmp_path / "again", *settings, work=dying)) == same(undisturbed)
     lives = (tmp_path / "again" / "lives").read_text().splitlines()
@@ -96,21 +63,28 @@ def test_wherever_it_dies_the_run_goes_on_as_if_nothing_had_happened(recipe, tmp
 
 
 @pytest.fixture(scope="module")
-def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, float]]:
-    return same(harness.train(recipe, tmp_path_factory.mktemp("undisturbed"), *THREE))
+def undisturbed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[int, dict[str, float]]]:
+    """Numbers by staleness."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return {ahead: same(harness.train(recipe, folder / f"{ahead}", *THREE, *lag(ahead))) for ahead in (0, 1, 2)}
 
 
 @pytest.mark.procs
 @pytest.mark.alone
 @pytest.mark.timeout(900)
 @pytest.mark.campaign("kills")
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(20))
 def test_whenever_one_of_its_processes_dies_the_numbers_are_those_of_an_undisturbed_run(
-    recipe, undisturbed, tmp_path, seed
+    recipe, undisturbed, tmp_path, ahead, seed
 ):
     (tmp_path / "seed").write_text(f"{seed}")
-    assert same(harness.train(recipe, tmp_path, *THREE, work=dying)) == undisturbed
+    assert same(harness.train(recipe, tmp_path, *THREE, *lag(ahead), work=dying)) == undisturbed[ahead]
     assert 0 < deaths(tmp_path) <= DEATHS
+
+
+def lag(ahead: int) -> tuple[str, ...]:
+    return (f"async.max_staleness={ahead}",)
 
 
 def same(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
@@ -272,7 +246,7 @@ def before_it_validates(step: int, die: Callable[[], None]) -> None:
 def before_its_numbers(step: int, die: Callable[[], None]) -> None:
     from megarl.runtime.recorder import Recorder
 
-    _before(Recorder, "end_step", step, die, lambda self, now: now == step)
+    _before(Recorder, "end_step", step, die, lambda self, now: now >= step)
 
 
 def before_its_part_of_a_checkpoint(step: int, die: Callable[[], None]) -> None:

@@ -85,7 +85,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(recipe, tmp_path):
 
 
 def test_a_worker_that_is_killed_begins_again_while_the_run_goes_on(recipe, tmp_path):
-    settings = (*TWO_TEAMS, *STEPS, "sft.steps=0", "cluster.timeout_s=240")
+    settings = (*TWO_TEAMS, *STEPS, "sft.steps=0", "cluster.timeout_s=240", "async.max_staleness=1")
     undisturbed = harness.train(recipe, tmp_path / "whole", *settings)
     run_dir = tmp_path / "killed"
     process = harness.start(recipe, run_dir, *settings)

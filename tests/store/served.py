@@ -34,9 +34,16 @@ class Shelf:
 
     def __init__(self, core: Core) -> None:
         self._core, self._change = core, threading.Condition()
+        self._left: dict[Any, Any] = {}
 
     def call(self, method: str, *arguments: Any) -> Any:
         """The answer of the core, as soon as there is one."""
+        if method == "leave":
+            self._left[arguments[0]] = arguments[1:]
+            return None
+        if method == "left":
+            number, files = self._left.get(arguments[0], (None, {}))
+            return files if number == arguments[1] else {}
         if method in ("post", "give", "done", "put", "reject"):
             with self._change:
                 getattr(self._core, method)(*arguments)
@@ -60,9 +67,14 @@ class Shelf:
 
     def serve(self, listener: Listener) -> None:
         """Every worker that connects, in a thread of its own, until the listener is closed."""
-        with contextlib.suppress(OSError):
-            while True:
-                threading.Thread(target=self._serve, args=(listener.accept(),), daemon=True).start()
+        while True:
+            try:
+                worker = listener.accept()
+            except (EOFError, ConnectionError):  # it has died before they knew each other
+                continue
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(worker,), daemon=True).start()
 
     def _serve(self, worker: Connection) -> None:
         with contextlib.suppress(EOFError, OSError):  # it has ended
@@ -189,6 +201,14 @@ class FarClient:
         """Payloads of groups that are there."""
         found = self._call("given_before", step, key, list(uids))
         return None if found is None else [Block((np.frombuffer(one, dtype=np.uint8),)) for one in found]
+
+    def leave(self, number: int, files: Mapping[str, bytes]) -> None:
+        """Files for the next process of this worker."""
+        self._call("leave", (self.team, self.rank), number, dict(files))
+
+    def left(self, number: int) -> dict[str, bytes]:
+        """Those that one before it has left."""
+        return self._call("left", (self.team, self.rank), number)
 
     def queues(self) -> Any:
         """How many groups wait for whom."""

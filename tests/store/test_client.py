@@ -274,9 +274,14 @@ def test_what_is_kept_outlives_its_giver_and_goes_when_all_are_done_with_it(work
             if len(lives) == 1:
                 payload = Block((np.full(1 << 20, 7, np.uint8),))
                 assert ray.get(lives[0].call.remote("give", 1, key, _infos(group), [payload]), timeout=60) == 1 << 20
+                for number in (3, 4):
+                    files = {"a": b"%d" % number, "b": bytes(1 << 20)}
+                    assert ray.get(lives[0].call.remote("leave", number, files), timeout=60) is None
                 ray.kill(lives[0])
         (came,) = ray.get(workers["score0"].call.remote("fetch", 1, key, ["u0"]), timeout=60)
         assert (len(came), {*came.tobytes()}) == (1 << 20, {7})
+        left = [ray.get(lives[1].call.remote("left", number), timeout=60) for number in (3, 4)]
+        assert left == [{}, {"a": b"4", "b": bytes(1 << 20)}], "in place of those of before"
         assert list(ray.get(keeper.held.remote("train", 0))) == [1]
         for worker in (workers["train1"], workers["score0"], lives[1]):
             ray.get(worker.call.remote("done", 1), timeout=60)
