@@ -12,6 +12,9 @@ when everything is drawn that may begin with this version, and the actor's team 
 and waits only where it has to: at a validation, where a save may be due, at the end, and when these weights are too old
 for the next step.
 
+A group whose rewards are being computed is put aside at the node that waits for them, and drawing goes on. With
+`async.partial` the weights may change meanwhile; a checkpoint waits for these rewards.
+
 Metrics of samples travel with them. What a replica measures of itself is counted in the step whose weights end its
 stretch.
 """
@@ -19,7 +22,9 @@ stretch.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -70,13 +75,31 @@ def _store(c: Controller) -> StoreClient:
     return c.team.store
 
 
+@dataclass(frozen=True)
+class Scoring:
+    """Groups that have come as far as the node that waits for their rewards.
+
+    Attributes:
+        numbers: of their prompts.
+        board: their samples.
+        metrics: of these samples, as far as they have come.
+        aside: what other teams use of them (`PoolCrossing.aside`).
+    """
+
+    numbers: list[int]
+    board: Batch
+    metrics: Metrics
+    aside: dict[str, Batch]
+
+
 @dataclass
 class FlowSteps:
     """What a rollout's team does until the last weights have come. All ranks of a replica make the same calls.
 
     Attributes:
         c: this rank's controller.
-        executor: walks this team's nodes after the one that draws.
+        executor: walks this team's nodes after the one that draws, as far as they do not wait for rewards.
+        scored: walks those after them.
         crossing: of the executor.
         recorder: of this rank.
         checkpoints: this team's part of them.
@@ -85,6 +108,7 @@ class FlowSteps:
 
     c: Controller
     executor: Executor
+    scored: Executor
     crossing: PoolCrossing
     recorder: Recorder
     checkpoints: CheckpointPart
@@ -99,6 +123,7 @@ class FlowSteps:
     _formed: int = 0  # the last step whose groups are known here
     _waiting: list[int] = field(default_factory=list)  # of a checkpoint, not begun again yet
     _drafts: dict[int, list[Draft]] = field(default_factory=dict)  # of these
+    _scoring: deque[Scoring] = field(default_factory=deque)  # in the order in which the rewards come
     _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
     _silent: list[list[float]] = field(default_factory=list)  # scores of groups without signal, since the last with
 
@@ -175,14 +200,17 @@ class FlowSteps:
             while True:
                 if not self._wanted:
                     self._admit(stream, version)
-                told = together.all_gather_json([self._look(), stream.busy])
-                self._wanted = self._wanted or any(wanted for wanted, _ in told)
-                if not any(busy for _, busy in told) or (interrupts and self._wanted):
+                told = together.all_gather_json([self._look(), stream.busy, bool(self._scoring)])
+                self._wanted = self._wanted or any(wanted for wanted, _, _ in told)
+                drawing, scoring = any(busy for _, busy, _ in told), any(some for _, _, some in told)
+                if not (drawing or scoring) or (interrupts and self._wanted):
                     break
-                with phase("rollout"):
-                    groups = stream.wait(self._is_called)
-                if groups:
-                    self._finish(groups)
+                if drawing:
+                    with phase("rollout"):
+                        groups = stream.wait(self._is_called)
+                    if groups:
+                        self._score(groups)
+                self._finish_scored(wait=not drawing)
             stream.interrupt()
 
     def _admit(self, stream: Stream, version: int) -> None:
@@ -211,6 +239,8 @@ class FlowSteps:
     def _is_called(self) -> bool:
         """Something else is to be done than drawing. Collective over the replica."""
         group = self.c.layout.mp_group
+        if self._next_is_scored():
+            return True
         if not self.c.config.async_.partial:
             return False
         if not self._wanted:
@@ -225,22 +255,52 @@ class FlowSteps:
         self._looked = now
         return _store(self.c).peek(f"{WANTED}/{self._gate}") is not None
 
-    def _finish(self, groups: Sequence[tuple[int, list[Completion]]]) -> None:
-        """Walk the nodes after the one that draws, and hand the groups over with what these measure."""
+    def _score(self, groups: Sequence[tuple[int, list[Completion]]]) -> None:
+        """Walk the nodes after the one that draws, as far as they do not wait for rewards."""
         from megarl.data.batch import Batch
         from megarl.runtime.stages.rollout import record_lengths, responses
 
         c, numbers = self.c, [number for number, _ in groups]
-        kept, c.context.metrics = c.context.metrics, self._carried
-        try:
+        with self._measuring(Metrics()) as metrics:
             prompts = Batch.concat([self._prompts.pop(number) for number in numbers])
             board = responses(c.rollout, prompts, [done for _, done in groups])
             record_lengths(c.context, board)
             self.crossing.give(c.context, self.executor.graph[c.team.plan.nodes[0]], board)
             board = self.executor.run(c.context, board)
-            useless = self._useless(numbers, board)
+        self._scoring.append(Scoring(numbers, board, metrics, self.crossing.aside))
+        self.crossing.aside = {}
+
+    @contextmanager
+    def _measuring(self, metrics: Metrics) -> Iterator[Metrics]:
+        """Samples are measured into `metrics`."""
+        context = self.c.context
+        kept, context.metrics = context.metrics, metrics
+        try:
+            yield metrics
         finally:
-            self._carried, c.context.metrics = c.context.metrics, kept
+            context.metrics = kept
+
+    def _next_is_scored(self) -> bool:
+        """The rewards of the first groups that wait for theirs are there. Collective over the replica."""
+        from megarl.runtime.stages.reward import is_scored
+
+        if not self._scoring:
+            return False
+        lead = self.c.layout.is_lead
+        return bool(self.c.layout.mp_group.broadcast_json(is_scored(self._scoring[0].board) if lead else None))
+
+    def _finish_scored(self, *, wait: bool) -> None:
+        """Go on with the groups whose rewards are there; with all, if it is to `wait` for these."""
+        while self._scoring and (wait or self._next_is_scored()):
+            self._finish(self._scoring.popleft())
+
+    def _finish(self, groups: Scoring) -> None:
+        """Walk the other nodes, and hand the groups over with what all of them measured."""
+        c, numbers = self.c, groups.numbers
+        self.crossing.aside = groups.aside
+        with self._measuring(self._carried.merge(groups.metrics)):
+            board = self.scored.run(c.context, groups.board)
+            useless = self._useless(numbers, board)
         ready = self.crossing.collect(numbers, board, self._carried)
         wanted = [number for number in numbers if number not in useless]
         self._versions = {number: v for number, v in self._versions.items() if number not in useless}
@@ -308,6 +368,7 @@ class FlowSteps:
             return
         from megarl.runtime.flow_files import flow_files
 
+        self._finish_scored(wait=True)
         store, last = _store(c), version == c.config.trainer.steps
         state = store.flow_state()  # nobody begins anything before the next stretch
         assert c.loader is not None, "checks refuse a training run without data"

@@ -35,6 +35,7 @@ from megarl.runtime.reference import drop_refused_start, make_reference, now_at
 from megarl.runtime.rollout_again import Drawer
 from megarl.runtime.rollout_team import resume_loader, share_loader
 from megarl.runtime.setup import build_controller
+from megarl.runtime.stages.reward import PENDING
 from megarl.runtime.start import RunStart, all_ready, announce_start, follow_start
 from megarl.runtime.teacher import make_teacher
 from megarl.runtime.team import OwnTeam
@@ -172,9 +173,11 @@ def _flow(
     team = c.team
     assert team.store is not None, "there are other teams"
     recorder.crossing = crossing = PoolCrossing(team.placement, team.store, c.layout.is_lead)
-    executor = Executor(graph, c.roles, team.plan.nodes[1:], crossing)
+    nodes = team.plan.nodes[1:]
+    waiting = next((place for place, id in enumerate(nodes) if PENDING in graph[id].declared.consumes), len(nodes))
+    executor, scored = (Executor(graph, c.roles, some, crossing) for some in (nodes[:waiting], nodes[waiting:]))
     held = None if source is None else find_flow(source)
-    FlowSteps(c, executor, crossing, recorder, checkpoints, held).run()
+    FlowSteps(c, executor, scored, crossing, recorder, checkpoints, held).run()
 
 
 def _steps_apart(

@@ -67,12 +67,13 @@ class PoolCrossing:
         is_lead: it gives for its replica.
 
     Attributes:
+        aside: what was put aside of the samples that are on their way through the nodes, by key of handover.
         tokens: of the samples that it has collected, prompts included.
     """
 
     def __init__(self, placement: Placement, client: StoreClient, is_lead: bool) -> None:
         self._placement, self._client, self._is_lead = placement, client, is_lead
-        self._aside: dict[str, Batch] = {}
+        self.aside: dict[str, Batch] = {}
         self.tokens = 0
 
     def take(self, context: Any, node: Node, board: Batch | None) -> Batch | None:
@@ -83,7 +84,7 @@ class PoolCrossing:
         """Put aside what other teams use of what `node` wrote."""
         if self._is_lead:
             for handover in self._placement.given(node.id):
-                self._aside[handover.key] = outgoing(handover, board)
+                self.aside[handover.key] = outgoing(handover, board)
 
     def collect(self, numbers: Sequence[int], board: Batch, metrics: Metrics) -> Ready | None:
         """What was put aside, as the groups of the prompts `numbers`, in the order of `board`.
@@ -100,7 +101,7 @@ class PoolCrossing:
             return None
         groups = groups_of(board)
         self.tokens += sum(group.tokens for group in groups)
-        aside, self._aside = self._aside, {}
+        aside, self.aside = self.aside, {}
         return Ready(list(numbers), groups, aside, metrics)
 
     def put(self, context: Any, ready: Ready) -> None:

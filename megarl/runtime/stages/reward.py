@@ -94,6 +94,13 @@ def collect(c: StepContext, scorer: ScorerRole, pending: list[Pending | None], s
     return [failed if error else result for result, error in zip(results, samples["env_error"], strict=True)]
 
 
+def is_scored(samples: Batch) -> bool:
+    """The results of what `submit` started for `samples` are there, if anything was; of the rank that has them."""
+    if PENDING not in samples:
+        return True
+    return all(one is None or one.handle.outcomes.done() for one in samples[PENDING])
+
+
 def _own_results(runner: RewardRunner | None, pending: list[Pending | None]) -> list[dict[str, Any]] | None:
     """What this rank's reward function says; None where it has none."""
     if runner is None:
