@@ -37,7 +37,7 @@ from megarl.comm import WorkerGroup
 from megarl.training import old_format
 from megarl.training.intact import Seal, faults, few, seal_text
 from megarl.training.rng import load_rng
-from megarl.training.saving import Saving, shard_name
+from megarl.training.saving import Saving, drop_seals, shard_name
 from megarl.training.sharded_state import load_engines, refuse_foreign, weight_boxes, world_of
 from megarl.training.shards import CheckpointError, Index, label_of, read_index
 from megarl.training.together import Part, Teams, folder_of, own_files, refuse_folder, rng_name, size_of
@@ -125,6 +125,8 @@ def _commit(folder: Path, meta: dict[str, Any], keep_last: int, best: bool, seal
     whole = {**meta, "files": seals}
     (folder / _META).write_text(json.dumps({**whole, "checksum": _meta_seal(whole)}, indent=1))
     _publish(folder, root / f"step_{step}", meta["tag"])
+    with contextlib.suppress(OSError):  # nobody reads them any more
+        drop_seals(root / f"step_{step}")
     if best:
         _note_best(root, step)
     try:

@@ -2,7 +2,7 @@
 
     main thread      snapshot to host memory -> Saving()    poll() after every step    wait() before the next one
     every thread     its files -> seal_K.json (their sizes and checksums), in step_N.tmp-TAG
-    rank 0's thread  waits for every seal_K.json -> commit: meta.json, rename
+    rank 0's thread  waits for every seal_K.json -> commit: meta.json, rename, and then the seals go
 
 K is the worker's number among those of all teams. With several of them, rank 0 of the actor's team waits for all.
 
@@ -145,8 +145,8 @@ class Saving:
         for team, workers in self._others.items():
             self._await_seals(team, workers)
         seals: dict[str, Seal] = {}
-        for number in chain(own, *self._others.values()):  # all at once: a seal that is not there is still to come
-            seals |= _take_seals(_seal_path(self._folder, number))
+        for number in chain(own, *self._others.values()):
+            seals |= json.loads(_seal_path(self._folder, number).read_text())
         return seals
 
     def _bytes_of_others(self) -> int:
@@ -154,7 +154,7 @@ class Saving:
         own = {shard_name(self._first + rank) for rank in range(self._world.size)}
         size = 0
         for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):  # a seal that is taken, or a file that gets its name
+            with contextlib.suppress(FileNotFoundError):  # a file that gets its name
                 size += 0 if path.name in own else path.stat().st_size
         return size
 
@@ -250,10 +250,10 @@ def _seal_path(folder: Path, number: int) -> Path:
     return folder / f"seal_{number}.json"
 
 
-def _take_seals(path: Path) -> dict[str, Seal]:
-    seals = json.loads(path.read_text())
-    path.unlink()
-    return seals
+def drop_seals(folder: Path) -> None:
+    """Remove the seals of a checkpoint that has its name: before, a seal that is not there is still to be written."""
+    for path in folder.glob("seal_*.json"):
+        path.unlink()
 
 
 def _describe(error: BaseException) -> str:

@@ -104,20 +104,24 @@ def test_a_run_goes_from_one_team_to_two_and_back(alone, tmp_path):
 
 @pytest.fixture
 def run(alone, tmp_path):
-    """A policy of one rank with step 1 saved, and what a team beside it needs to write a part of step 2."""
+    """A policy of one rank with step 1 saved, and what a team beside it needs to write a part of step 2.
+
+    `impatient` is the policy's team with a deadline that is over soon.
+    """
     layout = fresh_layout(ParallelConfig())
     engines = {"actor": _engine("dense", layout, 3)}
     root = tmp_path / "checkpoints"
     checkpoint.save(root, 1, engines, {})
-    mail = FolderMail(tmp_path / "mail", 5.0)
+    mail = FolderMail(tmp_path / "mail", 30.0)
     return SimpleNamespace(
         engines=engines,
         layout=layout,
         critic={"critic": _engine("critic", layout, 4)},
         root=root,
         mail=mail,
-        policy=Teams("policy", 0, mail, 0.2, ("values",)),
-        values=Teams("values", 1, mail, 0.2),
+        policy=Teams("policy", 0, mail, 30.0, ("values",)),
+        impatient=Teams("policy", 0, mail, 0.2, ("values",)),
+        values=Teams("values", 1, mail, 30.0),
     )
 
 
@@ -147,11 +151,33 @@ def test_a_step_is_a_checkpoint_only_when_the_last_part_of_all_teams_is_on_disk(
     assert checkpoint.verify(run.root / "step_2", world())["optimizer_steps"] == {"actor": 0, "critic": 0}
 
 
+def test_a_part_that_comes_again_while_the_checkpoint_gets_its_name_changes_nothing(run, monkeypatch):
+    publish = checkpoint._publish
+
+    def write_again() -> None:
+        folder = run.root / f"step_2.tmp-{run.policy.announced(2)}"
+        torch.manual_seed(99)  # a process that begins again is in other states
+        saving.write_if_lacking(folder, 1, *together.own_files({}, "again", 2, 1))
+
+    def publish_slowly(*arguments) -> None:
+        write_again()
+        publish(*arguments)
+        write_again()
+
+    monkeypatch.setattr(checkpoint, "_publish", publish_slowly)
+    other = threading.Thread(target=_values_write, args=(run,), daemon=True)
+    other.start()
+    checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy).wait()
+    other.join(30)
+    meta = checkpoint.verify(run.root / "step_2", world())
+    assert {path.name for path in (run.root / "step_2").iterdir()} == {"meta.json", *meta["files"]}
+
+
 def test_a_team_that_does_not_finish_its_part_is_named_and_the_step_before_stays(run):
     part = Part.of(run.critic, 1, 1000, run.layout)
     run.mail.post("checkpoint/values/2", together.asdict(part))
     with phase("checkpoint"):
-        written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy)
+        written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.impatient)
     with pytest.raises(WorkerError) as caught:
         written.wait()
     told = str(caught.value)
@@ -164,7 +190,7 @@ def test_a_kill_between_the_parts_leaves_a_folder_that_nobody_reads(run):
     """What the policy's team leaves when all are killed while it waits for the other one."""
     part = Part.of(run.critic, 1, 1000, run.layout)
     run.mail.post("checkpoint/values/2", together.asdict(part))
-    written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.policy)
+    written = checkpoint.begin(run.root, 2, run.engines, {}, teams=run.impatient)
     left = run.root / f"step_2.tmp-{run.policy.announced(2)}"
     end = time.monotonic() + 30
     while not (left / "seal_0.json").exists():
