@@ -84,8 +84,8 @@ def raises(message: str = "a defect", step: int = 4, **more: bool) -> Attempt:
     return attempt
 
 
-def run(run_dir: Path, restarts: int, resume: str = "auto") -> int:
-    cluster = ClusterConfig(max_restarts=restarts, start_timeout_s=1.0)
+def run(run_dir: Path, restarts: int, resume: str = "auto", start_timeout_s: float = 60.0) -> int:
+    cluster = ClusterConfig(max_restarts=restarts, start_timeout_s=start_timeout_s)
     return run_workers(
         "local", "m:f", RunConfig(name="x", cluster=cluster, trainer=TrainerConfig(resume=resume)), run_dir
     )
@@ -180,7 +180,7 @@ def test_devices_that_are_missing_after_a_failure_are_waited_for(tmp_path, monke
     assert run(tmp_path, 1) == 0
 
     Script(monkeypatch, dies, *[refused] * 1000)
-    assert run(tmp_path, 1) == 1
+    assert run(tmp_path, 1, start_timeout_s=1.0) == 1
     assert "the restart failed for 1 s: too few devices" in capsys.readouterr().err
 
 

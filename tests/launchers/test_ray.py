@@ -102,9 +102,8 @@ def test_teams_on_two_nodes_have_the_metrics_of_those_in_a_ray_of_their_own_whos
 
     def killed(run_dir: Path) -> dict[int, dict[str, float]]:
         process = harness.start(recipe, run_dir, *more)
+        store = harness.wait_for(lambda: harness.store_of(process), process)
         harness.wait_for(lambda: (run_dir / "metrics.jsonl").exists(), process)
-        store = harness.store_of(process)
-        assert store is not None
         harness.kill(store)
         output = harness.finish(process)
         assert process.returncode == 0, output[-4000:]
