@@ -25,7 +25,7 @@ from megarl.store.standing import Ping, Roll
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
 EVENTS = 1_000_000
 CLIENTS, GROUP_BYTES = 8, 1 << 10
-LOOKS, LOOKS_PER_MINUTE = 300, 600
+LOOKS, LOOKS_PER_MINUTE = 200, 600
 #: Of a group, as the rollout's team tells them.
 METRICS = json.dumps({f"response/{name}": ["mean", 4096.0, 8.0] for name in ("length", "clipped", "turns", "score")})
 FIELDS = tuple(f"field_{i}" for i in range(9))
@@ -262,7 +262,8 @@ class Member:
     def look(self, times: int) -> None:
         """As a replica does while it draws."""
         for _ in range(times):
-            self._client.peek("wanted/1")
+            self._client.has_come("wanted/1")
+            time.sleep(60 / LOOKS_PER_MINUTE)
 
 
 def measure_clients() -> dict[str, float]:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from megarl.store.pool import PoolCrossing, Ready
 
 OPEN, WANTED, GATE, OPENED = "open", "wanted", "gate", "flow_opened"
-_LOOKS_PER_S = 160  # of all replicas together, and 10 of one at most: the store is one process
+_LOOK_S = 0.1  # between two looks for whether the weights are wanted
 
 
 def flows(c: Controller) -> bool:
@@ -249,11 +249,11 @@ class FlowSteps:
 
     def _look(self) -> bool:
         """Whether the actor's team wants the gate to be opened, as far as this rank has seen; the first one looks."""
-        now, often = time.monotonic(), min(10.0, _LOOKS_PER_S / self.c.layout.dp_size)
-        if self._wanted or not self.c.layout.is_lead or now - self._looked < 1 / often:
+        now = time.monotonic()
+        if self._wanted or not self.c.layout.is_lead or now - self._looked < _LOOK_S:
             return self._wanted
         self._looked = now
-        return _store(self.c).peek(f"{WANTED}/{self._gate}") is not None
+        return _store(self.c).has_come(f"{WANTED}/{self._gate}")
 
     def _score(self, groups: Sequence[tuple[int, list[Completion]]]) -> None:
         """Walk the nodes after the one that draws, as far as they do not wait for rewards."""

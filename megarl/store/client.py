@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from megarl import phase
 from megarl.store.core import GroupInfo, StoreError
 from megarl.store.keeper import keeper_name
+from megarl.store.notice import Notice
 from megarl.store.standing import Ping, Standing
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ class StoreClient:
         self._given: dict[int, list[Any]] = {}  # references, by the number of the call
         self._changes = 0
         self._waits_for = ""
+        self._notice = Notice(actor, team, self._slice_s)
         self._look: Look | None = None
         phase.on_change(self._moved)
         if keeper is not None:
@@ -119,6 +121,10 @@ class StoreClient:
         """The value under a name, or None where nobody has posted it."""
         found = self._call(f"the store to look for mail {name!r}", "peek", name)
         return None if found is None else json.loads(found[0])
+
+    def has_come(self, name: str) -> bool:
+        """Whether somebody has posted this, as `megarl.store.notice` looks for it: it may be asked all the time."""
+        return self._notice.has_come(name)
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
@@ -339,11 +345,8 @@ class StoreClient:
     def _heed(self, word: Word) -> None:
         """Let go of bytes that nobody needs, and give again what the store lacks."""
         with self._keeping:
-            if word.held is None:
-                gone = [one for one in word.gone if one in self._given]
-            else:
-                held = frozenset(word.held)
-                gone = [one for one in self._given if one <= word.heard and one not in held]
+            told, held = word.gone if word.held is None else list(self._given), frozenset(word.held or ())
+            gone = [one for one in told if one in self._given and one <= word.heard and one not in held]
             for serial in gone:
                 del self._given[serial]
             if gone and self._keeper is not None:

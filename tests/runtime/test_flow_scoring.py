@@ -64,7 +64,7 @@ class Run:
         self.wanted: Callable[[], bool] = lambda: False
         store = SimpleNamespace(
             admit=lambda version, most: [],
-            peek=lambda name: self.wanted() or None,
+            has_come=lambda name: self.wanted(),
             flow_state=lambda: {"next": 5, "again": []},
         )
         team = SimpleNamespace(store=store, plan=SimpleNamespace(nodes=["rollout"]))
@@ -84,7 +84,7 @@ class Run:
         self.steps = FlowSteps(c, submits, waits, crossing, SimpleNamespace(), checkpoints, None)  # type: ignore[arg-type]
         self.steps._prompts = {number: Batch({}, {"uid": [number]}) for number in self.rewards}
         self.steps._versions = dict.fromkeys(self.rewards, 0)
-        monkeypatch.setattr(flow, "_LOOKS_PER_S", 10_000)
+        monkeypatch.setattr(flow, "_LOOK_S", 0.0)
         monkeypatch.setattr(flow, "tell_loader", lambda c: None)
         monkeypatch.setattr(rollout_stages, "responses", lambda role, prompts, drawn: prompts)
         monkeypatch.setattr(rollout_stages, "record_lengths", lambda c, board: c.metrics.sum("drawn", len(board)))

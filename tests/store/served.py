@@ -144,6 +144,10 @@ class FarClient:
         found = self._call("peek", name)
         return None if found is None else json.loads(found[0])
 
+    def has_come(self, name: str) -> bool:
+        """Whether there is mail under a name."""
+        return self.peek(name) is not None
+
     def open_flow(self, step: int, number: int, begun: Mapping[int, int], again: Sequence[int]) -> Any:
         """Begin to hand out prompts."""
         return self._call("open_flow", step, number, sorted(begun.items()), list(again))

@@ -377,6 +377,20 @@ def test_an_object_store_that_is_full_is_named(workers: dict[str, Any]) -> None:
     assert f"9 bytes of {key!r} of step 1 do not go into this machine's object store: " in told
 
 
+def test_mail_that_comes_is_noticed_without_a_call_for_every_look(workers: dict[str, Any]) -> None:
+    import ray
+
+    with store(workers, "noticed", 10.0):
+        reader, writer = workers["train0"], workers["score0"]
+        looks = [ray.get(reader.call.remote("has_come", "wanted/1")) for _ in range(100)]
+        assert looks == [False] * 100
+        ray.get(writer.call.remote("post", "wanted/1", True))
+        end = time.monotonic() + 30
+        while not ray.get(reader.call.remote("has_come", "wanted/1")):
+            assert time.monotonic() < end, "nobody noticed the mail in 30 s"
+        assert ray.get(reader.call.remote("has_come", "wanted/2")) is False
+
+
 def test_a_refusal_says_who_was_refused(workers: dict[str, Any]) -> None:
     import ray
 
