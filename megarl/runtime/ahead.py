@@ -253,12 +253,12 @@ class RolloutSteps:
             self.checkpoints.poll()
 
 
-def find_drawn(c: Controller, source: Path) -> list[Drawn]:
-    """What the checkpoint has for the steps after its own, this replica's share, in a team that draws ahead."""
+def find_drawn(c: Controller, source: Path, step: int) -> list[Drawn]:
+    """What the checkpoint of `step` has for the steps after it, this replica's share, in a team that draws ahead."""
     from megarl.runtime.drawn import read_drawn, steps_held
     from megarl.training.checkpoint import read_state
 
-    saved, step = read_state(source).get("drawn"), c.context.step
+    saved = read_state(source).get("drawn")
     if saved is None:
         return []
     given = c.team.placement.given_by(c.team.plan.name)

@@ -192,7 +192,8 @@ def _steps_apart(
     recorder.crossing = crossing = _crossing(c, graph)
     assert crossing is not None, "there are other teams"
     executor = _executor(c, graph, crossing)
-    held = [] if source is None else find_drawn(c, source)
+    first = c.context.step if begun is None else begun.first
+    held = [] if source is None else find_drawn(c, source, first)
     RolloutSteps(c, executor, crossing, recorder, checkpoints, held, begun).run()
 
 

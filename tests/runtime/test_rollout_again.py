@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from megarl.processes import FINISHED, RESTARTS, free_port
-from tests.runtime import harness
+from tests.runtime import harness, test_ahead
 
 #: Two ranks of the actor have to agree on when they push again.
 TWO = (
@@ -81,6 +82,40 @@ def test_whenever_one_of_its_processes_dies_the_numbers_are_those_of_an_undistur
     (tmp_path / "seed").write_text(f"{seed}")
     assert same(harness.train(recipe, tmp_path, *THREE, *lag(ahead), work=dying)) == undisturbed[ahead]
     assert 0 < deaths(tmp_path) <= DEATHS
+
+
+@pytest.fixture(scope="module")
+def killed(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run whose actor was killed, and whose checkpoint of step 4 holds steps 5 and 6."""
+    run_dir = tmp_path_factory.mktemp("killed")
+    with pytest.raises(AssertionError, match=r"rank \d|exit codes"):
+        harness.train(recipe, run_dir, *THREE, *lag(2), work=killed_in_step_5)
+    assert (run_dir / "checkpoints" / "step_4" / "drawn_0_2.safetensors").exists()
+    return run_dir
+
+
+@pytest.mark.procs
+@pytest.mark.alone
+@pytest.mark.timeout(900)
+@pytest.mark.campaign("kills")
+@pytest.mark.parametrize("seed", range(5))
+def test_so_are_those_of_a_run_that_goes_on_from_a_checkpoint_with_samples(recipe, undisturbed, killed, tmp_path, seed):
+    run_dir = shutil.copytree(killed, tmp_path / "run")
+    (run_dir / "seed").write_text(f"on {seed}")
+    assert same(harness.train(recipe, run_dir, *THREE, *lag(2), work=dying)) == undisturbed[2]
+    assert 0 < deaths(run_dir) <= DEATHS
+
+
+def killed_in_step_5(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
+    """The run, whose actor is killed when it trains step 5, after the checkpoint of step 4."""
+
+    def training(c: Any, samples: Any) -> None:
+        if c.step == 5:
+            test_ahead.wait_for(Path(run_dir) / "checkpoints" / "step_4" / "meta.json")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    test_ahead.before_training(training)
+    harness.work_of_rank(recipe, run_dir, overrides, teams)
 
 
 def lag(ahead: int) -> tuple[str, ...]:
