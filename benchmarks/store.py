@@ -73,7 +73,7 @@ class Process:
         import numpy as np
         import torch
 
-        from megarl.data.wire import Block
+        from megarl.data.wire import Block, Span
         from megarl.store.client import StoreClient
 
         torch.set_num_threads(1)
@@ -81,7 +81,7 @@ class Process:
         self._target = np.zeros((CHUNKS, CHUNK_BYTES), np.uint8)
         self._batch: Any = make_batch() if team == "train" else None
         chunks = range(CHUNKS if team == "train" else 0)
-        self._bytes = [Block((np.full(CHUNK_BYTES, k, np.uint8),)) for k in chunks]
+        self._bytes = [Span(Block((np.full(CHUNK_BYTES, k, np.uint8),)), 0, 1) for k in chunks]
 
     def give(self, step: int, batch: bool) -> tuple[float, float, int]:
         """Hand over a step; returns when it began and ended, and its bytes."""
@@ -92,8 +92,8 @@ class Process:
         ]
         places = [range(k * size, (k + 1) * size) for k in range(len(groups))]
         start = time.time()
-        payloads = self._batch.to_blocks(places) if batch else self._bytes
-        given = self._client.give(step, "rollout>score", groups, payloads, [0] * len(groups))
+        payloads = self._batch.to_blocks(places, [0] * len(groups)) if batch else self._bytes
+        given = self._client.give(step, "rollout>score", groups, payloads)
         end = time.time()
         self._client.done(step)
         return start, end, given
@@ -114,10 +114,10 @@ class Process:
             Batch.from_blocks(payloads)
         else:
             for target, payload in zip(self._target, payloads, strict=True):
-                np.copyto(target, payload.parts[0])
+                np.copyto(target, payload.block.parts[0])
         end = time.time()
         self._client.done(step)
-        return there, end, sum(map(len, payloads))
+        return there, end, sum(map(len, {payload.block for payload in payloads}))
 
 
 class Copy:

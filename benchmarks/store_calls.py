@@ -223,15 +223,16 @@ class Member:
     def __init__(self, team: str, rank: int) -> None:
         import numpy as np
 
-        from megarl.data.wire import Block
+        from megarl.data.wire import Block, Span
         from megarl.store.client import StoreClient
 
         self._client = StoreClient.connect("clients", team, rank, 120.0)
-        self._bytes = Block((np.zeros(GROUP_BYTES, np.uint8),))
+        content = np.zeros(GROUP_BYTES, np.uint8)
+        self._payloads = [Span(Block((content,)), 0, 1) for _ in range(GROUPS)]  # a block for each group
 
     def draw(self, step: int, groups: list[GroupInfo]) -> None:
         """Hand over a step, and read what comes back."""
-        self._client.give(step, "rollout>score", groups, [self._bytes] * len(groups))
+        self._client.give(step, "rollout>score", groups, self._payloads[: len(groups)])
         self._client.fetch(step, "ref_logp>train", [group.uid for group in groups])
         self._client.done(step)
 
@@ -239,7 +240,7 @@ class Member:
         """Read a share of a step, and hand over what is made of it."""
         mine = self._client.assignment(step, "rollout", part)
         self._client.fetch(step, "rollout>score", [group.uid for group in mine])
-        self._client.give(step, "ref_logp>train", mine, [self._bytes] * len(mine))
+        self._client.give(step, "ref_logp>train", mine, self._payloads[: len(mine)])
         self._client.done(step)
 
     def draw_ready(self, step: int, groups: list[GroupInfo]) -> None:
@@ -247,7 +248,7 @@ class Member:
         for group in groups:
             (number,) = self._client.admit(step - 1, 1)
             named = group._replace(uid=f"{step}/{group.uid}")
-            self._client.put([number], [named], {"rollout>train": [self._bytes]}, json.loads(METRICS))
+            self._client.put([number], [named], {"rollout>train": self._payloads[:1]}, json.loads(METRICS))
 
     def train_ready(self, step: int, part: int) -> None:
         """Read a share of what is ready."""

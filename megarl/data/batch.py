@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.compat import torch_nested
 from megarl.data.jagged import Index, Jagged, as_index, gather_plan
-from megarl.data.wire import Block, Packer, Parts, gather, open_block, pack, unpack
+from megarl.data.wire import Block, Packer, Parts, Span, gather, open_block, pack
 from megarl.errors import close_matches
 
 __all__ = ["Batch", "Jagged"]
@@ -194,35 +194,42 @@ class Batch:
     @classmethod
     def from_bytes(cls, data: bytes) -> Batch:
         """Inverse of `to_bytes`; everything is on the CPU, dtypes and bits are kept."""
-        return cls.from_blocks([Block((np.frombuffer(data, dtype=np.uint8),))])
+        opened = open_block(Block((np.frombuffer(data, dtype=np.uint8),)))
+        fields, columns, size = gather([(opened, 0, opened.head["size"])])
+        return cls(fields, columns, size=size)
 
-    def to_blocks(self, parts: Sequence[Sequence[int]]) -> Iterator[Block]:
-        """What `to_bytes` gives of the samples of each part, as views; many small parts cost little more than one.
+    def to_blocks(self, parts: Sequence[Sequence[int]], together: Sequence[int] = ()) -> Iterator[Span]:
+        """The samples of each part in blocks, each of which is what `to_bytes` gives of its samples, as views.
 
         The batch must not change before the bytes are where they go.
 
         Args:
-            parts: positions; no sample is in two of them.
+            parts: positions.
+            together: of each part, a number that parts have in common which share blocks of some size; empty: each
+                part is a block of its own.
+
+        Returns:
+            Of each part where it is, in order; a block is made when the first of its parts is asked for.
+
+        Raises:
+            ValueError: as `to_bytes`.
         """
-        order = [place for part in parts for place in part]
-        whole = self if order == list(range(self._size)) else self.select(order)
-        packer, end = Packer((whole.fields, whole._columns, len(whole))), 0
-        for part in parts:
-            start, end = end, end + len(part)
-            yield packer.block(start, end)
+        return Packer((self.fields, self._columns, self._size)).spans(parts, together)
 
     @staticmethod
-    def from_blocks(blocks: Sequence[Block]) -> Batch:
-        """All samples of the blocks of `to_blocks`, in order, as `concat` would give them; the blocks are copied.
+    def from_blocks(spans: Sequence[Span]) -> Batch:
+        """All samples of the spans of `to_blocks`, in order, as `concat` would give them; the blocks are copied.
 
         Raises:
             ValueError: as `concat`.
         """
-        opened = [open_block(block) for block in blocks]
-        kinds = [block.kinds for block in opened]
+        opened = {block: open_block(block) for block in dict.fromkeys(span.block for span in spans)}
+        kinds = [one.kinds for one in opened.values()]
         if not kinds or any(kind != kinds[0] for kind in kinds):
-            return _joined([unpack(block) for block in blocks])  # which says how they differ
-        fields, columns, size = gather(opened)
+            return _joined(
+                [gather([(one, 0, one.head["size"])]) for one in opened.values()]
+            )  # which says how they differ
+        fields, columns, size = gather([(opened[block], start, stop) for block, start, stop in spans])
         return Batch(fields, columns, size=size)
 
     def __repr__(self) -> str:

@@ -1,20 +1,20 @@
 """Fields and columns as blocks of bytes: safetensors files with the columns as JSON inside. No pickle.
 
-samples  0 1 2 3 4 5          Packer: what is the same for all blocks is found once
-blocks  |0 1 2|3 4 5|         block(0, 3), block(3, 6): views of each tensor's part; what is small is copied
-                              unpack: views of a block;  gather: one copy, from all blocks into a field's own memory
+parts    0 1 2|3 4|5 6 7 8    Packer: what is the same for all blocks is found once
+blocks  |0 1 2 3 4|5 6 7 8|   made of views of each tensor; what is small is copied
+spans    0-3   3-5|0-4        which samples of which block a part is
+                              gather: one copy, from all spans into a field's own memory
 """
 
 from __future__ import annotations
 
 import json
 import math
-import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from pickle import PickleBuffer
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,11 +46,14 @@ _CODES = {
 _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 _SCALARS = (str, int, float, bool, type(None))
 _ALONE = 32 << 10  # bytes from which on a tensor is a part of its own: less is copied faster than it is kept apart
+_WHOLE = 1 << 20  # most bytes of a part: Ray copies a larger one with six threads, which are slow to start
+_BLOCK_BYTES = 256 << 20  # from which on a block takes no more parts of a batch: an object takes Ray a millisecond
+_ZERO = np.zeros(1, np.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """A file in parts, uint8 [n] each, one after the other; no tensor is in two of them, the header is in the first.
+    """A file in parts, uint8 [n] each, one after the other; the header is in the first.
 
     The parts may be views of a batch, which whoever sends the block copies to where they go.
     """
@@ -77,13 +80,21 @@ class Block:
         return b"".join(part.tobytes() for part in self.parts) if len(self.parts) > 1 else self.parts[0].tobytes()
 
 
+class Span(NamedTuple):
+    """Samples `start` to `stop` of a block."""
+
+    block: Block
+    start: int
+    stop: int
+
+
 class _Piece(NamedTuple):
-    """One tensor of a block: its bytes, and what the header says of it."""
+    """One tensor of a block: its bytes in parts, and what the header says of it."""
 
     name: str
     code: str
     shape: list[int]
-    bytes: np.ndarray
+    parts: list[np.ndarray]
 
 
 class _Field(NamedTuple):
@@ -100,10 +111,10 @@ class _Field(NamedTuple):
     width: int
     cut: int | None
 
-    def piece(self, low: int, high: int) -> _Piece:
-        """Rows `low` to `high`."""
-        part = self.bytes[low * self.width : high * self.width]
-        return _Piece(_FIELD + self.name, self.code, [high - low, *self.inner], part)
+    def piece(self, rows: np.ndarray) -> _Piece:
+        """Rows from and to, int64 [runs, 2]."""
+        parts = [self.bytes[low:high] for low, high in (rows * self.width).tolist()]
+        return _Piece(_FIELD + self.name, self.code, [int((rows[:, 1] - rows[:, 0]).sum()), *self.inner], parts)
 
 
 class Packer:
@@ -115,8 +126,9 @@ class Packer:
     """
 
     def __init__(self, parts: Parts) -> None:
-        fields, self._columns, _ = parts
+        fields, self._columns, size = parts
         self._cuts: list[np.ndarray] = []
+        self._lengths: list[np.ndarray] = []
         self._fields: list[_Field] = []
         known: dict[int, int] = {}  # fields over the same tokens share one tensor of offsets
         for name, value in fields.items():
@@ -125,37 +137,91 @@ class Packer:
                 cut = known.setdefault(id(value.offsets), len(known))
                 if cut == len(self._cuts):
                     self._cuts.append(value.offsets.cpu().numpy())
+                    self._lengths.append(np.diff(self._cuts[cut]))
             self._fields.append(_field(name, value.values if isinstance(value, Jagged) else value, cut))
+        self._sizes = np.zeros(size, np.int64)  # bytes of every sample's fields
+        for field in self._fields:
+            self._sizes += field.width if field.cut is None else field.width * self._lengths[field.cut]
         for name, column in self._columns.items():
             _check_plain(name, column)
 
-    def block(self, start: int, stop: int) -> Block:
-        """Samples `start` to `stop`, in part views; jagged fields with the same offsets store them once."""
+    def spans(self, parts: Sequence[Sequence[int]], together: Sequence[int] = ()) -> Iterator[Span]:
+        """See `Batch.to_blocks`."""
+        owners = _owners([int(self._sizes[part].sum()) for part in parts], together)
+        members: dict[int, list[int]] = {}
+        for number, owner in enumerate(owners):
+            members.setdefault(owner, []).append(number)
+        under_way: dict[int, tuple[Block, int]] = {}
+        for number, owner in enumerate(owners):
+            if number == owner:
+                places = [place for member in members[owner] for place in parts[member]]
+                under_way[owner] = self.block(places), 0
+            block, start = under_way.pop(owner)
+            stop = start + len(parts[number])
+            if number != members[owner][-1]:
+                under_way[owner] = block, stop
+            yield Span(block, start, stop)
+
+    def block(self, places: Sequence[int]) -> Block:
+        """The samples at `places`, in part views; jagged fields with the same offsets store them once."""
+        where = np.asarray(places, dtype=np.int64)
+        runs = _runs(where)
         numbers: dict[bytes, int] = {}
         cuts: list[int] = []
-        for cut in self._cuts:
-            own = (cut[start : stop + 1] - cut[start]).tobytes()
+        for lengths in self._lengths:
+            own = np.concatenate([_ZERO, np.cumsum(lengths[where])]).tobytes()
             cuts.append(numbers.setdefault(own, len(numbers)))
-        pieces: list[_Piece] = []
-        for field in self._fields:
-            low, high = (start, stop) if field.cut is None else map(int, self._cuts[field.cut][[start, stop]])
-            pieces.append(field.piece(low, high))
+        pieces = [field.piece(runs if field.cut is None else self._cuts[field.cut][runs]) for field in self._fields]
         for own, number in numbers.items():
-            pieces.append(_Piece(f"{_OFFSETS}{number}", "I64", [len(own) // 8], np.frombuffer(own, np.uint8)))
+            pieces.append(_Piece(f"{_OFFSETS}{number}", "I64", [len(own) // 8], [np.frombuffer(own, np.uint8)]))
         head = {
-            "size": stop - start,
+            "size": len(where),
             "layout": {field.name: None if field.cut is None else cuts[field.cut] for field in self._fields},
-            "columns": {name: column[start:stop] for name, column in self._columns.items()},
+            "columns": {name: [column[place] for place in places] for name, column in self._columns.items()},
         }
         # surrogatepass: half of a surrogate pair (a cut emoji in decoded text) must survive the trip.
         text = json.dumps(head, ensure_ascii=False).encode("utf-8", "surrogatepass")
-        pieces.append(_Piece(_COLUMNS, "U8", [len(text)], np.frombuffer(text, np.uint8)))
+        pieces.append(_Piece(_COLUMNS, "U8", [len(text)], [np.frombuffer(text, np.uint8)]))
         return _write(pieces)
 
 
 def pack(parts: Parts) -> Block:
     """All samples as one block; raises as `Packer`."""
-    return Packer(parts).block(0, parts[2])
+    return Packer(parts).block(range(parts[2]))
+
+
+def _owners(sizes: Sequence[int], together: Sequence[int]) -> list[int]:
+    """Of each part the first one in its block. A block is full as soon as it has `_BLOCK_BYTES`.
+
+    Args:
+        sizes: bytes of each part.
+        together: see `Packer.spans`.
+    """
+    if not together:
+        return list(range(len(sizes)))
+    owners: list[int] = []
+    open_: dict[int, int] = {}  # the block of each label that is not full
+    held = [0] * len(sizes)
+    for number, (size, label) in enumerate(zip(sizes, together, strict=True)):
+        owner = open_.setdefault(label, number)
+        owners.append(owner)
+        held[owner] += size
+        if held[owner] >= _BLOCK_BYTES:
+            del open_[label]
+    return owners
+
+
+def _runs(places: np.ndarray) -> np.ndarray:
+    """Places that follow each other as ranges, int64 [runs, 2]; at least one.
+
+    >>> _runs(np.array([4, 5, 6, 2, 9, 10])).tolist()
+    [[4, 7], [2, 3], [9, 11]]
+    """
+    if not len(places):
+        return np.zeros((1, 2), np.int64)
+    breaks = np.flatnonzero(np.diff(places) != 1)
+    first, last = np.append(0, breaks + 1), np.append(breaks, len(places) - 1)
+    return np.stack([places[first], places[last] + 1], axis=1)
 
 
 def _field(name: str, values: Tensor, cut: int | None) -> _Field:
@@ -177,34 +243,35 @@ def _write(pieces: Iterable[_Piece]) -> Block:
     header: list[str] = []
     end = 0
     for piece in order:
-        start, end = end, end + len(piece.bytes)
+        start, end = end, end + sum(map(len, piece.parts))
         place = f'"dtype": "{piece.code}", "shape": {piece.shape}, "data_offsets": [{start}, {end}]'
         header.append(f"{_quoted(piece.name)}: {{{place}}}")
     text = ("{" + ", ".join(header) + "}").encode()
     text += b" " * (-len(text) % 8)
     parts: list[np.ndarray] = []
     small = [np.frombuffer(len(text).to_bytes(8, "little") + text, dtype=np.uint8)]
-    for piece in order:
-        if len(piece.bytes) < _ALONE:
-            small.append(piece.bytes)
+    for memory in chain.from_iterable(piece.parts for piece in order):
+        if len(memory) < _ALONE:
+            small.append(memory)
             continue
         if small:
             parts.append(np.concatenate(small))
-        parts.append(piece.bytes)
+        parts += [memory[start : start + _WHOLE] for start in range(0, len(memory), _WHOLE)]
         small = []
     return Block((*parts, np.concatenate(small)) if small else tuple(parts))
 
 
 class Opened(NamedTuple):
-    """A block that was read: its header, what is said of the samples, and the bytes of its tensors.
+    """A block that was read: its header, what is said of the samples, and its tensors, one after the other, in parts.
 
-    `starts` says where in all these bytes each of `parts` begins.
+    Part k is bytes `places[k]` to `places[k + 1]`; `cuts` are the offsets by their numbers, int64 [samples + 1].
     """
 
     entries: dict[str, Any]
-    head: dict[str, Any]
-    starts: list[int]
     parts: list[np.ndarray]
+    places: list[int]
+    head: dict[str, Any]
+    cuts: dict[int, np.ndarray]
 
     @property
     def kinds(self) -> tuple[list[tuple[str, bool, str, list[int]]], list[str]]:
@@ -213,30 +280,34 @@ class Opened(NamedTuple):
         fields = [(name, dense, entry["dtype"], entry["shape"][1:]) for name, dense, entry in of]
         return sorted(fields, key=lambda field: field[0]), sorted(self.head["columns"])
 
-    def bytes(self, name: str) -> np.ndarray:
-        """Of the tensor `name` of the file.
+    def rows(self, field: str, start: int, stop: int) -> list[np.ndarray]:
+        """Of a field the bytes of these samples."""
+        cut, entry = self.head["layout"][field], self.entries[_FIELD + field]
+        if cut is not None:
+            start, stop = self.cuts[cut][[start, stop]].tolist()
+        width, begin = math.prod(entry["shape"][1:]) * _SIZES[entry["dtype"]], entry["data_offsets"][0]
+        return self.memory(begin + start * width, begin + stop * width)
 
-        Raises:
-            ValueError: it is not where the header says.
-        """
-        entry = self.entries[name]
-        start, stop = entry["data_offsets"]
-        size = math.prod(entry["shape"]) * _SIZES[entry["dtype"]]
-        place = bisect_right(self.starts, start) - 1
-        before, part = self.starts[place], self.parts[place]
-        if stop - start != size or stop - before > len(part):
-            raise ValueError(
-                f"a tensor of shape {entry['shape']} cannot lie at bytes {start} to {stop} of "
-                f"{self.starts[-1] + len(self.parts[-1])}"
-            )
-        return part[start - before : stop - before]
+    def memory(self, start: int, stop: int) -> list[np.ndarray]:
+        """Bytes `start` to `stop`."""
+        found = []
+        place = bisect_right(self.places, start) - 1
+        while start < stop:
+            before, after = self.places[place : place + 2]
+            found.append(self.parts[place][start - before : stop - before])
+            start, place = after, place + 1
+        return found
+
+
+#: Samples of a block, from and to.
+Range: TypeAlias = tuple[Opened, int, int]
 
 
 def open_block(block: Block) -> Opened:
     """Read what a block says of itself.
 
     Raises:
-        ValueError: it is no block of `Packer`.
+        ValueError: it is no block of `Packer`, or a tensor is not where the header says.
     """
     first = block.parts[0]
     length = int.from_bytes(first[:8].tobytes(), "little")
@@ -244,30 +315,19 @@ def open_block(block: Block) -> Opened:
         raise ValueError(f"{len(block)} bytes are no batch: a header of {length} bytes does not fit in")
     entries = json.loads(first[8 : 8 + length].tobytes())
     parts = [first[8 + length :], *block.parts[1:]]
-    bare = Opened(entries, {}, [0, *accumulate(map(len, parts[:-1]))], parts)
-    return bare._replace(head=json.loads(bare.bytes(_COLUMNS).tobytes().decode("utf-8", "surrogatepass")))
-
-
-def unpack(block: Block) -> Parts:
-    """Inverse of `pack`; the fields are views of `block`, not to be written to.
-
-    Raises:
-        ValueError: it is no such block.
-    """
-    opened = open_block(block)
-    offsets = {cut: _view(opened, f"{_OFFSETS}{cut}") for cut in opened.head["layout"].values() if cut is not None}
-    fields = {}
-    for name, cut in opened.head["layout"].items():
-        values = _view(opened, _FIELD + name)
-        fields[name] = values if cut is None else Jagged(values, offsets[cut])
-    return fields, opened.head["columns"], opened.head["size"]
-
-
-def _view(opened: Opened, name: str) -> Tensor:
-    entry, memory = opened.entries[name], opened.bytes(name)
-    with warnings.catch_warnings():  # that a view of memory that is not ours could be written to
-        warnings.simplefilter("ignore")
-        return _as_tensor(memory, entry["dtype"], entry["shape"])
+    bare = Opened(entries, parts, [0, *accumulate(map(len, parts))], {}, {})
+    for entry in entries.values():
+        start, stop = entry["data_offsets"]
+        if stop - start != math.prod(entry["shape"]) * _SIZES[entry["dtype"]] or stop > bare.places[-1]:
+            where = f"at bytes {start} to {stop} of {bare.places[-1]}"
+            raise ValueError(f"a tensor of shape {entry['shape']} cannot lie {where}")
+    text = np.concatenate(bare.memory(*entries[_COLUMNS]["data_offsets"])).tobytes()
+    head = json.loads(text.decode("utf-8", "surrogatepass"))
+    numbers = {cut for cut in head["layout"].values() if cut is not None}
+    offsets = {cut: bare.memory(*entries[f"{_OFFSETS}{cut}"]["data_offsets"]) for cut in numbers}
+    return bare._replace(
+        head=head, cuts={cut: np.concatenate(memory).view(np.int64) for cut, memory in offsets.items()}
+    )
 
 
 def _as_tensor(memory: np.ndarray, code: str, shape: Sequence[int]) -> Tensor:
@@ -275,43 +335,48 @@ def _as_tensor(memory: np.ndarray, code: str, shape: Sequence[int]) -> Tensor:
     return torch.from_numpy(memory).view(dtype).view(*shape) if len(memory) else torch.empty(*shape, dtype=dtype)
 
 
-def gather(blocks: Sequence[Opened]) -> Parts:
-    """The samples of all blocks, in order, in memory of their own: one copy. At least one block; all are of a kind."""
-    first = blocks[0]
+def gather(ranges: Sequence[Range]) -> Parts:
+    """The samples of all ranges, in order, in memory of their own: one copy.
+
+    Args:
+        ranges: at least one; the blocks are of a kind.
+    """
+    ranges = _merged(ranges)
+    first, size = ranges[0][0], sum(stop - start for _, start, stop in ranges)
+    offsets: dict[tuple[int, ...], Tensor] = {}
     fields: dict[str, Tensor | Jagged] = {}
-    shared: dict[tuple[int, ...], Tensor] = {}
     for name, cut in first.head["layout"].items():
-        values = _gathered(blocks, _FIELD + name)
-        if cut is None:
-            fields[name] = values
-            continue
-        cuts = tuple(block.head["layout"][name] for block in blocks)
-        if cuts not in shared:
-            shared[cuts] = _offsets(blocks, cuts)
-        fields[name] = Jagged(values, shared[cuts])
+        parts = list(chain.from_iterable(block.rows(name, start, stop) for block, start, stop in ranges))
+        memory, entry = rooms.take(sum(map(len, parts))), first.entries[_FIELD + name]
+        if parts:
+            np.concatenate(parts, out=memory)
+        cuts = tuple(block.head["layout"][name] for block, _, _ in ranges)
+        if cut is not None and cuts not in offsets:
+            offsets[cuts] = _offsets(ranges, cuts)
+        rows = size if cut is None else int(offsets[cuts][-1])
+        values = _as_tensor(memory, entry["dtype"], [rows, *entry["shape"][1:]])
+        fields[name] = values if cut is None else Jagged(values, offsets[cuts])
     columns = {
-        name: [item for block in blocks for item in block.head["columns"][name]] for name in first.head["columns"]
+        name: [item for block, start, stop in ranges for item in block.head["columns"][name][start:stop]]
+        for name in first.head["columns"]
     }
-    return fields, columns, sum(block.head["size"] for block in blocks)
+    return fields, columns, size
 
 
-def _gathered(blocks: Sequence[Opened], name: str) -> Tensor:
-    """One tensor of all blocks, joined along its first dimension."""
-    parts = [block.bytes(name) for block in blocks]
-    memory = rooms.take(sum(map(len, parts)))
-    np.concatenate(parts, out=memory)
-    rows = sum(block.entries[name]["shape"][0] for block in blocks)
-    entry = blocks[0].entries[name]
-    return _as_tensor(memory, entry["dtype"], [rows, *entry["shape"][1:]])
+def _merged(ranges: Sequence[Range]) -> list[Range]:
+    """The same samples in as few ranges as can be."""
+    found: list[Range] = []
+    for block, start, stop in ranges:
+        if found and found[-1][0] is block and found[-1][2] == start:
+            start = found.pop()[1]
+        found.append((block, start, stop))
+    return found
 
 
-def _offsets(blocks: Sequence[Opened], cuts: Sequence[int]) -> Tensor:
-    """Of all sequences of the blocks, of each by the cut with that number."""
-    parts = [block.bytes(f"{_OFFSETS}{cut}").view(np.int64) for block, cut in zip(blocks, cuts, strict=True)]
-    steps = np.diff(np.concatenate(parts))
-    between = np.cumsum([len(part) for part in parts[:-1]]) - 1  # from the end of one block to the start of the next
-    ends = np.cumsum(np.delete(steps, between.astype(np.int64)))
-    return torch.from_numpy(np.concatenate([np.zeros(1, np.int64), ends]))
+def _offsets(ranges: Sequence[Range], cuts: Sequence[int]) -> Tensor:
+    """Of all sequences of the ranges, of each by the cut with that number."""
+    parts = [np.diff(block.cuts[cut][start : stop + 1]) for (block, start, stop), cut in zip(ranges, cuts, strict=True)]
+    return torch.from_numpy(np.cumsum(np.concatenate([_ZERO, *parts])))
 
 
 def _check_plain(name: str, value: Any) -> None:

@@ -88,8 +88,8 @@ class GroupPool:
         if self._size == 1:
             return mine, held
         leaving = [[k for k in held if taker[k] == r and r != self._rank] for r in range(self._size)]
-        blocks = mine.to_blocks([self._places(held, groups) for groups in leaving])
-        gifts = [block.tobytes() if groups else b"" for block, groups in zip(blocks, leaving, strict=True)]
+        spans = mine.to_blocks([self._places(held, groups) for groups in leaving])
+        gifts = [span.block.tobytes() if groups else b"" for span, groups in zip(spans, leaving, strict=True)]
         arrived = [Batch.from_bytes(data) for data in self._group.all_to_all_bytes(gifts) if data]
         kept = [k for k in held if taker[k] == self._rank]
         came = [k for k, to in enumerate(taker) if to == self._rank and self._owners[k] != self._rank]

@@ -22,15 +22,16 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from weakref import WeakKeyDictionary
 
 from megarl import phase
 from megarl.store.core import GroupInfo, StoreError
-from megarl.store.keeper import keeper_name
+from megarl.store.keeper import Piece, keeper_name
 from megarl.store.notice import Notice
 from megarl.store.standing import Ping, Standing
 
 if TYPE_CHECKING:
-    from megarl.data.wire import Block
+    from megarl.data.wire import Block, Span
     from megarl.store.durable import Word
 
 T = TypeVar("T")
@@ -38,7 +39,6 @@ T = TypeVar("T")
 Look: TypeAlias = Callable[[], Callable[[], None] | None]
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
 _FREED_S = _SLICE_S + 2.0  # until all givers have heard what nobody needs, and Ray has given back its memory
-_OBJECT_BYTES = 64 << 20  # from which on an object takes no more payloads
 _AGAIN_S = 0.5  # between two tries to reach a store that died
 
 
@@ -133,8 +133,7 @@ class StoreClient:
         step: int,
         key: str,
         groups: Sequence[GroupInfo],
-        payloads: Iterable[Block],
-        together: Sequence[int] = (),
+        payloads: Iterable[Span],
     ) -> int:
         """Hand over this replica's groups of one node, all at once; a replica that has none gives none.
 
@@ -142,53 +141,39 @@ class StoreClient:
             step: of the training.
             key: of the handover (`megarl.dag.placement.Handover.key`).
             groups: to hand over.
-            payloads: of each group: what `fetch` returns. They stay in this machine's object store.
-            together: of each group, a number that groups have in common which go to the same workers: these share
-                objects, which another machine pulls whole; empty: none do.
+            payloads: of each group: what `fetch` returns. Their blocks stay in this machine's object store; another
+                machine pulls a block whole.
 
         Returns:
-            Bytes of all payloads.
+            Bytes of all blocks.
         """
-        refs, size = self._keep(f"{key!r} of step {step}", payloads, together)
+        refs, size = self._keep(f"{key!r} of step {step}", payloads)
         what = f"hand over {key!r} of step {step}"
         self._change(what, "give", self.team, self.rank, step, key, list(groups), refs=refs)
         return size
 
-    def _keep(
-        self, what: str, payloads: Iterable[Block], together: Sequence[int] = ()
-    ) -> tuple[list[tuple[Any, int]], int]:
-        """Of each payload the object in this machine's store, and its place there; and the bytes of all.
+    def _keep(self, what: str, payloads: Iterable[Span]) -> tuple[list[Piece], int]:
+        """Of each payload the object in this machine's store that is its block; and the bytes of all blocks."""
+        objects: WeakKeyDictionary[Block, Any] = WeakKeyDictionary()  # no block stays longer than its last payload
+        pieces, size = [], 0
+        for block, start, stop in payloads:
+            if block not in objects:
+                objects[block] = self._put(what, block)
+                size += len(block)
+            pieces.append((objects[block], start, stop))
+        return pieces, size
 
-        An object takes Ray about a millisecond, however small it is: payloads that go together share one.
-        """
-        found: dict[int, tuple[Any, int]] = {}
-        unfinished: dict[int, list[tuple[int, Block]]] = {}
-        size = 0
-        for number, payload in enumerate(payloads):
-            label = together[number] if together else number
-            held = unfinished.setdefault(label, [])
-            held.append((number, payload))
-            size += len(payload)
-            if not together or sum(len(one) for _, one in held) >= _OBJECT_BYTES:
-                self._put(what, unfinished.pop(label), found)
-        for held in unfinished.values():
-            self._put(what, held, found)
-        return [found[number] for number in range(len(found))], size
-
-    def _put(self, what: str, held: Sequence[tuple[int, Block]], found: dict[int, tuple[Any, int]]) -> None:
-        """Payloads, with their numbers, as one object; `found` learns where they are."""
+    def _put(self, what: str, block: Block) -> Any:
         import ray
 
         # Ray copies parts once into shared memory, where readers see them; bytes it would copy again to read.
-        payloads = [payload for _, payload in held]
         try:
-            ref = put_object(payloads)
+            return put_object(block)
         except ray.exceptions.RayError as error:
-            whole = f"{sum(map(len, payloads))} bytes of {what} do not go into this machine's object store"
+            whole = f"{len(block)} bytes of {what} do not go into this machine's object store"
             full = "it is full, and may not use the disk (placement.spill), or that is full, too"
             why = full if isinstance(error, ray.exceptions.OutOfDiskError) else error
             raise StoreError(f"{self._who()}: {whole}: {why}") from error
-        found.update({number: (ref, place) for place, (number, _) in enumerate(held)})
 
     def assignment(self, step: int, samples: str, part: int) -> list[GroupInfo]:
         """The groups that part `part` of this team works on, in order, as soon as all of the step have been given.
@@ -200,7 +185,7 @@ class StoreClient:
         """
         return self._wait(f"the groups of {samples!r} in step {step}", "assignment", self.team, step, samples, part)
 
-    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Block]:
+    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Span]:
         """The payloads of these groups, read-only, as soon as all replicas of the giver have given.
 
         Without `uids` it is the payload of any one group, which tells what the fields are.
@@ -208,7 +193,7 @@ class StoreClient:
         import ray
 
         what = f"{key!r} of step {step}"
-        lost: list[tuple[Any, int]] = []
+        lost: list[Piece] = []
         end = 0.0
         while True:
             refs = self._wait(what, "fetch", self.team, step, key, list(uids))
@@ -226,7 +211,7 @@ class StoreClient:
         """Wait until all of a handover has been given, to whichever teams."""
         self._wait(f"{key!r} of step {step}", "fetch", self.team, step, key, [])
 
-    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Block] | None:
+    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Span] | None:
         """As `fetch`, of what is there; None: not all of these groups have been given."""
         what = f"{key!r} of step {step}"
         refs = self._call(f"the store to look for {what}", "given_before", step, key, list(uids))
@@ -262,7 +247,7 @@ class StoreClient:
         self,
         numbers: Sequence[int],
         groups: Sequence[GroupInfo],
-        payloads: Mapping[str, Iterable[Block]],
+        payloads: Mapping[str, Iterable[Span]],
         metrics: dict[str, Any],
     ) -> int:
         """Hand over finished groups, each of which is in some later step.
@@ -274,7 +259,7 @@ class StoreClient:
             metrics: JSON, of all these samples.
 
         Returns:
-            Bytes of all payloads.
+            Bytes of all blocks.
         """
         refs, size = list[Any](), 0
         for key, some in payloads.items():
@@ -325,11 +310,11 @@ class StoreClient:
         self._heed(word)
         return answer
 
-    def _copied(self, refs: Sequence[tuple[Any, int]]) -> list[tuple[Any, int]]:
+    def _copied(self, refs: Sequence[Piece]) -> list[Piece]:
         """The keeper's copies of what this call gives."""
-        objects = list(dict.fromkeys(ref for ref, _ in refs))
+        objects = list(dict.fromkeys(ref for ref, _, _ in refs))
         numbers = {ref: number for number, ref in enumerate(objects)}
-        pieces = [(numbers[ref], place) for ref, place in refs]
+        pieces = [(numbers[ref], start, stop) for ref, start, stop in refs]
         return self._ask_keeper("copies", "keep", self._serial, pieces, *objects)
 
     def _ask_keeper(self, what: str, method: str, *arguments: Any) -> Any:
@@ -477,23 +462,25 @@ class StoreClient:
         return Ping(self._changes, phase.current(), phase.step_now, self._waits_for)
 
 
-def _payloads(refs: Sequence[tuple[Any, int]], limit_s: float) -> list[Block]:
-    """What these references are of, each an object and a place in it."""
+def _payloads(pieces: Sequence[Piece], limit_s: float) -> list[Span]:
+    """What these pieces are, as soon as their objects are on this machine."""
     import ray
 
-    objects = list(dict.fromkeys(ref for ref, _ in refs))
-    found = dict(zip(objects, ray.get(objects, timeout=limit_s), strict=True))
-    return [found[ref][place] for ref, place in refs]
+    from megarl.data.wire import Span
+
+    objects = list(dict.fromkeys(ref for ref, _, _ in pieces))
+    blocks = dict(zip(objects, ray.get(objects, timeout=limit_s), strict=True))
+    return [Span(blocks[ref], start, stop) for ref, start, stop in pieces]
 
 
-def put_object(payload: Any) -> Any:
-    """A reference to `payload` in this machine's object store. What takers are done with leaves it seconds later."""
+def put_object(block: Block) -> Any:
+    """A reference to `block` in this machine's object store. What takers are done with leaves it seconds later."""
     import ray
 
     end = time.monotonic() + _FREED_S
     while True:
         try:
-            return ray.put(payload)
+            return ray.put(block)
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
             if time.monotonic() > end:
                 raise

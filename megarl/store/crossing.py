@@ -1,14 +1,15 @@
 """Around the nodes of a team: what other teams made is taken before a node uses it, what they use is given after it.
 
-Bytes go group by group, so that the takers need no layout of the giver's. A board of samples belongs to the node that
-made them (`Inputs.samples`). Where that node was another team's, the store says which groups this replica works on;
-everything else that comes for these samples comes for just these groups, and is put to the samples that it belongs to.
+Samples go group by group, so that the takers need no layout of the giver's; groups that the same replicas take share
+blocks of bytes. A board of samples belongs to the node that made them (`Inputs.samples`). Where that node was another
+team's, the store says which groups this replica works on; everything else that comes for these samples comes for just
+these groups, and is put to the samples that it belongs to.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,6 @@ from megarl.store.core import GroupInfo, StoreError
 if TYPE_CHECKING:
     from megarl.dag.graph import TaskGraph
     from megarl.dag.placement import Handover, Placement
-    from megarl.data.wire import Block
     from megarl.store.client import StoreClient
 
 #: Comes with every handover: which samples it belongs to.
@@ -138,8 +138,9 @@ class TeamCrossing:
         """
         for key, gift in given.items():
             takers = next(one.takers for one in self._placement.given_by(self._team.name) if one.key == key)
-            blocks = gift.samples.to_blocks(group_places(gift.samples["uid"]))
-            self._client.give(step, key, gift.groups, blocks, self._together(takers, gift.groups))
+            together = self._together(takers, gift.groups)
+            payloads = gift.samples.to_blocks(group_places(gift.samples["uid"]), together)
+            self._client.give(step, key, gift.groups, payloads)
         self._client.done(step)
 
     # ----------------------------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ class TeamCrossing:
         groups = self._held(board)
         with phase("wait", waits_for=handover.giver):
             payloads = self._client.fetch(context.step, handover.key, [group.uid for group in groups])
-        context.metrics.sum("store/read_gb", sum(map(len, payloads)) / 1e9)
+        context.metrics.sum("store/read_gb", sum(map(len, {payload.block for payload in payloads})) / 1e9)
         try:
             came = Batch.from_blocks(payloads)
         except ValueError as error:
@@ -180,21 +181,26 @@ class TeamCrossing:
     def _send(self, context: Any, handover: Handover, board: Batch) -> None:
         groups = self._held(board)
         sent = outgoing(handover, board)
-        blocks: Iterable[Block] = sent.to_blocks(group_places(board["uid"]))
+        places = group_places(board["uid"])
         try:
             if context.step == self.repeated:
-                blocks = list(blocks)
-                self._compare(context, handover, groups, blocks)
-            together = self._together(handover.takers, groups)
-            size = self._client.give(context.step, handover.key, groups, blocks, together)
+                self._compare(context, handover, groups, sent.select(list(chain.from_iterable(places))))
+            payloads = sent.to_blocks(places, self._together(handover.takers, groups))
+            size = self._client.give(context.step, handover.key, groups, payloads)
         except ValueError as error:  # of a column that cannot be sent
             raise self._wrong(context, handover, str(error)) from error
         context.metrics.sum("store/given_gb", size / 1e9)
         if self._keeps:
             self.given[handover.key] = Gift(handover.node, groups, sent)
 
-    def _compare(self, context: Any, handover: Handover, groups: Sequence[GroupInfo], blocks: Sequence[Block]) -> None:
+    def _compare(self, context: Any, handover: Handover, groups: Sequence[GroupInfo], sent: Batch) -> None:
         """What comes again has to be what was given before: others may have worked with that.
+
+        Args:
+            context: of the step.
+            handover: of the samples.
+            groups: of the samples.
+            sent: the samples, group after group.
 
         Raises:
             StoreError: it is not.
@@ -202,8 +208,10 @@ class TeamCrossing:
         before = self._client.given_before(context.step, handover.key, [group.uid for group in groups])
         if before is None:
             return
-        for group, block, known in zip(groups, blocks, before, strict=True):
-            if block.tobytes() != known.tobytes():
+        sizes = [len(group.sample_ids) for group in groups]
+        known = Batch.from_blocks(before)
+        for group, mine, theirs in zip(groups, sent.split(sizes), known.split(sizes), strict=True):
+            if mine.to_bytes() != theirs.to_bytes():
                 raise self._wrong(
                     context,
                     handover,

@@ -9,10 +9,13 @@ Ray frees what the dead own, whoever still needs it. So samples whose weights ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-#: A payload: the object that it is in, and its place there.
-Piece = tuple[Any, int]
+if TYPE_CHECKING:
+    from megarl.data.wire import Block
+
+#: A payload: the object that is its block, and its samples in it, from and to.
+Piece = tuple[Any, int, int]
 
 
 def keeper_name(store: str, host: str) -> str:
@@ -27,12 +30,14 @@ class SampleKeeper:
         self._held: dict[tuple[str, int], dict[int, list[Piece]]] = {}
         self._left: dict[tuple[str, int], tuple[int, dict[str, bytes]]] = {}
 
-    def keep(self, team: str, rank: int, serial: int, pieces: Sequence[tuple[int, int]], *objects: Any) -> list[Piece]:
-        """Copy `objects`; each piece is the number of one of them, and a place there."""
+    def keep(
+        self, team: str, rank: int, serial: int, pieces: Sequence[tuple[int, int, int]], *blocks: Block
+    ) -> list[Piece]:
+        """Copy `blocks`; each piece is the number of one of them, and samples in it."""
         from megarl.store.client import put_object
 
-        refs = [put_object(one) for one in objects]
-        made = [(refs[number], place) for number, place in pieces]
+        refs = [put_object(block) for block in blocks]
+        made = [(refs[number], start, stop) for number, start, stop in pieces]
         self._held.setdefault((team, rank), {})[serial] = made
         return made
 

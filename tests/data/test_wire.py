@@ -10,7 +10,7 @@ from safetensors.torch import load
 from megarl.data import wire
 from megarl.data.batch import Batch
 from megarl.data.jagged import Jagged
-from megarl.data.wire import Block, pack, unpack
+from megarl.data.wire import Block, open_block, pack
 
 
 def batch() -> Batch:
@@ -53,22 +53,15 @@ def test_safetensors_reads_what_is_written() -> None:
 
 @pytest.fixture(params=[0, 1 << 10])
 def alone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Bytes from which on tensors are parts of their own: all of them, or none."""
+    """Bytes from which on tensors are parts of their own: all of them, the larger ones as several, or none."""
     monkeypatch.setattr(wire, "_ALONE", request.param)
+    monkeypatch.setattr(wire, "_WHOLE", 7)
     return int(request.param)
-
-
-def test_what_is_read_is_a_view(alone: int) -> None:
-    block = pack((batch().fields, {}, 4))
-    fields, _, _ = unpack(block)
-    values = [value.values if isinstance(value, Jagged) else value for value in fields.values()]
-    places = [(part.ctypes.data, part.ctypes.data + len(part)) for part in block.parts]
-    assert all(any(a <= value.data_ptr() < b for a, b in places) for value in values if value.numel())
 
 
 def test_a_large_tensor_goes_without_a_copy(alone: int) -> None:
     whole = batch()
-    (block,) = whole.to_blocks([range(4)])
+    ((block, *_),) = whole.to_blocks([range(4)])
     address = whole["ids"].values.data_ptr()
     assert (address in {part.ctypes.data for part in block.parts}) is (alone == 0)
     assert len(block) == len(bytes(block)) == sum(map(len, block.parts))
@@ -77,20 +70,45 @@ def test_a_large_tensor_goes_without_a_copy(alone: int) -> None:
 def test_blocks_are_the_bytes_of_each_part_and_come_back_in_order(alone: int) -> None:
     whole = batch()
     parts = [[2, 0], [], [3, 1]]
-    blocks = list(whole.to_blocks(parts))
-    assert [block.tobytes() for block in blocks] == [whole.select(part).to_bytes() for part in parts]
-    assert same(Batch.from_blocks(blocks), whole.select([2, 0, 3, 1]))
+    spans = list(whole.to_blocks(parts))
+    assert [span.block.tobytes() for span in spans] == [whole.select(part).to_bytes() for part in parts]
+    assert [(start, stop) for _, start, stop in spans] == [(0, 2), (0, 0), (0, 2)]
+    assert same(Batch.from_blocks(spans), whole.select([2, 0, 3, 1]))
+
+
+def test_parts_that_go_together_share_blocks_and_are_read_in_any_order(alone: int) -> None:
+    whole = batch()
+    parts = [[0], [1, 3], [], [2]]
+    spans = list(whole.to_blocks(parts, [7, 8, 7, 7]))
+    first, second, empty, last = spans
+    assert first.block is empty.block is last.block
+    assert [(start, stop) for _, start, stop in spans] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert first.block.tobytes() == whole.select([0, 2]).to_bytes()
+    assert second.block.tobytes() == whole.select([1, 3]).to_bytes()
+    for order in ([0, 1, 2, 3], [3, 1, 0], [1, 1], [2], [0, 3]):
+        wanted = [place for number in order for place in parts[number]]
+        assert same(Batch.from_blocks([spans[number] for number in order]), whole.select(wanted))
+
+
+def test_a_block_that_is_full_takes_no_more_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [3 * 8 + 3 * 2, 0, 8 + 2, 2 * 8 + 2 * 2]  # of the jagged fields
+    fixed = 1 + 6 + 8
+    for most, blocks in ((1, 4), (sizes[0] + 2 * fixed, 2), (1 << 10, 1)):
+        monkeypatch.setattr(wire, "_BLOCK_BYTES", most)
+        spans = list(batch().to_blocks([[0], [1], [2], [3]], [0] * 4))
+        assert len({span.block for span in spans}) == blocks
+        assert same(Batch.from_blocks(spans), batch())
 
 
 def test_a_batch_of_blocks_has_memory_of_its_own(alone: int) -> None:
-    (block,) = batch().to_blocks([[0, 1, 2, 3]])
-    for part in block.parts:
+    (span,) = batch().to_blocks([[0, 1, 2, 3]])
+    for part in span.block.parts:
         part.setflags(write=False)
-    made = Batch.from_blocks([block])
+    made = Batch.from_blocks([span])
     before = made["ids"].values._version
     made["w"].zero_()
     assert made["ids"].values._version == before  # or a guard of stages would see a write to it
-    assert same(Batch.from_blocks([block]), batch())
+    assert same(Batch.from_blocks([span]), batch())
 
 
 def test_a_dtype_without_a_code_is_named() -> None:
@@ -108,7 +126,7 @@ def test_a_dtype_without_a_code_is_named() -> None:
 )
 def test_what_is_cut_short_is_refused(data: bytes, story: str) -> None:
     with pytest.raises(ValueError, match=story):
-        unpack(Block((np.frombuffer(data, dtype=np.uint8),)))
+        open_block(Block((np.frombuffer(data, dtype=np.uint8),)))
 
 
 def test_parts_that_were_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,4 +134,4 @@ def test_parts_that_were_lost_are_noticed(monkeypatch: pytest.MonkeyPatch) -> No
     block = pack((batch().fields, {}, 4))
     for parts in (block.parts[:-1], block.parts[:2] + block.parts[3:]):
         with pytest.raises(ValueError, match=r"a tensor of shape .* cannot lie at bytes"):
-            unpack(Block(parts))
+            open_block(Block(parts))

@@ -18,7 +18,7 @@ import numpy as np
 
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, place
-from megarl.data.wire import Block
+from megarl.data.wire import Block, Span
 from megarl.processes import STORE, TEAM, WORKER, free_port
 from megarl.store.client import Look
 from megarl.store.core import Core
@@ -160,13 +160,13 @@ class FarClient:
         self,
         numbers: Sequence[int],
         groups: Sequence[Any],
-        payloads: Mapping[str, Iterable[Block]],
+        payloads: Mapping[str, Iterable[Span]],
         metrics: dict[str, Any],
     ) -> int:
-        """Hand over finished groups; their bytes."""
-        refs = {key: [bytes(one) for one in some] for key, some in payloads.items()}
+        """Hand over finished groups; the bytes of their blocks."""
+        refs = {key: _pieces(some) for key, some in payloads.items()}
         self._call("put", self.team, self.rank, list(numbers), list(groups), refs, json.dumps(metrics))
-        return sum(len(one) for some in refs.values() for one in some)
+        return sum(map(_size, refs.values()))
 
     def reject(self, numbers: Sequence[int]) -> None:
         """No step is to be trained on these groups."""
@@ -180,31 +180,28 @@ class FarClient:
         """Where prompts stand."""
         return self._call("flow_state")
 
-    def give(
-        self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Block], together: Sequence[int] = ()
-    ) -> int:
-        """Hand over this replica's groups of one node; their bytes."""
-        refs = [bytes(one) for one in payloads]
+    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Span]) -> int:
+        """Hand over this replica's groups of one node; the bytes of their blocks."""
+        refs = _pieces(payloads)
         self._call("give", self.team, self.rank, step, key, list(groups), refs)
-        return sum(map(len, refs))
+        return _size(refs)
 
     def assignment(self, step: int, samples: str, part: int) -> Any:
         """The groups of one part."""
         return self._wait("assignment", self.team, step, samples, part)
 
-    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Block]:
+    def fetch(self, step: int, key: str, uids: Sequence[str]) -> list[Span]:
         """The payloads of groups."""
-        found = self._wait("fetch", self.team, step, key, list(uids))
-        return [Block((np.frombuffer(one, dtype=np.uint8),)) for one in found]
+        return _spans(self._wait("fetch", self.team, step, key, list(uids)))
 
     def given(self, step: int, key: str) -> None:
         """Wait until all of a handover is there."""
         self._wait("fetch", self.team, step, key, [])
 
-    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Block] | None:
+    def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Span] | None:
         """Payloads of groups that are there."""
         found = self._call("given_before", step, key, list(uids))
-        return None if found is None else [Block((np.frombuffer(one, dtype=np.uint8),)) for one in found]
+        return None if found is None else _spans(found)
 
     def leave(self, number: int, files: Mapping[str, bytes]) -> None:
         """Files for the next process of this worker."""
@@ -221,6 +218,28 @@ class FarClient:
     def done(self, step: int) -> None:
         """This worker needs nothing more of `step`."""
         self._call("done", self.team, self.rank, step)
+
+
+def _pieces(payloads: Iterable[Span]) -> list[tuple[bytes, int, int]]:
+    """Groups of one block share its bytes; so they do after a trip to the shelf and back."""
+    contents: dict[Block, bytes] = {}
+    pieces = []
+    for block, start, stop in payloads:
+        if block not in contents:
+            contents[block] = bytes(block)
+        pieces.append((contents[block], start, stop))
+    return pieces
+
+
+def _size(pieces: Iterable[tuple[bytes, int, int]]) -> int:
+    return sum(map(len, {id(content): content for content, _, _ in pieces}.values()))
+
+
+def _spans(pieces: Iterable[tuple[bytes, int, int]]) -> list[Span]:
+    blocks: dict[int, Block] = {}
+    for content, _, _ in pieces:
+        blocks.setdefault(id(content), Block((np.frombuffer(content, dtype=np.uint8),)))
+    return [Span(blocks[id(content)], start, stop) for content, start, stop in pieces]
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from megarl.dag.pipeline import Pipeline
 from megarl.dag.placement import Handover, Placement, TeamPlan, place
 from megarl.dag.stage import Kind, Role, stage
 from megarl.data.batch import Batch, Jagged
-from megarl.data.wire import Block
+from megarl.data.wire import Block, Span
 from megarl.metrics import Metrics
 from megarl.store.core import Core
 from megarl.store.crossing import TeamCrossing
@@ -125,15 +125,18 @@ class HereClient:
     def __init__(self, core: Core, change: threading.Condition, team: str, rank: int) -> None:
         self.core, self.change, self.team, self.rank = core, change, team, rank
 
-    def give(
-        self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Block], together: Sequence[int] = ()
-    ) -> int:
+    def give(self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Span]) -> int:
         """At once."""
-        refs = [Block((np.frombuffer(bytes(one), dtype=np.uint8),)) for one in payloads]  # the batch may change now
+        copies: dict[Block, Block] = {}  # the batch may change after this
+        refs = []
+        for block, start, stop in payloads:
+            if block not in copies:
+                copies[block] = Block((np.frombuffer(bytes(block), dtype=np.uint8),))
+            refs.append(Span(copies[block], start, stop))
         with self.change:
             self.core.give(self.team, self.rank, step, key, groups, refs)
             self.change.notify_all()
-        return sum(map(len, refs))
+        return sum(map(len, copies))
 
     def assignment(self, step: int, samples: str, part: int) -> Any:
         """As soon as it is there."""
@@ -166,7 +169,8 @@ def walk(graph: TaskGraph, placement: Placement, core: Core, count: int, steps: 
     def work(team: TeamPlan, rank: int) -> None:
         size = team.parallel.model_parallel_size
         client: Any = HereClient(core, change, team.name, rank)
-        crossing = TeamCrossing(graph, placement, client, rank // size, rank % size == 0)
+        dealt = core._share == "dealt"
+        crossing = TeamCrossing(graph, placement, client, rank // size, rank % size == 0, dealt=dealt)
         executor = Executor(graph, {}, team.nodes, crossing)
         boards = []
         try:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from megarl.dag.placement import Placement, place
-from megarl.data.wire import Block
+from megarl.data.wire import Block, Span
 from tests.store import teams
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]  # Ray ends itself where its own processes start slowly
@@ -56,7 +56,7 @@ class Worker:
         from megarl.store.crossing import TeamCrossing
 
         graph, placement = teams.pipeline(), placed()
-        crossing = TeamCrossing(graph, placement, self._client, self._rank, True)
+        crossing = TeamCrossing(graph, placement, self._client, self._rank, True, dealt=True)
         executor = Executor(graph, {}, placement[self._team].nodes, crossing)
         ended = []
         for step in steps:
@@ -76,7 +76,7 @@ class Worker:
 
     def flags(self, step: int, key: str, uids: list[str]) -> list[bool]:
         """Does what it fetches own its memory, and may it be written to?"""
-        flags = [part.flags for part in self._client.fetch(step, key, uids)[0].parts]
+        flags = [part.flags for part in self._client.fetch(step, key, uids)[0].block.parts]
         return [any(one.owndata for one in flags), any(one.writeable for one in flags)]
 
     def fetch_but_ones(self, step: int, key: str, uids: list[str]) -> Any:
@@ -91,7 +91,7 @@ class Worker:
 
         def others(refs: Any, limit_s: float) -> Any:
             found = there(refs, limit_s)
-            if any(payload[0] == 1 for payload in found):
+            if any(payload.block.parts[0][0] == 1 for payload in found):
                 raise ray.exceptions.OwnerDiedError("00", None, "")
             return found
 
@@ -105,7 +105,7 @@ class Worker:
         import ray
 
         with mock.patch.object(ray, "put", side_effect=ray.exceptions.ObjectStoreFullError("full")):
-            return self.call("give", step, key, _infos([["u0", 0, ["u0#0"], 5]]), [np.zeros(9, np.uint8)])
+            return self.call("give", step, key, _infos([["u0", 0, ["u0#0"], 5]]), [_payload(9, 0)])
 
     def work(self, seconds: float) -> None:
         """Be busy, visibly."""
@@ -206,14 +206,14 @@ def test_a_store_that_died_goes_on_where_it_was(workers: dict[str, Any]) -> None
     with store(workers, "back", 60.0) as actor:
         waiting = call("score0", "fetch", 1, key, ["u0", "u1"])
         mail = call("train1", "read", "m")
-        ray.get(call("train0", "give", 1, key, _infos(first), [np.full(3, 1, np.uint8)]), timeout=60)
+        ray.get(call("train0", "give", 1, key, _infos(first), [_payload(3, 1)]), timeout=60)
         ray.kill(actor, no_restart=False)
         ray.get(call("train0", "post", "m", "text"), timeout=60)
         assert ray.get(mail, timeout=60) == "text"
-        ray.get(call("train1", "give", 1, key, _infos(second), [np.full(3, 2, np.uint8)]), timeout=60)
-        assert [one.tolist() for one in ray.get(waiting, timeout=60)] == [[1, 1, 1], [2, 2, 2]]
+        ray.get(call("train1", "give", 1, key, _infos(second), [_payload(3, 2)]), timeout=60)
+        assert [bytes(one.block) for one in ray.get(waiting, timeout=60)] == [b"\1\1\1", b"\2\2\2"]
         assert "mail 'm' has been posted before" in ray.get(call("train0", "post", "m", "text"), timeout=60)
-        again = ray.get(call("train1", "give", 1, key, _infos(second), [np.zeros(3, np.uint8)]), timeout=60)
+        again = ray.get(call("train1", "give", 1, key, _infos(second), [_payload(3, 0)]), timeout=60)
         assert "this rank has given it before" in again
 
 
@@ -228,20 +228,20 @@ def test_bytes_that_went_with_their_process_are_waited_for_until_its_team_gives_
         givers = [ray.remote(Worker).options(num_cpus=0).remote("score", 0) for _ in range(2)]
         first, second = givers
         assert ray.get(first.connect.remote("lost", 60.0), timeout=60) is None
-        ray.get(first.call.remote("give", 1, key, group, [np.full(1 << 20, 1, np.uint8)]), timeout=60)
+        ray.get(first.call.remote("give", 1, key, group, [_payload(1 << 20, 1)]), timeout=60)
         ray.get(first.call.remote("post", "m", "first"), timeout=60)
         ray.kill(first)
         waiting = workers["train0"].fetch_but_ones.remote(1, key, ["u0"])
         assert ray.wait([waiting], timeout=2.0)[0] == []
         assert ray.get(actor.restart_team.remote("score", 1, 60.0), timeout=60) is None
-        told = ray.get(workers["score0"].call.remote("give", 1, key, group, [np.zeros(1, np.uint8)]), timeout=60)
+        told = ray.get(workers["score0"].call.remote("give", 1, key, group, [_payload(1, 0)]), timeout=60)
         assert "team 'score' has begun again since rank 0 of start 0 did" in told, "it is to be gone"
         assert ray.get(second.connect.remote("lost", 60.0, 1), timeout=60) is None
         assert ray.wait([waiting], timeout=1.0)[0] == [], ray.get(waiting)
         ray.get(second.call.remote("post", "m", "second"), timeout=60)
-        ray.get(second.call.remote("give", 1, key, group, [np.full(1 << 20, 2, np.uint8)]), timeout=60)
+        ray.get(second.call.remote("give", 1, key, group, [_payload(1 << 20, 2)]), timeout=60)
         (found,) = ray.get(waiting, timeout=60)
-        assert (len(found), found[0]) == (1 << 20, 2)
+        assert {*bytes(found.block)} == {2}
         assert ray.get(workers["train1"].call.remote("read", "m"), timeout=60) == "first"
         ray.kill(second)
 
@@ -254,7 +254,7 @@ def test_readers_map_the_givers_bytes(workers: dict[str, Any]) -> None:
         key = placed().given("pick")[0].key
         ray.get(workers["train1"].call.remote("give", 1, key, [], []), timeout=60)
         block = Block((np.zeros(1 << 20, np.uint8), np.zeros(1 << 18, np.uint8)))
-        ray.get(workers["train0"].call.remote("give", 1, key, _infos(group), [block]), timeout=60)
+        ray.get(workers["train0"].call.remote("give", 1, key, _infos(group), [Span(block, 0, 1)]), timeout=60)
         assert ray.get(workers["score0"].flags.remote(1, key, ["u0"]), timeout=60) == [False, False]
 
 
@@ -272,14 +272,14 @@ def test_what_is_kept_outlives_its_giver_and_goes_when_all_are_done_with_it(work
             lives.append(ray.remote(Worker).options(num_cpus=0).remote("train", 0))
             assert ray.get(lives[-1].connect.remote("kept", 60.0, 0, True), timeout=60) is None
             if len(lives) == 1:
-                payload = Block((np.full(1 << 20, 7, np.uint8),))
+                payload = _payload(1 << 20, 7)
                 assert ray.get(lives[0].call.remote("give", 1, key, _infos(group), [payload]), timeout=60) == 1 << 20
                 for number in (3, 4):
                     files = {"a": b"%d" % number, "b": bytes(1 << 20)}
                     assert ray.get(lives[0].call.remote("leave", number, files), timeout=60) is None
                 ray.kill(lives[0])
         (came,) = ray.get(workers["score0"].call.remote("fetch", 1, key, ["u0"]), timeout=60)
-        assert (len(came), {*came.tobytes()}) == (1 << 20, {7})
+        assert (len(came.block), {*bytes(came.block)}) == (1 << 20, {7})
         left = [ray.get(lives[1].call.remote("left", number), timeout=60) for number in (3, 4)]
         assert left == [{}, {"a": b"4", "b": bytes(1 << 20)}], "in place of those of before"
         assert list(ray.get(keeper.held.remote("train", 0))) == [1]
@@ -291,6 +291,10 @@ def test_what_is_kept_outlives_its_giver_and_goes_when_all_are_done_with_it(work
             time.sleep(0.05)  # nobody waits until it is told
         ray.kill(lives[1])
         ray.kill(keeper)
+
+
+def _payload(size: int, value: int) -> Span:
+    return Span(Block((np.full(size, value, np.uint8),)), 0, 1)
 
 
 def _infos(rows: list[list[Any]]) -> list[Any]:
@@ -399,19 +403,13 @@ def test_a_refusal_says_who_was_refused(workers: dict[str, Any]) -> None:
     assert told == [None, "team 'train' rank 0 in phase test: mail 'm' has been posted before"]
 
 
-def test_payloads_that_go_to_the_same_takers_share_objects_and_every_byte_is_in_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_block_is_one_object_however_many_groups_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from megarl.store import client as module
 
-    objects: list[list[Block]] = []
-    monkeypatch.setattr(module, "put_object", lambda payloads: objects.append(payloads) or len(objects) - 1)
-    monkeypatch.setattr(module, "_OBJECT_BYTES", 20)
+    objects: list[Block] = []
+    monkeypatch.setattr(module, "put_object", lambda block: objects.append(block) or len(objects) - 1)
     client = module.StoreClient.__new__(module.StoreClient)
-    payloads = [Block((np.full(4, number, np.uint8), np.full(5, number, np.uint8))) for number in range(7)]
-    for together, sizes in (([], [1] * 7), ([0, 1, 0, 1, 0, 1, 0], [3, 3, 1]), ([0] * 7, [3, 3, 1])):
-        objects.clear()
-        refs, size = client._keep("x", payloads, together)
-        assert sorted(map(len, objects), reverse=True) == sizes
-        assert size == 63 == sum(len(one) for held in objects for one in held)
-        assert [int(objects[ref][place].parts[0][0]) for ref, place in refs] == list(range(7))
+    one, other = (Block((np.zeros(4, np.uint8), np.zeros(size, np.uint8))) for size in (5, 6))
+    pieces, size = client._keep("x", [Span(one, 0, 2), Span(other, 0, 1), Span(one, 2, 5)])
+    assert (objects, size) == ([one, other], 9 + 10)
+    assert pieces == [(0, 0, 2), (1, 0, 1), (0, 2, 5)]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megarl.dag.executor import Executor
 from megarl.data.batch import Batch
 from megarl.data.groups import group_places
-from megarl.data.wire import Block
+from megarl.data.wire import Block, Span
 from megarl.metrics import Metrics
 from megarl.phase import drain
 from megarl.store.core import Core, GroupInfo, StoreError
@@ -101,6 +101,29 @@ def test_bytes_given_and_read_are_counted() -> None:
     assert set(keys.values()) == {1, 2}
 
 
+@pytest.mark.parametrize(("train", "ref", "critic"), [(1, 1, 1), (1, 2, 1), (2, 3, 2)])
+@pytest.mark.parametrize("share", ["dealt", "tokens"])
+def test_every_taker_reads_every_byte_once(
+    monkeypatch: pytest.MonkeyPatch, train: int, ref: int, critic: int, share: str
+) -> None:
+    graph = teams.pipeline()
+    placement = teams.placed(graph, train, ref, critic, share)
+    sizes: Counter[str] = Counter()
+    give = teams.HereClient.give
+
+    def noted(self: teams.HereClient, step: int, key: str, groups: Any, payloads: Any) -> int:
+        size = give(self, step, key, groups, payloads)
+        sizes[key] += size
+        return size
+
+    monkeypatch.setattr(teams.HereClient, "give", noted)
+    ended = teams.walk(graph, placement, Core(placement, 12, share), 12, steps=[1])  # type: ignore[arg-type]
+    metrics = [boards[0][1].result() for ranks in ended.values() for boards in ranks]
+    given, read = (sum(one.get(f"store/{what}_gb", 0.0) for one in metrics) for what in ("given", "read"))
+    assert given == pytest.approx(sizes.total() / 1e9)
+    assert read == pytest.approx(sum(sizes[one.key] * len(one.takers) for one in placement.handovers) / 1e9)
+
+
 def test_a_wait_names_the_team_that_it_is_for_and_tokens_are_those_of_the_groups_worked_on() -> None:
     graph = teams.pipeline()
     placement = teams.placed(graph, 1, 1, 1)
@@ -152,14 +175,12 @@ def test_a_column_that_cannot_be_sent_is_named() -> None:
     placement = teams.placed(graph, 1, 1, 1)
     board = one_team(2, 0, 1, 2)
     board.set("note", [object()] * len(board))
-    crossing = crossing_of(
-        placement, "train", graph, {"give": lambda step, key, groups, blocks, together: len(list(blocks))}
-    )
+    crossing = crossing_of(placement, "train", graph, {"give": lambda step, key, groups, payloads: len(list(payloads))})
     with pytest.raises(StoreError, match=r"step 2, 'pick>critic'.*column 'note' holds object"):
         crossing.give(SimpleNamespace(step=2, metrics=Metrics()), graph["pick"], board)
 
 
-def test_groups_share_objects_where_the_same_replicas_take_them() -> None:
+def test_groups_share_blocks_where_the_same_replicas_take_them() -> None:
     graph = teams.pipeline()
     placement = teams.placed(graph, 1, 2, 1)
     groups = [GroupInfo(f"u{k}", k, (f"u{k}#0",), 1) for k in range(4)]
@@ -192,16 +213,14 @@ class Shelf:
     team = "train"
 
     def __init__(self) -> None:
-        self.given: dict[str, list[bytes]] = {}
+        self.given: dict[str, list[Span]] = {}
 
-    def give(self, step: int, key: str, groups: Any, payloads: Any, together: Any = ()) -> int:
-        self.given[key] = [bytes(payload) for payload in payloads]
+    def give(self, step: int, key: str, groups: Any, payloads: Any) -> int:
+        self.given[key] = [Span(Block.of(bytes(block)), start, stop) for block, start, stop in payloads]
         return 0
 
-    def given_before(self, step: int, key: str, uids: Any) -> list[Block] | None:
-        if key not in self.given:
-            return None
-        return [Block((np.frombuffer(one, dtype=np.uint8),)) for one in self.given[key]]
+    def given_before(self, step: int, key: str, uids: Any) -> list[Span] | None:
+        return self.given.get(key)
 
 
 def test_what_a_team_gives_when_it_has_begun_again_is_what_it_gave_before() -> None:

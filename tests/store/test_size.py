@@ -118,7 +118,7 @@ def test_credits_in_groups_bound_the_bytes(new_tokens: int, samples: int, k: int
         names = [name for name in handover.fields if name not in TEXT]
         batch = longest(config, names)
         groups = [range(g * samples, (g + 1) * samples) for g in range(16)]
-        size = sum(len(block) for block in batch.to_blocks(groups))
+        size = sum(len(span.block) for span in batch.to_blocks(groups))
         assert size <= handover_bytes(config, handover), handover.key
         given += size
     # What has been given and not been taken, in either order: the steps that may be ahead, and the one that is read.
