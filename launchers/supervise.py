@@ -21,6 +21,9 @@ SETTLE_S = 1.0  # after the first bad end: time for the others to show that they
 LOST_S = 5.0  # the same, as long as all that failed only lost a peer: word of a death may come late
 LINGER_S = 15.0  # a rank that has reported its error ends within this time, or is ended
 STACKS_S = 0.5  # time for hung ranks to write their stacks into the log
+_LINE = 400  # characters of a message in a line
+_SOURCE_PATH = re.compile(r"\[[\w./-]*/(?=[\w.]+:\d+\])")  # where a library was built
+_NATIVE_STACK = "Exception raised from "  # torch puts the stack of C++ after the message
 
 OUT_OF_MEMORY_FIX = (
     "use less memory: smaller actor.engine.micro_batch_tokens, rollout.max_running or data.batch_size, "
@@ -147,7 +150,7 @@ def _end_of(failure: RankFailure, job: Job) -> End:
     where = f"in phase {failure.phase} at step {failure.step}"
     if not failure.type:
         return End(failure.exit_code, f"{who} {failure.message} {where}")
-    why = f"{who} failed {where}: {failure.type}: {_first_line(failure.message)}"
+    why = f"{who} failed {where}: {failure.type}: {_one_line(failure.message)}"
     own = not (failure.peer_lost or failure.out_of_memory)
     place = (failure.type, failure.phase, failure.step) if own else None
     return End(failure.exit_code, why, failure.repeats or failure.user_error, place)
@@ -191,7 +194,7 @@ def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None)
         text = where_text(beat)
         if rank in errors:
             error = errors[rank]
-            text = f"in phase {error.phase} at step {error.step}: {error.type}: {_first_line(error.message)}"
+            text = f"in phase {error.phase} at step {error.step}: {error.type}: {_one_line(error.message)}"
         elif rank in ended:
             text += f", ended with exit code {ended[rank]}"
         elif beat is not None:
@@ -200,8 +203,12 @@ def _others(workers: Workers, job: Job, ended: dict[int, int], skip: int | None)
     return lines + ([f"  ... and {len(ranks) - 16} more"] if len(ranks) > 16 else [])
 
 
-def _first_line(text: str) -> str:
-    return re.sub(r"\s+", " ", text.strip())[:160]
+def _one_line(message: str) -> str:
+    """A message among others: of a long one the beginning and the end, which has the cause; log.txt has all of it."""
+    line = " ".join(_SOURCE_PATH.sub("[", message.partition(_NATIVE_STACK)[0]).split())
+    if len(line) <= _LINE:
+        return line
+    return f"{line[: _LINE // 2].rstrip()} ... {line[-_LINE // 2 :].lstrip()}"
 
 
 def _show_stacks(workers: Workers, job: Job) -> None:

@@ -107,6 +107,19 @@ def test_a_rank_that_died_costs_a_restart(tmp_path, monkeypatch, capsys):
     assert [(one["restart"], one["why"]) for one in read_restarts(tmp_path)] == [(1, why)]
 
 
+def test_a_lost_peer_is_told_with_its_meaning_however_long_the_message_is(tmp_path, monkeypatch):
+    place = "[/build/third_party/gloo/gloo/transport/tcp/pair.cc:537]"
+    lost = f"node 'actor_train' failed: RuntimeError: {place} Read error [127.0.0.1]:60820: Connection reset by peer"
+    stack = "\nException raised from readError (most recent call first):\nframe #0: c10::Error"
+    Script(monkeypatch, raises(lost + stack, step=4), raises("much text " * 100 + "the cause", step=5), finishes)
+    assert run(tmp_path, 2) == 0
+    first, second = (one["why"] for one in read_restarts(tmp_path))
+    assert first.endswith("RuntimeError: [pair.cc:537] Read error [127.0.0.1]:60820: Connection reset by peer")
+    assert second.endswith("much text the cause")
+    assert "RuntimeError: much text" in second
+    assert len(second) < 500
+
+
 def test_without_restarts_the_first_failure_is_the_end(tmp_path, monkeypatch, capsys):
     script = Script(monkeypatch, dies)
     assert run(tmp_path, 0) == 1
