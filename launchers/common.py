@@ -137,8 +137,11 @@ class Workers(Protocol):
         """End every rank that still runs, within seconds; may be called again."""
 
 
-def make_run_dir(config: RunConfig, run_dir: Path | None = None) -> Path:
-    """The folder of a run: `run_dir` when the user names one (to continue it), else a new RUNS/<name>/<stamp>."""
+def make_run_dir(config: RunConfig, run_dir: Path | None = None, job: str = "train") -> Path:
+    """The folder of a run: `run_dir` when the user names one (to continue it), else a new RUNS/<name>/<stamp>.
+
+    That of `job` eval or generate, which leave no model, ends in `-eval` or `-generate`.
+    """
     parent = run_dir or Path(config.tracking.dir) / re.sub(r"[^\w.+-]+", "-", config.name)
     try:
         parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +165,7 @@ def make_run_dir(config: RunConfig, run_dir: Path | None = None) -> Path:
         ) from error
     if run_dir is not None:
         return run_dir.resolve()
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    stamp = time.strftime("%Y%m%d-%H%M%S") + ("" if job in ("train", "sft") else f"-{job}")
     for attempt in range(1, 1000):
         candidate = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
         with contextlib.suppress(FileExistsError):

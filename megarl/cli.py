@@ -193,7 +193,7 @@ def _job(arguments: argparse.Namespace) -> int:
         _warn_of_mlflow(config)
     if arguments.command != "sft":
         _warn_of_servers(config)
-    run_dir = make_run_dir(config, arguments.run_dir)
+    run_dir = make_run_dir(config, arguments.run_dir, arguments.command)
     print(f"run folder: {run_dir}", flush=True)
     before = process_of(run_dir)
     code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)

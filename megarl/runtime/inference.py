@@ -65,7 +65,7 @@ def _write_responses(c: Controller) -> None:
             if c.layout.rank == 0:
                 _show([line for line in lines if line["data_source"] == "text"])
     if c.layout.rank == 0:
-        print(f"responses: {target}", flush=True)
+        print(f"responses: {target}\n{config.name}: generate finished", flush=True)
 
 
 def _restore(c: Controller) -> None:

@@ -131,7 +131,7 @@ class Tracker:
                 merge_trace(self.run_dir)
             else:
                 (self.run_dir / "trace.json").unlink(missing_ok=True)  # of an earlier command
-            self._close_files(f"{self._name} {status}", lines)
+            self._close_files(f"{self._name}: {self._stage} {status}", lines)
         if self._mlflow is not None:
             self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
 

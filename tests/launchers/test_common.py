@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 
@@ -30,6 +31,13 @@ def test_every_run_gets_a_folder_of_its_own(tmp_path: Path) -> None:
     first, second = make_run_dir(config(tmp_path)), make_run_dir(config(tmp_path))
     assert first != second
     assert first.parent == second.parent == tmp_path / "my-run"
+
+
+@pytest.mark.parametrize(("job", "ending"), [("train", ""), ("sft", ""), ("eval", "-eval"), ("generate", "-generate")])
+def test_folders_without_a_model_show_their_command(tmp_path: Path, job: str, ending: str) -> None:
+    first, second = (make_run_dir(config(tmp_path), job=job).name for _ in range(2))
+    assert re.fullmatch(rf"\d{{8}}-\d{{6}}{ending}", first)
+    assert first < second
 
 
 def test_a_named_run_folder_is_continued(tmp_path: Path) -> None:

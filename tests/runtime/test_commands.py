@@ -124,6 +124,8 @@ def test_generate_writes_responses_to_files_and_to_prompts_given_as_text(tuned: 
     assert output.index("> 1+2=") < output.index("> 7+7=")
     file = Path(output.split("responses: ")[1].splitlines()[0])
     assert [row["prompt_text"] for row in lines(file)] == ["1+2=", "7+7="]
+    assert file.parent.name.endswith("-generate")
+    assert "\ntiny: generate finished\n" in output
 
 
 def test_convert_writes_the_model_of_a_checkpoint(tuned: Path, folder: Path) -> None:

@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+import re
 import time
 
 import pytest
@@ -48,7 +49,7 @@ def test_a_run_leaves_all_its_files(tmp_path, screen):
     assert info["machine"]["cores"] >= 1
     text = screen.file.getvalue()
     assert "step 1/3  score" in text
-    assert "my run finished" in text
+    assert "my run: train finished" in text
     assert "0.75 (step 3)" in text
 
 
@@ -208,6 +209,14 @@ def test_what_was_measured_before_training_stands_apart():
     assert summary([before])[0][1] == {"first": 0.95, "last": 0.95, "best": 0.95, "best_step": 0}  # an evaluation
 
 
+def test_one_step_is_one_column(screen):
+    ConsoleView(None, screen).final("my run: eval finished", [{"step": 0, "val/acc": 0.95}, {"step": 0, "x": 1.0}])
+    table = screen.file.getvalue()
+    assert re.search(r"metric +┃ +value +┃\n", table)
+    assert table.count("0.95") == 1
+    assert "best" not in table
+
+
 def test_the_end_of_a_first_phase_is_not_the_end_of_the_run(tmp_path, screen):
     first = tracker(tmp_path, screen, stage="sft", part="first")
     first.log(1, {"sft/loss": 1.0})
@@ -224,7 +233,7 @@ def test_the_end_of_a_first_phase_is_not_the_end_of_the_run(tmp_path, screen):
     second.finish()
     ended = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (ended["status"], ended["started"]) == ("finished", record["started"])
-    assert "my run finished" in screen.file.getvalue()
+    assert "my run: train finished" in screen.file.getvalue()
 
 
 @pytest.mark.parametrize(("resume_step", "kept"), [(1, True), (None, False)])
