@@ -113,17 +113,26 @@ def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
     best = best_step(run_dir / "checkpoints") if which == "best" else None
     if model := models.get(which) or models.get("last"):
         folder = run_dir / model.folder
+        note = "" if model.which == which else _why_last(model.step, best)
         return (
             [f"model.path={folder}", "model.hf_config=null", "trainer.resume=auto"],
-            f"{folder} ({model.which}, step {model.step})",
+            f"{folder} ({model.which}, step {model.step}{note})",
         )
     if steps:
         step = best if best in steps else steps[-1]
         folder = run_dir / "checkpoints" / f"step_{step}"
-        return [f"trainer.resume={folder}"], f"{folder} ({'best' if step == best else 'last'})"
+        name = "best" if step == best else "last" if which == "last" else f"last{_why_last(step, best)}"
+        return [f"trainer.resume={folder}"], f"{folder} ({name})"
     raise UserError(
         "this run has left no model yet: no exported one, no checkpoint",
         where="RECIPE",
         found=str(run_dir),
         fix="let it finish, or set trainer.save_every",
     )
+
+
+def _why_last(step: int, best: int | None) -> str:
+    """Why the last model, of `step`, is taken where the best is asked for."""
+    if best == step:
+        return ", which is the best"
+    return "; no best one is known" if best is None else f"; the best one, of step {best}, is not here"

@@ -18,6 +18,7 @@ from megarl.tracking.teams import BOTTLENECK, bounding_team
 
 _BAR = "training"
 _COLUMNS = ["first", "best", "last"]
+_ONLY = ["value"]  # of records of one step
 _LOG_EVERY_S = 15.0  # progress lines where no bar can be drawn
 
 
@@ -99,7 +100,7 @@ class ConsoleView:
     def final(self, title: str, records: list[dict[str, Any]]) -> None:
         """First, best and last value of the key metrics over all records; a record is a line of metrics.jsonl.
 
-        A validation before training (step 0) has a column of its own.
+        A validation before training (step 0) has a column of its own. Records of one step have one column.
         """
         self.close()
         rows = summary(records)
@@ -107,7 +108,10 @@ class ConsoleView:
             return
         table = Table(title=title, title_justify="left", title_style="bold")
         table.add_column("metric")
-        columns = ["before", *_COLUMNS] if any("before" in row for _, row in rows) else _COLUMNS
+        if len({record["step"] for record in records}) == 1:
+            rows, columns = [(shown, {"value": row["last"]}) for shown, row in rows], _ONLY
+        else:
+            columns = ["before", *_COLUMNS] if any("before" in row for _, row in rows) else _COLUMNS
         for column in columns:
             table.add_column(column, justify="right")
         for shown, row in rows:
@@ -118,7 +122,7 @@ class ConsoleView:
             table.add_row(Text(shown.short + unit), *(cells.get(column, "") for column in columns))
         bounds = bounding_team(_bottlenecks(records))
         if bounds is not None:
-            cells = {"last": bounds}
+            cells = {columns[-1]: bounds}
             table.add_row(Text("bounded by"), *(cells.get(column, "") for column in columns))
         self.console.print(table)
 

@@ -53,7 +53,12 @@ def test_the_exported_models_come_first(run_dir: Path) -> None:
 
 def test_the_last_is_the_best_where_no_other_is_known(run_dir: Path) -> None:
     export(run_dir, Exported(LAST, 6, "last"))
-    assert use_model_of(run_dir, "best")[1].endswith("hf (last, step 6)")
+    assert use_model_of(run_dir, "best")[1].endswith("hf (last, step 6; no best one is known)")
+    save(run_dir, 6, best=6)
+    assert use_model_of(run_dir, "best")[1].endswith("hf (last, step 6, which is the best)")
+    (run_dir / "checkpoints" / "best.json").write_text('{"step": 3}')
+    assert use_model_of(run_dir, "best")[1].endswith("hf (last, step 6; the best one, of step 3, is not here)")
+    assert use_model_of(run_dir, "last")[1].endswith("hf (last, step 6)")
 
 
 @pytest.mark.parametrize(("which", "step"), [("best", 3), ("last", 9)])
@@ -75,7 +80,7 @@ def test_notes_that_were_cut_count_as_none_with_a_warning(run_dir: Path, caplog:
     export(run_dir, Exported(LAST, 9, "last"))
     for note in (run_dir / "exported.json", run_dir / "checkpoints" / "best.json"):
         note.write_text(note.read_text()[:-4])
-    assert use_model_of(run_dir, "best")[1].endswith("step_9 (last)")
+    assert use_model_of(run_dir, "best")[1].endswith("step_9 (last; no best one is known)")
     assert "exported.json cannot be read" in caplog.text
     assert "best.json cannot be read" in caplog.text
 
@@ -85,7 +90,7 @@ def test_what_was_exported_can_be_withdrawn(run_dir: Path) -> None:
     export(run_dir, Exported(LAST, 3, "last"))
     withdraw_exported(run_dir)
     withdraw_exported(run_dir)
-    assert use_model_of(run_dir, "best")[1].endswith("step_3 (last)")
+    assert use_model_of(run_dir, "best")[1].endswith("step_3 (last; no best one is known)")
 
 
 def test_folders_without_a_run_or_a_model_are_refused(run_dir: Path) -> None:
