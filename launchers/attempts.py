@@ -21,7 +21,7 @@ from megarl.errors import MegarlError
 from megarl.launchers.common import Job, Workers, clear, node_rank, prepare, process_of
 from megarl.launchers.supervise import End, supervise
 from megarl.runtime.health import forget, keep_attempt
-from megarl.tracking.close import close_mlflow
+from megarl.tracking.close import close_mlflow, show_end
 from megarl.tracking.restarts import note_restart
 
 RETRY_S = 5.0  # between tries to start again: a machine may come back
@@ -78,8 +78,10 @@ class Attempts:
         while end.exit_code and self._restart_is_left(end):
             workers = self._begin_again(end)
             if workers is None:
-                return 1
+                break
             end = supervise(workers, self._job)
+        if end.exit_code and self._job.config.cluster.max_restarts and self._begun():
+            show_end(self._job.run_dir)
         return end.exit_code
 
     def stop(self) -> None:
@@ -87,6 +89,10 @@ class Attempts:
         if self._workers is not None:
             self._workers.stop()
             self._workers = None
+
+    def _begun(self) -> bool:
+        """The run has begun since this command was given."""
+        return process_of(self._job.run_dir) != self._before
 
     def _begin(self) -> Workers:
         prepare(self._job)
@@ -119,11 +125,11 @@ class Attempts:
         job, cluster = self._job, self._job.config.cluster
         self.stop()
         self._set_aside()
-        begun = process_of(job.run_dir) != self._before
-        start, resume = next_start(job.run_dir, job.config.trainer.resume, begun=begun)
+        start, resume = next_start(job.run_dir, job.config.trainer.resume, begun=self._begun())
         trainer = job.config.trainer.model_copy(update={"resume": resume})
         self._job = dataclasses.replace(job, config=job.config.model_copy(update={"trainer": trainer}))
-        job.log.say(f"megarl: restart {self._used} of {cluster.max_restarts} ({start}): {end.why}")
+        again = f"{job.config.name} starts again ({self._used} of {cluster.max_restarts}; {start})"
+        job.log.say(f"megarl: {again}: {end.why}")
         close_mlflow(job.run_dir, "failed")  # a run that goes on from a checkpoint opens it again
         note_restart(job.run_dir, end.why, start)
         deadline = time.monotonic() + cluster.start_timeout_s

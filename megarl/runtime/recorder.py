@@ -67,6 +67,7 @@ class Recorder:
                 total_steps=total_steps,
                 resume_step=resume_step,
                 part=part,
+                restarts=c.config.cluster.max_restarts > 0,
                 last=not c.team.others,
             )
         self._heap = heap_bound()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.credentials import mask
 from megarl.processes import has_ended, write_atomically
 
@@ -60,6 +61,23 @@ def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: f
     at = time.time() if ended is None else ended
     parts = functools.partial(_close_files, run_dir, status, at), functools.partial(_close_mlflow, run_dir, status)
     _try_all(parts, budget_s)
+
+
+def show_end(run_dir: Path, budget_s: float = 10.0) -> None:
+    """Show the table of a run that failed and that nobody starts again: its workers leave that to their launcher.
+
+    Best effort within `budget_s` seconds, without errors.
+    """
+    _try_all([functools.partial(_show_end, run_dir)], budget_s)
+
+
+def _show_end(run_dir: Path) -> None:
+    from megarl.tracking.console import ConsoleView
+    from megarl.tracking.tracker import end_text
+
+    run = json.loads((run_dir / "run.json").read_text())
+    lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == run["stage"]]
+    ConsoleView(None).final(end_text(run["name"], run["stage"], "failed"), lines)
 
 
 def close_mlflow(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:

@@ -38,6 +38,11 @@ _COLUMNS = frozenset({"step", "stage", "time"})  # of metrics.jsonl, in addition
 _ARTIFACTS = ("report.html", "trace.json", "metrics.jsonl", "samples.jsonl", "config.yaml", "run.json", "graph.svg")
 
 
+def end_text(name: str, stage: str, status: str) -> str:
+    """How a command ended, as the title of its table."""
+    return f"{name}: {stage} {status}"
+
+
 class Tracker:
     """Writes the numbers of one run; made on one rank only.
 
@@ -52,6 +57,8 @@ class Tracker:
             lines of an earlier try of this stage to `metrics.old-N.jsonl`.
         part: this stage is the whole run, its first phase (another follows, so the end of this one does not end the
             run), or its second.
+        restarts: when it fails its launcher may start it again. It shows the table if it does not
+            (`megarl.tracking.close.show_end`).
         last: nobody works on when this run is over; else its launcher writes trace.json when all have ended
             (`megarl.tracking.close.complete_trace`).
         console: where console lines go; None: standard output.
@@ -68,12 +75,14 @@ class Tracker:
         total_steps: int | None = None,
         resume_step: int | None = None,
         part: Part = "whole",
+        restarts: bool = False,
         last: bool = True,
         console: Console | None = None,
     ) -> None:
         self.run_dir = Path(run_dir).absolute()
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._cfg, self._name, self._stage, self._part, self._last = cfg, name, stage, part, last
+        self._restarts = restarts
         take_up(self.run_dir)
         for file in ("metrics.jsonl", "samples.jsonl"):
             self._prepare(self.run_dir / file, resume_step)
@@ -131,17 +140,20 @@ class Tracker:
                 merge_trace(self.run_dir)
             else:
                 (self.run_dir / "trace.json").unlink(missing_ok=True)  # of an earlier command
-            self._close_files(f"{self._name}: {self._stage} {status}", lines)
+            self._close_files(status, lines)
         if self._mlflow is not None:
             self._mlflow.finish(STATUS[status], [self.run_dir / file for file in _ARTIFACTS])
 
-    def _close_files(self, title: str, lines: list[dict[str, Any]]) -> None:
-        """Write report.html; show the final table."""
+    def _close_files(self, status: Status, lines: list[dict[str, Any]]) -> None:
+        """Write report.html; show the final table, unless the run may go on."""
         if self._cfg.report:
             from megarl.tracking.report import write_report
 
             report = write_report(self.run_dir)
-        self.view.final(title, lines)
+        if status == "failed" and self._restarts:
+            self.view.close()
+            return
+        self.view.final(end_text(self._name, self._stage, status), lines)
         if self._cfg.report:
             self.view.note(f"report: {report}")
 

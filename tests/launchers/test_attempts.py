@@ -99,7 +99,7 @@ def test_a_rank_that_died_costs_a_restart(tmp_path, monkeypatch, capsys):
     Script(monkeypatch, loses_its_peer, finishes)
     assert run(tmp_path, 1) == 0
     why = "rank 0 failed in phase train at step 4: RuntimeError: Connection closed by peer"
-    line = f"megarl: restart 1 of 1 (from the checkpoint of step 2): {why}"
+    line = f"megarl: x starts again (1 of 1; from the checkpoint of step 2): {why}"
     assert line in capsys.readouterr().err.splitlines()
     assert f"[launcher] {line}" in (tmp_path / "log.txt").read_text().splitlines()
     assert "closed by peer" in (tmp_path / "errors" / "attempt_1" / "rank_0.json").read_text()
@@ -124,7 +124,7 @@ def test_without_restarts_the_first_failure_is_the_end(tmp_path, monkeypatch, ca
     script = Script(monkeypatch, dies)
     assert run(tmp_path, 0) == 1
     assert len(script.resumed) == 1
-    assert "megarl: restart" not in capsys.readouterr().err
+    assert "starts again" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [raises(user_error=True), raises(repeats=True)])
@@ -152,6 +152,25 @@ def test_the_budget_is_of_restarts_without_a_new_checkpoint(tmp_path, monkeypatc
     assert run(tmp_path, 2) == 1
     assert len(script.resumed) == 3
     assert "no restart is left: 2 without a new checkpoint (cluster.max_restarts)" in capsys.readouterr().err
+
+
+def test_the_table_of_a_failed_run_is_shown_when_no_restart_is_left(tmp_path, monkeypatch, capsys):
+    def works_and_dies(run_dir: Path) -> dict[int, int]:
+        record = {"name": "x", "stage": "train", "status": "failed", "process": "this one"}
+        (run_dir / "run.json").write_text(json.dumps(record))
+        (run_dir / "metrics.jsonl").write_text('{"step": 1, "stage": "train", "val/acc": 0.25}\n')
+        return dies(run_dir)
+
+    for name in ("goes_on", "ends"):
+        (tmp_path / name).mkdir()
+    Script(monkeypatch, works_and_dies, finishes)
+    assert run(tmp_path / "goes_on", 1) == 0
+    assert capsys.readouterr().out == ""
+    Script(monkeypatch, works_and_dies, dies)
+    assert run(tmp_path / "ends", 1) == 1
+    shown = capsys.readouterr().out
+    assert shown.count("x: train failed") == 1
+    assert "0.25" in shown
 
 
 def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, monkeypatch):

@@ -125,8 +125,8 @@ def test_a_run_that_lost_a_rank_is_started_again(
     result = launch(launcher, "rank_1_is_killed_once", tmp_path)
 
     assert result.code == 0, result.err
-    again = next(line for line in result.err.splitlines() if line.startswith("megarl: restart"))
-    assert again.startswith("megarl: restart 1 of 1 (there is no checkpoint yet: from the beginning): rank 1 on ")
+    again = next(line for line in result.err.splitlines() if " starts again (" in line)
+    assert " starts again (1 of 1; there is no checkpoint yet: from the beginning): rank 1 on " in again
     assert again.endswith("in phase rollout at step 3")
     assert {f"[rank {rank}] worker {rank} lives" for rank in range(2)} <= set(result.log.splitlines())
 

@@ -72,7 +72,7 @@ def test_teams_in_a_ray_of_their_own_are_started_again(tmp_path: Path, monkeypat
     result = every.launch("local", "rank_1_is_killed_once", tmp_path, "1+1")
 
     assert result.code == 0, result.err
-    assert "megarl: restart 1 of 1" in result.err
+    assert "starts again (1 of 1; " in result.err
     assert "worker 1 (reference, rank 0) on " in result.err
     assert "[worker 1 (reference, rank 0)] worker 1 lives" in result.log.splitlines()
 

@@ -30,7 +30,7 @@ def test_a_run_that_lost_its_machine_goes_on_when_there_is_another(tmp_path: Pat
             time.sleep(0.1)
         (tmp_path / "lost").touch()
         cluster.remove_node(machine, allow_graceful=False)
-        while "megarl: restart 1 of 1" not in (tmp_path / "log.txt").read_text():
+        while "starts again (1 of 1; " not in (tmp_path / "log.txt").read_text():
             assert time.monotonic() < deadline
             time.sleep(0.1)
         cluster.add_node(**node)

@@ -55,7 +55,7 @@ def test_a_run_that_is_started_again_is_the_same(recipe, undisturbed, tmp_path):
     output = harness.finish(process)
     assert process.returncode == 0, output[-4000:]
     assert harness.metrics(tmp_path) == undisturbed
-    assert "megarl: restart 1 of 1 (from the checkpoint of step " in output
+    assert " starts again (1 of 1; from the checkpoint of step " in output
     assert "rank 1 on " in output
     assert '"name": "restart 1"' in (tmp_path / "trace.json").read_text()
     assert "1, the last one because rank 1 on " in (tmp_path / "report.html").read_text()

@@ -31,7 +31,9 @@ class FakeTracker:
 def make(tmp_path, monkeypatch):
     def build(finish):
         monkeypatch.setattr("megarl.tracking.tracker.Tracker", lambda *args, **more: FakeTracker(finish))
-        config = SimpleNamespace(tracking=None, name="x", model_dump=lambda mode: {})
+        config = SimpleNamespace(
+            tracking=None, cluster=RunConfig(name="x").cluster, name="x", model_dump=lambda mode: {}
+        )
         c = SimpleNamespace(
             run_dir=tmp_path,
             layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
@@ -144,6 +146,7 @@ def of_team(name: str, tmp_path) -> SimpleNamespace:
     config = SimpleNamespace(
         tracking=SimpleNamespace(peak_tflops=None),
         model=SimpleNamespace(dtype="fp32"),
+        cluster=RunConfig(name="x").cluster,
         name="x",
         model_dump=lambda mode: {},
     )

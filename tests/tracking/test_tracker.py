@@ -236,6 +236,16 @@ def test_the_end_of_a_first_phase_is_not_the_end_of_the_run(tmp_path, screen):
     assert "my run: train finished" in screen.file.getvalue()
 
 
+@pytest.mark.parametrize(("status", "shown"), [("failed", False), ("stopped", True), ("finished", True)])
+def test_a_failed_run_that_may_be_started_again_has_no_table_yet(tmp_path, screen, status, shown):
+    run = tracker(tmp_path, screen, restarts=True)
+    run.log(1, {"val/acc": 0.5})
+    run.finish(status)
+    text = screen.file.getvalue()
+    assert [f"my run: train {status}" in text, "report: " in text] == [shown, shown]
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
 @pytest.mark.parametrize(("resume_step", "kept"), [(1, True), (None, False)])
 def test_a_resumed_run_began_when_it_first_began(tmp_path, screen, resume_step, kept):
     tracker(tmp_path, screen).finish("failed")
