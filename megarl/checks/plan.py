@@ -43,7 +43,8 @@ def make_plan(config: RunConfig, launcher: str, job: str = "train", more: Sequen
     """
     machine = this_machine()
     checked = check_config(config, launcher=launcher, job=job, machine=machine)
-    checks = [*checked.items, *more]
+    known = {check.key for check in checked.items if check.status == "fail"}  # what reads a file finds it missing, too
+    checks = [*checked.items, *(one for one in more if one.status != "fail" or one.key not in known)]
     sections = {"Configuration": dump_config(config)}
     if job == "train":
         sections["Task graph"] = _graph_text(config, checked)

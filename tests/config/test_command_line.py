@@ -53,6 +53,15 @@ def test_a_dry_run_tells_every_problem_and_every_warning_once(megarl):
         assert (out + err).count(told) == 1
 
 
+def test_a_missing_reward_file_is_told_once_and_with_its_name_where_one_is_close(megarl, write):
+    write("def score(samples): ...", "my_reward.py")
+    code, out, err = megarl("reward.name=my_rewrad.py:score", options=["--dry-run"])
+    assert code == 2
+    assert (err.count("there is no file"), out.count("[fail]")) == (1, 1)
+    assert "did you mean my_reward.py?" in err
+    assert ", 1 fail, " in out
+
+
 @pytest.mark.parametrize("missing", ["sft.response_key", "data.answer_key"])
 def test_a_dry_run_agrees_with_itself_about_columns(megarl, write, missing):
     write('{"prompt": "1+1=", "answer": "2"}\n', "rows.jsonl")
