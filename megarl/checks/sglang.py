@@ -143,9 +143,9 @@ def _check_interpreter(config: RunConfig, checks: Checklist) -> None:
     try:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         # A recipe for GPUs needs servers for GPUs, also in a dry run on a machine without one.
-        for_gpus = config.cluster.device_memory_gb is not None or bool(nvidia_devices() and not hidden)
-        python = find_python(servers.python, cuda=True if for_gpus else None)
-        checks.ok(_NAME, f"their interpreter is {python}, with sglang {sglang_version(python)}")
+        cuda = True if config.cluster.device_memory_gb is not None or (nvidia_devices() and not hidden) else None
+        python = find_python(servers.python, cuda=cuda)
+        checks.ok(_NAME, f"their interpreter is {python}, with sglang {sglang_version(python, cuda=cuda)}")
         broadcast = config.sync.transport == "distributed" or (
             config.sync.transport == "auto" and not servers.colocated
         )

@@ -33,7 +33,6 @@ SHARED_MEMORY = Path("/dev/shm")
 _KEY = "rollout.sglang.python"
 _KINDS = {"cuda": "GPUs", "cpu": "CPUs"}
 _ANSWER_S = 60  # a cold interpreter on a network disk takes seconds
-_INSTALL = f"run `make sglang-env`, or name an interpreter that has sglang {TESTED}"
 # Set for the workers of a torch.distributed job or for the trainer's interpreter; a server must not see them. Nor its
 # allocator and stream settings: segments that grow cannot be mapped by another process nor paused by SGLang's memory
 # saver, and one connection to the device keeps a server's kernels in one queue.
@@ -51,6 +50,12 @@ def environments_folder() -> Path:
     return Path(cache) / "megarl" / "sglang"
 
 
+def install_fix(cuda: bool | None = None) -> str:
+    """How to get an interpreter. `cuda`: for servers on GPUs, whatever this machine has; else for this machine."""
+    command = "make sglang-env SGLANG_KIND=cuda" if cuda else "make sglang-env"
+    return f"run `{command}`, or name an interpreter that has sglang {TESTED}"
+
+
 def find_python(configured: str | None, *, cuda: bool | None) -> Path:
     """The servers' interpreter: the configured one, or the newest environment for this kind of machine.
 
@@ -65,7 +70,7 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
     if configured is not None:
         python = Path(configured).expanduser()
         if not os.access(python, os.X_OK) or python.is_dir():
-            raise ConfigError("this is no interpreter", where=_KEY, found=configured, fix=_INSTALL)
+            raise ConfigError("this is no interpreter", where=_KEY, found=configured, fix=install_fix(cuda))
         stamp = python.absolute().parents[1] / COMPLETE  # of an environment that `make sglang-env` made
         if stamp.is_file() and (kind := json.loads(stamp.read_text())["kind"]) not in kinds:
             raise ConfigError(
@@ -73,7 +78,7 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
                 f"{_KINDS[kinds[0]]}",
                 where=_KEY,
                 found=configured,
-                fix="leave the key out, and an environment of the right kind is found; " + _INSTALL,
+                fix="leave the key out, and an environment of the right kind is found; " + install_fix(cuda),
             )
         return python
     stamps = sorted(environments_folder().glob(f"*/{COMPLETE}"), key=lambda stamp: stamp.stat().st_mtime)
@@ -83,13 +88,17 @@ def find_python(configured: str | None, *, cuda: bool | None) -> Path:
     raise ConfigError(
         f"servers need an interpreter of their own; none for {' or '.join(kinds)} is in {environments_folder()}",
         where=_KEY,
-        fix=_INSTALL,
+        fix=install_fix(cuda),
     )
 
 
 @functools.lru_cache
-def sglang_version(python: Path) -> str:
+def sglang_version(python: Path, *, cuda: bool | None = None) -> str:
     """Version of sglang in the servers' interpreter.
+
+    Args:
+        python: the interpreter.
+        cuda: as for `find_python`; what a message says depends on it.
 
     Raises:
         ConfigError: it has none, or one of another series than the update protocol was tested with.
@@ -103,12 +112,16 @@ def sglang_version(python: Path) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         what = f"no answer within {_ANSWER_S} s" if isinstance(error, subprocess.TimeoutExpired) else str(error)
         raise ConfigError(
-            f"this interpreter does not run: {what}", where=_KEY, found=str(python), fix=_INSTALL
+            f"this interpreter does not run: {what}", where=_KEY, found=str(python), fix=install_fix(cuda)
         ) from error
     if not found.startswith(SERIES):
         what = f"sglang {found}" if found else "no sglang"
         raise ConfigError(
-            f"there is {what} in this interpreter", where=_KEY, found=str(python), allowed=f"{SERIES}x", fix=_INSTALL
+            f"there is {what} in this interpreter",
+            where=_KEY,
+            found=str(python),
+            allowed=f"{SERIES}x",
+            fix=install_fix(cuda),
         )
     return found
 

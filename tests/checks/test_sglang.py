@@ -56,7 +56,9 @@ def test_the_servers_of_another_machine_need_no_interpreter_here(failures, warne
     assert [check.key for check in failures(recipe[0])] == ["rollout.sglang.python"]
     assert failures(*recipe) == []
     (check,) = [check for check in warned(*recipe) if check.key == "rollout.sglang.python"]
-    assert "make sglang-env" in check.fix
+    assert "`make sglang-env SGLANG_KIND=cuda`" in check.fix
+    (named,) = [c for c in warned(*recipe, f"rollout.sglang.python={sys.executable}") if c.key == check.key]
+    assert "`make sglang-env SGLANG_KIND=cuda`" in named.fix
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -64,7 +66,7 @@ def test_a_recipe_for_gpus_does_not_take_an_environment_for_cpus(
     failures, warned, monkeypatch, tmp_path, named
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(server_checks, "sglang_version", lambda python: sglang.TESTED)
+    monkeypatch.setattr(server_checks, "sglang_version", lambda python, *, cuda: sglang.TESTED)
     python = sglang.environments_folder() / "cpu-1" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
@@ -78,7 +80,7 @@ def test_a_recipe_for_gpus_does_not_take_an_environment_for_cpus(
 def test_on_a_gpu_machine_the_environment_is_one_for_gpus(failures, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(server_checks, "find_python", lambda configured, *, cuda: asked.append(cuda) or sys.executable)
-    monkeypatch.setattr(server_checks, "sglang_version", lambda python: sglang.TESTED)
+    monkeypatch.setattr(server_checks, "sglang_version", lambda python, *, cuda: sglang.TESTED)
     monkeypatch.setattr(server_checks, "check_same_nccl", lambda python: None)
     failures("rollout.engine=sglang")
     monkeypatch.setattr(server_checks, "nvidia_devices", lambda: 8)
@@ -194,7 +196,7 @@ def test_a_missing_interpreter_is_told_with_the_command_that_makes_one(failures,
     (check,) = failures("rollout.engine=sglang")
     assert check.key == "rollout.sglang.python"
     assert str(tmp_path) in check.message
-    assert "make sglang-env" in check.fix
+    assert "`make sglang-env`" in check.fix
 
 
 def test_servers_that_run_already_need_no_interpreter(failures, monkeypatch, tmp_path) -> None:
