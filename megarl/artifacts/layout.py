@@ -34,13 +34,19 @@ def tensor_widths(facts: ModelFacts) -> dict[str, int]:
     return {**widths, "feed-forward width": dense} if dense else widths
 
 
+def tensor_sizes(facts: ModelFacts) -> list[int]:
+    """Tensor parallel sizes that divide a model, ascending."""
+    widths = tensor_widths(facts).values()
+    return [size for size in divisors(facts.heads) if all(width % size == 0 for width in widths)]
+
+
 def tensor_problem(key: str, parallel: ParallelConfig, facts: ModelFacts) -> ConfigError | None:
     """Heads or widths that tensor parallelism does not divide."""
     tp, widths = parallel.tp, tensor_widths(facts)
     bad = {name: width for name, width in widths.items() if width % tp}
     if not bad:
         return None
-    fit = [size for size in divisors(facts.heads) if all(width % size == 0 for width in widths.values())]
+    fit = tensor_sizes(facts)
     note = " (a key/value head is never copied to several ranks)" if facts.kv_heads < tp else ""
     return ConfigError(
         f"tp {tp} does not divide the model's " + ", ".join(f"{w} {n}" for n, w in bad.items()) + note,

@@ -69,8 +69,12 @@ class Checklist:
         divisor: int,
         noun: str,
         by: str,
+        other: str | None = None,
     ) -> bool:
-        """Check that `number` (of `noun`) is a multiple of `divisor` (told by `by`); name the nearest multiples."""
+        """Check that `number` (of `noun`) is a multiple of `divisor` (told by `by`); name the nearest multiples.
+
+        `other`: what may be set in place of `key`, such as `actor.parallel.tp to 2`.
+        """
         if number % divisor == 0:
             self.ok(name, f"{noun} {number} is divisible by {divisor} ({by})")
             return True
@@ -81,7 +85,7 @@ class Checklist:
             f"{noun} {number} is not divisible by {divisor} ({by})",
             found=number,
             allowed=f"a multiple of {divisor}",
-            fix=f"set {key} to {_words(near, ' or ')}",
+            fix=f"set {key} to {_words(near, ' or ')}" + (f", or {other}" if other else ""),
         )
         return False
 

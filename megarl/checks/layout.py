@@ -11,6 +11,7 @@ from megarl.artifacts.layout import (
     interleaving_problem,
     pipeline_problem,
     tensor_problem,
+    tensor_sizes,
     tensor_widths,
 )
 from megarl.checks.checklist import Checklist
@@ -107,7 +108,7 @@ def check_deadlines(config: RunConfig, checks: Checklist) -> None:
 def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks: Checklist) -> None:
     """The layout of every team against its workers, and against each of its models."""
     for team in placement.teams:
-        _check_devices(config, team, placement, checks)
+        _check_devices(config, team, placement, sizes.get(team.roles[0]), checks)
         checked: list[ModelFacts | None] = []
         for role in team.roles:
             facts = sizes.get(role)
@@ -116,17 +117,44 @@ def check_layouts(config: RunConfig, placement: Placement, sizes: Sizes, checks:
                 _check_model(layout_key(config, role), role.value, team.parallel, facts, checks)
 
 
-def _check_devices(config: RunConfig, team: TeamPlan, placement: Placement, checks: Checklist) -> None:
-    """A team's workers make whole replicas."""
+def _check_devices(
+    config: RunConfig, team: TeamPlan, placement: Placement, facts: ModelFacts | None, checks: Checklist
+) -> None:
+    """A team's workers make whole replicas. `facts`: of the model of its first role."""
     parallel, key, lead = team.parallel, devices_key(config, team), team.roles[0]
     name = team.name if placement.separate else lead.value
     split = f"tp {parallel.tp} * pp {parallel.pp} * cp {parallel.cp}"
-    by = f"{layout_key(config, lead)}: {split}"
-    if checks.divides(f"{name} replicas", key, team.devices, parallel.model_parallel_size, key, by):
-        workers = count(team.devices, "process")
-        checks.ok(f"{name} data parallel", f"{workers} = {split} * dp {team.replicas}")
-    _check_rules(layout_key(config, lead), name, parallel, checks)
-    _check_experts_layout(team.devices, layout_key(config, lead), name, parallel, checks)
+    layout, size, workers = layout_key(config, lead), parallel.model_parallel_size, count(team.devices, "process")
+    fit = _tensor_sizes(team, facts)
+    smaller = max((tp for tp in fit if tp < parallel.tp), default=None)
+    problem = None if facts is None else tensor_problem(layout, parallel, facts)
+    if team.devices % size and facts is not None and problem is not None and smaller is not None:
+        # This tp has to change anyway: one message, with a size that fits the processes, too.
+        larger = next((tp for tp in tensor_sizes(facts) if tp > parallel.tp), None)
+        replica = (larger or 0) * parallel.pp * parallel.cp
+        more = f", or to {larger} with {key}={-(-team.devices // replica) * replica}" if larger else ""
+        checks.fail(
+            f"{name} tensor split",
+            f"{layout}.tp",
+            f"{problem.what}; nor do {workers} make whole replicas of {size} ({split})",
+            found=parallel.tp,
+            allowed=fit,
+            fix=f"set {layout}.tp to {smaller}{more}",
+        )
+    else:
+        other = None if smaller is None else f"{layout}.tp to {smaller}"
+        if checks.divides(f"{name} replicas", key, team.devices, size, key, f"{layout}: {split}", other):
+            checks.ok(f"{name} data parallel", f"{workers} = {split} * dp {team.replicas}")
+    _check_rules(layout, name, parallel, checks)
+    _check_experts_layout(team.devices, layout, name, parallel, checks)
+
+
+def _tensor_sizes(team: TeamPlan, facts: ModelFacts | None) -> list[int]:
+    """Tensor parallel sizes that divide the workers of a team, and its model where that is known."""
+    parallel = team.parallel
+    known = divisors(team.devices) if facts is None else tensor_sizes(facts)
+    rest = parallel.pp * parallel.cp
+    return [tp for tp in known if team.devices % (tp * rest) == 0 and (tp > 1 or not parallel.sp)]
 
 
 def _check_model(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts | None, checks: Checklist) -> None:
@@ -179,7 +207,8 @@ def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelCon
 def _check_tensor(key: str, role: str, parallel: ParallelConfig, facts: ModelFacts, checks: Checklist) -> None:
     problem, widths = tensor_problem(key, parallel, facts), tensor_widths(facts)
     if problem is not None:
-        checks.from_error(f"{role} tensor split", problem)
+        if not checks.failed(f"{key}.tp"):
+            checks.from_error(f"{role} tensor split", problem)
     else:
         text = ", ".join(f"{name} {width}" for name, width in widths.items())
         checks.ok(f"{role} tensor split", f"tp {parallel.tp} divides {text}")

@@ -31,7 +31,22 @@ def test_a_good_recipe_passes_every_check(config_of):
     ("overrides", "key", "words"),
     [
         # processes
-        (["cluster.nproc=3", "actor.parallel.tp=2"], "cluster.nproc", ["3 is not divisible by 2", "2 or 4"]),
+        (
+            ["cluster.nproc=3", "actor.parallel.tp=2"],
+            "cluster.nproc",
+            ["3 is not divisible by 2", "set cluster.nproc to 2 or 4, or actor.parallel.tp to 1"],
+        ),
+        (
+            ["cluster.nproc=2", "actor.parallel.tp=3"],
+            "actor.parallel.tp",
+            ["4 attention heads", "nor do 2 processes make whole replicas of 3", "set actor.parallel.tp to 2"],
+        ),
+        (
+            ["cluster.nproc=2", "actor.parallel.tp=3", "model.hf_config.num_key_value_heads=4"],
+            "actor.parallel.tp",
+            ["allowed: 1, 2\n", "set actor.parallel.tp to 2, or to 4 with cluster.nproc=4"],
+        ),
+        (["cluster.nproc=2", "actor.parallel.pp=4"], "cluster.nproc", ["set cluster.nproc to 4"]),
         (
             ["cluster.nproc=6", "cluster.nnodes=4", "data.batch_size=6"],
             "cluster.nproc",
