@@ -329,12 +329,14 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from megarl.artifacts.trained import run_folder_fix
     from megarl.tracking.close import close_if_killed
     from megarl.tracking.report import write_report
 
     for folder in [arguments.run_dir, *arguments.compare]:
         if not folder.is_dir():
-            raise UserError("no such run folder", where="megarl report", found=str(folder))
+            fix = run_folder_fix(folder)
+            raise UserError("no such run folder", where="megarl report", found=str(folder), fix=fix)
         close_if_killed(folder)
     print(write_report(arguments.run_dir, arguments.compare))
     return 0

@@ -88,6 +88,15 @@ def better_before(run_dir: Path) -> str | None:
     return f"{then}; no model of step 0 was kept: the recipe's own model is the better one"
 
 
+def run_folder_fix(folder: Path) -> str:
+    """What to name in place of `folder`, which holds no run: the newest training run in it, if there is one."""
+    inside = [record.parent for record in folder.glob("*/config.yaml")]
+    trained = sorted(run for run in inside if not any(f"-{job}" in run.name for job in ("eval", "generate")))
+    if trained:
+        return f"did you mean {trained[-1]}, the newest run in it?"
+    return "name RUNS/<name>/<stamp>, such as runs/my_run/20261122-142359"
+
+
 def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
     """Overrides of the run's own config.yaml that select a model of the run, and what was selected.
 
@@ -106,7 +115,7 @@ def use_model_of(run_dir: Path, which: Which) -> tuple[list[str], str]:
             where="RECIPE",
             found=str(run_dir),
             allowed="a recipe file, the name of a shipped recipe, or a run folder with its config.yaml",
-            fix="name RUNS/<name>/<stamp>",
+            fix=run_folder_fix(run_dir),
         )
     models = {model.which: model for model in exported(run_dir)}
     steps = steps_in(run_dir / "checkpoints")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.artifacts.jsonl import read_jsonl
-from megarl.artifacts.trained import exported
+from megarl.artifacts.trained import exported, run_folder_fix
 from megarl.errors import DataError
 from megarl.tracking import teams
 from megarl.tracking.restarts import read_restarts
@@ -124,7 +124,7 @@ def load_run(folder: Path) -> Run:
     """
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        raise DataError("no metrics.jsonl here", where=str(folder), fix="name a run folder, such as runs/my_run")
+        raise DataError("no metrics.jsonl here", where=str(folder), fix=run_folder_fix(folder))
     series: dict[str, dict[str, dict[int, float | None]]] = {}
     for line in read_jsonl(metrics):
         stage = series.setdefault(line.get("stage", "train"), {})

@@ -97,8 +97,17 @@ def test_folders_without_a_run_or_a_model_are_refused(run_dir: Path) -> None:
     with pytest.raises(UserError, match="has left no model yet"):
         use_model_of(run_dir, "best")
     (run_dir / "config.yaml").unlink()
-    with pytest.raises(UserError, match="holds no run"):
+    with pytest.raises(UserError, match=r"holds no run(?s:.*)such as runs/my_run/20261122-142359"):
         use_model_of(run_dir, "best")
+
+
+def test_of_a_folder_of_runs_the_newest_is_named(tmp_path: Path) -> None:
+    for name in ("20260101-000000", "20260102-000000", "20260103-000000-eval", "notes"):
+        (tmp_path / name).mkdir()
+        if name != "notes":
+            (tmp_path / name / "config.yaml").touch()
+    with pytest.raises(UserError, match=r"did you mean .*/20260102-000000, the newest run in it"):
+        use_model_of(tmp_path, "best")
 
 
 def test_a_run_that_was_better_before_training_says_so(tmp_path):

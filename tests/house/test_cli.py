@@ -102,7 +102,9 @@ def test_a_missing_recipe_is_the_users_to_fix(capsys: pytest.CaptureFixture[str]
 
 def test_a_missing_run_folder_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", "runs/nothing"]) == 2
-    assert "'runs/nothing'" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "'runs/nothing'" in shown
+    assert "RUNS/<name>/<stamp>, such as runs/my_run/2" in shown
 
 
 def test_doctor_lists_versions_and_devices(capsys: pytest.CaptureFixture[str]) -> None:
