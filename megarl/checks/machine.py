@@ -105,7 +105,8 @@ def _check_cores(config: RunConfig, machine: Machine, checks: Checklist, starts:
             fix=f"set cluster.nproc={machine.cores}; for GPUs, start it on a machine that has them",
         )
     else:
-        checks.ok("machine", f"{count(here, 'process')} on {count(machine.cores, 'core')}, no GPU")
+        note = "; they work in turn, and about one per core is quick" if here > machine.cores else ""
+        checks.ok("machine", f"{count(here, 'process')} on {count(machine.cores, 'core')}, no GPU{note}")
     if cluster.threads is not None and cluster.threads * here > machine.cores and not starts:
         checks.warn(  # at a start the launcher says so, of the threads that the workers get
             "machine",

@@ -109,6 +109,12 @@ def test_many_processes_per_core_warn(judged):
     assert "work in turn, which is slow" in found.message
 
 
+def test_more_processes_than_cores_have_a_note(judged):
+    messages = [judged(LAPTOP, f"cluster.nproc={nproc}", "data.batch_size=32")[0].message for nproc in (2, 8)]
+    assert messages[0] == "2 processes on 2 cores, no GPU"
+    assert messages[1] == "8 processes on 2 cores, no GPU; they work in turn, and about one per core is quick"
+
+
 def test_threads_beyond_the_cores_are_told_in_a_dry_run(judged):
     settings = ["cluster.nproc=2", "cluster.threads=4"]
     found = not_ok(judged(LAPTOP, *settings, starts=False))
