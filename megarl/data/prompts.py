@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
@@ -15,7 +16,7 @@ from megarl.data.render import Split, render_prompts, tokenize, uses_chat, withi
 from megarl.data.rows import Row
 from megarl.data.sources import load_rows
 from megarl.data.templates import chat_renderer
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,9 +75,8 @@ class PromptDataset:
 
     def describe(self) -> str:
         """One line for the log: how many prompts, how long, how many dropped."""
-        lengths = self.prompt_ids.lengths
         dropped = f"; {self.overlong} longer than {self.config.max_prompt_tokens} dropped" if self.overlong else ""
-        return f"{self.split}: {len(self)} prompts of {int(lengths.min())}-{int(lengths.max())} tokens{dropped}"
+        return f"{self.split}: {count(len(self), 'prompt')} of {tokens_text(self.prompt_ids.lengths)}{dropped}"
 
     def batch(self, indices: Sequence[int], epoch: int = 0) -> Batch:
         """Prompts at `indices`: prompt_ids and the columns uid, prompt_text, answer, data_source, row.
@@ -116,3 +116,9 @@ def _fingerprint(prompts: Jagged) -> str:
     digest.update(prompts.offsets.numpy().tobytes())
     digest.update(prompts.values.numpy().tobytes())
     return digest.hexdigest()
+
+
+def tokens_text(lengths: Tensor) -> str:
+    """How long sequences are: `6 tokens`, or `3-9 tokens`. `lengths` [B] integers, not empty."""
+    least, most = int(lengths.min()), int(lengths.max())
+    return count(most, "token") if least == most else f"{least}-{most} tokens"

@@ -11,12 +11,12 @@ import torch
 
 from megarl.config.data import DataConfig
 from megarl.data.batch import Batch, Jagged
-from megarl.data.prompts import PromptDataset
+from megarl.data.prompts import PromptDataset, tokens_text
 from megarl.data.render import Split, response_messages, tokenize, uses_chat
 from megarl.data.rows import Row
 from megarl.data.templates import chat_renderer
 from megarl.data.turns import Turns
-from megarl.errors import DataError
+from megarl.errors import DataError, count
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -81,7 +81,7 @@ class SFTDataset(PromptDataset):
     def describe(self) -> str:
         """One line for the log: how many examples, how long, how many dropped."""
         lengths = self.prompt_ids.lengths + self.response_ids.lengths
-        parts = [f"sft: {len(self)} examples of {int(lengths.min())}-{int(lengths.max())} tokens"]
+        parts = [f"sft: {count(len(self), 'example')} of {tokens_text(lengths)}"]
         if self.overlong:
             parts.append(f"{self.overlong} prompts longer than {self.config.max_prompt_tokens} dropped")
         if self.too_long:

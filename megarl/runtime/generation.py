@@ -80,8 +80,9 @@ def _start_servers(c: Controller, *, alone: bool) -> Fleet:
     config, layout = c.config, c.layout
     if layout.rank == 0:
         urls, logs = config.rollout.sglang.urls, c.run_dir / "servers"
-        what = f"at {', '.join(urls)}" if urls else f"usually half a minute; their logs: {logs}"
-        print(f"waiting for SGLang servers {what}", flush=True)
+        # The figure of docs/servers.md.
+        what = f" at {', '.join(urls)}" if urls else f": about 17 s on two free cores; their logs: {logs}"
+        print(f"waiting for SGLang servers{what}", flush=True)
     with (
         _where_servers_share(c, "start_servers"),  # a starting server takes its share of what is free then
         phase("start_servers"),

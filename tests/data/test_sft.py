@@ -77,7 +77,7 @@ def test_examples_longer_than_the_model_takes_are_dropped_and_counted(tmp_path, 
     settings = config(tmp_path, rows)
     data = SFTDataset(settings, tokenizer, max_tokens=5)  # with "=" and the end token: 7, 5 and 6
     assert (data.responses, data.texts, data.answers, data.too_long) == (["12"], ["1="], ["12"], 2)
-    assert data.describe() == "sft: 1 examples of 5-5 tokens; 2 longer than the model's 5 positions dropped"
+    assert data.describe() == "sft: 1 example of 5 tokens; 2 longer than the model's 5 positions dropped"
     assert data.batch([0])["prompt_text"] == ["1="]
     with pytest.raises(DataError, match=r"d.jsonl:1: (?s:.*)2 of 3 such(?s:.*)7 tokens(?s:.*)filter"):
         SFTDataset(settings.model_copy(update={"overlong": "error"}), tokenizer, max_tokens=5)
