@@ -31,6 +31,15 @@ JOBS = {
     "generate": ("megarl.recipes.entry:generate", "write responses to the held-out prompts"),
 }
 LAUNCHERS = ("local", "torchrun", "ray")
+START = """\
+Start here:
+  megarl doctor                                what this installation can do
+  megarl train grpo_quickstart --dry-run       every check, and what would be started; starts nothing
+  megarl train grpo_quickstart                 a tiny model learns two-digit addition; the first line names RUN_DIR
+  megarl eval RUN_DIR                          held-out accuracy of its model
+  megarl generate RUN_DIR --prompt "47+85="    what the model answers
+  megarl report RUN_DIR                        its curves as a page, also while it runs
+"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -55,10 +64,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="megarl",
         description="Large-scale post-training of language models on Megatron-Core.",
-        epilog="Start here: megarl train grpo_quickstart",
+        epilog=START,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"megarl {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    parser.set_defaults(run=_start_here)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (_, text) in JOBS.items():
         job = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         _add_job(job, name)
@@ -69,14 +80,19 @@ def build_parser() -> argparse.ArgumentParser:
         if name == "generate":
             job.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own; may be repeated")
     convert = commands.add_parser("convert", help="write a model or a checkpoint of a run as a Hugging Face folder")
-    convert.add_argument("source", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run")
-    convert.add_argument("target", type=Path, help="folder to write; must not exist, or be empty")
+    convert.add_argument(
+        "source", metavar="SOURCE", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run"
+    )
+    target = "folder to write; must not exist, or be empty"
+    convert.add_argument("target", metavar="TARGET", type=Path, help=target)
     convert.add_argument("--dtype", choices=("fp32", "bf16"), help="dtype of the tensors (default: as they are)")
-    convert.add_argument("--max-shard-gb", type=float, default=4.0, help="size of one file in GB (default: 4)")
+    size = "size of one file in GB (default: 4)"
+    convert.add_argument("--max-shard-gb", metavar="GB", type=float, default=4.0, help=size)
     convert.set_defaults(run=_convert)
     report = commands.add_parser("report", help="write report.html of a run again")
-    report.add_argument("run_dir", type=Path, help="run folder, RUNS/<name>/<stamp>")
-    report.add_argument("--compare", type=Path, action="append", default=[], help="another run to draw beside it")
+    report.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run folder, RUNS/<name>/<stamp>")
+    other = "another run to draw beside it; may be repeated"
+    report.add_argument("--compare", metavar="RUN_DIR", type=Path, action="append", default=[], help=other)
     report.set_defaults(run=_report)
     bench = commands.add_parser(
         "bench",
@@ -101,7 +117,8 @@ def _add_parity(checks: argparse._SubParsersAction[_Parser]) -> None:
         description="Compare hidden states layer by layer and log-probs on the same tokens; exit code 1 when they "
         "differ by more than rounding.",
     )
-    parity.add_argument("source", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run")
+    source = "folder of a Hugging Face model or of a checkpoint of a run"
+    parity.add_argument("source", metavar="MODEL", type=Path, help=source)
     parity.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the computation (default: fp32)")
     parity.add_argument("--no-server", action="store_true", help="leave the server out")
     parity.set_defaults(run=_parity)
@@ -266,7 +283,7 @@ def _use_run(arguments: argparse.Namespace) -> None:
     from megarl.artifacts.trained import better_before, use_model_of
     from megarl.tracking.close import close_if_killed
 
-    run_dir = Path(arguments.recipe)
+    run_dir = Path(arguments.recipe).resolve()
     close_if_killed(run_dir)
     overrides, what = use_model_of(run_dir, arguments.weights)
     arguments.recipe, arguments.overrides = str(run_dir / "config.yaml"), [*overrides, *arguments.overrides]
@@ -310,6 +327,12 @@ def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str,
     return f"{shlex.join([*command, '--run-dir', str(run_dir)])}\n            ({start})"
 
 
+def _start_here(arguments: argparse.Namespace) -> int:
+    """No command was named: the first ones to try."""
+    print(f"megarl: no command is named\n\n{START}\nAll commands: megarl --help; of one: megarl COMMAND --help")
+    return UserError.exit_code
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     if arguments.overrides == ["algorithms"]:
         return algorithms.run(arguments)
@@ -338,7 +361,7 @@ def _report(arguments: argparse.Namespace) -> int:
             fix = run_folder_fix(folder)
             raise UserError("no such run folder", where="megarl report", found=str(folder), fix=fix)
         close_if_killed(folder)
-    print(write_report(arguments.run_dir, arguments.compare))
+    print(write_report(arguments.run_dir.resolve(), arguments.compare))
     return 0
 
 
@@ -358,10 +381,8 @@ def _parity(arguments: argparse.Namespace) -> int:
         raise UserError("no such folder", where="megarl doctor parity", found=str(arguments.source))
     found = parity(arguments.source, arguments.dtype, server=not arguments.no_server)
     Console().print(as_table(found))
-    if found.first is None:
-        return 0
-    print(f"first difference beyond rounding ({found.tolerance:g}): {found.first.name}", file=sys.stderr)
-    return 1
+    print(found.verdict)
+    return 0 if found.first is None else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:

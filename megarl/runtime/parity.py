@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.errors import count
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -62,6 +64,14 @@ class Parity:
     def first(self) -> Difference | None:
         """The first place beyond the tolerance; NaN counts."""
         return next((place for place in (*self.places, *self.logprobs) if not place.relative <= self.tolerance), None)
+
+    @property
+    def verdict(self) -> str:
+        """The result in a sentence."""
+        if self.first is not None:
+            return f"they differ by more than rounding ({self.tolerance:g}), first at: {self.first.name}"
+        places = len(self.places) + len(self.logprobs)
+        return f"they agree: no relative difference above rounding ({self.tolerance:g}) in {count(places, 'place')}"
 
 
 def compare(

@@ -95,8 +95,10 @@ def test_eval_of_a_run_does_not_mind_keys_of_training_that_are_wrong_now(write, 
     text = RECIPE.replace("data:", "data:\n  val_files: [rows.jsonl]") + "algorithm: {loss: {name: gpg, clip_low: 0.5}}"
     write(text, "run/config.yaml")
     write("{}", "run/checkpoints/step_1/meta.json")
-    assert main(["eval", str(tmp_path / "run"), "--dry-run"]) == 0
-    assert "not used by megarl eval: " in (err := capsys.readouterr().err)
+    assert main(["eval", "run", "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"model: {tmp_path}/run/checkpoints/step_1 (last; no best one is known)\n"), "a whole path"
+    assert "not used by megarl eval: " in err
     assert "unknown key algorithm.loss.clip_low: gpg does not read it" in err
     assert main(["eval", str(tmp_path / "run" / "config.yaml"), "--dry-run"]) == 2
     write(text.replace("data:", "dat:"), "run/config.yaml")

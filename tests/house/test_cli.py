@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +95,25 @@ def test_exit_codes(
     shown = capsys.readouterr().err
     assert text in shown
     assert "Traceback" not in shown
+
+
+def test_without_a_command_the_first_ones_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    shown = capsys.readouterr().out
+    assert shown.startswith("megarl: no command is named\n\nStart here:\n  megarl doctor ")
+    first = [line.strip().split("  ")[0] for line in shown.splitlines() if line.startswith("  megarl ")]
+    assert len(first) == 6
+    for command in first:  # all of them are commands
+        cli.build_parser().parse_args(shlex.split(command)[1:])
+
+
+def test_arguments_have_one_style(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["train"], ["eval"], ["convert"], ["report"], ["doctor", "parity"]):
+        with pytest.raises(SystemExit):
+            cli.main([*command, "--help"])
+        usage = capsys.readouterr().out.partition("\n\n")[0].partition(" ".join(command))[2]
+        names = re.findall(r"(?<![-\w{,])[a-z_]\w+", re.sub(r"\{[^}]*\}", "", usage))
+        assert names == [], command
 
 
 def test_a_missing_recipe_is_the_users_to_fix(capsys: pytest.CaptureFixture[str]) -> None:

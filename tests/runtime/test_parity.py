@@ -28,6 +28,7 @@ def test_equal_models_differ_nowhere(name, tmp_path):
     (policy,) = build_tiny(tmp_path)
     found = compare(reference, policy, SEQUENCES)
     assert found.first is None
+    assert found.verdict.startswith("they agree: no relative difference above rounding (")
     assert [place.name for place in found.places[:4]] == ["embedding", "layer 0 attention", "layer 0 mlp", "layer 0"]
     assert max(place.relative for place in (*found.places, *found.logprobs)) < 1e-5  # measured: about 1e-6
 
@@ -39,6 +40,7 @@ def test_first_place_is_the_changed_one(tmp_path):
         policy.decoder.layers[2].mlp.linear_fc2.weight[0, 0] += 0.5
     found = compare(reference, policy, SEQUENCES)
     assert found.first.name == "layer 2 mlp"
+    assert found.verdict.endswith("first at: layer 2 mlp")
     assert found.first.relative > found.tolerance
 
 
