@@ -3,13 +3,15 @@
 `core`: its state in one process, driven by 512 workers that draw and 512 that score. A step of 1,024 groups of 8
 samples goes there, and what they make of it comes back. CPU-seconds per step, of the core with its journal and of what
 drives it, what is held after many steps, and the CPU-seconds of a minute in which all of them wait. `ready`: the same
-number of groups, each admitted and put by itself as it is with `async.order=as_ready`, by 512 workers or by 8.
+number of groups with `async.order=as_ready`, by 512 workers or by 8, in the calls that these make in a minute
+(`megarl.store.pace`) for groups of log-normal times.
 
 `replay`: seconds in which a store that died reads a million of these events from its journal. That of a run is shorter,
 because a snapshot of the state takes the place of the calls.
 
-`clients`: the same steps between 16 processes, 8 of each team. CPU-seconds of the store's process per step, and of the
-looks of a minute: those that draw look ten times a second whether somebody wants the weights to be replaced.
+`clients`: the same steps between 16 processes, 8 of each team; as ready all calls of a minute one after the other.
+CPU-seconds of the store's process per step, and of the looks of a minute: those that draw look ten times a second
+whether somebody wants the weights to be replaced.
 
 `ray`: a giver and a taker, each a process of its own. Seconds from the first byte given to the last byte read, of bytes
 and of a batch of 512 groups of 16 samples, beside copying as many bytes from one gigabyte of memory to another one

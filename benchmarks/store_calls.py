@@ -11,23 +11,24 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megarl.benchmarks.store_pace import calls_of_minute, make, prompts_at_first
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.store.core import Core, GroupInfo
 from megarl.store.durable import ROOM, DurableCore
-from megarl.store.flow import FlowSettings
+from megarl.store.flow import Finished, FlowSettings
 from megarl.store.standing import Ping, Roll
 
 WORKERS, GROUPS, SAMPLES, STEPS = 512, 1024, 8, 5
 EVENTS = 1_000_000
 CLIENTS, GROUP_BYTES = 8, 1 << 10
+PLACES = 32  # groups that a replica draws at a time, if it may hold so many
 LOOKS, LOOKS_PER_MINUTE = 200, 600
-#: Of a group, as the rollout's team tells them.
-METRICS = json.dumps({f"response/{name}": ["mean", 4096.0, 8.0] for name in ("length", "clipped", "turns", "score")})
 FIELDS = tuple(f"field_{i}" for i in range(9))
 
 
@@ -57,8 +58,14 @@ def ready_teams(workers: int) -> Placement:
 
 
 def flow_settings() -> FlowSettings:
-    """Of a run that does not end while it is measured."""
-    return FlowSettings(GROUPS, 1, 1_000_000)
+    """Of a run that does not end while it is measured, and in which nobody waits for newer weights."""
+    return FlowSettings(GROUPS, 3, 1_000_000)
+
+
+def places_of(replicas: int) -> tuple[int, int]:
+    """Of each of so many replicas: places, and groups that it may hold."""
+    fair = max(1, 2 * GROUPS // replicas)
+    return min(PLACES, fair), fair
 
 
 class Callers:
@@ -91,16 +98,27 @@ class ReadyWorkers(Callers):
         self._count = count
         self.store = DurableCore(lambda: Core(ready_teams(count), GROUPS, "dealt", flow_settings()), path, "bench")
         self.change("draw", 0, "open_flow", 0, 0, [], [])
+        drawing = min(count, GROUPS)  # the others have nothing to do
+        self._drawn = [self._swap(rank, 0, [], prompts_at_first(*places_of(count))) for rank in range(drawing)]
+        self._calls = [
+            calls_of_minute(len(range(rank, GROUPS, count)), *places_of(count), rank) for rank in range(count)
+        ]
+
+    def _swap(self, rank: int, version: int, finished: list[Finished], most: int) -> list[int]:
+        key, refs = ready_teams(1).handovers[0].key, [object() for _ in finished]
+        numbers: list[int] = self.change(
+            "draw", rank, "swap", "draw", rank, finished, [key], [], version, most, refs=refs
+        )
+        return numbers
 
     def drive(self, step: int, groups: list[GroupInfo]) -> None:
         """All calls of all workers in one step; the groups of the next one are put before it is over."""
         key = ready_teams(1).handovers[0].key
         for step_drawn in (1, 2) if step == 1 else (step + 1,):
-            for place, group in enumerate(groups):
-                rank = place % self._count
-                (number,) = self.change("draw", rank, "admit", step - 1, 1)
-                named = group._replace(uid=f"{step_drawn}/{group.uid}")
-                self.change("draw", rank, "put", "draw", rank, [number], [named], [key], METRICS, refs=[object()])
+            named = [group._replace(uid=f"{step_drawn}/{group.uid}") for group in groups]
+            for rank in range(len(self._drawn)):
+                swap = partial(self._swap, rank, step - 1)
+                make(self._calls[rank], self._drawn[rank], named[rank :: self._count], swap)
         for rank in range(self._count):
             share = self.store.ask("assignment", "train", step, "rollout", rank)
             assert share is not None, "all have been put"
@@ -226,7 +244,8 @@ class Member:
         from megarl.data.wire import Block, Span
         from megarl.store.client import StoreClient
 
-        self._client = StoreClient.connect("clients", team, rank, 120.0)
+        self._client, self._rank = StoreClient.connect("clients", team, rank, 120.0), rank
+        self._drawn: list[int] = []
         content = np.zeros(GROUP_BYTES, np.uint8)
         self._payloads = [Span(Block((content,)), 0, 1) for _ in range(GROUPS)]  # a block for each group
 
@@ -244,11 +263,17 @@ class Member:
         self._client.done(step)
 
     def draw_ready(self, step: int, groups: list[GroupInfo]) -> None:
-        """Hand over groups one by one, each after the last one was begun."""
-        for group in groups:
-            (number,) = self._client.admit(step - 1, 1)
-            named = group._replace(uid=f"{step}/{group.uid}")
-            self._client.put([number], [named], {"rollout>train": self._payloads[:1]}, json.loads(METRICS))
+        """All calls of a minute, one after the other."""
+
+        def swap(finished: list[Finished], most: int) -> list[int]:
+            return self._client.swap(finished, {"rollout>train": self._payloads[: len(finished)]}, [], step - 1, most)[
+                0
+            ]
+
+        if not self._drawn:
+            self._drawn = swap([], prompts_at_first(*places_of(CLIENTS)))
+        named = [group._replace(uid=f"{step}/{group.uid}") for group in groups]
+        make(calls_of_minute(len(groups), *places_of(CLIENTS), self._rank), self._drawn, named, swap)
 
     def train_ready(self, step: int, part: int) -> None:
         """Read a share of what is ready."""
@@ -297,6 +322,8 @@ def measure_clients() -> dict[str, float]:
             result[f"{name}s_per_step"] = (time.perf_counter() - start) / STEPS
             result[f"{name}rss_mb"] = process.memory_info().rss / 1e6
             if ready:
+                minutes = [calls_of_minute(GROUPS // CLIENTS, *places_of(CLIENTS), rank) for rank in range(CLIENTS)]
+                result["ready_calls_per_step"] = sum(map(len, minutes))
                 before = _cpu_s(process)
                 ray.get([one.look.remote(LOOKS) for one in drawers])
                 result["minute_of_looks_cpu_s"] = (_cpu_s(process) - before) / LOOKS * LOOKS_PER_MINUTE

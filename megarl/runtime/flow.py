@@ -1,9 +1,9 @@
 """The team of the rollout when samples go to training as they get ready (`async.order=as_ready`).
 
     rollout's team, every replica by itself              store                    actor's team
-    prompts that may begin            <--- admit ---     megarl.store.flow
-    draw, walk the nodes, put groups  ---------------->  forms steps  --------->  train v + 1
-    gate n: nothing is drawn   open/R/n --------------------------------------->  which has trained v since
+    prompts that may begin             <-.
+    draw, walk the nodes: groups       --+-- swap ---->  forms steps  --------->  train v + 1
+    gate n: nothing is drawn   open/n ----------------------------------------->  which has trained v since
     follow                     <--- gate/n: v, weights/v ----------------------   push
 
 Between two gates a replica draws with one version of the weights. With `async.partial` the actor's team asks for the
@@ -39,6 +39,7 @@ from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import evaluate_drawn, validates
 from megarl.store.core import FORMED
+from megarl.store.pace import Pace
 
 if TYPE_CHECKING:
     from megarl.dag.executor import Executor
@@ -121,11 +122,15 @@ class FlowSteps:
     _versions: dict[int, int] = field(default_factory=dict)  # of first tokens: all groups that no known step has used
     _ready: list[Ready] = field(default_factory=list)  # put, for checkpoints
     _formed: int = 0  # the last step whose groups are known here
-    _waiting: list[int] = field(default_factory=list)  # of a checkpoint, not begun again yet
+    _waiting: list[int] = field(default_factory=list)  # to be begun as soon as there is room
     _drafts: dict[int, list[Draft]] = field(default_factory=dict)  # of these
     _scoring: deque[Scoring] = field(default_factory=deque)  # in the order in which the rewards come
     _carried: Metrics = field(default_factory=Metrics)  # of samples that came to nothing
     _silent: list[list[float]] = field(default_factory=list)  # scores of groups without signal, since the last with
+    _pace: Pace = field(init=False)
+    _over: int = 0  # groups that are finished, and that the store has not been told of
+    _unsent: list[Ready] = field(default_factory=list)  # those of them that are of use, where this rank gives them
+    _refused: list[int] = field(default_factory=list)  # the others
 
     def run(self) -> None:
         """Draw until the weights of the last step have come."""
@@ -157,6 +162,7 @@ class FlowSteps:
             most = config.rollout.sglang.max_concurrency * len(c.fleet.servers) // c.layout.dp_size
         fair = -(-admission_limit(config) // c.layout.dp_size)  # the others have room, too
         groups = min(max(1, most // sampling.n), fair)
+        self._pace = Pace(groups, fair)
         longest = config.data.max_prompt_tokens + sampling.max_new_tokens
         return Stream(c.rollout.engine, sampling, c.rollout.eos_ids, groups * sampling.n, longest)
 
@@ -181,7 +187,7 @@ class FlowSteps:
         if c.layout.is_lead:
             for ready in held.ready_of(mine, c.team.placement.given_by(c.team.plan.name)):
                 self._ready.append(ready)
-                self.crossing.put(c.context, ready)
+                self.crossing.swap(c.context, [ready], [], c.context.step, 0)
         self._waiting = [number for number in mine if number not in held.finished]
         # Not of those that are too old: they are drawn again from their first token on; and so are all if n changed.
         n, found = c.config.rollout.sampling.n, held.drafts
@@ -195,11 +201,11 @@ class FlowSteps:
         c, interrupts = self.c, self.c.config.async_.partial
         # Ranks that meet while they draw: replicas that ask the same servers do so together.
         together = c.layout.mp_group if c.fleet is None else c.layout.world
+        self._pace.begin(time.monotonic())
         with c.rollout.drawing(c.context, 0):
             stream.open()
             while True:
-                if not self._wanted:
-                    self._admit(stream, version)
+                self._admit(stream, version)
                 told = together.all_gather_json([self._look(), stream.busy, bool(self._scoring)])
                 self._wanted = self._wanted or any(wanted for wanted, _, _ in told)
                 drawing, scoring = any(busy for _, busy, _ in told), any(some for _, _, some in told)
@@ -210,23 +216,50 @@ class FlowSteps:
                         groups = stream.wait(self._is_called)
                     if groups:
                         self._score(groups)
-                self._finish_scored(wait=not drawing)
+                self._finish_scored(least=0 if drawing else 1)
             stream.interrupt()
+        self._swap(version, 0)
 
     def _admit(self, stream: Stream, version: int) -> None:
-        """Begin what may begin, as far as there is room."""
-        n = self.c.config.rollout.sampling.n
-        while self._waiting and stream.free >= n:
+        """Begin what may begin, as far as there is room; from time to time the store takes and hands out groups."""
+        n, most = self.c.config.rollout.sampling.n, 0
+        if not self._wanted:
+            self._begin_waiting(stream)
+            most = max(0, stream.free // n + self._pace.in_hand - len(self._waiting))
+        if self._dry:  # others may begin only in the place of those that are of no use
+            most = min(most, len(self._refused))
+        idle = not stream.busy and not self._next_is_scored()
+        if self._is_due(most, idle=idle):
+            self._swap(version, most)
+            if not self._wanted:
+                self._begin_waiting(stream)
+
+    def _begin_waiting(self, stream: Stream) -> None:
+        while self._waiting and stream.free >= self.c.config.rollout.sampling.n:
             self._begin(stream, self._waiting.pop(0))
-        most = stream.free // n
-        if self._dry or self._waiting or not most:
+
+    def _is_due(self, most: int, *, idle: bool = False) -> bool:
+        """The store is to be called now. Collective over the replica."""
+        if not (most or self._over):
+            return False
+        lead, finished = self.c.layout.is_lead, self._over > 0
+        due = self._pace.is_due(time.monotonic(), most, finished=finished, idle=idle) if lead else None
+        return bool(self.c.layout.mp_group.broadcast_json(due))
+
+    def _swap(self, version: int, most: int) -> None:
+        """Hand over what is finished, and take up to `most` prompts. Collective over the replica."""
+        if not (most or self._over):
             return
-        group, lead = self.c.layout.mp_group, self.c.layout.is_lead
-        numbers = group.broadcast_json(_store(self.c).admit(version, most) if lead else None)
-        self._dry = len(numbers) < most
-        for number in numbers:
-            self._versions[number] = version
-            self._begin(stream, number)
+        c, numbers = self.c, None
+        with phase("give"):
+            if c.layout.is_lead:
+                numbers = self.crossing.swap(c.context, self._unsent, self._refused, version, most)
+            numbers = c.layout.mp_group.broadcast_json(numbers)
+        self._pace.called()
+        self._dry = len(numbers) < most or (self._dry and len(self._refused) == most)
+        self._over, self._unsent, self._refused = 0, [], []
+        self._versions |= dict.fromkeys(numbers, version)
+        self._waiting += numbers
 
     def _begin(self, stream: Stream, number: int) -> None:
         c = self.c
@@ -239,7 +272,7 @@ class FlowSteps:
     def _is_called(self) -> bool:
         """Something else is to be done than drawing. Collective over the replica."""
         group = self.c.layout.mp_group
-        if self._next_is_scored():
+        if self._next_is_scored() or self._is_due(0):
             return True
         if not self.c.config.async_.partial:
             return False
@@ -289,13 +322,14 @@ class FlowSteps:
         lead = self.c.layout.is_lead
         return bool(self.c.layout.mp_group.broadcast_json(is_scored(self._scoring[0].board) if lead else None))
 
-    def _finish_scored(self, *, wait: bool) -> None:
-        """Go on with the groups whose rewards are there; with all, if it is to `wait` for these."""
-        while self._scoring and (wait or self._next_is_scored()):
+    def _finish_scored(self, *, least: int) -> None:
+        """Go on with the groups whose rewards are there, and wait for those of the `least` first ones."""
+        while self._scoring and (least > 0 or self._next_is_scored()):
             self._finish(self._scoring.popleft())
+            least -= 1
 
     def _finish(self, groups: Scoring) -> None:
-        """Walk the other nodes, and hand the groups over with what all of them measured."""
+        """Walk the other nodes; the groups are to be handed over with what all of them measured."""
         c, numbers = self.c, groups.numbers
         self.crossing.aside = groups.aside
         with self._measuring(self._carried.merge(groups.metrics)):
@@ -304,20 +338,15 @@ class FlowSteps:
         ready = self.crossing.collect(numbers, board, self._carried)
         wanted = [number for number in numbers if number not in useless]
         self._versions = {number: v for number, v in self._versions.items() if number not in useless}
-        if useless:
-            self._dry = False  # others may begin in their place
-        with phase("give"):
-            if ready is not None and useless:
-                _store(c).reject(sorted(useless))
-            if wanted:
-                self._carried = Metrics()  # else they count with the next ones
-            if ready is not None and wanted:
-                self._put(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
-
-    def _put(self, ready: Ready) -> None:
-        self.crossing.put(self.c.context, ready)
-        if self.c.config.trainer.save_every:
-            self._ready.append(ready)
+        self._over += len(numbers)
+        self._refused += sorted(useless)  # others may begin in their place
+        if not wanted:
+            return  # what was measured counts with the next ones
+        self._carried = Metrics()
+        if ready is not None:
+            self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
+            if c.config.trainer.save_every:
+                self._ready.append(self._unsent[-1])
 
     def _useless(self, numbers: Sequence[int], board: Batch) -> set[int]:
         """With dynamic sampling the groups that carry no signal; equal on the ranks of a replica.
@@ -349,7 +378,7 @@ class FlowSteps:
         c, gate = self.c, self._gate
         with phase("await_weights", waits_for=c.team.of(Role.ACTOR)):
             if c.layout.is_lead:
-                _store(c).post(f"{OPEN}/{c.layout.dp_rank}/{gate}", True)
+                _store(c).arrive(f"{OPEN}/{gate}")
             version = int(c.mail.read(f"{GATE}/{gate}"))
         publish(c, version)
         for step in range(self._formed + 1, version + 1):
@@ -368,7 +397,8 @@ class FlowSteps:
             return
         from megarl.runtime.flow_files import flow_files
 
-        self._finish_scored(wait=True)
+        self._finish_scored(least=len(self._scoring))
+        self._swap(version, 0)
         store, last = _store(c), version == c.config.trainer.steps
         state = store.flow_state()  # nobody begins anything before the next stretch
         assert c.loader is not None, "checks refuse a training run without data"
@@ -420,8 +450,7 @@ class Offers:
             with phase("await_drawn", waits_for=self._team.name):
                 if c.layout.rank == 0:
                     store.post(f"{WANTED}/{self._gate}", step)
-                for replica in range(self._team.replicas):
-                    store.read(f"{OPEN}/{replica}/{self._gate}")
+                store.read(f"{OPEN}/{self._gate}")
             self._push(step)
         elif self._is_open():
             self._push(step)
@@ -439,9 +468,9 @@ class Offers:
         """
         world, store = self._c.layout.world, _store(self._c)
         found = bool(world.broadcast_json(store.drained(self._version) if world.rank == 0 else None))
-        with phase("await_drawn", waits_for=self._team.name):
-            for replica in range(self._team.replicas if found else 0):
-                store.read(f"{OPEN}/{replica}/{self._gate}")
+        if found:
+            with phase("await_drawn", waits_for=self._team.name):
+                store.read(f"{OPEN}/{self._gate}")
         return found
 
     def _push(self, version: int) -> None:

@@ -33,6 +33,7 @@ from megarl.store.standing import Ping, Standing
 if TYPE_CHECKING:
     from megarl.data.wire import Block, Span
     from megarl.store.durable import Word
+    from megarl.store.flow import Finished
 
 T = TypeVar("T")
 #: Finds out whether there is something to do while somebody waits, and returns what does it.
@@ -111,6 +112,10 @@ class StoreClient:
         What a team posted before it began again stays as it was.
         """
         self._change(f"post {name!r}", "post", name, json.dumps(value), self._start > 0)
+
+    def arrive(self, name: str) -> None:
+        """This replica has come so far; once all of its team have, there is mail under this name."""
+        self._change(f"hear of {name!r}", "arrive", self.team, self.rank, name)
 
     def read(self, name: str) -> Any:
         """The value under a name, as soon as somebody has posted it; any number of workers may read it."""
@@ -239,40 +244,33 @@ class StoreClient:
         """Begin to hand out prompts, see `megarl.store.flow.Flow.open`; one worker of the rollout's team calls."""
         return self._change("begin to hand out prompts", "open_flow", step, number, sorted(begun.items()), list(again))
 
-    def admit(self, version: int, most: int) -> list[int]:
-        """Numbers of prompts to draw with `version`, see `megarl.store.flow.Flow.admit`."""
-        return self._change("hand out prompts", "admit", version, most)
-
-    def put(
+    def swap(
         self,
-        numbers: Sequence[int],
-        groups: Sequence[GroupInfo],
+        finished: Sequence[Finished],
         payloads: Mapping[str, Iterable[Span]],
-        metrics: dict[str, Any],
-    ) -> int:
-        """Hand over finished groups, each of which is in some later step.
+        useless: Sequence[int],
+        version: int,
+        most: int,
+    ) -> tuple[list[int], int]:
+        """Hand over finished groups, each of which is in some later step, and take other prompts, in one call.
 
         Args:
-            numbers: of their prompts, which `admit` returned.
-            groups: what they hold; ordinals mean nothing.
-            payloads: of each group, by key of handover, as in `give`.
-            metrics: JSON, of all these samples.
+            finished: groups of prompts that were taken before.
+            payloads: of each of them, by key of handover, as in `give`.
+            useless: prompts taken before, whose samples no step is to be trained on; others may begin in their place.
+            version: of the weights that the next ones are drawn with.
+            most: of them. Fewer are handed out where no more may begin before there is a newer version.
 
         Returns:
-            Bytes of all blocks.
+            Numbers of the prompts to draw, and bytes of all blocks.
         """
-        refs, size = list[Any](), 0
+        refs, size, numbers = list[Any](), 0, [*(one.number for one in finished), *useless]
         for key, some in payloads.items():
-            more, nbytes = self._keep(f"{key!r} of prompts {list(numbers)[:4]}", some)
+            more, nbytes = self._keep(f"{key!r} of prompts {numbers[:4]}", some)
             refs, size = refs + more, size + nbytes
-        what = f"take the samples of prompts {list(numbers)[:4]}"
-        where = (self.team, self.rank, list(numbers))
-        self._change(what, "put", *where, list(groups), list(payloads), json.dumps(metrics), refs=refs)
-        return size
-
-    def reject(self, numbers: Sequence[int]) -> None:
-        """No step is to be trained on these groups, see `megarl.store.flow.Flow.reject`."""
-        self._change(f"forget prompts {list(numbers)[:4]}", "reject", list(numbers))
+        what = f"take prompts {numbers[:4]} back, and hand out up to {most}"
+        where, rest = (self.team, self.rank), (list(payloads), list(useless), version, most)
+        return self._change(what, "swap", *where, list(finished), *rest, refs=refs), size
 
     def drained(self, version: int) -> bool:
         """Whether nothing is drawn before there are newer weights, see `megarl.store.flow.Flow.drained`."""

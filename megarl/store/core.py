@@ -27,7 +27,7 @@ from megarl.dag.placement import Handover, Placement
 from megarl.dag.stage import Role
 from megarl.errors import MegarlError
 from megarl.metrics import Metrics
-from megarl.store.flow import Flow, FlowGroup, FlowSettings
+from megarl.store.flow import Finished, Flow, FlowGroup, FlowSettings
 
 Share: TypeAlias = Literal["dealt", "tokens"]
 #: What can be waited for: ("handover", step, key), ("samples", step, node) or ("mail", name).
@@ -120,6 +120,7 @@ class Core:
         self._starts: dict[str, int] = {}  # of teams that began again: how often
         self._mail: dict[str, Any] = {}
         self._series: dict[str, list[int]] = {}  # numbers of the mail that is kept, in the order of its coming
+        self._arrived: dict[str, set[int]] = {}  # ranks, by name of the mail that comes when all have
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
@@ -319,64 +320,48 @@ class Core:
         except ValueError as error:
             raise StoreError(str(error)) from error
 
-    def admit(self, version: int, most: int) -> list[int]:
-        """See `Flow.admit`.
-
-        Raises:
-            StoreError: the flow is not open.
-        """
-        try:
-            return self._need_flow().admit(version, most)
-        except ValueError as error:
-            raise StoreError(str(error)) from error
-
-    def put(
+    def swap(
         self,
         team: str,
         rank: int,
-        numbers: Sequence[int],
-        groups: Sequence[GroupInfo],
+        finished: Sequence[Finished],
         refs: Mapping[str, Sequence[Any]],
-        metrics: str,
-    ) -> list[Topic]:
-        """Take finished groups with all that is handed over of them; returns what is complete by that.
+        useless: Sequence[int],
+        version: int,
+        most: int,
+    ) -> tuple[list[int], list[Topic]]:
+        """Take finished groups with all that is handed over of them, and let others begin; see `Flow`.
 
         Args:
             team: that of the rollout.
             rank: in it.
-            numbers: of the groups' prompts.
-            groups: their ordinals mean nothing.
+            finished: groups.
             refs: by key of handover: one for each group.
-            metrics: of all these samples; they count with the first of the groups.
+            useless: prompts whose samples no step is to be trained on.
+            version: of the weights that other groups may begin with.
+            most: how many of them.
+
+        Returns:
+            Numbers of the prompts that may be drawn, and what is complete.
 
         Raises:
             StoreError: it does not fit what the run's teams hand over, or the prompts that have been handed out.
         """
         flow = self._need_flow()
-        at = f"prompts {list(numbers)[:4]}, put by team {team!r} rank {rank}"
-        if {one.key for one in self._flows} != refs.keys() or any(one.giver != team for one in self._flows):
+        at = f"prompts {[*(one.number for one in finished), *useless][:4]} of team {team!r} rank {rank}"
+        if finished and ({one.key for one in self._flows} != refs.keys() or team != self._drawer):
             raise StoreError(f"{at}: found {sorted(refs)}; the run hands over {[one.key for one in self._flows]}")
-        if not all(len(numbers) == len(groups) == len(some) for some in refs.values()):
-            raise StoreError(f"{at}: {len(groups)} groups, and not as many numbers or payloads")
-        for place, (number, group) in enumerate(zip(numbers, groups, strict=True)):
-            try:
-                flow.finish(number, group, {key: some[place] for key, some in refs.items()}, None if place else metrics)
-            except ValueError as error:
-                raise StoreError(f"{at}: {error}") from error
-        return self._form()
-
-    def reject(self, numbers: Sequence[int]) -> list[Topic]:
-        """See `Flow.reject`; returns what is complete by that: a step no longer waits for these groups.
-
-        Raises:
-            StoreError: one of them is not being drawn.
-        """
-        for number in numbers:
-            try:
-                self._need_flow().reject(number)
-            except ValueError as error:
-                raise StoreError(str(error)) from error
-        return self._form()
+        if not all(len(finished) == len(some) for some in refs.values()):
+            raise StoreError(f"{at}: {len(finished)} groups, and not as many payloads")
+        try:
+            for place, (number, info, metrics) in enumerate(finished):
+                flow.finish(number, info, {key: some[place] for key, some in refs.items()}, metrics)
+            for number in useless:
+                flow.reject(number)
+            numbers = flow.admit(version, most) if most else []
+        except ValueError as error:
+            raise StoreError(f"{at}: {error}") from error
+        return numbers, self._form()
 
     def drained(self, version: int) -> bool:
         """See `Flow.drained`."""
@@ -442,6 +427,17 @@ class Core:
             if len(numbers) > KEPT:
                 del self._mail[f"{series}/{numbers.pop(0)}"]
         return [("mail", name)]
+
+    def arrive(self, team: str, rank: int, name: str) -> list[Topic]:
+        """A replica of `team` has come so far: when all have, there is mail under `name`. It may say so again."""
+        if name in self._mail or self._is_forgotten(name):
+            return []
+        ranks = self._arrived.setdefault(name, set())
+        ranks.add(rank)
+        if len(ranks) < self._parts[team]:
+            return []
+        del self._arrived[name]
+        return self.post(name, json.dumps(True))
 
     def read(self, name: str) -> tuple[Any] | None:
         """The value under a name, or None.

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from megarl.store import frozen
 from megarl.store.core import STATE, Core, GroupInfo, StoreError, Topic
+from megarl.store.flow import Finished
 from megarl.store.journal import Journal
 
 #: Bytes of calls that the journal may hold before the state takes their place, beside five times the state.
@@ -83,13 +84,14 @@ _Change = Callable[[Core, list[Any], list[ParcelPiece]], _Outcome]
 
 def _give(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
     team, rank, step, key, groups = arguments
-    return None, core.give(team, rank, step, key, _infos(groups), pieces)
+    return None, core.give(team, rank, step, key, list(map(_info, groups)), pieces)
 
 
-def _put(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
-    team, rank, numbers, groups, keys, metrics = arguments
+def _swap(core: Core, arguments: list[Any], pieces: list[ParcelPiece]) -> _Outcome:
+    team, rank, finished, keys, *rest = arguments
+    groups = [Finished(number, _info(info), metrics) for number, info, metrics in finished]
     refs = {key: pieces[place * len(groups) :][: len(groups)] for place, key in enumerate(keys)}
-    return None, core.put(team, rank, numbers, _infos(groups), refs, metrics)
+    return core.swap(team, rank, groups, refs, *rest)
 
 
 def _plain(method: str, *, tells: bool = False, answers: bool = False) -> _Change:
@@ -102,19 +104,19 @@ def _plain(method: str, *, tells: bool = False, answers: bool = False) -> _Chang
     return change
 
 
-def _infos(groups: list[Any]) -> list[GroupInfo]:
-    return [GroupInfo(uid, ordinal, tuple(ids), tokens) for uid, ordinal, ids, tokens in groups]
+def _info(group: list[Any]) -> GroupInfo:
+    uid, ordinal, ids, tokens = group
+    return GroupInfo(uid, ordinal, tuple(ids), tokens)
 
 
 #: Every method that may change a core, called with what JSON makes of its arguments.
 _CHANGES: dict[str, _Change] = {
     "give": _give,
-    "put": _put,
+    "swap": _swap,
     "post": _plain("post", tells=True),
+    "arrive": _plain("arrive", tells=True),
     "done": _plain("done"),
-    "reject": _plain("reject", tells=True),
     "open_flow": _plain("open_flow", answers=True),
-    "admit": _plain("admit", answers=True),
     "assignment": _plain("assignment"),
     "fetch": _plain("fetch"),
     "restart_team": _plain("restart_team"),

@@ -45,6 +45,20 @@ class FlowSettings(NamedTuple):
         return cls(config.data.batch_size, config.async_.max_staleness, config.trainer.steps)
 
 
+class Finished(NamedTuple):
+    """A group whose samples are all there.
+
+    Attributes:
+        number: of its prompt.
+        info: what it holds; its ordinal means nothing.
+        metrics: of its samples, as text; None: they count with another group.
+    """
+
+    number: int
+    info: GroupInfo
+    metrics: str | None
+
+
 @dataclass
 class FlowGroup:
     """A group that has begun and that no step has been trained on.

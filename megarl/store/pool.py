@@ -1,11 +1,14 @@
 """Around the nodes of a rollout's team whose groups go to others as they get ready (`megarl.store.flow`).
 
 rollout, nodes after it    what others use of it is put aside         give
-all nodes are through      all of it goes to the store, in one call   collect, put
+all nodes are through      all of it goes to the store                collect
+now and then               with others that are finished, in one call  swap
 """
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -15,11 +18,13 @@ from megarl.data.groups import group_places
 from megarl.metrics import Metrics
 from megarl.store.core import StoreError
 from megarl.store.crossing import groups_of, outgoing
+from megarl.store.flow import Finished
 
 if TYPE_CHECKING:
     from megarl.dag.node import Node
     from megarl.dag.placement import Placement
     from megarl.data.batch import Batch
+    from megarl.data.wire import Span
     from megarl.store.client import StoreClient
     from megarl.store.core import GroupInfo
 
@@ -104,15 +109,25 @@ class PoolCrossing:
         aside, self.aside = self.aside, {}
         return Ready(list(numbers), groups, aside, metrics)
 
-    def put(self, context: Any, ready: Ready) -> None:
-        """Hand over groups that are finished.
+    def swap(self, context: Any, ready: Sequence[Ready], useless: Sequence[int], version: int, most: int) -> list[int]:
+        """Hand over groups that are finished, and take prompts; see `StoreClient.swap`.
+
+        Returns:
+            Numbers of the prompts.
 
         Raises:
             StoreError: a column cannot be sent, or the store refuses it.
         """
-        try:
-            blocks = {key: list(some.to_blocks(group_places(some["uid"]))) for key, some in ready.samples.items()}
-        except ValueError as error:  # of a column that cannot be sent
-            raise StoreError(f"prompts {ready.numbers[:4]}: {error}") from error
-        size = self._client.put(ready.numbers, ready.groups, blocks, ready.metrics.to_json())
+        finished: list[Finished] = []
+        blocks: defaultdict[str, list[Span]] = defaultdict(list)
+        for some in ready:
+            metrics = [json.dumps(some.metrics.to_json()), *[None] * (len(some.numbers) - 1)]
+            finished += map(Finished, some.numbers, some.groups, metrics)
+            for key, batch in some.samples.items():
+                try:
+                    blocks[key] += batch.to_blocks(group_places(batch["uid"]))
+                except ValueError as error:  # of a column that cannot be sent
+                    raise StoreError(f"prompts {some.numbers[:4]}: {error}") from error
+        numbers, size = self._client.swap(finished, blocks, useless, version, most)
         context.metrics.sum("store/given_gb", size / 1e9)
+        return numbers

@@ -37,6 +37,8 @@ AS_READY = (
 PARTIAL = "async.partial=true"
 #: So that samples differ in length, and one that is interrupted has tokens left to draw.
 LONG = ("rollout.sampling.max_new_tokens=40", "actor.engine.micro_batch_tokens=256")
+#: Room for 8 of the 12 groups that may have begun: a ninth is in hand.
+IN_HAND = "rollout.max_running=32"
 TWO_REPLICAS = ("cluster.nproc=3", "placement.teams.draw={roles: [rollout], devices: 2}")
 
 Trained = dict[int, list[dict[str, Any]]]
@@ -47,7 +49,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
 
 
-@pytest.mark.parametrize("overrides", [(), TWO_REPLICAS, (PARTIAL, *LONG), (PARTIAL, *LONG, *TWO_REPLICAS)])
+@pytest.mark.parametrize("overrides", [(), TWO_REPLICAS, (PARTIAL, *LONG, IN_HAND), (PARTIAL, *LONG, *TWO_REPLICAS)])
 def test_every_prompt_is_trained_on_once_and_nothing_is_too_old(recipe, tmp_path, overrides):
     numbers = train(recipe, tmp_path, *overrides)
     check(tmp_path, STEPS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -18,6 +19,8 @@ from megarl.runtime import flow
 from megarl.runtime.flow import FlowSteps
 from megarl.runtime.stages import rollout as rollout_stages
 from megarl.runtime.stages.reward import PENDING, Pending
+from megarl.store import pace
+from megarl.store.pace import Pace
 from megarl.store.pool import Ready
 
 LIMIT_S = 30.0
@@ -38,6 +41,10 @@ class Stream:
     def open(self) -> None: ...
 
     def interrupt(self) -> None: ...
+
+    def end(self) -> None:
+        """All groups are over with the next token."""
+        self._left = dict.fromkeys(self._left, 1)
 
     def drafts(self) -> dict[int, Any]:
         return {}
@@ -63,7 +70,6 @@ class Run:
         layout = SimpleNamespace(mp_group=alone, world=alone, is_lead=True, rank=0, dp_rank=0, dp_size=1)
         self.wanted: Callable[[], bool] = lambda: False
         store = SimpleNamespace(
-            admit=lambda version, most: [],
             has_come=lambda name: self.wanted(),
             flow_state=lambda: {"next": 5, "again": []},
         )
@@ -75,13 +81,15 @@ class Run:
             config=config, layout=layout, team=team, rollout=rollout, context=context, fleet=None, loader=loader
         )
         self.rewards: dict[int, Future[Any]] = {0: Future(), 1: Future()}
-        self.told: list[tuple[int, int]] = []  # groups that were put, and how many tokens had been drawn by then
-        crossing: Any = SimpleNamespace(aside={}, give=self._give, collect=self._collect, put=self._put)
+        self.told: list[tuple[int, int]] = []  # groups handed over, and how many tokens had been drawn by then
+        self.calls: list[list[int]] = []  # groups of each call
+        crossing: Any = SimpleNamespace(aside={}, give=self._give, collect=self._collect, swap=self._swap)
         submits: Any = SimpleNamespace(run=self._submit, graph={"rollout": None})
         waits: Any = SimpleNamespace(run=self._wait)
         checkpoints: Any = SimpleNamespace(after_step=lambda version, last, files: files())
         self.crossing = crossing
         self.steps = FlowSteps(c, submits, waits, crossing, SimpleNamespace(), checkpoints, None)  # type: ignore[arg-type]
+        self.steps._pace = Pace(8, 8)
         self.steps._prompts = {number: Batch({}, {"uid": [number]}) for number in self.rewards}
         self.steps._versions = dict.fromkeys(self.rewards, 0)
         monkeypatch.setattr(flow, "_LOOK_S", 0.0)
@@ -111,9 +119,12 @@ class Run:
         assert aside["rollout"]["uid"] == numbers, "each group with what was put aside of it"
         return Ready(numbers, [], aside, metrics)
 
-    def _put(self, context: Any, ready: Ready) -> None:
-        assert ready.metrics.result() == {"drawn": len(ready.numbers)}
-        self.told += [(number, self.stream.tokens) for number in ready.numbers]
+    def _swap(self, context: Any, ready: list[Ready], useless: list[int], version: int, most: int) -> list[int]:
+        assert all(some.metrics.result() == {"drawn": len(some.numbers)} for some in ready)
+        numbers = [number for some in ready for number in some.numbers]
+        self.told += [(number, self.stream.tokens) for number in numbers]
+        self.calls += [numbers] if numbers else []
+        return []
 
 
 def test_drawing_goes_on_while_rewards_are_computed(monkeypatch):
@@ -158,3 +169,41 @@ def test_an_interrupt_does_not_wait_for_rewards_and_a_checkpoint_does(monkeypatc
     run.rewards[0].set_result(1.0)
     run.steps._save(1, stream)  # type: ignore[arg-type]
     assert saved == [[[0]]]
+
+
+def test_what_is_finished_is_put_off_and_handed_over_in_one_call_when_nothing_is_drawn(monkeypatch):
+    run = Run(monkeypatch)
+    put_off(run)
+    run.draw({0: 2, 1: 9}, lambda token: None)
+    assert (run.calls, run.told) == ([[0, 1]], [(0, 9), (1, 9)])
+
+
+def test_what_was_put_off_is_handed_over_before_the_gate(monkeypatch):
+    run = Run(monkeypatch, partial=True)
+    put_off(run)
+    run.wanted = lambda: run.stream.tokens >= 4
+    run.draw({0: 2, 1: 1_000_000}, lambda token: None)
+    assert run.told == [(0, run.stream.tokens)]
+
+
+def test_the_time_that_a_call_is_put_off_ends_while_drawing_goes_on(monkeypatch):
+    run = Run(monkeypatch)
+    put_off(run)
+    monkeypatch.setattr(pace, "_LONGEST_S", 0.1)
+    end = time.monotonic() + LIMIT_S
+
+    def after(token: int) -> None:
+        time.sleep(0.001)
+        if run.told:
+            run.stream.end()
+        assert time.monotonic() < end, "it is handed over when all is drawn, and never before"
+
+    run.draw({0: 2, 1: 1_000_000}, after)
+    assert run.calls == [[0], [1]]
+
+
+def put_off(run: Run) -> None:
+    """The scores are there, and the stretch before was long, so that a call may be put off."""
+    for reward in run.rewards.values():
+        reward.set_result(1.0)
+    run.steps._pace.begin(time.monotonic() - 1e6)

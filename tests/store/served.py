@@ -44,12 +44,17 @@ class Shelf:
         if method == "left":
             number, files = self._left.get(arguments[0], (None, {}))
             return files if number == arguments[1] else {}
-        if method in ("post", "give", "done", "put", "reject"):
+        if method in ("post", "give", "done", "arrive"):
             with self._change:
                 getattr(self._core, method)(*arguments)
                 self._change.notify_all()
             return None
-        if method in ("peek", "open_flow", "admit", "drained", "flow_state", "given_before", "restart_team"):
+        if method == "swap":
+            with self._change:
+                numbers, _ = self._core.swap(*arguments)
+                self._change.notify_all()
+            return numbers
+        if method in ("peek", "open_flow", "drained", "flow_state", "given_before", "restart_team"):
             with self._change:
                 return getattr(self._core, "read" if method == "peek" else method)(*arguments)
         limit_s, found = _LIMIT_S, list[Any]()
@@ -139,6 +144,10 @@ class FarClient:
         """The value under a name, as soon as it is there."""
         return json.loads(self._wait("read", name)[0])
 
+    def arrive(self, name: str) -> None:
+        """This replica has come so far."""
+        self._call("arrive", self.team, self.rank, name)
+
     def peek(self, name: str) -> Any:
         """The value under a name, or None."""
         found = self._call("peek", name)
@@ -152,25 +161,18 @@ class FarClient:
         """Begin to hand out prompts."""
         return self._call("open_flow", step, number, sorted(begun.items()), list(again))
 
-    def admit(self, version: int, most: int) -> Any:
-        """Numbers of prompts to draw."""
-        return self._call("admit", version, most)
-
-    def put(
+    def swap(
         self,
-        numbers: Sequence[int],
-        groups: Sequence[Any],
+        finished: Sequence[Any],
         payloads: Mapping[str, Iterable[Span]],
-        metrics: dict[str, Any],
-    ) -> int:
-        """Hand over finished groups; the bytes of their blocks."""
+        useless: Sequence[int],
+        version: int,
+        most: int,
+    ) -> tuple[list[int], int]:
+        """Hand over finished groups and take prompts; their numbers, and the bytes of the blocks."""
         refs = {key: _pieces(some) for key, some in payloads.items()}
-        self._call("put", self.team, self.rank, list(numbers), list(groups), refs, json.dumps(metrics))
-        return sum(map(_size, refs.values()))
-
-    def reject(self, numbers: Sequence[int]) -> None:
-        """No step is to be trained on these groups."""
-        self._call("reject", list(numbers))
+        numbers = self._call("swap", self.team, self.rank, list(finished), refs, list(useless), version, most)
+        return numbers, sum(map(_size, refs.values()))
 
     def drained(self, version: int) -> Any:
         """Whether nothing is drawn before there are newer weights."""

@@ -260,3 +260,14 @@ def test_a_team_that_takes_two_parts_of_a_node_waits_for_a_group_once() -> None:
     core.fetch("ref", 1, BOTH, ["u0", "u1"])
     core.fetch("ref", 1, more.key, ["u0"])
     assert core.queues() == {"rollout/critic": 2, "rollout/ref": 1, "ref_logp/train": 0}
+
+
+def test_mail_comes_when_all_replicas_have_come_so_far():
+    core = Core(placed(train=2), 4, "dealt")
+    assert core.arrive("train", 0, "open/1") == []
+    assert core.arrive("train", 0, "open/1") == [], "it says so again"
+    assert core.read("open/1") is None
+    assert core.arrive("train", 1, "open/1") == [("mail", "open/1")]
+    assert core.arrive("train", 1, "open/1") == []
+    assert core.read("open/1") == ("true",)
+    assert core.arrive("train", 1, "open/2") == [], "each name is for itself"

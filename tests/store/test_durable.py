@@ -19,7 +19,7 @@ from megarl.dag.placement import Handover, Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.store.core import Core, GroupInfo, StoreError
 from megarl.store.durable import DurableCore, Word
-from megarl.store.flow import FlowSettings
+from megarl.store.flow import Finished, FlowSettings
 from tests.store.teams import by_hand
 
 BOTH, BACK = "rollout>critic+ref", "ref_logp>train"
@@ -80,7 +80,7 @@ class Workers:
         if isinstance(want, str):
             assert found == want
         else:
-            assert found == ((want, []) if method in ("admit", "open_flow") else (None, want or []))
+            assert found == (want if method == "swap" else (want, []) if method == "open_flow" else (None, want or []))
         if dies == "after":  # nobody heard the answer
             self.open()
             again = told(lambda: self.store.change(*call))
@@ -92,10 +92,10 @@ class Workers:
     def _directly(self, method: str, arguments: tuple[Any, ...], refs: list[str]) -> Any:
         if method == "give":
             return self.core.give(*arguments, refs)
-        if method == "put":
-            *where, some, keys, metrics = arguments
+        if method == "swap":
+            team, rank, some, keys, *rest = arguments
             parts = {key: refs[place * len(some) :][: len(some)] for place, key in enumerate(keys)}
-            return self.core.put(*where, some, parts, metrics)
+            return self.core.swap(team, rank, some, parts, *rest)
         return getattr(self.core, method)(*arguments)
 
     def ask(self, method: str, *arguments: Any) -> Any:
@@ -293,15 +293,13 @@ def test_steps_are_formed_of_the_same_groups_whenever_the_store_dies(seed: int, 
         workers.change(DRAW, dies(), "open_flow", 0, 3, [[1, 0]], [0])
         drawn, step = [1], 0
         while step < STEPS:
-            drawn += workers.change(DRAW, dies(), "admit", step, order.randint(0, 3))
             order.shuffle(drawn)
+            useless = [drawn.pop()] if drawn and order.random() < 0.1 else []
             count = order.randint(0, len(drawn))
-            if drawn[:count]:
-                arguments = ("draw", 0, drawn[:count], groups(*drawn[:count]), KEYS, "{}")
-                workers.change(DRAW, dies(), "put", *arguments, count=count * len(KEYS))
-            drawn = drawn[count:]
-            if drawn and order.random() < 0.1:
-                workers.change(DRAW, dies(), "reject", [drawn.pop()])
+            over = [Finished(number, *groups(number), "{}") for number in drawn[:count]]
+            arguments = ("draw", 0, over, KEYS, useless, step, order.randint(0, 3))
+            more, _ = workers.change(DRAW, dies(), "swap", *arguments, count=count * len(KEYS))
+            drawn = drawn[count:] + more
             if workers.ask("fetch", "train", step + 1, order.choice(KEYS), []) is not None:
                 step += 1
                 for team, rank in TRAIN:

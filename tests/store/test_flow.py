@@ -128,11 +128,11 @@ def test_what_a_checkpoint_has_is_used_first_and_what_is_too_old_now_is_drawn_ag
     st.integers(1, 5), st.integers(1, 4), st.integers(1, 12), st.integers(1, 9), st.integers(0, 2**32), st.booleans()
 )
 def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(groups, lag, steps, room, seed, jumps):
-    """A rollout of `room` groups at a time, whose order of finishing is drawn, beside a trainer; some versions are
-    skipped."""
+    """A rollout that holds `room` groups, whose order of finishing is drawn, beside a trainer; some versions are
+    skipped, and some groups are put long after they are finished, as late as when nothing else is left to do."""
     draw = random.Random(seed)
     flow = opened(groups, lag, steps)
-    version, trained, used, running = 0, 0, dict[int, int](), dict[int, int]()
+    version, trained, used, running, put_off = 0, 0, dict[int, int](), dict[int, int](), dict[int, int]()
     for _ in range(10_000):
         if trained == steps:
             break
@@ -141,8 +141,12 @@ def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(groups,
         moved = bool(may)
         if running and draw.random() < 0.6:
             number = draw.choice(sorted(running))
-            began = running.pop(number)
-            flow.finish(number, info(number), {}, str(began))
+            put_off[number] = running.pop(number)
+            moved = True
+        elif put_off and (not running or draw.random() < 0.3):
+            for number, began in put_off.items():
+                flow.finish(number, info(number), {}, str(began))
+            put_off = {}
             moved = True
         elif (formed := flow.form()) is not None:
             trained += 1
@@ -151,7 +155,7 @@ def test_nothing_is_lost_used_twice_or_too_old_and_nobody_waits_for_ever(groups,
                 assert trained - 1 - group.version <= lag
                 used[group.number] = trained
             moved = True
-        if version < trained and (not jumps or draw.random() < 0.3 or (not moved and not running)):
+        if version < trained and (not jumps or draw.random() < 0.3 or (not moved and not running and not put_off)):
             version = trained
             moved = True
         assert moved or running, "everybody waits"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,13 +77,15 @@ def test_some_of_the_groups_have_the_metrics_if_the_first_one_is_among_them():
 
 def test_payloads_are_put_group_by_group_under_each_handover():
     class Client:
-        def put(self, numbers: Any, groups: Any, payloads: Any, metrics: Any) -> int:
-            assert (numbers, groups) == ([7, 8, 9], ready.groups)
+        def swap(self, finished: Any, payloads: Any, *rest: Any) -> tuple[list[int], int]:
+            assert [(one.number, one.info) for one in finished] == list(zip([7, 8, 9], ready.groups, strict=True))
+            assert [one.metrics for one in finished] == [json.dumps(ready.metrics.to_json()), None, None]
+            assert rest == ([3], 5, 2)
             found = {key: [Batch.from_blocks([one])["sample_id"] for one in some] for key, some in payloads.items()}
             assert found == {key: [["a#0", "a#1"], ["b#0", "b#1"], ["c#0", "c#1"]] for key in (DRAWN, SCORED)}
-            return 2 * 10**9
+            return [11, 12], 2 * 10**9
 
     crossing, ready = collected(Client())
     context = SimpleNamespace(metrics=Metrics())
-    crossing.put(context, ready)
+    assert crossing.swap(context, [ready], [3], 5, 2) == [11, 12]
     assert context.metrics.result() == {"store/given_gb": 2.0}

@@ -1,0 +1,59 @@
+"""When a replica calls the store, where groups go to training as they get ready.
+
+    something is finished, or prompts are missing    nothing is being drawn, or it would soon be    call at once
+                                                     else                                           put it off
+
+A call costs the store's process about a millisecond, whatever it carries. What is put off comes later to a step that
+waits for it, so the time is short beside that from one version of the weights to the next one. Nothing stands still
+meanwhile: a replica has some prompts in hand, which begin as soon as there is room.
+"""
+
+from __future__ import annotations
+
+_PART = 8  # of a replica's places: prompts in hand, and those that may be missing before it calls at once
+_SHARE = 32  # of a stretch that a call is put off
+_LONGEST_S = 2.0  # that a call is put off
+
+
+class Pace:
+    """Of one replica.
+
+    Args:
+        places: groups that it draws at a time.
+        most: groups that it may hold, those in hand included, so that there is as much for the others.
+
+    Attributes:
+        in_hand: prompts that it holds and does not draw yet.
+    """
+
+    def __init__(self, places: int, most: int) -> None:
+        self.in_hand = max(0, min(places // _PART, most - places))
+        self._enough = max(1, places // _PART)
+        self._delay_s = 0.0
+        self._began: float | None = None
+        self._since: float | None = None
+
+    def begin(self, now: float) -> None:
+        """A stretch begins, with one version of the weights; until the second one nothing is put off."""
+        if self._began is not None:
+            self._delay_s = min(_LONGEST_S, (now - self._began) / _SHARE)
+        self._began = now
+
+    def is_due(self, now: float, missing: int, *, finished: bool, idle: bool) -> bool:
+        """Whether to call the store now.
+
+        Args:
+            now: seconds, of a clock that never goes back.
+            missing: prompts that it would ask for.
+            finished: there are groups that the store has not been told of.
+            idle: nothing is being drawn.
+        """
+        if not (missing or finished):
+            return False
+        if self._since is None:
+            self._since = now
+        return idle or missing >= self._enough or now - self._since >= self._delay_s
+
+    def called(self) -> None:
+        """The store knows everything."""
+        self._since = None
