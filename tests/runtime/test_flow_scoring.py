@@ -169,6 +169,7 @@ def test_an_interrupt_does_not_wait_for_rewards_and_a_checkpoint_does(monkeypatc
     run.rewards[0].set_result(1.0)
     run.steps._save(1, stream)  # type: ignore[arg-type]
     assert saved == [[[0]]]
+    assert [number for number, _ in run.told] == [0], "what a checkpoint has is with the store, too"
 
 
 def test_what_is_finished_is_put_off_and_handed_over_in_one_call_when_nothing_is_drawn(monkeypatch):

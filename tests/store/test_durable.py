@@ -308,6 +308,9 @@ def test_steps_are_formed_of_the_same_groups_whenever_the_store_dies(seed: int, 
                     for key in KEYS:
                         workers.ask("fetch", team, step, key, [group.uid for group in mine])
                     assert workers.ask("read", f"formed/{step}") is not None
+                    arrive = ("arrive", "train", rank, f"gate/{step}")
+                    workers.change((team, rank), dies(), *arrive)
                     workers.change((team, rank), dies(), "done", team, rank, step)
+                assert workers.ask("read", f"gate/{step}") is not None
         assert workers.ask("flow_state")["again"] == []
         assert workers.store._core._steps == {}
