@@ -89,19 +89,21 @@ class StoreClient:
             kept: there is a keeper on this machine (`megarl.store.keeper`).
 
         Raises:
-            StoreError: there is no such store, or it does not answer within `deadline_s`.
+            StoreError: there is no such store or keeper, or it does not answer within `deadline_s`.
         """
         import ray
 
         from megarl.store.actor import NAMESPACE
 
         try:
+            whom, keeper = f"store {name!r}", None
             actor = ray.get_actor(name, namespace=NAMESPACE)
-            keeper = None
             if kept:
-                keeper = ray.get_actor(keeper_name(name, ray.util.get_node_ip_address()), namespace=NAMESPACE)
+                host = ray.util.get_node_ip_address()
+                whom = f"keeper of the samples of store {name!r} on this machine ({host})"
+                keeper = ray.get_actor(keeper_name(name, host), namespace=NAMESPACE)
         except ValueError as error:
-            raise StoreError(f"team {team!r} rank {rank}: Ray knows no store {name!r}: {error}") from error
+            raise StoreError(f"team {team!r} rank {rank}: Ray knows no {whom}: {error}") from error
         return cls(actor, name, team, rank, deadline_s, start, keeper)
 
     # -- mail --------------------------------------------------------------------------------------------------------
@@ -318,7 +320,8 @@ class StoreClient:
     def _ask_keeper(self, what: str, method: str, *arguments: Any) -> Any:
         import ray
 
-        with self._located(f"the store's keeper for {what}", self._deadline_s):
+        whom = f"the keeper of the samples of store {self.name!r} on this machine"
+        with self._located(what, self._deadline_s, whom):
             call = getattr(self._keeper, method).remote(self.team, self.rank, *arguments)
             return ray.get(call, timeout=self._deadline_s)
 
@@ -400,9 +403,11 @@ class StoreClient:
             self._look, self._waits_for = look, waits_for
 
     @contextmanager
-    def _located(self, what: str, limit_s: float) -> Iterator[None]:
+    def _located(self, what: str, limit_s: float, whom: str | None = None) -> Iterator[None]:
+        """Errors of a call name this worker, what it waits for, and `whom` it asks (None: the store)."""
         import ray
 
+        whom = whom or f"the store {self.name!r}"
         try:
             yield
         except ray.exceptions.RayTaskError as error:
@@ -411,11 +416,11 @@ class StoreClient:
             raise
         except ray.exceptions.GetTimeoutError as error:
             raise StoreError(
-                f"{self._who()} timed out waiting for {what}: the store {self.name!r} has not answered for "
-                f"{limit_s:g} s (cluster.timeout_s)"
+                f"{self._who()} timed out waiting for {what}: {whom} has not answered for {limit_s:g} s "
+                "(cluster.timeout_s)"
             ) from error
         except ray.exceptions.RayActorError as error:
-            raise StoreError(f"{self._who()}, waiting for {what}: the store {self.name!r} is gone: {error}") from error
+            raise StoreError(f"{self._who()}, waiting for {what}: {whom} is gone: {error}") from error
         except ray.exceptions.RayError as error:
             raise StoreError(f"{self._who()}: {what} cannot be had: {error}") from error
 
