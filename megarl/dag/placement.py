@@ -73,8 +73,7 @@ class TeamPlan:
 def begins_again(config: RunConfig, team: TeamPlan) -> bool:
     """Whether a team may begin again, without the others, when one of its processes dies.
 
-    Beside those that only score samples that is one of the rollout: what it draws follows from weights and seeds, in
-    order.
+    Beside those that only score samples that is one of the rollout: what it draws follows from weights and seeds.
     """
     draws = Role.ROLLOUT in team.roles and Role.ACTOR not in team.roles
     return bool(config.placement.restarts) and (team.may_restart or (draws and needs_others(config, team) is None))
@@ -86,8 +85,6 @@ def needs_others(config: RunConfig, team: TeamPlan) -> str | None:
         return "it holds the critic, whose weights are lost with it"
     if config.rollout.engine != "embedded":
         return f"it looks after the servers (rollout.engine={config.rollout.engine})"
-    if config.async_.order != "in_order":
-        return f"its samples go to training as they get ready (async.order={config.async_.order})"
     if config.async_.max_staleness and config.actor.engine.offload:
         return "it draws with weights of before, and the actor's are away between steps (actor.engine.offload=true)"
     return None

@@ -93,10 +93,10 @@ def find_begun(c: Controller) -> Begun:
 
     Collective over the rollout's team.
     """
-    store, team, config, first = _store(c), c.team.plan, c.config, c.context.step
+    store, team, config, first = store_of(c), c.team.plan, c.config, c.context.step
     found: list[Any] = []
     if c.layout.rank == 0:
-        step = first_missing(lambda one: _is_there(store, f"metrics/{team.name}/{one}"), first + 1)
+        step = first_missing(lambda one: is_there(store, f"metrics/{team.name}/{one}"), first + 1)
         told = [store.peek(f"{DRAWN}/{replica}/{step}") for replica in range(team.replicas)]
         drawn = told if all(one is not None for one in told) else None
         last = range(max(first + 1, config.trainer.steps - config.async_.max_staleness), config.trainer.steps + 1)
@@ -110,9 +110,9 @@ def find_begun(c: Controller) -> Begun:
 def _is_used(c: Controller, version: int) -> bool:
     """It has been validated, or, where it is not, the last one has been pushed."""
     if validates(c.config, version):
-        return _is_there(_store(c), f"{VALIDATION}/{version}")
+        return is_there(store_of(c), f"{VALIDATION}/{version}")
     lives = range(c.team.restarts)
-    return any(_is_there(_store(c), f"{WEIGHTS}/{number}/{version}") for number in lives)
+    return any(is_there(store_of(c), f"{WEIGHTS}/{number}/{version}") for number in lives)
 
 
 def go_on(c: Controller, begun: Begun, checkpoints: CheckpointPart) -> None:
@@ -120,7 +120,7 @@ def go_on(c: Controller, begun: Begun, checkpoints: CheckpointPart) -> None:
     assert c.loader is not None, "checks refuse a training run without data"
     _complete(c, begun, checkpoints)
     for step in range(max(begun.first, c.team.finished) + 1, begun.step):
-        _store(c).done(step)  # its workers were, and that was forgotten with them
+        store_of(c).done(step)  # its workers were, and that was forgotten with them
     if begun.step - 1 > c.context.step:
         c.context.step = begun.step - 1
         c.loader.load_state_dict(c.mail.read(f"{LOADER}/{c.context.step}"))
@@ -142,29 +142,29 @@ def _complete(c: Controller, begun: Begun, checkpoints: CheckpointPart) -> None:
 
 def _files(c: Controller, version: int) -> dict[str, bytes]:
     """What this rank adds to its team's part of a checkpoint; nothing where it has begun a later one: it is written."""
-    store = _store(c)
-    if _is_there(store, f"checkpoint/{c.team.plan.name}/{version}"):  # others go on, and free what they are done with
+    store = store_of(c)
+    if is_there(store, f"checkpoint/{c.team.plan.name}/{version}"):  # others go on, and free what they are done with
         return store.left(version)
     return files_ahead(c, version, [])
 
 
-def first_missing(is_there: Callable[[int], bool], first: int) -> int:
+def first_missing(known: Callable[[int], bool], first: int) -> int:
     """The first number from `first` on that is not there, of numbers that come in their order.
 
     >>> first_missing(lambda number: number < 1000, 3)
     1000
     """
     reach = 1
-    while is_there(first + reach - 1):
+    while known(first + reach - 1):
         reach *= 2
     low, high = first + reach // 2, first + reach - 1  # all below `low` are there, `high` is not
     while low < high:
         middle = (low + high) // 2
-        low, high = (middle + 1, high) if is_there(middle) else (low, middle)
+        low, high = (middle + 1, high) if known(middle) else (low, middle)
     return low
 
 
-def _is_there(store: StoreClient, name: str) -> bool:
+def is_there(store: StoreClient, name: str) -> bool:
     """Somebody has posted it; of a long series only the last ones are kept."""
     try:
         return store.peek(name) is not None
@@ -172,6 +172,7 @@ def _is_there(store: StoreClient, name: str) -> bool:
         return True
 
 
-def _store(c: Controller) -> StoreClient:
+def store_of(c: Controller) -> StoreClient:
+    """What this team and the others exchange goes through it."""
     assert c.team.store is not None, "there are other teams"
     return c.team.store

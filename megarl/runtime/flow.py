@@ -16,7 +16,7 @@ A group whose rewards are being computed is put aside at the node that waits for
 `async.partial` the weights may change meanwhile; a checkpoint waits for these rewards.
 
 Metrics of samples travel with them. What a replica measures of itself is counted in the step whose weights end its
-stretch.
+stretch. What is finished is in the store: a checkpoint takes it from there.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.dag.ahead import admission_limit
 from megarl.dag.stage import Role
 from megarl.metrics import Metrics
 from megarl.phase import phase, set_step
 from megarl.runtime.ahead import may_save
+from megarl.runtime.flow_files import files_of_flow
 from megarl.runtime.generation import publish
 from megarl.runtime.rollout_team import tell_loader
 from megarl.runtime.validate import evaluate_drawn, validates
-from megarl.store.core import FORMED
 from megarl.store.pace import Pace
 
 if TYPE_CHECKING:
@@ -48,12 +48,14 @@ if TYPE_CHECKING:
     from megarl.rollout.stream import Draft, Stream
     from megarl.runtime.checkpoint_part import CheckpointPart
     from megarl.runtime.controller import Controller
+    from megarl.runtime.flow_begun import FlowBegun
     from megarl.runtime.flow_files import HeldFlow
     from megarl.runtime.recorder import Recorder
     from megarl.store.client import StoreClient
     from megarl.store.pool import PoolCrossing, Ready
 
 OPEN, WANTED, GATE, OPENED = "open", "wanted", "gate", "flow_opened"
+PLACE = "flow_place"  # of the loader, when prompts begin to be handed out
 _LOOK_S = 0.1  # between two looks for whether the weights are wanted
 
 
@@ -69,6 +71,13 @@ def find_flow(source: Path) -> HeldFlow | None:
 
     saved = read_state(source).get("drawn")
     return None if saved is None else read_flow(source, saved["parts"])
+
+
+def tell_place(c: Controller) -> None:
+    """Where prompts stand, for the checkpoint of the step that the context has; nobody begins anything meanwhile."""
+    assert c.loader is not None, "checks refuse a training run without data"
+    c.loader.go_to(_store(c).flow_state()["next"])
+    tell_loader(c)
 
 
 def _store(c: Controller) -> StoreClient:
@@ -105,6 +114,7 @@ class FlowSteps:
         recorder: of this rank.
         checkpoints: this team's part of them.
         held: what a checkpoint has of groups that were begun; None: nothing, or it has been taken up.
+        begun: where this team goes on when it begins in a run that is under way; None: with all others.
     """
 
     c: Controller
@@ -114,14 +124,13 @@ class FlowSteps:
     recorder: Recorder
     checkpoints: CheckpointPart
     held: HeldFlow | None
+    begun: FlowBegun | None = None
     _gate: int = 1  # metrics number 0 are those before the first step
     _dry: bool = False  # nothing more may begin with these weights
     _looked: float = 0.0
     _wanted: bool = False
     _prompts: dict[int, Batch] = field(default_factory=dict)  # under way, by number
-    _versions: dict[int, int] = field(default_factory=dict)  # of first tokens: all groups that no known step has used
-    _ready: list[Ready] = field(default_factory=list)  # put, for checkpoints
-    _formed: int = 0  # the last step whose groups are known here
+    _versions: dict[int, int] = field(default_factory=dict)  # of first tokens: all groups that are not finished
     _waiting: list[int] = field(default_factory=list)  # to be begun as soon as there is room
     _drafts: dict[int, list[Draft]] = field(default_factory=dict)  # of these
     _scoring: deque[Scoring] = field(default_factory=deque)  # in the order in which the rewards come
@@ -135,18 +144,20 @@ class FlowSteps:
     def run(self) -> None:
         """Draw until the weights of the last step have come."""
         c = self.c
-        self._formed = version = c.context.step
+        version = c.context.step
         stream = self._make_stream()
         try:
-            self._open()
+            if self.begun is None or not self.begun.is_open:
+                self._open()
             self.recorder.start_step()
+            if self.begun is not None:
+                self._take_up(self.begun, stream)
             while version < c.config.trainer.steps:
                 set_step(version + 1)
                 with phase("step"):
                     self._draw(stream, version)
                     version = self._pass_gate()
-                    if validates(c.config, version):
-                        evaluate_drawn(c, self.recorder, version)
+                    self._validate(version)
                 self._save(version, stream)
         finally:
             stream.close()
@@ -173,6 +184,7 @@ class FlowSteps:
         if c.layout.rank == 0:
             begun = {} if held is None else held.versions
             again = [] if held is None else held.again
+            store.post(PLACE, c.loader.state_dict())
             late = store.open_flow(c.context.step, c.loader.number, begun, again)
             if late:
                 print(f"{len(late)} groups of the checkpoint come too late with these settings, and are drawn again")
@@ -183,16 +195,28 @@ class FlowSteps:
         if c.layout.rank == 0:
             self._carried = held.carried
         mine = held.mine(c.layout.dp_rank, c.layout.dp_size, without=late)
-        self._versions = {number: held.versions[number] for number in mine}
         if c.layout.is_lead:
             for ready in held.ready_of(mine, c.team.placement.given_by(c.team.plan.name)):
-                self._ready.append(ready)
                 self.crossing.swap(c.context, [ready], [], c.context.step, 0)
         self._waiting = [number for number in mine if number not in held.finished]
+        self._versions = {number: held.versions[number] for number in self._waiting}
         # Not of those that are too old: they are drawn again from their first token on; and so are all if n changed.
         n, found = c.config.rollout.sampling.n, held.drafts
         self._drafts = {number: found[number] for number in self._waiting if len(found.get(number, ())) == n}
         self.held = None  # its samples are the store's now
+
+    def _take_up(self, begun: FlowBegun, stream: Stream) -> None:
+        """What is left to be done at the gate where this team was when it began again, now that it has weights."""
+        c, self._gate = self.c, begun.gate
+        if not begun.owes:
+            return
+        version = c.context.step
+        set_step(version)
+        with phase("step"):
+            if begun.passes:
+                self._end_stretch(version)
+            self._validate(version)
+        self._save(version, stream)
 
     # -- one stretch -------------------------------------------------------------------------------------------------
 
@@ -337,7 +361,8 @@ class FlowSteps:
             useless = self._useless(numbers, board)
         ready = self.crossing.collect(numbers, board, self._carried)
         wanted = [number for number in numbers if number not in useless]
-        self._versions = {number: v for number, v in self._versions.items() if number not in useless}
+        for number in numbers:
+            del self._versions[number]
         self._over += len(numbers)
         self._refused += sorted(useless)  # others may begin in their place
         if not wanted:
@@ -345,8 +370,6 @@ class FlowSteps:
         self._carried = Metrics()
         if ready is not None:
             self._unsent.append(replace(ready.select(wanted), metrics=ready.metrics) if useless else ready)
-            if c.config.trainer.save_every:
-                self._ready.append(self._unsent[-1])
 
     def _useless(self, numbers: Sequence[int], board: Batch) -> set[int]:
         """With dynamic sampling the groups that carry no signal; equal on the ranks of a replica.
@@ -381,13 +404,22 @@ class FlowSteps:
                 _store(c).arrive(f"{OPEN}/{gate}")
             version = int(c.mail.read(f"{GATE}/{gate}"))
         publish(c, version)
-        for step in range(self._formed + 1, version + 1):
-            self._forget(c.mail.read(f"{FORMED}/{step}")["groups"])
-        c.context.step = self._formed = version
-        self.recorder.end_step(gate)
-        self.recorder.start_step()
-        self._gate, self._dry, self._wanted = gate + 1, False, False
+        self._end_stretch(version)
         return version
+
+    def _end_stretch(self, version: int) -> None:
+        """What it has measured is told of this gate; from here on `version` is drawn with."""
+        c = self.c
+        c.context.step = version
+        if c.team.restarts:
+            c.context.metrics.max("store/abandoned", _store(c).flow_state()["abandoned"])
+        self.recorder.end_step(self._gate)
+        self.recorder.start_step()
+        self._gate, self._dry, self._wanted = self._gate + 1, False, False
+
+    def _validate(self, version: int) -> None:
+        if validates(self.c.config, version):
+            evaluate_drawn(self.c, self.recorder, version)
 
     def _save(self, version: int, stream: Stream) -> None:
         """This team's part of the checkpoint of step `version`, if there is one."""
@@ -395,95 +427,13 @@ class FlowSteps:
         if not may_save(c.config, version):
             self.checkpoints.poll()
             return
-        from megarl.runtime.flow_files import flow_files
-
         self._finish_scored(least=len(self._scoring))
         self._swap(version, 0)
-        store, last = _store(c), version == c.config.trainer.steps
-        state = store.flow_state()  # nobody begins anything before the next stretch
-        assert c.loader is not None, "checks refuse a training run without data"
-        c.loader.go_to(state["next"])
-        tell_loader(c)
-        again = state["again"] if c.layout.rank == 0 else []
+        tell_place(c)  # nobody begins anything before the next stretch
         drafts = stream.drafts() | self._drafts
-        files = partial(flow_files, c.layout, self._ready, self._versions, drafts, again, self._carried)
-        self.checkpoints.after_step(version, last=last, files=files)
+        files = partial(self._files, version, drafts)
+        self.checkpoints.after_step(version, last=version == c.config.trainer.steps, files=files)
 
-    def _forget(self, used: Sequence[int]) -> None:
-        """A step that is trained has used these groups."""
-        gone = set(used)
-        self._versions = {number: version for number, version in self._versions.items() if number not in gone}
-        left = [(ready, [number for number in ready.numbers if number not in gone]) for ready in self._ready]
-        self._ready = [ready if kept == ready.numbers else ready.select(kept) for ready, kept in left if kept]
-
-
-class Offers:
-    """The actor's end of the gates: when the weights go to the rollout's team. Collective over the actor's team.
-
-    Args:
-        c: this rank's controller.
-    """
-
-    def __init__(self, c: Controller) -> None:
-        self._c, self._gate, self._version = c, 1, c.context.step
-        team = c.team.placement.of_role(Role.ROLLOUT)
-        assert team is not None, "every run draws samples"
-        self._team = team
-        self._told: list[int] = []
-
-    def before_step(self, step: int) -> None:
-        """Wait for the samples of `step`; where all that may be drawn is drawn by then, the weights go now."""
-        c = self._c
-        if c.config.async_.partial:
-            return
-        samples = c.team.placement.given_by(self._team.name)[0].samples
-        with phase("take"), phase("wait", waits_for=self._team.name):
-            _store(c).assignment(step, samples, c.layout.dp_rank)
-        if self._version < step - 1 and self._is_open():
-            self._push(step - 1)
-
-    def after_step(self, step: int) -> None:
-        """The weights after `step` go where they have to, or where the gate is open."""
-        c = self._c
-        if self._must(step):
-            store = _store(c)
-            with phase("await_drawn", waits_for=self._team.name):
-                if c.layout.rank == 0:
-                    store.post(f"{WANTED}/{self._gate}", step)
-                store.read(f"{OPEN}/{self._gate}")
-            self._push(step)
-        elif self._is_open():
-            self._push(step)
-
-    def _must(self, step: int) -> bool:
-        config = self._c.config
-        too_old = step - self._version > config.async_.max_staleness
-        return config.async_.partial or too_old or validates(config, step) or may_save(config, step)
-
-    def _is_open(self) -> bool:
-        """No replica draws. Collective.
-
-        The samples of a step may be the last ones that a replica put before it opens the gate: it is a matter of
-        milliseconds then, and without waiting for them it would have nothing to do for a step of training.
-        """
-        world, store = self._c.layout.world, _store(self._c)
-        found = bool(world.broadcast_json(store.drained(self._version) if world.rank == 0 else None))
-        if found:
-            with phase("await_drawn", waits_for=self._team.name):
-                store.read(f"{OPEN}/{self._gate}")
-        return found
-
-    def _push(self, version: int) -> None:
-        c = self._c
-        if c.layout.rank == 0:
-            c.mail.post(f"{GATE}/{self._gate}", version)
-        publish(c, version)
-        self._told.append(self._gate)
-        self._gate, self._version = self._gate + 1, version
-
-    def metrics(self, step: int) -> list[dict[str, Any]]:
-        """Of the samples of `step`, and of the stretches of the rollout's team that have ended in it."""
-        c, told = self._c, self._told
-        self._told = []
-        found = [c.team.read(f"metrics/{self._team.name}/{gate}") for gate in told]
-        return found + c.team.read(f"{FORMED}/{step}")["metrics"]
+    def _files(self, version: int, drafts: dict[int, list[Draft]]) -> dict[str, bytes]:
+        self.c.layout.world.barrier()  # every replica has put what it has
+        return files_of_flow(self.c, version, self._versions, drafts, self._carried)

@@ -22,10 +22,39 @@ if TYPE_CHECKING:
     from megarl.dag.placement import Handover
     from megarl.data.batch import Batch
     from megarl.rollout.stream import Draft
+    from megarl.runtime.controller import Controller
     from megarl.store.pool import Ready
     from megarl.training.parallel import Layout
 
 _NUMBER = "group_number"
+
+
+def files_of_flow(
+    c: Controller, version: int, under_way: Mapping[int, int], drafts: Mapping[int, Sequence[Draft]], carried: Metrics
+) -> dict[str, bytes]:
+    """Name and content of all that this rank adds to the checkpoint of step `version`.
+
+    Finished groups are in the store. Where its team may begin again another process keeps that, too: others go on, and
+    what they are done with is freed while this one writes.
+
+    Args:
+        c: in a team whose samples go to training as they get ready; the actor's waits for these files.
+        version: of the weights, which nobody has drawn with.
+        under_way: versions of the weights that the first tokens of unfinished groups were drawn with, by number.
+        drafts: of these.
+        carried: metrics of samples that came to nothing, which no finished group has.
+    """
+    from megarl.store.pool import unused_groups
+
+    store, layout = c.team.store, c.layout
+    assert store is not None, "there are other teams"
+    if not layout.is_lead:
+        return {}
+    ready, versions = unused_groups(store, version, layout.dp_rank, layout.dp_size)
+    again = store.flow_state()["again"] if layout.rank == 0 else []
+    files = flow_files(layout, ready, {**versions, **under_way}, drafts, again, carried)
+    store.leave(version, files)
+    return files
 
 
 def flow_files(

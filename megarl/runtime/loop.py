@@ -28,8 +28,10 @@ from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
 from megarl.runtime.critic import make_critic
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
-from megarl.runtime.flow import FlowSteps, Offers, find_flow, flows
+from megarl.runtime.flow import FlowSteps, find_flow, flows
+from megarl.runtime.flow_begun import FlowBegun, find_flow_begun, go_on_as_ready
 from megarl.runtime.generation import open_rollout, publish
+from megarl.runtime.offers import Offers
 from megarl.runtime.recorder import Recorder
 from megarl.runtime.reference import drop_refused_start, make_reference, now_at
 from megarl.runtime.rollout_again import Drawer
@@ -66,7 +68,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             checkpoints = CheckpointPart(c)
             start = follow_start(c)
         _make_models(c, start)
-        begun = find_begun(c) if c.team.restarts and draws_apart(c) else None
+        begun = _find_begun(c)
         if begun is None:
             open_rollout(c)
         source = None if start.source is None or (begun and begun.is_past_checkpoint(config)) else Path(start.source)
@@ -74,7 +76,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             _resume(c, checkpoints, source, begun=start.begun)
         if begun is not None:
             assert isinstance(checkpoints, CheckpointPart), "the actor's team leads"
-            go_on(c, begun, checkpoints)
+            begun = _go_on(c, begun, checkpoints)
             if begun.version is not None:
                 open_rollout(c)
         all_ready(c)
@@ -91,7 +93,7 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
             if draws_apart(c):
                 assert isinstance(checkpoints, CheckpointPart), "the actor's team leads"
                 if flows(c):
-                    _flow(c, graph, recorder, checkpoints, source)
+                    _flow(c, graph, recorder, checkpoints, source, begun)
                 else:
                     _steps_apart(c, graph, recorder, checkpoints, source, begun)
             else:
@@ -164,20 +166,41 @@ def _executor(c: Controller, graph: TaskGraph, crossing: TeamCrossing | None) ->
     return Executor(graph, c.roles, nodes, crossing, exchange)
 
 
+def _find_begun(c: Controller) -> Begun | FlowBegun | None:
+    """Where a rollout's team goes on whose processes died; None: this one begins with all others, or is another one."""
+    if not (c.team.restarts and draws_apart(c)):
+        return None
+    return find_flow_begun(c) if flows(c) else find_begun(c)
+
+
+def _go_on(c: Controller, begun: Begun | FlowBegun, checkpoints: CheckpointPart) -> Begun | FlowBegun:
+    """Bring it there, as far as it needs no weights; returns what it knows then."""
+    if isinstance(begun, FlowBegun):
+        return go_on_as_ready(c, begun, checkpoints)
+    go_on(c, begun, checkpoints)
+    return begun
+
+
 def _flow(
-    c: Controller, graph: TaskGraph, recorder: Recorder, checkpoints: CheckpointPart, source: Path | None
+    c: Controller,
+    graph: TaskGraph,
+    recorder: Recorder,
+    checkpoints: CheckpointPart,
+    source: Path | None,
+    begun: Begun | FlowBegun | None,
 ) -> None:
     """What a rollout's team does whose samples go to training as they get ready."""
     from megarl.store.pool import PoolCrossing
 
     team = c.team
     assert team.store is not None, "there are other teams"
+    assert not isinstance(begun, Begun), "that is in order"
     recorder.crossing = crossing = PoolCrossing(team.placement, team.store, c.layout.is_lead)
     nodes = team.plan.nodes[1:]
     waiting = next((place for place, id in enumerate(nodes) if PENDING in graph[id].declared.consumes), len(nodes))
     executor, scored = (Executor(graph, c.roles, some, crossing) for some in (nodes[:waiting], nodes[waiting:]))
     held = None if source is None else find_flow(source)
-    FlowSteps(c, executor, scored, crossing, recorder, checkpoints, held).run()
+    FlowSteps(c, executor, scored, crossing, recorder, checkpoints, held, begun).run()
 
 
 def _steps_apart(
@@ -186,11 +209,12 @@ def _steps_apart(
     recorder: Recorder,
     checkpoints: CheckpointPart,
     source: Path | None,
-    begun: Begun | None,
+    begun: Begun | FlowBegun | None,
 ) -> None:
     """The steps of a rollout's team of its own, in order."""
     recorder.crossing = crossing = _crossing(c, graph)
     assert crossing is not None, "there are other teams"
+    assert not isinstance(begun, FlowBegun), "that is as ready"
     executor = _executor(c, graph, crossing)
     first = c.context.step if begun is None else begun.first
     held = [] if source is None else find_drawn(c, source, first)

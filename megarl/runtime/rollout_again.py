@@ -8,7 +8,8 @@
 v is t - 1 - k until all samples of step t are drawn (`async.max_staleness` is k), so these are those of before: their
 seeds are those of prompts, and the loader's place after every step is in the mail. With k = 0 the actor has learned
 nothing since then; else it keeps a copy of what it pushed last. What was given or posted before the team died counts,
-and what comes again is left out by the store.
+and what comes again is left out by the store. Where samples go to training as they get ready, no step is drawn again,
+but groups that were not finished (flow_begun.py).
 
 Every rank of the actor's team looks by itself, and all of them push together. They agree on when: what one of them
 waits for is there before the engines' new addresses, so that who sees these asks for it once more; or it comes after
@@ -45,7 +46,12 @@ if TYPE_CHECKING:
     from megarl.sync.updater import SyncReport
 
 DRAWN = "drawn"
-_OWN = (DRAWN, "loader", "validation")  # mail that only the rollout's team posts; names of other series have its name
+_OWN = (
+    DRAWN,
+    "loader",
+    "validation",
+    "open",
+)  # mail that only the rollout's team posts; names of other series have its name
 
 
 def comes_again(config: RunConfig, placement: Placement) -> bool:
@@ -217,5 +223,6 @@ class ActorsCrossing(TeamCrossing):
         assert drawer is not None, "every run draws samples"
         learns, before = node.kind is Kind.MODEL_TRAIN, set(self._graph.upstream(node.id))
         keys = [one.key for one in self._placement.given_by(drawer.name) if learns or one.node in before]
-        self._drawer.wait_for(context.step, keys, all_drawn=learns)
+        in_order = self._drawer.c.config.async_.order == "in_order"  # else samples bring what was measured of them
+        self._drawer.wait_for(context.step, keys, all_drawn=learns and in_order)
         return super().take(context, node, board)

@@ -14,9 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megarl.store.core import Core, GroupInfo, Share, StoreError, Topic
+from megarl.store.core import Core, GroupInfo, StoreError, Topic
 from megarl.store.durable import DurableCore, Word
-from megarl.store.flow import FlowSettings
+from megarl.store.flow import FlowGroup, FlowSettings
+from megarl.store.shares import Share
 from megarl.store.standing import Ping, Roll, Standing
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class StoreActor:
     async def restart_team(self, team: str, number: int, limit_s: float) -> int | None:
         """See `Core.restart_team`. Others wait for the team's new processes, which are there within `limit_s`."""
         finished: int | None = self._core.ask("restart_team", team, number)
+        self._wake(list(self._waiting))
         self._roll.restart(team, time.monotonic(), limit_s)
         return finished
 
@@ -121,6 +123,10 @@ class StoreActor:
     async def flow_state(self) -> dict[str, Any]:
         """What a checkpoint has to know."""
         return self._core.ask("flow_state")
+
+    async def unused(self, team: str, step: int, slice_s: float) -> Answer[list[FlowGroup]]:
+        """What a checkpoint has to have, with references to the bytes."""
+        return await self._answer(team, lambda: self._core.unused(step), ("unused",), slice_s)
 
     async def queues(self) -> dict[str, int]:
         """How many groups wait for whom."""

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,18 +29,18 @@ from megarl import phase
 from megarl.store.core import GroupInfo, StoreError
 from megarl.store.keeper import Piece, keeper_name
 from megarl.store.notice import Notice
+from megarl.store.objects import payloads_of, put_object
 from megarl.store.standing import Ping, Standing
 
 if TYPE_CHECKING:
     from megarl.data.wire import Block, Span
     from megarl.store.durable import Word
-    from megarl.store.flow import Finished
+    from megarl.store.flow import Finished, FlowGroup
 
 T = TypeVar("T")
 #: Finds out whether there is something to do while somebody waits, and returns what does it.
 Look: TypeAlias = Callable[[], Callable[[], None] | None]
 _SLICE_S = 5.0  # of a wait, and between two words of a worker
-_FREED_S = _SLICE_S + 2.0  # until all givers have heard what nobody needs, and Ray has given back its memory
 _AGAIN_S = 0.5  # between two tries to reach a store that died
 
 
@@ -206,7 +207,7 @@ class StoreClient:
             refs = self._wait(what, "fetch", self.team, step, key, list(uids))
             with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
                 try:
-                    return _payloads(refs, self._deadline_s)
+                    return payloads_of(refs, self._deadline_s)
                 except ray.exceptions.ObjectLostError:  # with their giver, which may start again
                     if refs != lost:
                         lost, end = refs, time.monotonic() + self._deadline_s
@@ -225,7 +226,7 @@ class StoreClient:
         if refs is None:
             return None
         with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
-            return _payloads(refs, self._deadline_s)
+            return payloads_of(refs, self._deadline_s)
 
     def done(self, step: int) -> None:
         """This worker needs nothing more of `step`; what all workers of all takers are done with is freed."""
@@ -281,6 +282,19 @@ class StoreClient:
     def flow_state(self) -> dict[str, Any]:
         """See `megarl.store.core.Core.flow_state`."""
         return self._call("the store to say where prompts stand", "flow_state")
+
+    def unused(self, step: int, part: int, parts: int) -> list[FlowGroup]:
+        """Finished groups that no step until `step` is of, with payloads as their `refs`: one of `parts` shares.
+
+        Whoever would be done with the steps after it waits for a checkpoint meanwhile.
+        """
+        what = f"the groups of no step until {step}"
+        found: list[FlowGroup] = self._wait(what, "unused", self.team, step)
+        groups = [group for group in found if group.number % parts == part]
+        pieces = [piece for group in groups for piece in group.refs.values()]
+        with self._waiting(f"the bytes of {what}"), self._located(f"the bytes of {what}", self._deadline_s):
+            spans = iter(payloads_of(pieces, self._deadline_s))
+        return [replace(group, refs={key: next(spans) for key in group.refs}) for group in groups]
 
     def queues(self) -> dict[str, int]:
         """Groups that have been given and not been taken, see `megarl.store.core.Core.queues`."""
@@ -463,28 +477,3 @@ class StoreClient:
 
     def _word(self) -> Ping:
         return Ping(self._changes, phase.current(), phase.step_now, self._waits_for)
-
-
-def _payloads(pieces: Sequence[Piece], limit_s: float) -> list[Span]:
-    """What these pieces are, as soon as their objects are on this machine."""
-    import ray
-
-    from megarl.data.wire import Span
-
-    objects = list(dict.fromkeys(ref for ref, _, _ in pieces))
-    blocks = dict(zip(objects, ray.get(objects, timeout=limit_s), strict=True))
-    return [Span(blocks[ref], start, stop) for ref, start, stop in pieces]
-
-
-def put_object(block: Block) -> Any:
-    """A reference to `block` in this machine's object store. What takers are done with leaves it seconds later."""
-    import ray
-
-    end = time.monotonic() + _FREED_S
-    while True:
-        try:
-            return ray.put(block)
-        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.1)

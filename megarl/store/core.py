@@ -10,7 +10,8 @@ Where groups do not come step by step (`async.order=as_ready`), they are put int
 forms the samples of a step when a taker first asks for them; from then on they are like any others.
 
 A team whose processes died begins again with the step after the last one that is over: all that it took since is
-still here. What it gave since is forgotten, and comes again; samples stay, since their weights may be gone.
+still here. What it gave since is forgotten, and comes again; samples stay, since their weights may be gone. Of groups
+in a pool those stay that are finished.
 
 Nothing here waits: what is not there yet is answered with None, and `give` and `post` tell what has come. Bytes never
 come here; a reference to them may be any object.
@@ -19,17 +20,17 @@ come here; a reference to them may be any object.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megarl.dag.placement import Handover, Placement
 from megarl.dag.stage import Role
 from megarl.errors import MegarlError
 from megarl.metrics import Metrics
 from megarl.store.flow import Finished, Flow, FlowGroup, FlowSettings
+from megarl.store.shares import Share, shared
 
-Share: TypeAlias = Literal["dealt", "tokens"]
 #: What can be waited for: ("handover", step, key), ("samples", step, node) or ("mail", name).
 Topic: TypeAlias = tuple[Any, ...]
 
@@ -78,6 +79,8 @@ class _Step:
     #: by the same node and team: groups of each of its parts.
     parts: dict[tuple[str, str], list[list[GroupInfo]]] = field(default_factory=dict)
     done: set[tuple[str, int]] = field(default_factory=set)
+    #: of a pool.
+    formed: list[FlowGroup] = field(default_factory=list)
 
 
 #: Classes of what a core holds, beside plain values.
@@ -120,7 +123,7 @@ class Core:
         self._starts: dict[str, int] = {}  # of teams that began again: how often
         self._mail: dict[str, Any] = {}
         self._series: dict[str, list[int]] = {}  # numbers of the mail that is kept, in the order of its coming
-        self._arrived: dict[str, set[int]] = {}  # ranks, by name of the mail that comes when all have
+        self._arrived: dict[str, set[tuple[str, int]]] = {}  # workers, by name of the mail that comes when all have
 
     # -- samples -----------------------------------------------------------------------------------------------------
 
@@ -260,7 +263,8 @@ class Core:
         """This team begins again, for the `number`-th time, and is to make what it made of steps that are not over.
 
         Nobody finds its earlier gifts of these steps until it has given them again; that others took them stays known.
-        The samples that the rollout's team gave stay (`megarl.store.keeper`), and what it gives again is left out.
+        The samples that the rollout's team gave stay (`megarl.store.keeper`), and what it gives again is left out. Of
+        groups that come as they get ready, those that were under way are drawn again; a step may be complete by that.
 
         Returns:
             The last step that is over; None: there is none yet. The team begins after it.
@@ -274,11 +278,15 @@ class Core:
         if number > known:
             self.decisions += 1
             self._starts[team] = number
+            self._arrived = {name: {one for one in some if one[0] != team} for name, some in self._arrived.items()}
             for state in self._steps.values():
                 state.done = {worker for worker in state.done if worker[0] != team}
                 for key, gift in state.gifts.items():
                     if self._handovers[key].giver == team != self._drawer:
                         gift.givers, gift.refs = set(), {}
+            if self._flow is not None and team == self._drawer:
+                self._flow.abandon()
+                self._form()
         return self._finished
 
     def starts(self, team: str) -> int:
@@ -368,9 +376,19 @@ class Core:
         return self._need_flow().drained(version)
 
     def flow_state(self) -> dict[str, Any]:
-        """For a checkpoint: number of the first prompt that nobody has drawn, and earlier ones to be drawn again."""
+        """Where prompts stand.
+
+        Returns:
+            next: number of the first one that nobody has drawn; None: it is not open. again: earlier ones that are to
+            be drawn again. abandoned: see `Flow`.
+        """
         flow = self._need_flow()
-        return {"next": flow.next, "again": flow.again}
+        return {"next": flow.next, "again": flow.again, "abandoned": flow.abandoned}
+
+    def unused(self, step: int) -> list[FlowGroup]:
+        """Finished groups that no step until `step` is of, as far as a later one is not over."""
+        later = [group for number, state in self._steps.items() if number > step for group in state.formed]
+        return [*later, *self._need_flow().finished]
 
     def _form_until(self, step: int) -> None:
         """Somebody asks for the samples of `step`; nobody who has asked before waits for what is formed by that."""
@@ -384,6 +402,7 @@ class Core:
         flow, topics = self._need_flow(), list[Topic]()
         while flow.step < self._asked and (chosen := flow.form()) is not None:
             state = self._steps.setdefault(flow.step, _Step())
+            state.formed = chosen
             infos = [group.info._replace(ordinal=k) for k, group in enumerate(chosen) if group.info is not None]
             for one in self._flows:
                 state.groups[one.samples] = {info.uid: info for info in infos}
@@ -432,9 +451,9 @@ class Core:
         """A replica of `team` has come so far: when all have, there is mail under `name`. It may say so again."""
         if name in self._mail or self._is_forgotten(name):
             return []
-        ranks = self._arrived.setdefault(name, set())
-        ranks.add(rank)
-        if len(ranks) < self._parts[team]:
+        workers = self._arrived.setdefault(name, set())
+        workers.add((team, rank))
+        if len(workers) < self._parts[team]:
             return []
         del self._arrived[name]
         return self.post(name, json.dumps(True))
@@ -472,22 +491,3 @@ def _series(name: str) -> tuple[str, int | None]:
     """`weights/7` is number 7 of `weights`."""
     series, _, number = name.rpartition("/")
     return (series, int(number)) if series and number.isdecimal() else (name, None)
-
-
-def shared(groups: Iterable[GroupInfo], parts: int, share: Share, cuts: Sequence[int] = ()) -> list[list[GroupInfo]]:
-    """Groups of each of `parts` parts, by rising ordinal; `cuts`: where mini-batches begin that are shared by tokens.
-
-    >>> groups = [GroupInfo(uid, k, (uid,), tokens) for k, (uid, tokens) in enumerate(zip("abcd", [9, 1, 9, 1]))]
-    >>> [[g.uid for g in part] for share in ("dealt", "tokens") for part in shared(groups, 2, share)]
-    [['a', 'c'], ['b', 'd'], ['a', 'b'], ['c', 'd']]
-    """
-    ordered = sorted(groups, key=lambda group: group.ordinal)
-    if share == "dealt":
-        dealt: list[list[GroupInfo]] = [[] for _ in range(parts)]
-        for group in ordered:
-            dealt[group.ordinal % parts].append(group)
-        return dealt
-    from megarl.data.balance import share_groups
-
-    sets = share_groups([group.tokens for group in ordered], parts, cuts)
-    return [[ordered[place] for place in places] for places in sets]

@@ -19,13 +19,13 @@ import json
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.store import frozen
 from megarl.store.core import STATE, Core, GroupInfo, StoreError, Topic
-from megarl.store.flow import Finished
+from megarl.store.flow import Finished, FlowGroup
 from megarl.store.journal import Journal
 
 #: Bytes of calls that the journal may hold before the state takes their place, beside five times the state.
@@ -210,6 +210,17 @@ class DurableCore:
     def given_before(self, step: int, key: str, uids: Sequence[str]) -> list[Any] | None:
         """See `Core.given_before`; None, too: a giver has to give references again."""
         return self._refs_of(self.ask("given_before", step, key, uids))
+
+    def unused(self, step: int) -> list[FlowGroup] | None:
+        """See `Core.unused`; None: a giver has to give references again."""
+        groups: list[FlowGroup] = self.ask("unused", step)
+        found = []
+        for group in groups:
+            refs = self._refs_of(list(group.refs.values()))
+            if refs is None:
+                return None
+            found.append(replace(group, refs=dict(zip(group.refs, refs, strict=True))))
+        return found
 
     def _refs_of(self, pieces: Sequence[ParcelPiece] | None) -> list[Any] | None:
         if pieces is None:

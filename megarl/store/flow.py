@@ -2,6 +2,7 @@
 
     admit(v)   a group begins with version v of the weights     while fewer than (v + 1 + k) B groups have begun
     finish     its samples are there; it waits           reject: they are of no use, another one may begin
+    abandon    who drew the others is gone               their prompts are drawn again
     form       B groups that wait become the samples of the next step
 
 B is `data.batch_size` and k `async.max_staleness`. A step that is trained on a group of version v is at most step
@@ -83,11 +84,12 @@ class Flow:
 
     Attributes:
         step: the last one that has its samples.
+        abandoned: groups that were given up so far because those who drew them were gone.
     """
 
     def __init__(self, settings: FlowSettings) -> None:
         self._settings = settings
-        self.step = 0
+        self.step = self.abandoned = 0
         self._next: int | None = None
         self._again: list[int] = []
         self._begun = 0
@@ -169,14 +171,22 @@ class Flow:
         del self._groups[number]
         self._begun -= 1
 
+    def abandon(self) -> None:
+        """Whoever drew the groups that are under way is gone: their prompts are drawn again, with weights of then."""
+        lost = sorted(number for number, group in self._groups.items() if group.info is None)
+        for number in lost:
+            del self._groups[number]
+        self._begun -= len(lost)
+        self._again = sorted([*self._again, *lost])
+        self.abandoned += len(lost)
+
     def form(self) -> list[FlowGroup] | None:
         """The groups of the next step, by number; None: it has to wait."""
         size, lag, steps = self._settings
         step = self.step + 1
         if step > steps or self.counts[1] < size:  # asked at every `put`: nothing is sorted while there are too few
             return None
-        finished = [group for group in self._groups.values() if group.info is not None]
-        chosen = sorted(finished, key=lambda group: (group.version, group.number))[:size]
+        chosen = sorted(self.finished, key=lambda group: (group.version, group.number))[:size]
         left = Counter(group.version for group in self._groups.values())  # those that later steps would be trained on
         left.subtract(group.version for group in chosen)
         total = 0
@@ -205,7 +215,12 @@ class Flow:
         return list(self._again)
 
     @property
+    def finished(self) -> list[FlowGroup]:
+        """Groups that wait for a step."""
+        return [group for group in self._groups.values() if group.info is not None]
+
+    @property
     def counts(self) -> tuple[int, int]:
         """Groups that are under way, and that wait for a step."""
-        finished = sum(group.info is not None for group in self._groups.values())
+        finished = len(self.finished)
         return len(self._groups) - finished, finished

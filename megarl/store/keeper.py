@@ -34,7 +34,7 @@ class SampleKeeper:
         self, team: str, rank: int, serial: int, pieces: Sequence[tuple[int, int, int]], *blocks: Block
     ) -> list[Piece]:
         """Copy `blocks`; each piece is the number of one of them, and samples in it."""
-        from megarl.store.client import put_object
+        from megarl.store.objects import put_object
 
         refs = [put_object(block) for block in blocks]
         made = [(refs[number], start, stop) for number, start, stop in pieces]

@@ -131,3 +131,17 @@ class PoolCrossing:
         numbers, size = self._client.swap(finished, blocks, useless, version, most)
         context.metrics.sum("store/given_gb", size / 1e9)
         return numbers
+
+
+def unused_groups(client: StoreClient, step: int, part: int, parts: int) -> tuple[list[Ready], dict[int, int]]:
+    """One of `parts` shares of what is finished and of no step until `step`, one by one; and versions by number."""
+    from megarl.data.batch import Batch
+
+    found, versions = [], {}
+    for group in sorted(client.unused(step, part, parts), key=lambda group: group.number):
+        assert group.info is not None, "it is finished"
+        samples = {key: Batch.from_blocks([span]) for key, span in group.refs.items()}
+        metrics = Metrics() if group.metrics is None else Metrics.from_json(json.loads(group.metrics))
+        found.append(Ready([group.number], [group.info], samples, metrics))
+        versions[group.number] = group.version
+    return found, versions

@@ -365,7 +365,7 @@ def test_weights_that_wait_until_they_are_drawn_with_are_in_host_memory(by_team,
         (["async.max_staleness=0"], 0),
         (["async.max_staleness=3"], 1),
         (["async.max_staleness=3", "placement.restarts=0"], 0),
-        (["async.max_staleness=3", "async.order=as_ready"], 0),
+        (["async.max_staleness=3", "async.order=as_ready"], 1),
     ],
 )
 def test_the_actor_has_a_copy_of_the_weights_of_a_rollout_that_may_start_again(by_team, settings, copies):

@@ -109,10 +109,11 @@ def test_after_as_many_restarts_as_it_may_the_run_ends_and_says_so(tmp_path: Pat
             {"async": {"max_staleness": 1}, "actor": {"engine": {"offload": True}}},
             "it draws with weights of before, and the actor's are away between steps (actor.engine.offload=true)",
         ),
+        ((Role.ROLLOUT,), {"async": {"max_staleness": 1, "order": "as_ready"}}, None),
         (
             (Role.ROLLOUT,),
-            {"async": {"max_staleness": 1, "order": "as_ready"}},
-            "its samples go to training as they get ready (async.order=as_ready)",
+            {"async": {"max_staleness": 1, "order": "as_ready"}, "rollout": {"engine": "sglang"}},
+            "it looks after the servers (rollout.engine=sglang)",
         ),
         ((Role.ROLLOUT,), {"rollout": {"engine": "sglang"}}, "it looks after the servers (rollout.engine=sglang)"),
     ],

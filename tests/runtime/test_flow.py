@@ -115,17 +115,17 @@ def check(run_dir: Path, steps: int) -> None:
     assert sorted(found) == list(range(1, steps + 1))
     assert {len(samples) for samples in found.values()} == {16}
     names = sorted(sample["id"] for samples in found.values() for sample in samples)
-    assert names == sorted(f"{uid}#{sample}" for uid in first_prompts(run_dir, 4 * steps) for sample in range(4))
+    assert names == sorted(f"{uid}#{sample}" for uid in first_prompts(run_dir, steps) for sample in range(4))
     ages = [step - 1 - min(sample["versions"]) for step, samples in found.items() for sample in samples]
     assert set(ages) <= {0, 1, 2}, ages
 
 
-def first_prompts(run_dir: Path, count: int) -> list[str]:
-    """Names of the first `count` prompts of a run, in the order of its loader."""
-    state = json.loads((run_dir / "checkpoints" / f"step_{STEPS}" / "state.json").read_text())["loader"]
+def first_prompts(run_dir: Path, steps: int) -> list[str]:
+    """Names of the prompts of the first `steps` steps, by which there is a checkpoint, in the order of its loader."""
+    state = json.loads((run_dir / "checkpoints" / f"step_{steps}" / "state.json").read_text())["loader"]
     rows = MagicMock(__len__=lambda self: state["samples"])
     rows.batch = lambda places, epoch: Batch({}, {"uid": [f"train-{epoch}-{place}" for place in places]})
-    return PromptLoader(rows, 4, seed=state["seed"]).at(range(count))["uid"]
+    return PromptLoader(rows, 4, seed=state["seed"]).at(range(4 * steps))["uid"]
 
 
 def check_time(numbers: dict[int, dict[str, float]]) -> None:

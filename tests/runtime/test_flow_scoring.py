@@ -71,7 +71,7 @@ class Run:
         self.wanted: Callable[[], bool] = lambda: False
         store = SimpleNamespace(
             has_come=lambda name: self.wanted(),
-            flow_state=lambda: {"next": 5, "again": []},
+            flow_state=lambda: {"next": 5},
         )
         team = SimpleNamespace(store=store, plan=SimpleNamespace(nodes=["rollout"]))
         rollout = SimpleNamespace(drawing=lambda context, step: nullcontext())
@@ -160,16 +160,16 @@ def test_an_interrupt_does_not_wait_for_rewards_and_a_checkpoint_does(monkeypatc
     stream = run.draw({0: 2, 1: 1_000_000}, lambda token: None)
     assert stream.tokens < 1_000_000
     assert run.told == []
-    saved: list[list[list[int]]] = []
+    saved: list[Any] = []
     monkeypatch.setattr(
-        "megarl.runtime.flow_files.flow_files",
-        lambda layout, ready, versions, drafts, again, carried: saved.append([one.numbers for one in ready]) or {},
+        flow,
+        "files_of_flow",
+        lambda c, version, under_way, drafts, carried: saved.append(([*run.told], under_way)) or {},
     )
     monkeypatch.setattr(flow, "may_save", lambda config, version: True)
     run.rewards[0].set_result(1.0)
     run.steps._save(1, stream)  # type: ignore[arg-type]
-    assert saved == [[[0]]]
-    assert [number for number, _ in run.told] == [0], "what a checkpoint has is with the store, too"
+    assert saved == [([(0, stream.tokens)], {1: 0})], "group 0 is put, group 1 under way"
 
 
 def test_what_is_finished_is_put_off_and_handed_over_in_one_call_when_nothing_is_drawn(monkeypatch):

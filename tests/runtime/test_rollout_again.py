@@ -133,8 +133,14 @@ def same(steps: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
 # -- a team that begins again -----------------------------------------------------------------------------------------
 
 
-def dying(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]]) -> None:
-    """The run; the processes of the rollout's team are children of its first rank, which starts them as they die."""
+def dying(
+    recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str, str]], places: list[Any] | None = None
+) -> None:
+    """The run; the processes of the rollout's team are children of its first rank, which starts them as they die.
+
+    Args:
+        places: where it dies, life by life; None: `PLACES`. With a file `seed` it does so at moments that are drawn.
+    """
     import torch.distributed as dist
 
     mine = teams[dist.get_rank()]
@@ -144,7 +150,7 @@ def dying(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str,
         return
     dist.destroy_process_group()
     own, number = [environment for environment in teams if environment["MEGARL_TEAM"] == "draw"], 0
-    while mine["RANK"] == "0" and not _live(recipe, run_dir, overrides, own):
+    while mine["RANK"] == "0" and not _live(recipe, run_dir, overrides, own, PLACES if places is None else places):
         from tests.store.served import restart_team
 
         number += 1
@@ -154,13 +160,13 @@ def dying(recipe: str, run_dir: str, overrides: list[str], teams: list[dict[str,
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _live(recipe: str, run_dir: str, overrides: list[str], own: list[dict[str, str]]) -> bool:
+def _live(recipe: str, run_dir: str, overrides: list[str], own: list[dict[str, str]], places: list[Any]) -> bool:
     """From the beginning of the team to its end; whether it came to that of the run."""
     before, pids = deaths(Path(run_dir)), []
     for environment in own:
         pid = os.fork()
         if pid == 0:
-            _be_worker(recipe, run_dir, overrides, environment)
+            _be_worker(recipe, run_dir, overrides, environment, places)
         pids.append(pid)
     left, good = {*pids}, True
     while left:
@@ -180,14 +186,14 @@ def deaths(run_dir: Path) -> int:
     return len(lives.read_text().splitlines()) if lives.exists() else 0
 
 
-def _be_worker(recipe: str, run_dir: str, overrides: list[str], environment: dict[str, str]) -> None:
+def _be_worker(recipe: str, run_dir: str, overrides: list[str], environment: dict[str, str], places: list[Any]) -> None:
     from megarl.config.load import load_config
     from megarl.recipes import entry
     from tests.store.served import enter
 
     try:
         enter(environment)
-        _die_in(Path(run_dir), int(environment["RANK"]))
+        _die_in(Path(run_dir), int(environment["RANK"]), places)
         os.chdir(Path(recipe).parent)
         entry.train(load_config(Path(recipe), overrides), Path(run_dir))
     except BaseException:
@@ -197,10 +203,10 @@ def _be_worker(recipe: str, run_dir: str, overrides: list[str], environment: dic
     os._exit(0)
 
 
-def _die_in(run_dir: Path, rank: int) -> None:
+def _die_in(run_dir: Path, rank: int, places: list[Any]) -> None:
     """This life ends at the place that is next, or at a moment that is drawn."""
     number, seed = deaths(run_dir), run_dir / "seed"
-    place = by_chance if seed.exists() else PLACES[number] if number < len(PLACES) else None
+    place = by_chance if seed.exists() else places[number] if number < len(places) else None
 
     def die() -> None:
         with (run_dir / "lives").open("a") as file:
@@ -223,7 +229,7 @@ def by_chance(delay_s: float, die: Callable[[], None]) -> None:
     threading.Thread(target=strike, daemon=True).start()
 
 
-def _before(owner: Any, name: str, step: int, die: Callable[[], None], when: Callable[..., bool]) -> None:
+def before(owner: Any, name: str, step: int, die: Callable[[], None], when: Callable[..., bool]) -> None:
     call = getattr(owner, name)
 
     def calling(*arguments: Any, **settings: Any) -> Any:
@@ -237,27 +243,27 @@ def _before(owner: Any, name: str, step: int, die: Callable[[], None], when: Cal
 def before_drawing(step: int, die: Callable[[], None]) -> None:
     from megarl.runtime.stages import rollout
 
-    _before(rollout, "generate", step, die, lambda c, *_: c.step == step)
+    before(rollout, "generate", step, die, lambda c, *_: c.step == step)
 
 
 def before_rewards_are_given(step: int, die: Callable[[], None]) -> None:
     """Responses are: others may have read them."""
     from megarl.store.crossing import TeamCrossing
 
-    _before(TeamCrossing, "give", step, die, lambda self, c, node, board: c.step == step and node.id == "reward")
+    before(TeamCrossing, "give", step, die, lambda self, c, node, board: c.step == step and node.id == "reward")
 
 
 def when_all_is_given(step: int, die: Callable[[], None]) -> None:
     from megarl.runtime.ahead import RolloutSteps
 
-    _before(RolloutSteps, "_tell", step, die, lambda self: self.c.context.step == step)
+    before(RolloutSteps, "_tell", step, die, lambda self: self.c.context.step == step)
 
 
 def when_it_has_said_so(step: int, die: Callable[[], None]) -> None:
     """The actor learns, and pushes to engines that are gone."""
     from megarl.runtime.ahead import RolloutSteps
 
-    _before(RolloutSteps, "_follow", step, die, lambda self, version: version == step)
+    before(RolloutSteps, "_follow", step, die, lambda self, version: version == step)
 
 
 def in_the_middle_of_a_push(step: int, die: Callable[[], None]) -> None:
@@ -269,31 +275,31 @@ def in_the_middle_of_a_push(step: int, die: Callable[[], None]) -> None:
         took.append(1)
         return self.version.startswith(f"{step - 1}@") and len(took) > 1
 
-    _before(WeightInbox, "take_flat", step, die, second)
+    before(WeightInbox, "take_flat", step, die, second)
 
 
 def before_it_validates(step: int, die: Callable[[], None]) -> None:
     from megarl.runtime import ahead
 
-    _before(ahead, "evaluate_drawn", step, die, lambda c, recorder, version: version == step)
+    before(ahead, "evaluate_drawn", step, die, lambda c, recorder, version: version == step)
 
 
 def before_its_numbers(step: int, die: Callable[[], None]) -> None:
     from megarl.runtime.recorder import Recorder
 
-    _before(Recorder, "end_step", step, die, lambda self, now: now >= step)
+    before(Recorder, "end_step", step, die, lambda self, now: now >= step)
 
 
 def before_its_part_of_a_checkpoint(step: int, die: Callable[[], None]) -> None:
     from megarl.runtime.ahead import RolloutSteps
 
-    _before(RolloutSteps, "_save", step, die, lambda self, version: version == step)
+    before(RolloutSteps, "_save", step, die, lambda self, version: version == step)
 
 
 def while_it_writes_that(step: int, die: Callable[[], None]) -> None:
     from megarl.training import saving
 
-    _before(saving, "_write", step, die, lambda folder, *_: folder.name.startswith(f"step_{step}."))
+    before(saving, "_write", step, die, lambda folder, *_: folder.name.startswith(f"step_{step}."))
 
 
 PLACES: list[Any] = [

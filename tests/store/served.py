@@ -11,6 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
@@ -44,31 +45,31 @@ class Shelf:
         if method == "left":
             number, files = self._left.get(arguments[0], (None, {}))
             return files if number == arguments[1] else {}
-        if method in ("post", "give", "done", "arrive"):
+        if method in ("post", "give", "done", "arrive", "restart_team"):
             with self._change:
-                getattr(self._core, method)(*arguments)
+                found = getattr(self._core, method)(*arguments)
                 self._change.notify_all()
-            return None
+            return found if method == "restart_team" else None
         if method == "swap":
             with self._change:
                 numbers, _ = self._core.swap(*arguments)
                 self._change.notify_all()
             return numbers
-        if method in ("peek", "open_flow", "drained", "flow_state", "given_before", "restart_team"):
+        if method in ("peek", "open_flow", "drained", "flow_state", "given_before", "unused"):
             with self._change:
                 return getattr(self._core, "read" if method == "peek" else method)(*arguments)
-        limit_s, found = _LIMIT_S, list[Any]()
+        limit_s, last = _LIMIT_S, list[Any]()
         if method == "soon":
             limit_s, method, arguments = arguments[0], arguments[1], arguments[2:]
 
         def there() -> bool:
-            found[:] = [getattr(self._core, method)(*arguments)]
-            return found[0] is not None
+            last[:] = [getattr(self._core, method)(*arguments)]
+            return last[0] is not None
 
         with self._change:
             came = self._change.wait_for(there, timeout=limit_s)
             assert came or limit_s < _LIMIT_S, f"timed out waiting for {method} {arguments}"
-        return found[0]
+        return last[0]
 
     def serve(self, listener: Listener) -> None:
         """Every worker that connects, in a thread of its own, until the listener is closed."""
@@ -181,6 +182,12 @@ class FarClient:
     def flow_state(self) -> Any:
         """Where prompts stand."""
         return self._call("flow_state")
+
+    def unused(self, step: int, part: int, parts: int) -> list[Any]:
+        """Finished groups that no step until `step` is of: one of `parts` shares."""
+        groups = [group for group in self._call("unused", step) if group.number % parts == part]
+        spans = iter(_spans([piece for group in groups for piece in group.refs.values()]))
+        return [replace(group, refs={key: next(spans) for key in group.refs}) for group in groups]
 
     def give(self, step: int, key: str, groups: Sequence[Any], payloads: Iterable[Span]) -> int:
         """Hand over this replica's groups of one node; the bytes of their blocks."""

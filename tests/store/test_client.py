@@ -87,7 +87,7 @@ class Worker:
 
         from megarl.store import client
 
-        there = client._payloads
+        there = client.payloads_of
 
         def others(refs: Any, limit_s: float) -> Any:
             found = there(refs, limit_s)
@@ -95,7 +95,7 @@ class Worker:
                 raise ray.exceptions.OwnerDiedError("00", None, "")
             return found
 
-        with mock.patch.object(client, "_payloads", others):
+        with mock.patch.object(client, "payloads_of", others):
             return self.call("fetch", step, key, uids)
 
     def give_where_nothing_fits(self, step: int, key: str) -> Any:

@@ -14,7 +14,8 @@ from megarl.dag.stage import Role
 from megarl.data.batch import Batch, Jagged
 from megarl.metrics import Metrics
 from megarl.store.core import GroupInfo
-from megarl.store.pool import PoolCrossing, Ready
+from megarl.store.flow import FlowGroup
+from megarl.store.pool import PoolCrossing, Ready, unused_groups
 
 PLACED = Placement(
     (
@@ -89,3 +90,31 @@ def test_payloads_are_put_group_by_group_under_each_handover():
     context = SimpleNamespace(metrics=Metrics())
     assert crossing.swap(context, [ready], [3], 5, 2) == [11, 12]
     assert context.metrics.result() == {"store/given_gb": 2.0}
+
+
+def test_what_is_put_comes_back_group_by_group_for_a_checkpoint():
+    kept: dict[int, FlowGroup] = {}
+
+    class Client:
+        def swap(self, finished: Any, payloads: Any, *_: Any) -> tuple[list[int], int]:
+            for place, (number, info, metrics) in enumerate(finished):
+                refs = {key: some[place] for key, some in payloads.items()}
+                kept[number] = FlowGroup(number, 4 + place, info, refs, metrics)
+            return [], 0
+
+        def unused(self, step: int, part: int, parts: int) -> list[FlowGroup]:
+            assert step == 3
+            return [group for number, group in kept.items() if number % parts == part]
+
+    client: Any = Client()
+    crossing, ready = collected(client)
+    crossing.swap(SimpleNamespace(metrics=Metrics()), [ready], [], 0, 0)
+    (first, last), versions = unused_groups(client, 3, 1, 2)
+    assert versions == {7: 4, 9: 6}
+    for own, number in ((first, 7), (last, 9)):
+        whole = ready.select([number])
+        assert (own.numbers, own.groups) == ([number], whole.groups)
+        assert {key: some.to_bytes() for key, some in own.samples.items()} == {
+            key: some.to_bytes() for key, some in whole.samples.items()
+        }
+        assert own.metrics.result() == whole.metrics.result()
