@@ -35,14 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "overrides",
-        metavar="algorithms | sync | checkpoint | KEY.PATH=VALUE",
+        metavar="algorithms | sync | checkpoint | envs | KEY.PATH=VALUE",
         nargs="*",
         help="`algorithms`: the pure functions instead of training; `sync`: weights to servers; `checkpoint`: "
-        "writing and reading one; else values that replace the case's, which the result names",
+        "writing and reading one; `envs`: simulators; else values that replace the case's, which the result names",
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="worker processes (default: one per core or GPU)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each (default: cores, shared out)")
-    parser.add_argument("--steps", type=int, metavar="N", help="counted steps (default: 10 in S, 3 in M)")
+    parser.add_argument("--steps", type=int, metavar="N", help="counted steps (default: 10 in S, 3 in M, 500 of envs)")
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help=f"folder of results, or a .json file (default: {RESULTS})"
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from megarl import __version__
-from megarl.benchmarks import algorithms, checkpoint, throughput
+from megarl.benchmarks import algorithms, checkpoint, envs, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.credentials import mask
 from megarl.errors import ConfigError, MegarlError, UserError
@@ -96,13 +96,14 @@ def build_parser() -> argparse.ArgumentParser:
     report.set_defaults(run=_report)
     bench = commands.add_parser(
         "bench",
-        help="measure throughput on two fixed cases, the algorithms, weight synchronisation, or checkpoints",
-        description=f"{throughput.__doc__}\n{algorithms.__doc__}\n{sync_bench.__doc__}\n{checkpoint.__doc__}",
+        help="measure throughput on two fixed cases, the algorithms, weight synchronisation, checkpoints, simulators",
+        description="\n".join(str(part.__doc__) for part in (throughput, algorithms, sync_bench, checkpoint, envs)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     throughput.add_arguments(bench)
     algorithms.add_arguments(bench)
     sync_bench.add_arguments(bench)
+    envs.add_arguments(bench)
     bench.set_defaults(run=_bench)
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
     doctor.set_defaults(run=_doctor)
@@ -340,6 +341,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         return sync_bench.run(arguments)
     if arguments.overrides == ["checkpoint"]:
         return checkpoint.run(arguments)
+    if arguments.overrides[:1] == ["envs"]:
+        return envs.run(arguments)
     return throughput.run(arguments)
 
 

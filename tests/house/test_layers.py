@@ -28,6 +28,8 @@ BY_NAME = {
     "megarl/data/sources.py": "a function of the user",
     "megarl/envs/registry.py": "an environment of the user, or an included one, of the same folder",
     "megarl/imports.py": "what the others call",
+    "megarl/simulators/registry.py": "a simulator of the user, or an included one, of the same folder",
+    "megarl/simulators/start.py": "runs in the interpreter of a simulator, without this package",
     "megarl/runtime/worker.py": "the program runs the function that its command line names",
     "recipes/build.py": "a function of the user",
 }
@@ -45,6 +47,7 @@ NAMES = {
     "megarl/envs/tools/functions.py": "starts a program",
     "megarl/rewards/pool.py": "starts a program",
     "megarl/rollout/sglang/keeper.py": "starts a program",
+    "megarl/simulators/start.py": "what its folder is called in the interpreter of a simulator",
     "megarl/sync/transports/delta.py": "starts a program",
     "megarl/tracking/report.py": "files of its own folder",
 }

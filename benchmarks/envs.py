@@ -1,0 +1,142 @@
+"""`megarl bench envs`: environment steps per second of a simulator, physics and rendering apart.
+
+    megarl bench envs --simulator reach --workers 2 --steps 500
+    megarl bench envs --simulator my_robot.py:MyRobot python=ENV/bin/python size=256
+
+Every process plays one task with random actions, eight to a policy call, and begins the next trial when an episode is
+over, until all have done this many environment steps. `env steps/s` counts all processes, with the resets and what goes
+between processes; the other numbers are seconds of one process: physics per environment step, rendering per policy
+call, and what one call of `reset` or of the constructor takes. Further KEY=VALUE are keys of the simulator's section.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import UserError, WorkerError
+
+if TYPE_CHECKING:
+    from megarl.envs.robots import SimulatorPool
+
+CHUNK, STEPS, WORKERS = 8, 500, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `megarl bench envs`, added to those of `megarl bench`."""
+    parser.add_argument("--simulator", metavar="NAME", help="envs: included, file.py:Class, or pkg.mod:Class")
+    parser.add_argument("--workers", type=int, metavar="N", help=f"envs: processes (default: {WORKERS})")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, show and save; returns the exit code."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from megarl.benchmarks.quiet import OthersShare
+    from megarl.benchmarks.report import host_class, save
+    from megarl.benchmarks.throughput import RESULTS
+    from megarl.tracking.machine import machine_info
+
+    with OthersShare() as others:
+        row = measure(_given(arguments), arguments.steps or STEPS)
+    table = Table("what", "number", title=f"simulator {row['simulator']}, {row['workers']} processes")
+    for name, number in row.items():
+        if name not in ("simulator", "workers"):
+            table.add_row(name.replace("_", " "), f"{number:.4g}")
+    Console().print(table, f"other programs took {others.share:.0%} of the machine")
+    machine = machine_info()
+    target = arguments.json or RESULTS
+    short = row["simulator"].rpartition(":")[2].lower()
+    path = target if target.suffix == ".json" else target / f"envs-{short}-{host_class(machine)}.json"
+    save({"machine": machine, "results": [row], "others_share": others.share}, path)
+    Console().print(f"saved: {path}")
+    return 0
+
+
+def measure(given: dict[str, Any], steps: int) -> dict[str, Any]:
+    """What `steps` environment steps of every process come to.
+
+    Raises:
+        WorkerError: a simulator failed.
+    """
+    import numpy as np
+
+    from megarl.envs.robots import SimulatorPool, SimulatorSettings
+
+    settings = SimulatorSettings.model_validate({"workers": WORKERS, "retries": 0} | given)
+    with SimulatorPool(settings) as pool:
+        tasks = [list(pool.tasks.values())[slot % len(pool.tasks)] for slot in pool.slots]
+        for slot in pool.slots:
+            pool.begin(slot, tasks[slot].name, 0)
+        waiting = set(pool.slots)
+        while waiting:
+            waiting -= set(_answers(pool))
+        counts, random = pool.counts, np.random.default_rng(0)
+        resets, reset_s = counts.resets, counts.seconds["reset"]
+        trials, done = [0] * len(tasks), [0] * len(tasks)
+
+        def act(slot: int) -> None:
+            pool.act(slot, random.uniform(-1, 1, (CHUNK, tasks[slot].action_dim)))
+
+        began = time.perf_counter()
+        for slot in pool.slots:
+            act(slot)
+        while pool.busy:
+            for slot, (executed, over) in _answers(pool).items():
+                done[slot] += executed
+                if done[slot] >= steps:
+                    continue
+                if over:
+                    trials[slot] += 1
+                    pool.begin(slot, tasks[slot].name, trials[slot] % tasks[slot].trials)
+                else:
+                    act(slot)
+        seconds = time.perf_counter() - began
+        return {
+            "simulator": settings.name,
+            "workers": settings.workers,
+            "env_steps": counts.steps,
+            "env_steps_per_s": counts.steps / seconds,
+            "physics_ms_per_env_step": 1e3 * counts.seconds["physics"] / counts.steps,
+            "rendering_ms_per_policy_call": 1e3 * counts.seconds["render"] / counts.chunks,
+            "share_of_time_in_simulators": (counts.seconds["step"] + counts.seconds["reset"] - reset_s)
+            / (seconds * settings.workers),
+            "first_reset_ms": 1e3 * reset_s / resets,
+            "reset_ms": 1e3 * (counts.seconds["reset"] - reset_s) / max(1, counts.resets - resets),
+            "construct_s": counts.seconds["construct"] / counts.constructions.total(),
+            "constructions": counts.constructions.total(),
+        }
+
+
+def _answers(pool: SimulatorPool) -> dict[int, tuple[int, bool]]:
+    """Slots that answered: environment steps executed, and whether the episode is over."""
+    from megarl.envs.robots import Failure
+    from megarl.simulators.protocol import Outcome
+
+    found = {}
+    for slot, answer in pool.answers(1.0).items():
+        if isinstance(answer, Failure):
+            text = f"{answer.task}, trial {answer.trial}: {answer.text}\n{answer.output}"
+            raise WorkerError(f"megarl bench envs: simulator {pool.settings.name!r}, {text}")
+        found[slot] = (answer.executed, answer.over) if isinstance(answer, Outcome) else (0, False)
+    return found
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The simulator's section, as the command line says it."""
+    import yaml
+
+    if arguments.simulator is None:
+        where, fix = "megarl bench envs", "name one with --simulator"
+        raise UserError("which simulator?", where=where, fix=fix)
+    given: dict[str, Any] = {"name": arguments.simulator}
+    if arguments.workers is not None:
+        given["workers"] = arguments.workers
+    for text in arguments.overrides[1:]:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise UserError("this has not the form KEY=VALUE", where="megarl bench envs", found=text)
+        given[key] = yaml.safe_load(value)
+    return given

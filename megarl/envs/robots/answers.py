@@ -1,0 +1,86 @@
+"""What a slot of a pool answers, and what it counts."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megarl.credentials import mask
+from megarl.errors import MegarlError
+from megarl.simulators.protocol import Numbers, Observation, Outcome
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What a scripted expert would do. `action`: float32 [D]; None: the simulator has no expert."""
+
+    action: Numbers | None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An episode that cannot be scored. Its process has been replaced; the slot is free.
+
+    Attributes:
+        kind: `crash`, the process died; `hang`, no answer in time; `raised`, the simulator raised an error; `state`,
+            numbers that are not finite; `frames`, pictures that are not what the task names; `differs`, played again
+            from its start with the same actions it was another episode.
+        text: what happened, in one clause.
+        task, trial: of the episode.
+        chunks: policy calls that had been answered.
+        output: the last lines that the process wrote.
+    """
+
+    kind: str
+    text: str
+    task: str
+    trial: int
+    chunks: int
+    output: str
+
+
+#: An observation begins an episode, an outcome answers a chunk of actions.
+Answer = Observation | Outcome | Advice | Failure
+
+
+@dataclass
+class PoolCounts:
+    """Since the pool was made.
+
+    Attributes:
+        constructions: simulators constructed, by task.
+        failures: of processes, by kind, whether or not the episode could be played again.
+        resets, chunks, steps: resets, policy calls and environment steps, those of episodes played again included.
+        seconds: of all processes: `construct`, `reset`, `step`, and what a simulator tells of these, `physics` and
+            `render`.
+    """
+
+    constructions: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    resets: int = 0
+    chunks: int = 0
+    steps: int = 0
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class SimulatorError(MegarlError):
+    """No simulator works. The message names the simulator, the last episode, and what the process wrote.
+
+    Args:
+        simulator: its name.
+        python: its interpreter.
+        what: the problem, in one clause.
+        lines: what is known, as pairs of a name and a text.
+        output: the last lines that the process wrote.
+        fix: what to do about it.
+    """
+
+    def __init__(
+        self, simulator: str, python: str, what: str, lines: Sequence[tuple[str, str]], output: str, fix: str
+    ) -> None:
+        shown = [f"simulator {simulator!r} in {python}: {what}"]
+        shown += [f"  {f'{name}:':<8} {text}" for name, text in lines]
+        if output:
+            shown += ["  its last lines:", *(f"    {line}" for line in output.splitlines())]
+        super().__init__(mask("\n".join([*shown, f"  {'fix:':<8} {fix}"])))

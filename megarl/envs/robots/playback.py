@@ -1,0 +1,35 @@
+"""Play an episode again: from its trial, and the actions that were recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from numpy.typing import NDArray
+
+from megarl.envs.robots.answers import Answer, Failure
+from megarl.envs.robots.pool import SimulatorPool
+from megarl.simulators.protocol import Outcome
+
+
+def play(pool: SimulatorPool, task: str, trial: int, chunks: Iterable[NDArray[Any]], slot: int = 0) -> list[Answer]:
+    """The first observation of an episode, and the outcome of each chunk of actions [K, D]; the same every time.
+
+    It ends where the episode is over, or with a Failure. No slot of the pool is at work when this is called.
+    """
+    assert not pool.busy, f"slots {pool.busy} are at work"
+    pool.begin(slot, task, trial)
+    found = [_answer(pool, slot)]
+    for chunk in chunks:
+        last = found[-1]
+        if isinstance(last, Failure) or (isinstance(last, Outcome) and last.over):
+            break
+        pool.act(slot, chunk)
+        found.append(_answer(pool, slot))
+    return found
+
+
+def _answer(pool: SimulatorPool, slot: int) -> Answer:
+    while True:  # the pool has limits of its own
+        if (answers := pool.answers(1.0)) and slot in answers:
+            return answers[slot]

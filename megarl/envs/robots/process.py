@@ -1,0 +1,198 @@
+"""One process of a simulator, as its trainer sees it: a socket, a block of memory for pictures, and its last words."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.envs.robots.settings import SimulatorSettings
+from megarl.errors import ConfigError
+from megarl.simulators import start
+from megarl.simulators.protocol import Frame, TaskSpec
+from megarl.simulators.wire import Inbox, Message, pack, places
+
+_EXIT_S = 5.0  # from a broken connection to the end of the process
+_TOLD_S = 0.5  # for a process that hangs to say where
+_LINES, _BYTES = 15, 8000
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LP_NUM_THREADS")
+
+
+class SimulatorProcess:
+    """Starts a process, which is asked one thing at a time.
+
+    Attributes:
+        waiting: the answers that are still to come, in their order.
+        since: when the first of them began.
+
+    Raises:
+        ConfigError: there is no such interpreter.
+    """
+
+    def __init__(self, settings: SimulatorSettings, where: str, cuda_device: int | None) -> None:
+        python = settings.python or sys.executable
+        ours, theirs = socket.socketpair()
+        self._memory = os.memfd_create("megarl-frames")  # has no name: the kernel frees it with its last user
+        self._map: mmap.mmap | None = None
+        with theirs:
+            handed = [theirs.fileno(), self._memory]
+            command = [python, "-I", "-u", str(Path(start.__file__).resolve()), *map(str, [*handed, os.getpid()])]
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    pass_fds=handed,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # one group of its own, ended as a whole with what a simulator started
+                    env=environment(settings, where, cuda_device),
+                )
+            except OSError as error:
+                ours.close()
+                os.close(self._memory)
+                fix = "name the interpreter of the simulator's environment, .../bin/python"
+                what = f"this interpreter does not start: {error.strerror}"
+                raise ConfigError(what, where=f"{where}.python", found=python, fix=fix) from error
+        self.socket = ours
+        self.socket.setblocking(False)
+        self._inbox, self._output = Inbox(), _Tail(self.process)
+        self._said: str | None = None
+        self.waiting: deque[str] = deque()
+        self.since = time.monotonic()
+        given = {"settings": settings.own, "tasks": settings.tasks, "kept": settings.kept}
+        self.ask({"call": "open", "name": settings.name, **given}, ["open"])
+
+    def ask(
+        self, header: Mapping[str, Any], answers: Sequence[str], arrays: Mapping[str, NDArray[Any]] | None = None
+    ) -> None:
+        """Send a call that is answered by `answers`. That the process is gone shows when its answer is read."""
+        if not self.waiting:
+            self.since = time.monotonic()
+        self.waiting.extend(answers)
+        with contextlib.suppress(OSError):
+            self.socket.sendall(pack(header, arrays))
+
+    def read(self) -> list[Message]:
+        """Answers that have come.
+
+        Raises:
+            EOFError: the process is gone.
+        """
+        found: list[Message] = []
+        while True:
+            try:
+                data = self.socket.recv(1 << 16)
+            except BlockingIOError:
+                return found
+            except ConnectionError:
+                data = b""
+            if not data and not found:
+                raise EOFError
+            if not data:
+                return found  # the next call says that it is gone
+            self._inbox.feed(data)
+            while (message := self._inbox.take()) is not None:
+                found.append(message)
+                self.since = time.monotonic()
+
+    def frames(self, spec: TaskSpec) -> dict[str, Frame]:
+        """Copies of the pictures that belong to the answer read last."""
+        found, size = places(spec)
+        if size and (self._map is None or len(self._map) < size):
+            self._map = mmap.mmap(self._memory, size, prot=mmap.PROT_READ)
+        return {camera: np.ndarray(shape, np.uint8, self._map, at).copy() for camera, (at, shape) in found.items()}
+
+    def how_it_ended(self) -> str:
+        """Exit code or signal of a process whose connection broke; it may need a moment to be gone."""
+        try:
+            code = self.process.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            return "closed its connection"
+        if code >= 0:
+            return f"ended with exit code {code}"
+        hint = ", out of memory?" if code == -signal.SIGKILL else ""
+        return f"ended by signal {signal.Signals(-code).name}{hint}"
+
+    def say_where(self) -> None:
+        """Let a process that hangs write its stack traces."""
+        with contextlib.suppress(OSError):
+            self.process.send_signal(signal.SIGUSR1)
+        self.wait(_TOLD_S)
+
+    def wait(self, seconds: float) -> None:
+        """Give the process this time to end by itself."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(seconds)
+
+    def kill(self) -> str:
+        """End the process and what it started, whatever they do. Returns the last lines that they wrote."""
+        if self._said is None:
+            self.socket.close()
+            with contextlib.suppress(OSError):  # nothing of its group is left
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.kill()
+            self.process.wait()
+            if self._map is not None:
+                self._map.close()
+            os.close(self._memory)
+            self._said = self._output.close()
+        return self._said
+
+
+class _Tail:
+    """Reads what a process writes, so that it never waits for its reader, and keeps the end."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._file, self._kept = process.stdout, b""
+        self._thread = threading.Thread(target=self._read, name="simulator-output", daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while data := os.read(self._file.fileno(), 1 << 16):
+            self._kept = (self._kept + data)[-_BYTES:]
+
+    def close(self) -> str:
+        """The last lines, once the process has ended."""
+        self._thread.join(_TOLD_S)
+        if not self._thread.is_alive():  # else something that left the process's group still writes
+            self._file.close()
+        lines = self._kept.decode(errors="replace").replace("\r", "\n").splitlines()
+        return "\n".join([line for line in lines if line.strip()][-_LINES:])
+
+
+def environment(settings: SimulatorSettings, where: str, cuda_device: int | None) -> dict[str, str]:
+    """Variables of a simulator's process.
+
+    Args:
+        cuda_device: the CUDA device of this rank, by the number that the recipe's `egl_devices` has; None: it has none.
+
+    Raises:
+        ConfigError: `egl_devices` has an entry for other devices only.
+    """
+    made = {**os.environ, **dict.fromkeys(_THREADS, str(settings.threads))}
+    if not settings.egl_devices or cuda_device is None:
+        return made
+    if cuda_device not in settings.egl_devices:
+        raise ConfigError(
+            f"CUDA device {cuda_device} has no EGL device to render on",
+            where=f"{where}.egl_devices",
+            found=settings.egl_devices,
+            fix=f"add {cuda_device}: NUMBER; `eglinfo` lists the devices in the order of their numbers",
+        )
+    made["MUJOCO_EGL_DEVICE_ID"] = str(settings.egl_devices[cuda_device])
+    made.pop("CUDA_VISIBLE_DEVICES", None)  # robosuite refuses an EGL number that is not among the CUDA numbers
+    return made

@@ -1,0 +1,62 @@
+"""Simulators by name, as the process that runs them finds them."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from .protocol import Simulator
+
+#: The included simulators: module of this folder, and class.
+SIMULATORS: dict[str, str] = {}
+#: What else names one: a file, or a module of the simulator's interpreter.
+FORMS = ("file.py:Class", "pkg.mod:Class")
+
+
+def is_known(name: str) -> bool:
+    """Whether `name` is that of an included simulator, or has one of the other forms."""
+    return name in SIMULATORS or all(name.rpartition(":")[::2])
+
+
+def simulator_class(name: str) -> type[Simulator]:
+    """The class that `name` stands for.
+
+    Raises:
+        LookupError: there is no such class; the message says what there is.
+        Exception: whatever importing the module raises.
+    """
+    if name in SIMULATORS:
+        module_name, _, class_name = SIMULATORS[name].partition(":")
+        module = importlib.import_module(f".{module_name}", __package__)
+    else:
+        module_name, _, class_name = name.rpartition(":")
+        module = _from_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+    kind = getattr(module, class_name, None)
+    if not (inspect.isclass(kind) and issubclass(kind, Simulator)):
+        there = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
+        raise LookupError(f"{module_name} has no simulator {class_name!r}; allowed: {', '.join(there) or 'none'}")
+    return kind
+
+
+def _is_own(value: Any, module: str) -> bool:
+    return inspect.isclass(value) and issubclass(value, Simulator) and value.__module__ == module
+
+
+def _from_file(file: Path) -> Any:
+    file = file.expanduser().resolve()
+    if not file.is_file():
+        raise LookupError(f"there is no file {file}")
+    name = f"simulator_file_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.append(str(file.parent))  # helper modules in its folder
+    sys.modules[name] = module  # dataclasses look their module up there
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,252 @@
+"""A simulator's process: constructs simulators, keeps them by task, and answers the trainer's calls one by one.
+
+    call      answer
+    open      `open`: the tasks that there are
+    begin     `construct`: the task's simulator is there, `fresh` if it was constructed just now; then `reset`
+    step      `step`: what a chunk of actions came to
+    expert    `expert`: the scripted expert's action, or none
+    close     the process ends
+
+An answer with `error` is a refusal. What a simulator returns is checked here, where it is whole: finite numbers, and
+pictures of the shapes that the task names. Pictures are written to shared memory; `sum` is a checksum of everything
+that an answer says of the episode, by which a repeated call is held against its first time.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import math
+import mmap
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .protocol import Observation, Outcome, Simulator, TaskSpec
+from .registry import simulator_class
+from .wire import Inbox, pack, places, plain_spec
+
+_TEXT = 2000  # characters of an error's message
+
+
+class _Refused(Exception):
+    """An answer that must not be given; `kind` is what the trainer calls it."""
+
+    def __init__(self, kind: str, text: str, **parts: Any) -> None:
+        super().__init__(text)
+        self.kind, self.parts = kind, parts
+
+
+class _Work:
+    """What a process knows: its simulators by task, least recently used first, and the episode that is played."""
+
+    def __init__(self, connection: socket.socket, memory: int) -> None:
+        self._connection, self._file = connection, memory
+        self._memory: mmap.mmap | None = None
+        self._kind: type[Simulator] = Simulator
+        self._settings: dict[str, Any] = {}
+        self._specs: dict[str, dict[str, Any]] = {}
+        self._kept: OrderedDict[str, Simulator] = OrderedDict()
+        self._limit = 1
+        self._playing: Simulator | None = None
+        self._chunk = 0
+
+    def answer(self, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> None:
+        """Send what a call comes to."""
+        calls = {"open": self._open, "begin": self._begin, "step": self._step, "expert": self._expert}
+        try:
+            calls[header["call"]](header, arrays)
+        except _Refused as error:
+            self._send({"error": error.kind, "text": str(error)[:_TEXT], **error.parts})
+        except Exception as error:
+            traceback.print_exc()  # into the lines that the trainer keeps
+            self._send({"error": "raised", "text": f"{type(error).__name__}: {error}".rstrip(": ")[:_TEXT]})
+
+    def close(self) -> None:
+        """Close all simulators."""
+        while self._kept:
+            self._kept.popitem()[1].close()
+
+    def _send(self, header: dict[str, Any], arrays: Mapping[str, NDArray[Any]] | None = None) -> None:
+        self._connection.sendall(pack(header, arrays))
+
+    def _open(self, header: dict[str, Any], _: Any) -> None:
+        try:
+            self._kind = simulator_class(header["name"])
+        except LookupError as error:
+            raise _Refused("settings", str(error), key="name", found=header["name"]) from error
+        given, known = dict(header["settings"]), self._kind.settings
+        if header["tasks"] and ("tasks" in known or isinstance(header["tasks"], dict)):
+            given["tasks"] = header["tasks"]  # the simulator does not know them otherwise
+        for key, value in given.items():
+            if key not in known:
+                raise _Refused("settings", "there is no such setting", key=key, found=value, allowed=list(known))
+            if not _fits(value, known[key]):
+                raise _Refused("settings", "this value does not fit", key=key, found=value, allowed=_like(known[key]))
+        self._settings, self._limit = {**known, **given}, header["kept"]
+        specs = [plain_spec(spec) for spec in self._kind.tasks(self._settings)]
+        self._specs = {spec["name"]: spec for spec in specs}
+        self._send({"call": "open", "tasks": specs})
+
+    def _begin(self, header: dict[str, Any], _: Any) -> None:
+        task, began = header["task"], time.perf_counter()
+        fresh = task not in self._kept
+        simulator = self._construct(task) if fresh else self._kept[task]
+        self._kept.move_to_end(task)
+        seconds = time.perf_counter() - began
+        self._send({"call": "construct", "fresh": fresh, "seconds": seconds, "kept": list(self._kept)})
+        began = time.perf_counter()
+        observation = simulator.reset(header["trial"])
+        self._playing, self._chunk = simulator, 0
+        self._observed({"call": "reset"}, observation, time.perf_counter() - began)
+
+    def _construct(self, task: str) -> Simulator:
+        while len(self._kept) >= self._limit:
+            self._kept.popitem(last=False)[1].close()
+        simulator = self._kind(task, self._settings)
+        spec = plain_spec(simulator.spec)
+        if spec != self._specs[task]:
+            raise _Refused("raised", f"constructed, the task is {spec}, and in the list of tasks {self._specs[task]}")
+        self._kept[task] = simulator
+        self._map(places(simulator.spec)[1])
+        return simulator
+
+    def _map(self, size: int) -> None:
+        """Let the shared memory hold `size` bytes."""
+        if size > (len(self._memory) if self._memory is not None else 0):
+            os.ftruncate(self._file, size)
+            self._memory = mmap.mmap(self._file, size)
+
+    def _step(self, _: Any, arrays: dict[str, NDArray[Any]]) -> None:
+        assert self._playing is not None, "an episode begins with a reset"
+        actions, began = arrays["actions"], time.perf_counter()
+        outcome = self._playing.step(actions)
+        seconds = time.perf_counter() - began
+        _check_outcome(outcome, len(actions))
+        said = {
+            "executed": int(outcome.executed),
+            "success": bool(outcome.success),
+            "over": bool(outcome.over),
+            "progress": None if outcome.progress is None else float(outcome.progress),
+        }
+        parts = {name: float(value) for name, value in outcome.seconds.items()}
+        self._observed({"call": "step", **said, "parts": parts}, outcome.observation, seconds)
+
+    def _expert(self, _: Any, __: Any) -> None:
+        assert self._playing is not None, "an episode begins with a reset"
+        action = self._playing.expert()
+        if action is None:
+            return self._send({"call": "expert"})
+        action = np.asarray(action, np.float32)
+        if action.shape != (self._playing.spec.action_dim,) or not np.isfinite(action).all():
+            raise _Refused("raised", f"the expert's action is {action.tolist()}")
+        return self._send({"call": "expert"}, {"action": action})
+
+    def _observed(self, header: dict[str, Any], observation: Observation, seconds: float) -> None:
+        """Send an answer with what is seen; pictures go to the shared memory."""
+        assert self._playing is not None
+        state = _checked_state(self._playing.spec, observation.state)
+        found, size = places(self._playing.spec)
+        _check_frames(found, observation.frames)
+        sum_ = zlib.crc32(repr(sorted((key, header[key]) for key in header if key != "parts")).encode())
+        sum_ = zlib.crc32(state.tobytes(), sum_)
+        if size:
+            assert self._memory is not None
+            for camera, (offset, shape) in found.items():
+                np.ndarray(shape, np.uint8, self._memory, offset)[...] = observation.frames[camera]
+            sum_ = zlib.crc32(memoryview(self._memory)[:size], sum_)
+        self._send({**header, "seconds": seconds, "sum": sum_}, {"state": state})
+
+
+def _check_outcome(outcome: Outcome, given: int) -> None:
+    if not 0 < outcome.executed <= given:
+        raise _Refused("raised", f"executed is {outcome.executed} after {given} actions")
+    if outcome.success and not outcome.over:
+        raise _Refused("raised", "an episode with success is not over")
+    if outcome.progress is not None and not math.isfinite(outcome.progress):
+        raise _Refused("state", f"progress is {outcome.progress}")
+
+
+def _checked_state(spec: TaskSpec, state: Any) -> NDArray[np.float32]:
+    numbers = np.asarray(state, np.float32)
+    if numbers.shape != (spec.state_dim,):
+        raise _Refused("state", f"the state has the shape {list(numbers.shape)}; allowed: [{spec.state_dim}]")
+    if not np.isfinite(numbers).all():
+        where = np.flatnonzero(~np.isfinite(numbers)).tolist()
+        raise _Refused("state", f"the state is not finite at {where} of {spec.state_dim} numbers")
+    return numbers
+
+
+def _check_frames(found: Mapping[str, tuple[int, tuple[int, int, int]]], frames: Mapping[str, Any]) -> None:
+    if set(frames) != set(found):
+        raise _Refused("frames", f"pictures of {sorted(frames)}; allowed: {sorted(found)}")
+    for camera, (_, shape) in found.items():
+        frame = np.asarray(frames[camera])
+        if frame.dtype.kind == "f" and not np.isfinite(frame).all():
+            raise _Refused("frames", f"the picture of camera {camera!r} is not finite")
+        if frame.dtype != np.uint8 or frame.shape != shape:
+            is_ = f"{frame.dtype} {list(frame.shape)}"
+            raise _Refused("frames", f"the picture of camera {camera!r} is {is_}; allowed: uint8 {list(shape)}")
+
+
+def _fits(value: Any, default: Any) -> bool:
+    """Whether a setting may have this value: of its default's kind, or null; anything where the default is null."""
+    if default is None or value is None:
+        return True
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    if isinstance(default, float):
+        return isinstance(value, (int, float))
+    if isinstance(default, (list, tuple)):
+        return isinstance(value, (list, tuple))
+    return isinstance(value, type(default))
+
+
+def _like(default: Any) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+    return names.get(type(default), "a list" if isinstance(default, (list, tuple)) else "a mapping")
+
+
+def _end_with(parent: int) -> None:
+    """Kill this process, and what it started, within a second of its parent's death, whatever it is doing."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="watch-parent", daemon=True).start()
+
+
+def serve(connection: int, memory: int, parent: int) -> None:
+    """Answer calls until the trainer ends this process, or is gone.
+
+    Args:
+        connection: descriptor of a socket to the trainer.
+        memory: descriptor of the block of memory that pictures go through.
+        parent: the trainer's process.
+    """
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # a trainer that waits too long asks where this process is
+    _end_with(parent)
+    with socket.socket(fileno=connection) as trainer:
+        work, inbox = _Work(trainer, memory), Inbox()
+        while data := trainer.recv(1 << 16):
+            inbox.feed(data)
+            while (message := inbox.take()) is not None:
+                if message[0]["call"] == "close":
+                    work.close()
+                    sys.stdout.flush()
+                    os._exit(0)  # no exit handlers: graphics libraries fail in theirs
+                work.answer(*message)
+    os._exit(0)

@@ -1,0 +1,34 @@
+"""Which simulators there are."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import megarl.simulators
+from megarl.envs.robots import SimulatorSettings
+from megarl.simulators.protocol import Simulator
+from megarl.simulators.registry import SIMULATORS, is_known
+
+FOLDER = Path(megarl.simulators.__file__).parent
+
+
+def test_every_simulator_of_the_folder_has_a_name() -> None:
+    found = {
+        f"{file.stem}:{node.name}"
+        for file in FOLDER.glob("*.py")
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and any(getattr(base, "id", "") == Simulator.__name__ for base in node.bases)
+    }
+    assert set(SIMULATORS.values()) == found
+
+
+def test_a_users_simulator_is_named_by_its_file_or_module() -> None:
+    assert is_known("my_robot.py:MyRobot")
+    assert is_known("my_package.robots:MyRobot")
+    assert not is_known("my_robot.py")
+    assert not is_known(":MyRobot")
+
+
+def test_a_simulators_own_keys_lie_beside_those_of_all() -> None:
+    assert SimulatorSettings.model_validate({"name": "a.py:B", "size": 64, "workers": 2}).own == {"size": 64}
