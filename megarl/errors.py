@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from megarl.credentials import mask
+
+T = TypeVar("T")
 
 
 class MegarlError(Exception):
@@ -111,6 +114,27 @@ def count(number: int, noun: str) -> str:
     """
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
+
+
+def choose(table: Mapping[str, T], name: str, what: str, *, where: str) -> T:
+    """The entry of this name.
+
+    Args:
+        table: entries by name.
+        name: the one to choose.
+        what: the problem in one sentence, for when there is none.
+        where: dotted configuration key, for then.
+
+    Raises:
+        ConfigError: there is none.
+
+    >>> choose({"half": 0.5}, "half", "there is no such number", where="a.b")
+    0.5
+    """
+    if name in table:
+        return table[name]
+    near = close_matches(str(name), table)
+    raise ConfigError(what, where=where, found=name, allowed=table, fix=f"did you mean {near[0]!r}?" if near else None)
 
 
 def close_files(name: str, siblings: Iterable[str]) -> list[str]:
