@@ -1,0 +1,156 @@
+"""A policy call in tokens: the prompt, and where everything lies in the sequence that goes through the language model.
+
+    [BOS] [patches of all cameras] [state] [rest of the prompt] [K * D slots] [stop]
+
+A slot is the place of one action token. The logits that predict it are one column earlier, as in any language model.
+The two kinds of policies differ in what a slot is given:
+
+    openvla-oft     nothing (its embedding is zero); all slots are predicted in one pass, every column sees every other,
+                    and the stop token stands at the end as it did in training
+    openvla         the token that was drawn; one after another, each column sees the earlier ones, and nothing follows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.errors import ConfigError, choose
+
+
+@dataclass(frozen=True)
+class PolicyFamily:
+    """What a kind of policies was trained with.
+
+    Attributes:
+        template: of the prompt; `{task}` is the instruction.
+        lower: the instruction is written in small letters.
+        last_token: token that the prompt ends with, whether or not the tokenizer puts it there; None: none is added.
+            Llama's tokenizer makes 29871, an empty token, of the space that followed `Out:` in training.
+        stop_token: stands after the slots where these are predicted in one pass.
+        parallel: the slots of a call are predicted in one pass.
+    """
+
+    template: str = "In: What action should the robot take to {task}?\nOut:"
+    lower: bool = True
+    last_token: int | None = 29871
+    stop_token: int = 2
+    parallel: bool = True
+
+
+FAMILIES = {"openvla-oft": PolicyFamily(), "openvla": PolicyFamily(parallel=False)}
+
+
+def policy_family(name: str, where: str = "family") -> PolicyFamily:
+    """The family of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    return choose(FAMILIES, name, "there is no such family of policies", where=where)
+
+
+def prompt_text(instruction: str, family: PolicyFamily) -> str:
+    """What the policy is told.
+
+    >>> prompt_text("Put the Bowl on the stove", PolicyFamily())
+    'In: What action should the robot take to put the bowl on the stove?\\nOut:'
+    """
+    return family.template.replace("{task}", instruction.lower() if family.lower else instruction)
+
+
+def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., Any]) -> list[int]:
+    """Tokens of the prompt, with the tokenizer's BOS first and the family's last token at the end, each once.
+
+    Raises:
+        ConfigError: the tokenizer has no BOS: the pictures stand after it.
+    """
+    ids = [int(token) for token in tokenizer(prompt_text(instruction, family))["input_ids"]]
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is None:
+        raise ConfigError(
+            "the tokenizer has no token that begins a text",
+            where="tokenizer.bos_token",
+            allowed="a token; the pictures of a policy call stand after it",
+        )
+    if ids[:1] != [bos]:
+        ids.insert(0, bos)
+    if family.last_token is not None and ids[-1] != family.last_token:
+        ids.append(family.last_token)
+    return ids
+
+
+@dataclass(frozen=True)
+class CallLayout:
+    """Where everything lies in the sequence of one policy call.
+
+    Attributes:
+        prompt: tokens of the prompt, BOS among them.
+        patches: of one picture.
+        dim: numbers of an action, D.
+        chunk: actions of a call, K.
+        cameras: pictures of a call.
+        state: one column stands for the robot's own state.
+        parallel: see PolicyFamily.
+
+    >>> layout = CallLayout(prompt=3, patches=4, dim=2, chunk=2)
+    >>> layout.visual, layout.text, layout.slots, layout.predictors, layout.stop, layout.length
+    (slice(1, 5, None), slice(5, 7, None), slice(7, 11, None), slice(6, 10, None), 11, 12)
+    """
+
+    prompt: int
+    patches: int
+    dim: int
+    chunk: int
+    cameras: int = 1
+    state: bool = False
+    parallel: bool = True
+
+    def __post_init__(self) -> None:
+        # The last token of the prompt predicts the first slot, and BOS stands before the pictures.
+        least = {"prompt": 2, "patches": 1, "dim": 1, "chunk": 1, "cameras": 1}
+        for name, smallest in least.items():
+            if getattr(self, name) < smallest:
+                raise ValueError(f"{name} of a policy call must be at least {smallest}, got {getattr(self, name)}")
+
+    @property
+    def actions(self) -> int:
+        """Slots of a call, K * D."""
+        return self.chunk * self.dim
+
+    @property
+    def visual(self) -> slice:
+        """Columns of the patches, camera after camera."""
+        return slice(1, 1 + self.patches * self.cameras)
+
+    @property
+    def state_at(self) -> int | None:
+        """Column of the robot's own state."""
+        return self.visual.stop if self.state else None
+
+    @property
+    def text(self) -> slice:
+        """Columns of the prompt's tokens after BOS, which is column 0."""
+        start = self.visual.stop + self.state
+        return slice(start, start + self.prompt - 1)
+
+    @property
+    def slots(self) -> slice:
+        """Columns of the action tokens: number d of action k is `slots.start + k * dim + d`."""
+        return slice(self.text.stop, self.text.stop + self.actions)
+
+    @property
+    def predictors(self) -> slice:
+        """Columns whose logits are those of the action tokens, in the same order."""
+        return slice(self.slots.start - 1, self.slots.stop - 1)
+
+    @property
+    def stop(self) -> int | None:
+        """Column of the stop token; None: there is none."""
+        return self.slots.stop if self.parallel else None
+
+    @property
+    def length(self) -> int:
+        """Columns of the sequence."""
+        return self.slots.stop + self.parallel

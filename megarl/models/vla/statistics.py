@@ -1,0 +1,286 @@
+"""Statistics of the numbers in demonstrations: `dataset_statistics.json`, as OpenVLA's checkpoints have it.
+
+{"libero_goal": {"action": {"mean": [...], "std": [...], "max": [...], "min": [...], "q01": [...], "q99": [...],
+                            "mask": [true, ...]},
+                 "proprio": {... no mask ...}, "num_transitions": 52042, "num_trajectories": 428}, ...}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megarl.errors import ConfigError, DataError, close_matches
+
+#: Which two statistics -1 and 1 stand for. `q99`: OpenVLA, and OpenVLA-OFT's for LIBERO; `minmax`: OpenVLA-OFT's for
+#: the two-armed ALOHA and RoboTwin.
+Bounds = Literal["q99", "minmax"]
+NAMES = ("mean", "std", "max", "min", "q01", "q99")
+FILE = "dataset_statistics.json"
+_TINY = 1e-8
+
+
+@dataclass(frozen=True, eq=False)
+class ActionStatistics:
+    """Of each of the D numbers of an action; also of a robot's own state.
+
+    Attributes:
+        mean: float64 [D], like the next ones.
+        std: standard deviation, of the population.
+        max: largest one.
+        min: smallest one.
+        q01: 1% quantile.
+        q99: 99% quantile.
+        mask: bool [D]: which numbers are normalised; the others pass through.
+        bounds: which statistics become -1 and 1.
+    """
+
+    mean: NDArray[np.float64]
+    std: NDArray[np.float64]
+    max: NDArray[np.float64]
+    min: NDArray[np.float64]
+    q01: NDArray[np.float64]
+    q99: NDArray[np.float64]
+    mask: NDArray[np.bool_]
+    bounds: Bounds = "q99"
+
+    @property
+    def dim(self) -> int:
+        """Number of numbers, D."""
+        return len(self.mean)
+
+    @classmethod
+    def of(cls, values: ArrayLike, mask: Sequence[bool] | None = None, bounds: Bounds = "q99") -> ActionStatistics:
+        """Of values [N, D], exact.
+
+        Raises:
+            DataError: there are none, or one is not finite, or the mask has another length.
+        """
+        table = np.asarray(values)
+        if table.ndim != 2 or not table.size:
+            raise DataError("no table of numbers", where="values", found=list(table.shape), allowed="[N, D]")
+        _finite(table, "values")
+        rows: dict[str, list[float]] = {name: [] for name in NAMES}
+        for column in table.T.astype(np.float64):
+            low, high = np.quantile(column, [0.01, 0.99])
+            found = (column.mean(), column.std(), column.max(), column.min(), low, high)
+            for name, value in zip(NAMES, found, strict=True):
+                rows[name].append(float(value))
+        return cls.from_json(rows if mask is None else rows | {"mask": list(mask)}, "values", bounds)
+
+    @classmethod
+    def from_json(cls, content: Any, where: str, bounds: Bounds = "q99") -> ActionStatistics:
+        """Of a dictionary of lists; without a mask all numbers are normalised.
+
+        Raises:
+            DataError: a statistic is missing, not of finite numbers, or of another length than the others.
+        """
+        if not isinstance(content, Mapping):
+            raise DataError("no statistics", where=where, found=content, allowed=f"lists {', '.join(NAMES)}")
+        missing = [name for name in NAMES if name not in content]
+        if missing:
+            raise DataError(f"there is no {missing[0]!r}", where=where, allowed=NAMES)
+        try:
+            rows = {name: np.asarray(content[name], dtype=np.float64) for name in NAMES}
+        except (TypeError, ValueError) as problem:
+            raise DataError(f"no lists of numbers: {problem}", where=where) from None
+        mask = np.asarray(content.get("mask", [True] * rows["mean"].size))
+        sizes = {name: list(row.shape) for name, row in [*rows.items(), ("mask", mask)]}
+        if len({tuple(size) for size in sizes.values()}) != 1 or mask.ndim != 1 or not mask.size:
+            raise DataError("statistics of several lengths", where=where, found=sizes, allowed="lists of one length")
+        if mask.dtype != np.bool_:
+            raise DataError("`mask` is no list of true and false", where=where, found=mask.tolist())
+        for name, row in rows.items():
+            _finite(row, f"{where}.{name}")
+        return cls(**rows, mask=mask, bounds=bounds)
+
+    def to_json(self) -> dict[str, list[Any]]:
+        """Lists by name, with the mask."""
+        return {name: getattr(self, name).tolist() for name in (*NAMES, "mask")}
+
+    @property
+    def range(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What becomes -1, and what becomes 1: float64 [D] each."""
+        return (self.q01, self.q99) if self.bounds == "q99" else (self.min, self.max)
+
+    def normalise(self, values: ArrayLike) -> NDArray[np.float32]:
+        """Values [..., D] from their range to -1 to 1, clipped, float32.
+
+        A masked-out number passes through; one that never varied becomes 0.
+
+        Raises:
+            DataError: another D.
+        """
+        table = self._table(values)
+        low, high = self.range
+        scaled = np.clip(2 * (table - low) / (high - low + _TINY) - 1, -1, 1)
+        scaled = np.where(self.min == self.max, 0, scaled)
+        return np.where(self.mask, scaled, table).astype(np.float32)
+
+    def denormalise(self, values: ArrayLike) -> NDArray[np.float32]:
+        """The inverse: values [..., D] from -1 to 1 to their range, float32; a masked-out number passes through.
+
+        Raises:
+            DataError: another D.
+        """
+        table = self._table(values)
+        low, high = self.range
+        return np.where(self.mask, 0.5 * (table + 1) * (high - low + _TINY) + low, table).astype(np.float32)
+
+    def _table(self, values: ArrayLike) -> NDArray[np.float64]:
+        table = np.asarray(values, dtype=np.float64)
+        if table.ndim == 0 or table.shape[-1] != self.dim:
+            raise DataError(
+                "these numbers are not what the statistics are of",
+                where="values",
+                found=f"shape {list(table.shape)}",
+                allowed=f"[..., {self.dim}]",
+            )
+        return table
+
+
+@dataclass(frozen=True, eq=False)
+class DatasetStatistics:
+    """Of one data set.
+
+    Attributes:
+        action: of its actions.
+        state: of the robot's own state; None: it was not recorded.
+        transitions: environment steps.
+        trajectories: episodes.
+    """
+
+    action: ActionStatistics
+    state: ActionStatistics | None = None
+    transitions: int = 0
+    trajectories: int = 0
+
+
+@dataclass
+class StatisticsCollector:
+    """Statistics of demonstrations that come one after another; their frames need not stay.
+
+    The numbers themselves are kept, as float32: quantiles are exact. A million environment steps of 7 numbers and a
+    state of 8 are 60 MB.
+    """
+
+    actions: list[NDArray[np.float32]] = field(default_factory=list)
+    states: list[NDArray[np.float32]] = field(default_factory=list)
+
+    def add(self, actions: ArrayLike, states: ArrayLike | None = None) -> None:
+        """One episode: actions [T, D], their grippers as a policy says them, and states [T, state_dim].
+
+        Raises:
+            DataError: an array of another shape than that of the first episode, or a number that is not finite.
+        """
+        episode = len(self.actions)
+        if episode and (states is None) != (not self.states):
+            raise DataError("states of some episodes only", where=f"episode {episode}")
+        new = [("actions", self.actions, actions), *([("states", self.states, states)] if states is not None else [])]
+        tables: list[NDArray[np.float32]] = []
+        for name, kept, values in new:
+            table = np.asarray(values, dtype=np.float32)
+            dim = kept[0].shape[1] if kept else "D"
+            steps = len(tables[0]) if tables else "T"
+            if table.ndim != 2 or not table.size or dim not in ("D", table.shape[1]) or steps not in ("T", len(table)):
+                raise DataError(
+                    f"{name} of another shape",
+                    where=f"episode {episode}",
+                    found=list(table.shape),
+                    allowed=f"[{steps}, {dim}]",
+                )
+            _finite(table, f"episode {episode}: {name}")
+            tables.append(table)
+        for (_, kept, _), table in zip(new, tables, strict=True):
+            kept.append(table)
+
+    def finish(self, mask: Sequence[bool] | None = None, bounds: Bounds = "q99") -> DatasetStatistics:
+        """Of all episodes.
+
+        Args:
+            mask: which numbers of an action are normalised; None: all.
+            bounds: which statistics become -1 and 1.
+
+        Raises:
+            DataError: there was no episode, or the mask has another length.
+        """
+        if not self.actions:
+            raise DataError("statistics of no episodes", where="demonstrations")
+        action = ActionStatistics.of(np.concatenate(self.actions), mask, bounds)
+        state = ActionStatistics.of(np.concatenate(self.states), None, bounds) if self.states else None
+        return DatasetStatistics(action, state, sum(map(len, self.actions)), len(self.actions))
+
+
+def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStatistics]:
+    """Of all data sets of a file, by name.
+
+    Raises:
+        DataError: it cannot be read, or something is missing in it; the place is named.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as problem:
+        raise DataError(f"the statistics of actions cannot be read: {problem}", where=str(path)) from None
+    if not isinstance(content, dict) or not content:
+        raise DataError("no data sets", where=str(path), allowed='{"name": {"action": {...}, ...}, ...}')
+    found = {}
+    for name, entry in content.items():
+        if not isinstance(entry, dict) or "action" not in entry:
+            raise DataError("there is no 'action'", where=f"{path}: {name}", allowed="a dictionary with `action`")
+        state = entry.get("proprio")
+        found[name] = DatasetStatistics(
+            ActionStatistics.from_json(entry["action"], f"{path}: {name}.action", bounds),
+            None if state is None else ActionStatistics.from_json(state, f"{path}: {name}.proprio", bounds),
+            int(entry.get("num_transitions", 0)),
+            int(entry.get("num_trajectories", 0)),
+        )
+    return found
+
+
+def write_statistics(path: Path, statistics: Mapping[str, DatasetStatistics]) -> None:
+    """The file that `read_statistics`, and OpenVLA, read."""
+    content: dict[str, dict[str, Any]] = {}
+    for name, entry in statistics.items():
+        content[name] = {"action": entry.action.to_json()}
+        if entry.state is not None:
+            content[name]["proprio"] = entry.state.to_json()
+        content[name] |= {"num_transitions": entry.transitions, "num_trajectories": entry.trajectories}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def choose_statistics(
+    statistics: Mapping[str, DatasetStatistics], unnorm_key: str | None, where: str
+) -> DatasetStatistics:
+    """Those of one data set.
+
+    Args:
+        statistics: by data set.
+        unnorm_key: its name; None: there is only one.
+        where: the file, for error messages.
+
+    Raises:
+        ConfigError: there is none of this name, or the name is missing; those that there are are listed.
+    """
+    if unnorm_key is None and len(statistics) == 1:
+        return next(iter(statistics.values()))
+    if unnorm_key is None or unnorm_key not in statistics:
+        what = "several data sets, and none is chosen" if unnorm_key is None else "there is no such data set"
+        near = close_matches(str(unnorm_key), statistics) or [
+            key for key in statistics if key == f"{unnorm_key}_no_noops"
+        ]
+        fix = f"set `unnorm_key` to {near[0]!r}" if near else "set `unnorm_key` to one of them"
+        raise ConfigError(what, where=where, found=unnorm_key, allowed=statistics, fix=fix)
+    return statistics[unnorm_key]
+
+
+def _finite(table: NDArray[Any], where: str) -> None:
+    wrong = np.argwhere(~np.isfinite(table))
+    if len(wrong):
+        place = tuple(int(number) for number in wrong[0])
+        raise DataError("not a finite number", where=f"{where}{list(place)}", found=table[place].item())
