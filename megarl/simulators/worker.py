@@ -14,6 +14,7 @@ that an answer says of the episode, by which a repeated call is held against its
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import math
 import mmap
@@ -218,11 +219,18 @@ def _like(default: Any) -> str:
 
 
 def _end_with(parent: int) -> None:
-    """Kill this process, and what it started, within a second of its parent's death, whatever it is doing."""
+    """Kill this process, and what it started, within a second of its trainer's death, whatever it is doing.
+
+    A zombie that nobody waits for still takes signals, but is no longer a parent; with a script in place of the
+    interpreter the trainer is not this process's parent.
+    """
+    above = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
+        with contextlib.suppress(ProcessLookupError):
+            while os.getppid() == above:
+                os.kill(parent, 0)
+                time.sleep(1.0)
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="watch-parent", daemon=True).start()

@@ -11,6 +11,8 @@ from megarl.errors import WorkerError
 
 LINE = f"{Path(__file__).resolve().parents[1] / 'simulators/line.py'}:Line"
 
+pytestmark = pytest.mark.procs
+
 
 def test_steps_constructions_and_seconds_are_counted() -> None:
     row = envs.measure({"name": LINE, "workers": 2, "limit": 20}, 50)

@@ -129,7 +129,7 @@ class SimulatorProcess:
     def say_where(self) -> None:
         """Let a process that hangs write its stack traces."""
         with contextlib.suppress(OSError):
-            self.process.send_signal(signal.SIGUSR1)
+            os.killpg(self.process.pid, signal.SIGUSR1)
         self.wait(_TOLD_S)
 
     def wait(self, seconds: float) -> None:

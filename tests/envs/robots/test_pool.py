@@ -24,6 +24,8 @@ from tests.house.test_docs import code_with
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"
 SLOW = np.full((2, 2), 0.1, np.float32)  # two environment steps that do not reach the end
 
+pytestmark = pytest.mark.procs
+
 
 def settings(**given: Any) -> SimulatorSettings:
     return SimulatorSettings.model_validate(
@@ -322,7 +324,7 @@ def test_the_interpreter_is_another_one(tmp_path: Path) -> None:
     # -S: no site-packages, as a bare environment has none; its only package is put on the path
     code = f"import runpy, sys; sys.path.append({str(tmp_path / 'site')!r}); sys.argv = sys.argv[1:]"
     run = "runpy.run_path(sys.argv[0], run_name='__main__')"
-    python.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -I -S -u -c "{code}; {run}" "$@"\n')
+    python.write_text(f'#!/bin/sh\nshift 2\n{sys.executable} -I -S -u -c "{code}; {run}" "$@"\n')
     python.chmod(0o755)
     with pool_of(python=str(python)) as pool:
         assert len(episode(pool, chunks=1)) == 2
