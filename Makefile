@@ -1,4 +1,5 @@
-# make quickstart | test | campaign-NAME | lint | bench | bench-trl-env | sglang-env      everything runs in .venv, which is made when it is missing
+# make quickstart | test | campaign-NAME | lint | bench | bench-trl-env | sglang-env | libero-env
+# Everything runs in .venv, which is made when it is missing.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: quickstart test lint bench bench-trl-env sglang-env
+.PHONY: quickstart test lint bench bench-trl-env sglang-env libero-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
@@ -40,6 +41,10 @@ bench-trl-env:
 SGLANG_KIND ?= auto
 sglang-env: $(STAMP)
 	$(BIN)/python tools/sglang_env.py --kind $(SGLANG_KIND)
+
+# The interpreter of the LIBERO simulator, in the cache folder (docs/embodied.md): 2.3 GB.
+libero-env: $(STAMP)
+	$(BIN)/python tools/simulator_env.py libero
 
 # torch comes first, by itself: resolved together with the rest, pip may choose another build of several gigabytes.
 $(STAMP): setup.py pyproject.toml constraints.txt

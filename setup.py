@@ -71,8 +71,11 @@ setup(
         "gpu": ["ninja", "packaging", "pybind11>=2.12", "setuptools>=77", "wheel>=0.45"],
         # Tools of MCP servers (environment `tools`).
         "mcp": ["mcp>=2.3,<3"],
+        # LIBERO's demonstrations.
+        "hdf5": ["h5py>=3.11"],
         "dev": [
             "build>=1.2",
+            "h5py>=3.11",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "mcp>=2.3,<3",

@@ -102,7 +102,10 @@ class Simulator:
         raise NotImplementedError
 
     def step(self, actions: Numbers) -> Outcome:
-        """Execute actions [K, D] until they are through, or the episode is over. Numbers are clipped to -1 to 1."""
+        """Execute actions [K, D] until they are through, or the episode is over.
+
+        Numbers are clipped to -1 to 1, except by a simulator that has units of its own, which its file then says.
+        """
         raise NotImplementedError
 
     def expert(self) -> Numbers | None:

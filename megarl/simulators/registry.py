@@ -13,7 +13,11 @@ from typing import Any
 from .protocol import Simulator
 
 #: The included simulators: module of this folder, and class.
-SIMULATORS: dict[str, str] = {}
+SIMULATORS: dict[str, str] = {
+    "libero": "libero:Libero",
+    "maniskill": "maniskill:ManiSkill",
+    "robotwin": "robotwin:RoboTwin",
+}
 #: What else names one: a file, or a module of the simulator's interpreter.
 FORMS = ("file.py:Class", "pkg.mod:Class")
 

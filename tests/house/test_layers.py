@@ -30,6 +30,7 @@ BY_NAME = {
     "megarl/imports.py": "what the others call",
     "megarl/simulators/registry.py": "a simulator of the user, or an included one, of the same folder",
     "megarl/simulators/start.py": "runs in the interpreter of a simulator, without this package",
+    "megarl/simulators/robotwin.py": "a task's module, in the interpreter of a simulator, without this package",
     "megarl/runtime/worker.py": "the program runs the function that its command line names",
     "recipes/build.py": "a function of the user",
 }

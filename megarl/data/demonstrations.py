@@ -1,0 +1,192 @@
+"""Demonstrations for the cold start of a robot's policy: read one at a time, from LIBERO's HDF5 or the project's files.
+
+The project's own form is a folder of safetensors files, one per demonstration, which scripted experts write; nothing in
+it is executed when it is read. Frames are uint8 as a simulator gives them, states and actions are not normalised.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from megarl.errors import DataError, UnavailableError
+
+FORM = "megarl.demonstration/1"
+#: Camera of the LIBERO simulator to its name in LIBERO's files.
+LIBERO_CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
+LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
+#: An arm that is told to move less than this, Euclidean norm of all numbers but the gripper's, stands still.
+STILL = 1e-4
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One episode that somebody solved.
+
+    Attributes:
+        task: its name.
+        frames: uint8 [T, H, W, 3] by camera: what was seen before each action.
+        states: float32 [T, S], likewise; S may be 0.
+        actions: float32 [T, D].
+    """
+
+    task: str
+    frames: Mapping[str, NDArray[np.uint8]]
+    states: NDArray[np.float32]
+    actions: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        steps = {name: len(value) for name, value in self._arrays().items()}
+        if len(set(steps.values())) != 1:
+            raise DataError("the parts of a demonstration differ in length", where=self.task, found=steps)
+        wrong = {name: (v.dtype.name, v.shape) for name, v in self.frames.items() if v.dtype != np.uint8 or v.ndim != 4}
+        if wrong:
+            raise DataError("these frames are not uint8 [T, H, W, 3]", where=self.task, found=wrong)
+
+    def _arrays(self) -> dict[str, NDArray[Any]]:
+        frames = {f"frames.{camera}": frame for camera, frame in self.frames.items()}
+        return {"states": self.states, "actions": self.actions, **frames}
+
+    def __len__(self) -> int:
+        """Environment steps, T."""
+        return len(self.actions)
+
+    def select(self, steps: NDArray[Any]) -> Demonstration:
+        """Only these steps: indices, or a mask [T]."""
+        frames = {camera: frame[steps] for camera, frame in self.frames.items()}
+        return replace(self, frames=frames, states=self.states[steps], actions=self.actions[steps])
+
+
+def moves(actions: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
+    """Mask [T] of the actions that are not no-ops, as OpenVLA's script that makes LIBERO's data again defines them.
+
+    A no-op moves the arm by less than 1e-4 and has the gripper's number (the last one) of the action that was kept
+    before; for the first action the arm is enough.
+
+    Args:
+        actions: [T, D].
+    """
+    kept = np.zeros(len(actions), bool)
+    still = np.linalg.norm(actions[:, :-1], axis=1) < STILL
+    gripper = None
+    for step, action in enumerate(actions):
+        if still[step] and (gripper is None or action[-1] == gripper):
+            continue
+        kept[step], gripper = True, action[-1]
+    return kept
+
+
+def libero_demonstrations(
+    path: str | Path,
+    task: str,
+    *,
+    cameras: Iterable[str] = tuple(LIBERO_CAMERAS),
+    drop_still: bool = True,
+) -> Iterator[Demonstration]:
+    """Demonstrations of one of LIBERO's files, in order, each read when it is asked for.
+
+    OpenVLA's script plays them again at 256 pixels without the no-ops and keeps those that still succeed; here frames
+    and states are the recorded ones, 128 pixels, without the steps of no-ops.
+
+    Args:
+        path: an HDF5 file with data/demo_0, data/demo_1, ...
+        task: name of the task whose file it is; a file does not know it.
+        cameras: of `agentview` and `wrist`.
+        drop_still: leave no-ops out.
+
+    Raises:
+        UnavailableError: h5py is not installed.
+        DataError: the file does not exist or lacks a part; the message names it.
+    """
+    h5py = _h5py()
+    names = {camera: LIBERO_CAMERAS[camera] for camera in cameras}
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise DataError(f"this HDF5 file cannot be read: {error}", where=str(path)) from None
+    with file:
+        for episode in sorted(_part(file, "data", path), key=lambda name: int(name.removeprefix("demo_"))):
+            group = file["data"][episode]
+            observed = _part(group, "obs", path)
+            found = Demonstration(
+                task,
+                {camera: _part(observed, name, path)[:] for camera, name in names.items()},
+                np.concatenate([_part(observed, name, path)[:] for name in LIBERO_STATE], axis=1).astype(np.float32),
+                _part(group, "actions", path)[:].astype(np.float32),
+            )
+            yield found.select(moves(found.actions)) if drop_still else found
+
+
+def _h5py() -> ModuleType:
+    try:
+        import h5py
+    except ImportError:
+        raise UnavailableError("LIBERO's demonstrations need h5py", fix="pip install h5py") from None
+    return h5py
+
+
+def _part(group: Any, name: str, path: str | Path) -> Any:
+    if name not in group:
+        raise DataError(f"{group.name} lacks {name!r}", where=str(path), found=sorted(group))
+    return group[name]
+
+
+def write_demonstrations(folder: str | Path, demonstrations: Iterable[Demonstration]) -> int:
+    """Add demonstrations to a folder, each under the next free number; gives how many. A file appears when it is whole.
+
+    One process writes a folder at a time.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    first = max((int(path.stem) for path in _files(folder)), default=-1) + 1
+    count = 0
+    for number, demonstration in enumerate(demonstrations, first):
+        partial = folder / f".{number:06d}.partial"
+        arrays = {name: np.ascontiguousarray(value) for name, value in demonstration._arrays().items()}
+        save_file(arrays, partial, metadata={"form": FORM, "task": demonstration.task})
+        os.replace(partial, folder / f"{number:06d}.safetensors")
+        count += 1
+    return count
+
+
+def read_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) -> Iterator[Demonstration]:
+    """Demonstrations of a folder that `write_demonstrations` made, in order, each read when it is asked for.
+
+    Args:
+        folder: where they are.
+        tasks: only those of these tasks; files of others are not read.
+
+    Raises:
+        DataError: there are none, or a file is not of this form.
+    """
+    folder, wanted = Path(folder), None if tasks is None else set(tasks)
+    files = _files(folder)
+    if not files:
+        raise DataError("there are no demonstrations here", where=str(folder), allowed="files 000000.safetensors, ...")
+    for path in files:
+        try:
+            with safe_open(path, framework="np") as file:
+                facts = file.metadata() or {}
+                if facts.get("form") != FORM:
+                    raise DataError("this is no demonstration", where=str(path), found=facts.get("form"), allowed=FORM)
+                if wanted is None or facts["task"] in wanted:
+                    arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+                else:
+                    continue
+        except SafetensorError as error:
+            raise DataError(f"this file is damaged: {error}", where=str(path)) from None
+        frames = {name.removeprefix("frames."): value for name, value in arrays.items() if name.startswith("frames.")}
+        yield Demonstration(facts["task"], frames, arrays["states"], arrays["actions"])
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.safetensors") if path.stem.isdigit())

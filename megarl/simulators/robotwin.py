@@ -1,0 +1,179 @@
+"""RoboTwin 2: two arms, 14 numbers. Written against its published source, never run.
+
+`root` is a checkout of RoboTwin with its assets. A trial is one of the seeds of `seeds`, a JSON file of lists by task,
+as RoboTwin's users make them (`{"click_bell": {"success_seeds": [100000, ...]}}`): not every seed has a stable scene
+that its expert solves. An action is the positions of all joints, left arm, left gripper, right arm, right gripper, in
+RoboTwin's units: radians, and 0 to 1 for grippers. Nothing is clipped. The state is the same 14 numbers.
+Limits are RoboTwin's own, by task, unless `max_steps` has the task. The instruction is the task's description.
+
+RoboTwin builds the scene of every episode again; the robot, its planner and the renderer are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .protocol import Numbers, Observation, Outcome, Simulator, TaskSpec
+
+ACTION = 14
+CONFIGURATION = "env_cfg/task_config"
+
+
+class RoboTwin(Simulator):
+    """One task of RoboTwin.
+
+    Raises:
+        FileNotFoundError: `root` is no checkout of RoboTwin.
+        ValueError: a task, seed, setting or trial that does not exist, or a seed whose scene is not stable.
+    """
+
+    settings: ClassVar[Mapping[str, Any]] = {
+        "root": None,
+        "tasks": (),
+        "seeds": None,
+        "config": "demo_clean",  # or demo_randomized: other light, tables and objects around
+        "cameras": ("head_camera", "left_camera", "right_camera"),
+        "max_steps": {},
+    }
+
+    @classmethod
+    def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
+        """The tasks that `tasks` names, from the files of the checkout."""
+        chosen = {**cls.settings, **settings}
+        root = _root(chosen["root"])
+        limits = {**_yaml(root, "_eval_step_limit"), **chosen["max_steps"]}
+        sizes, config = _yaml(root, "_camera_config"), _yaml(root, chosen["config"])["camera"]
+        types = {
+            name: config[f"{'head' if name == 'head_camera' else 'wrist'}_camera_type"] for name in chosen["cameras"]
+        }
+        specs = []
+        for task in chosen["tasks"]:
+            if task not in limits:
+                raise ValueError(f"RoboTwin has no task {task!r} and `max_steps` no limit for it")
+            described = json.loads((root / f"description/task_instruction/{task}.json").read_text())
+            specs.append(
+                TaskSpec(
+                    name=task,
+                    instruction=described["full_description"],
+                    trials=len(_seeds(chosen["seeds"], task)),
+                    max_steps=limits[task],
+                    action_dim=ACTION,
+                    state_dim=ACTION,
+                    cameras={name: (sizes[kind]["h"], sizes[kind]["w"]) for name, kind in types.items()},
+                )
+            )
+        return specs
+
+    def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
+        chosen, specs = {**self.settings, **settings}, {spec.name: spec for spec in self.tasks(settings)}
+        if task not in specs:
+            raise ValueError(f"RoboTwin: task {task!r} is not one of `tasks`: {', '.join(specs) or 'none'}")
+        self.spec, self._seeds = specs[task], _seeds(chosen["seeds"], task)
+        self._root = _root(chosen["root"])
+        self._arguments = _arguments(self._root, task, chosen["config"])
+        if str(self._root) not in sys.path:
+            sys.path.insert(0, str(self._root))
+        with contextlib.chdir(self._root):
+            self._unstable = importlib.import_module("envs.utils.create_actor").UnStableError
+            self._env = getattr(importlib.import_module(f"envs.{task}"), task)()
+        self._open, self._steps, self._over = False, 0, True
+
+    def reset(self, trial: int) -> Observation:
+        """Begin an episode with the seed number `trial` of the task's list."""
+        if not 0 <= trial < self.spec.trials:
+            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        self.close()
+        seed = self._seeds[trial]
+        try:
+            # RoboTwin's paths are relative to its checkout.
+            with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(self._root):
+                self._env.setup_demo(now_ep_num=trial, seed=seed, is_test=True, **self._arguments)
+        except self._unstable as error:
+            raise ValueError(f"{self.spec.name}: take seed {seed} out of `seeds`: {error}") from error
+        self._open, self._steps, self._over = True, 0, False
+        return self._observation()
+
+    def step(self, actions: Numbers) -> Outcome:
+        """Execute positions of the joints [K, 14]. `physics` is all but the last pictures."""
+        if self._over:
+            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
+        began, executed, success = time.perf_counter(), 0, False
+        for action in np.asarray(actions, np.float64)[: self.spec.max_steps - self._steps]:
+            with contextlib.redirect_stdout(sys.stderr):
+                self._env.take_action(action, action_type="qpos")
+            executed, success = executed + 1, bool(self._env.eval_success)
+            if success:
+                break
+        self._steps += executed
+        self._over = success or self._steps >= self.spec.max_steps
+        moved = time.perf_counter()
+        observation = self._observation()
+        seconds = {"physics": moved - began, "render": time.perf_counter() - moved}
+        return Outcome(observation, executed, success, self._over, seconds=seconds)
+
+    def _observation(self) -> Observation:
+        raw = self._env.get_obs()
+        frames = {name: np.asarray(raw["observation"][name]["rgb"], np.uint8) for name in self.spec.cameras}
+        state = np.asarray(raw["joint_action"]["vector"], np.float32)
+        if state.shape != (ACTION,):
+            raise ValueError(f"{self.spec.name}: a robot of {state.shape} joints; allowed: {ACTION}, as aloha-agilex")
+        return Observation(frames, state)
+
+    def close(self) -> None:
+        """Take the scene down."""
+        if self._open:
+            self._env.close_env()
+        self._open = False
+
+
+def _root(configured: str | None) -> Path:
+    root = Path(configured or "").expanduser().resolve()
+    if configured is None or not (root / CONFIGURATION).is_dir():
+        raise FileNotFoundError(
+            f"RoboTwin: root: {configured!r} is no checkout with {CONFIGURATION}; "
+            "`git clone https://github.com/RoboTwin-Platform/RoboTwin`, then follow its installation"
+        )
+    return root
+
+
+def _seeds(file: str | None, task: str) -> list[int]:
+    if file is None:
+        raise ValueError('RoboTwin: seeds: a JSON file {"TASK": {"success_seeds": [...]}} is needed')
+    listed = json.loads(Path(file).expanduser().read_text())
+    if task not in listed:
+        raise ValueError(f"RoboTwin: {file} has no seeds for {task!r}; it has {', '.join(listed)}")
+    return list(listed[task]["success_seeds"])
+
+
+def _yaml(root: Path, name: str) -> Any:
+    import yaml
+
+    return yaml.safe_load((root / CONFIGURATION / f"{name}.yml").read_text())
+
+
+def _arguments(root: Path, task: str, config: str) -> dict[str, Any]:
+    """What `setup_demo` takes: the task's configuration with both arms' and the head camera's put in."""
+    import yaml
+
+    arguments = _yaml(root, config)
+    arguments |= {"task_name": task, "task_config": config, "render_freq": 0, "save_data": False, "eval_mode": False}
+    arguments["data_type"] |= {"rgb": True, "qpos": True}
+    camera = _yaml(root, "_camera_config")[arguments["camera"]["head_camera_type"]]
+    arguments |= {"head_camera_h": camera["h"], "head_camera_w": camera["w"]}
+    if len(arguments["embodiment"]) != 1:
+        raise ValueError(f"RoboTwin: {config}: embodiment {arguments['embodiment']}; allowed: one robot with two arms")
+    robot = root / _yaml(root, "_embodiment_config")[arguments["embodiment"][0]]["file_path"]
+    description = yaml.safe_load((robot / "config.yml").read_text())
+    for arm in ("left", "right"):
+        arguments |= {f"{arm}_robot_file": str(robot), f"{arm}_embodiment_config": description}
+    arguments["dual_arm_embodied"] = True
+    return arguments
