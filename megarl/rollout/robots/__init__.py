@@ -1,0 +1,1 @@
+"""Episodes of robots: a policy that acts by chunks, in simulators."""

@@ -1,0 +1,117 @@
+"""One episode of a robot, and what a batch holds of it.
+
+An episode is a sample of several turns, one per policy call; D numbers to an action, K actions to a call:
+
+    response_ids     K * D tokens of call 0 | K * D of call 1 | ...
+    response_mask    those of actions that were executed: the first finish_step * D of them
+    turn_starts, turn_ends                    where each call begins and ends
+    frames/CAMERA    uint8 [calls, H, W, 3]   what the policy saw before each call
+    states           float32 [calls, S]
+    task, trial, success, finish_step, progress
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megarl.data.batch import Batch, Jagged
+from megarl.data.versions import set_versions
+from megarl.rollout.robots.acting import Chunk
+from megarl.simulators.protocol import Observation, TaskSpec
+
+FRAMES = "frames/"
+
+
+@dataclass
+class Episode:
+    """What was seen and done. All lists have one entry per policy call.
+
+    Attributes:
+        spec: of the task.
+        trial: the start state.
+        seen: observations before the calls.
+        chunks: what the policy did.
+        executed: environment steps of each chunk.
+        success: the task is done.
+        progress: how much of it at the end, where the simulator knows; else NaN.
+        failure: why it cannot be scored; empty: it can.
+        failure_kind: in one word, see `megarl.envs.robots.Failure`.
+    """
+
+    spec: TaskSpec
+    trial: int
+    seen: list[Observation] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    executed: list[int] = field(default_factory=list)
+    success: bool = False
+    progress: float = math.nan
+    failure: str = ""
+    failure_kind: str = ""
+
+    @property
+    def finish_step(self) -> int:
+        """Environment steps that were executed."""
+        return sum(self.executed)
+
+    def fail(self, kind: str, why: str, blank: Chunk) -> None:
+        """Its simulator failed: nothing of it is trained on, or scored. Of no call at all `blank` takes the place."""
+        self.failure, self.failure_kind, self.success, self.progress = why, kind, False, math.nan
+        del self.seen[len(self.executed) :], self.chunks[len(self.executed) :]  # a call that was not answered
+        if not self.chunks:
+            frames = {name: np.zeros((*size, 3), np.uint8) for name, size in self.spec.cameras.items()}
+            self.seen.append(Observation(frames, np.zeros(self.spec.state_dim, np.float32)))
+            self.chunks.append(blank)
+            self.executed.append(0)
+
+    def executed_tokens(self) -> NDArray[np.bool_]:
+        """bool [calls * K * D]: tokens of actions that were executed; none of an episode that failed."""
+        made = [np.arange(len(chunk.token_ids)) < steps * self.spec.action_dim for chunk, steps in self._calls()]
+        mask = np.concatenate(made)
+        return mask & (not self.failure)
+
+    def _calls(self) -> list[tuple[Chunk, int]]:
+        return list(zip(self.chunks, self.executed, strict=True))
+
+
+def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> None:
+    """Write the fields of `episodes`, one per sample, into `samples`; all were drawn with `version` of the weights.
+
+    Raises:
+        ValueError: tasks with different cameras, or sizes of pictures or states, in one batch.
+    """
+    cameras = {camera: size for episode in episodes for camera, size in episode.spec.cameras.items()}
+    kinds = {(tuple(sorted(e.spec.cameras.items())), e.spec.state_dim) for e in episodes}
+    if len(kinds) > 1:
+        raise ValueError(f"tasks of one run have the same cameras and states; found {sorted(kinds)}")
+    tokens = [[token for chunk in e.chunks for token in chunk.token_ids] for e in episodes]
+    responses = Jagged.from_list(tokens, dtype=torch.int64)
+    masks = [e.executed_tokens() for e in episodes]
+    logps = [value for e in episodes for chunk in e.chunks for value in chunk.logprobs]
+    samples.set("response_ids", responses)
+    samples.set("response_mask", responses.like(torch.from_numpy(np.concatenate([np.zeros(0, np.bool_), *masks]))))
+    samples.set("rollout_logp", responses.like(torch.tensor(logps, dtype=torch.float32)))
+    ends = [np.cumsum([len(chunk.token_ids) for chunk in e.chunks]).tolist() for e in episodes]
+    samples.set("turn_ends", Jagged.from_list(ends, dtype=torch.int64))
+    samples.set("turn_starts", Jagged.from_list([[0, *some[:-1]] for some in ends], dtype=torch.int64))
+    set_versions(samples, [[[version, len(ids)]] for ids in tokens])
+    calls = [len(e.chunks) for e in episodes]
+    for camera, size in cameras.items():
+        pictures = [seen.frames[camera] for e in episodes for seen in e.seen]
+        stacked = torch.from_numpy(np.stack(pictures)) if pictures else torch.zeros(0, *size, 3, dtype=torch.uint8)
+        samples.set(FRAMES + camera, Jagged.from_lengths(stacked, calls))
+    states = [seen.state for e in episodes for seen in e.seen]
+    wide = episodes[0].spec.state_dim if episodes else 0
+    held = torch.from_numpy(np.stack(states)) if states else torch.zeros(0, wide)
+    samples.set("states", Jagged.from_lengths(held, calls))
+    samples.set("task", [e.spec.name for e in episodes])
+    samples.set("trial", torch.tensor([e.trial for e in episodes], dtype=torch.int64))
+    samples.set("success", torch.tensor([e.success for e in episodes], dtype=torch.bool))
+    samples.set("finish_step", torch.tensor([e.finish_step for e in episodes], dtype=torch.int64))
+    samples.set("progress", torch.tensor([e.progress for e in episodes], dtype=torch.float32))
+    samples.set("env_error", [e.failure for e in episodes])
