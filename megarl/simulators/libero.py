@@ -55,7 +55,7 @@ class Libero(Simulator):
         "size": 256,  # height and width of the pictures
         "cameras": tuple(CAMERAS),
         "settle": 10,  # actions that do nothing, while what was placed in the air falls
-        "shadows": True,  # shadows and reflections; without a GPU they are most of the time of a picture
+        "shadows": True,  # shadows and reflections: up to a third of the time of a picture, without a GPU
         "assets": None,  # the folder of the meshes, where it is not one of LIBERO's own places
     }
 
