@@ -1,4 +1,4 @@
-"""Causal self-attention over a packed stream: Megatron's `core_attention` on CPU and GPU.
+"""Self-attention over a packed stream, causal or in part both ways: Megatron's `core_attention` on CPU and GPU.
 
     stream [t, 1, heads, d] --RoPE--> q, k  --(context parallel: k, v of all ranks)-->  buckets  -->  [t, 1, heads * d]
 
@@ -6,6 +6,9 @@ On CUDA the stream goes to a variable-length kernel as it is, when one is there.
 matrix products (attention_cpu.py). Elsewhere sequences of similar length are right-padded into a bucket and each bucket
 is one scaled_dot_product_attention call; under causality no real query sees the padding after its sequence, so that
 needs no mask. Windows and context parallelism, which do need one, always take the buckets.
+
+Where the last tokens of sequences see all of it (`PackedSequences.open_from`: the actions of a robot policy), sequences
+that do so from their first token on go to the variable-length kernel without causality, all others to the buckets.
 """
 
 from __future__ import annotations
@@ -30,7 +33,11 @@ _BUCKET_RATIO = 0.85  # shortest / longest sequence of a bucket: below 1 - 0.85*
 
 
 class PackedAttention(MegatronModule):
-    """Attention of each sequence of a packed stream to itself; grouped queries, sliding window, context parallelism."""
+    """Attention of each sequence of a packed stream to itself; grouped queries, sliding window, context parallelism.
+
+    Raises, when it is called:
+        ValueError: a sliding window that is shorter than a sequence whose tokens see both ways.
+    """
 
     def __init__(
         self,
@@ -72,16 +79,27 @@ class PackedAttention(MegatronModule):
             k = gather_from_sequence_parallel_region(k.contiguous(), group=self.cp_group)
             v = gather_from_sequence_parallel_region(v.contiguous(), group=self.cp_group)
         window = self.window if self.window and self.window < packed_seq_params.max_seqlen_q else None
-        kernel = varlen_kernel(q) if packed_seq_params.cp_size == 1 else None
-        if kernel is not None:
-            out = kernel(q, k, v, packed_seq_params, self.scale, window)
-        elif (
-            q.is_cpu and window is None and packed_seq_params.cp_size == 1 and packed_seq_params.max_seqlen_q <= LONGEST
-        ):
-            out = causal_attention(q, k, v, packed_seq_params.lengths, self.scale)
-        else:
-            out = bucket_attention(q, k, v, packed_seq_params, self.scale, window)
+        out = attend(q, k, v, packed_seq_params, self.scale, window)
         return out.reshape(out.shape[0], 1, -1)
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
+) -> torch.Tensor:
+    """Context [t, heads, d] of `q` [t, heads, d] and `k`, `v` [t * cp, groups, d], by what does it fastest.
+
+    Raises:
+        ValueError: a window where tokens see both ways.
+    """
+    if packed.open_from and window is not None:
+        raise ValueError(f"a sliding window of {window} tokens, and tokens that see all of their sequence")
+    alone = packed.cp_size == 1
+    kernel = varlen_kernel(q) if alone and not any(packed.open_from) else None
+    if kernel is not None:
+        return kernel(q, k, v, packed, scale, window)
+    if q.is_cpu and window is None and alone and not packed.open_from and packed.max_seqlen_q <= LONGEST:
+        return causal_attention(q, k, v, packed.lengths, scale)
+    return bucket_attention(q, k, v, packed, scale, window)
 
 
 def varlen_kernel(q: torch.Tensor) -> Callable[..., torch.Tensor] | None:
@@ -108,12 +126,12 @@ def _flash_attention() -> Callable[..., torch.Tensor] | None:
 def _flash_varlen(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, packed: PackedSequences, scale: float, window: int | None
 ) -> torch.Tensor:
-    attend = _flash_attention()
-    assert attend is not None  # varlen_kernel asked
+    flash = _flash_attention()
+    assert flash is not None  # varlen_kernel asked
     cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    left = -1 if window is None else window - 1
-    return attend(
-        q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=(left, 0 if window else -1)
+    left, causal = -1 if window is None else window - 1, not packed.open_from
+    return flash(
+        q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=causal, window_size=(left, 0 if window else -1)
     )
 
 
@@ -123,9 +141,9 @@ def _torch_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    left = -1 if window is None else window - 1
+    span = (-1, -1) if packed.open_from else (-1 if window is None else window - 1, 0)
     context = varlen_attn(
-        q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1]
+        q, k, v, cu, cu, longest, longest, scale=scale, window_size=span, enable_gqa=q.shape[1] != k.shape[1]
     )
     return cast(torch.Tensor, context)  # a tuple only when it is asked for more
 
@@ -141,9 +159,26 @@ class AttentionBucket:
     k_index: torch.Tensor | None
     q_positions: torch.Tensor | None
     """[count or 1, q_length], set where plain causality does not hold (context parallelism)."""
+    open_from: torch.Tensor | None = None
+    """[count], place from which on tokens see all of their sequence; None: they see what came before."""
+    ends: torch.Tensor | None = None
+    """[count], lengths of these sequences, where `open_from` is given."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Every token sees every other one: all sequences are of one length, and open from their beginning on."""
+        if self.open_from is None or self.ends is None:
+            return False
+        return not bool(self.open_from.any()) and bool((self.ends == self.k_length).all())
 
     def mask(self, window: int | None) -> torch.Tensor | None:
-        """Boolean [count or 1, 1, q_length, k_length], True where a query sees a key; None: plain causality."""
+        """Boolean [count or 1, 1, q_length, k_length], True where a query sees a key; None: plain causality, or all."""
+        if self.open_from is not None and self.ends is not None:
+            if self.sees_all:
+                return None
+            places = torch.arange(self.k_length, device=self.ends.device)
+            open_to = (places[:, None] >= self.open_from[:, None, None]) & (places < self.ends[:, None, None])
+            return ((places <= places[:, None]) | open_to).unsqueeze(1)
         if self.q_positions is None and (window is None or window >= self.k_length):
             return None
         keys = torch.arange(self.k_length, device=None if self.q_index is None else self.q_index.device)
@@ -166,8 +201,11 @@ class AttentionPlan:
 def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
     """Group the sequences of a stream by length. Computed once per stream, used by all layers."""
     lengths, cp = packed.lengths, packed.cp_size
+    opens = torch.tensor(packed.open_from) if packed.open_from else None
     if cp == 1 and len(set(lengths)) == 1:
-        return AttentionPlan((AttentionBucket(len(lengths), lengths[0], lengths[0], None, None, None),), None)
+        both_ways = () if opens is None else (opens.to(where), torch.tensor(lengths).to(where))
+        bucket = AttentionBucket(len(lengths), lengths[0], lengths[0], None, None, None, *both_ways)
+        return AttentionPlan((bucket,), None)
     local = torch.tensor(lengths) // cp
     q_start = local.cumsum(0) - local
     k_order = None
@@ -194,11 +232,9 @@ def plan_buckets(packed: PackedSequences, where: torch.device) -> AttentionPlan:
             k_index = k_order[k_index]
             positions = _zigzag_positions(q_place, local[ids, None], cp, packed.cp_rank)
             positions = torch.where(real, positions, k_length).to(where)
-        buckets.append(
-            AttentionBucket(
-                len(members), q_length, k_length, q_index.flatten().to(where), k_index.flatten().to(where), positions
-            )
-        )
+        both_ways = () if opens is None else (opens[ids].to(where), torch.tensor(lengths)[ids].to(where))
+        indices = q_index.flatten().to(where), k_index.flatten().to(where)
+        buckets.append(AttentionBucket(len(members), q_length, k_length, *indices, positions, *both_ways))
     return AttentionPlan(tuple(buckets), restore.to(where))
 
 
@@ -242,6 +278,7 @@ def bucket_attention(
     packed.cache["plan"] = plan
     outputs = []
     for number, bucket in enumerate(plan.buckets):
+        causal = bucket.open_from is None
         name = ("mask", number, window)
         if name not in packed.cache:
             packed.cache[name] = bucket.mask(window)
@@ -256,7 +293,13 @@ def bucket_attention(
             )
         )
         out = F.scaled_dot_product_attention(
-            qb, kb, vb, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            qb,
+            kb,
+            vb,
+            attn_mask=mask,
+            is_causal=causal and mask is None,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
     out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

@@ -24,9 +24,14 @@ class PackedSequences(PackedSeqParams):
     """What attention has to know about a stream. `lengths` are padded lengths over all context-parallel ranks.
 
     Megatron passes it through to every layer; `cache` holds what the first layer computes for the others.
+
+    Attributes:
+        open_from: place in each sequence from which on its tokens see all of the sequence, also what comes after them;
+            those before it see what came before. Empty: no token sees what comes after it.
     """
 
     lengths: tuple[int, ...] = ()
+    open_from: tuple[int, ...] = ()
     cp_size: int = 1
     cp_rank: int = 0
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
@@ -69,6 +74,7 @@ def pack_stream(
     cp_size: int = 1,
     cp_rank: int = 0,
     multiple: int = 1,
+    open_from: Sequence[int] = (),
     device: torch.device = HOST,
 ) -> PackedStream:
     """Lay sequences of `lengths` tokens out as one stream and cut out the share of `cp_rank`.
@@ -78,10 +84,16 @@ def pack_stream(
         cp_size, cp_rank: context-parallel group.
         multiple: the share's token count is padded to a multiple of this (the tensor-parallel size under sequence
             parallelism, else 1).
+        open_from: see `PackedSequences`, one number per sequence; none of them with context parallelism.
         device: where the index tensors live.
+
+    Raises:
+        ValueError: no sequence, an empty one, or `open_from` does not fit.
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"a stream needs at least one sequence and no empty one, got lengths {list(lengths)[:8]}")
+    if open_from and (cp_size > 1 or len(open_from) != len(lengths)):
+        raise ValueError(f"{len(open_from)} sequences of {len(lengths)} see both ways, with {cp_size} context ranks")
     unit = 2 * cp_size if cp_size > 1 else 1
     padded = [-(-n // unit) * unit for n in lengths]
     short = -(sum(padded) // cp_size) % multiple
@@ -102,6 +114,7 @@ def pack_stream(
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
         lengths=tuple(padded),
+        open_from=(*open_from, *[0] * (len(padded) - len(lengths))) if open_from else (),
         cp_size=cp_size,
         cp_rank=cp_rank,
     )

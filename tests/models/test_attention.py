@@ -1,6 +1,7 @@
 """The attention kernels against a loop in float64."""
 
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ def tensors(total: int, heads: int, groups: int, dtype: torch.dtype) -> list[tor
     return [t.to(dtype).requires_grad_() for t in made]
 
 
-def oracle(q, k, v, lengths: list[int], scale: float, window: int | None = None) -> torch.Tensor:
+def oracle(
+    q, k, v, lengths: list[int], scale: float, window: int | None = None, open_from: Sequence[int] = ()
+) -> torch.Tensor:
     """Per sequence, head and query: softmax over the keys it sees."""
     per, out, start = q.shape[1] // k.shape[1], [], 0
-    for length in lengths:
+    for number, length in enumerate(lengths):
         span = slice(start, start + length)
         keys, values = (x[span].double().repeat_interleave(per, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[span].double(), keys) * scale
@@ -30,15 +33,26 @@ def oracle(q, k, v, lengths: list[int], scale: float, window: int | None = None)
         hidden = place[None, :] > place[:, None]
         if window is not None:
             hidden |= place[None, :] <= place[:, None] - window
+        if open_from:
+            hidden &= place[:, None] < open_from[number]
         chances = scores.masked_fill(hidden, float("-inf")).softmax(-1)
         out.append(torch.einsum("hqk,khd->qhd", chances, values))
         start += length
     return torch.cat(out)
 
 
-def check(fn, lengths: list[int], heads: int, groups: int, dtype: torch.dtype, window: int | None, atol: float) -> None:
+def check(
+    fn,
+    lengths: list[int],
+    heads: int,
+    groups: int,
+    dtype: torch.dtype,
+    window: int | None,
+    atol: float,
+    open_from: Sequence[int] = (),
+) -> None:
     inputs = tensors(sum(lengths), heads, groups, dtype)
-    expected = oracle(*inputs, lengths, 0.25, window)
+    expected = oracle(*inputs, lengths, 0.25, window, open_from)
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = torch.autograd.grad(expected, inputs, upstream)
     found = fn(*inputs)
@@ -61,6 +75,35 @@ def test_cpu_attention_equals_the_loop(lengths, heads, groups, dtype, atol, comp
 def test_buckets_equal_the_loop(lengths, window):
     packed = pack_stream(lengths).params
     check(lambda q, k, v: bucket_attention(q, k, v, packed, 0.25, window), lengths, 4, 2, torch.float64, window, 1e-12)
+
+
+#: From its beginning, its middle, its last token, and nowhere.
+OPEN = {
+    "all": lambda length, number: 0,
+    "end": lambda length, number: length // 2,
+    "some": lambda length, number: (0, length - 1, length, length // 3)[number % 4],
+}
+
+
+@pytest.mark.parametrize("open_from", OPEN.values(), ids=OPEN)
+@pytest.mark.parametrize("lengths", CASES.values(), ids=CASES)
+def test_tokens_that_see_both_ways_equal_the_loop(lengths, open_from):
+    places = [open_from(length, number) for number, length in enumerate(lengths)]
+    packed = pack_stream(lengths, open_from=places).params
+    check(
+        lambda q, k, v: attention.attend(q, k, v, packed, 0.25, None), lengths, 4, 2, torch.float64, None, 1e-12, places
+    )
+
+
+def test_sequences_of_one_length_that_see_all_need_no_mask():
+    packed = pack_stream([8, 8], open_from=[0, 0]).params
+    assert [bucket.mask(None) for bucket in attention.plan_buckets(packed, torch.device("cpu")).buckets] == [None]
+
+
+def test_windows_and_tokens_that_see_both_ways_are_refused():
+    packed = pack_stream([8], open_from=[2]).params
+    with pytest.raises(ValueError, match="a sliding window of 4 tokens"):
+        attention.attend(*tensors(8, 2, 2, torch.float32), packed, 0.25, 4)
 
 
 def test_groups_hold_every_sequence_once_and_similar_lengths():

@@ -52,3 +52,16 @@ def test_zigzag_gives_each_rank_its_two_chunks():
 def test_empty_sequences_are_refused(lengths):
     with pytest.raises(ValueError, match="at least one"):
         pack_stream(lengths)
+
+
+@pytest.mark.parametrize(("open_from", "cp"), [([0], 1), ([0, 0, 0], 1), ([0, 1], 2)])
+def test_places_that_do_not_fit_are_refused(open_from, cp):
+    with pytest.raises(ValueError, match="see both ways"):
+        pack_stream([4, 4], cp_size=cp, open_from=open_from)
+
+
+def test_what_fills_a_stream_up_is_open_from_its_beginning():
+    """So that a stream that is open throughout stays so."""
+    packed = pack_stream([3, 2], multiple=4, open_from=[0, 0]).params
+    assert packed.lengths == (3, 2, 3)
+    assert packed.open_from == (0, 0, 0)
