@@ -64,6 +64,8 @@ setup(
         "math-verify>=0.7",
         "mlflow>=3.0",
         "ray>=2.40",
+        "scikit-learn>=1.4",
+        "scipy>=1.11",
     ],
     extras_require={
         # What building flash-attn and transformer-engine takes: they have no wheels on the package index, and build
@@ -87,7 +89,6 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.8",
             "ruff>=0.9",
-            "scipy>=1.11",
             "setuptools>=77",
             "types-PyYAML",
             "wheel>=0.45",

@@ -119,6 +119,50 @@ def accuracy_filter(
     return keep[index]
 
 
+def informative_groups(
+    metric: Tensor,
+    uid: Sequence[Hashable],
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    live: Tensor | None = None,
+) -> Tensor:
+    """bool [B]: samples of groups that dynamic sampling keeps: `group_filter`, or `accuracy_filter` with a bound.
+
+    A group without a sample that counts is dropped in either case.
+
+    Args:
+        metric: float [B], the score, or 1 for a success and 0 for a failure.
+        uid: B group names.
+        low, high: smallest and largest group mean to keep.
+        live: bool [B], samples whose metric counts; None: all.
+
+    Source of the bounds: SimpleVLA-RL (arXiv 2509.09674), where both belong to what is kept.
+    """
+    if low is None and high is None:
+        return group_filter(metric, uid, live=live)
+    keep = accuracy_filter(metric, uid, low=low, high=high, live=live)
+    return keep if live is None else keep & _any_in_group(live, uid)
+
+
+def uncut_groups(
+    finish_step: Tensor, max_steps: Tensor, uid: Sequence[Hashable], *, live: Tensor | None = None
+) -> Tensor:
+    """bool [B]: samples of groups in which no episode used all its environment steps, whether or not it succeeded.
+
+    Args:
+        finish_step: int [B], environment steps that an episode executed.
+        max_steps: int [B], its limit.
+        uid: B group names.
+        live: bool [B], samples that count; None: all.
+
+    >>> uncut_groups(torch.tensor([5, 9, 9, 3]), torch.tensor([9, 9, 10, 10]), ["a", "a", "b", "b"]).tolist()
+    [False, False, True, True]
+    """
+    cut = finish_step >= max_steps
+    return ~_any_in_group(cut if live is None else cut & live, uid)
+
+
 @FILTERS.register("bounds", settings=BoundsSettings, reads=("finish_reason",))
 def bounds(
     score: Tensor,
@@ -188,6 +232,12 @@ def _numbers(uid: Sequence[Hashable], like: Tensor) -> tuple[Tensor, int]:
     numbers: dict[Hashable, int] = {}
     index = torch.tensor([numbers.setdefault(u, len(numbers)) for u in uid], dtype=torch.int64, device=like.device)
     return index, len(numbers)
+
+
+def _any_in_group(what: Tensor, uid: Sequence[Hashable]) -> Tensor:
+    """bool [B]: whether `what`, bool [B], is true of any sample of each sample's group."""
+    index, groups = _numbers(uid, what)
+    return torch.bincount(index[what], minlength=groups)[index] > 0
 
 
 def score_histogram(groups: Sequence[Sequence[float]]) -> dict[str, int]:

@@ -93,6 +93,16 @@ def _check_dapo(config: RunConfig, checks: Checklist) -> None:
             allowed="integer >= 2",
             fix="set rollout.sampling.n=8",
         )
+    low, high = algorithm.dynamic_sampling.low, algorithm.dynamic_sampling.high
+    if low is not None and high is not None and low > high:
+        checks.fail(
+            "dynamic sampling",
+            "algorithm.dynamic_sampling.low",
+            f"no group has a mean between {low} and {high}",
+            found=low,
+            allowed=f"number up to {high}",
+            fix="exchange low and high",
+        )
     buffer = algorithm.overlong.buffer_tokens
     if buffer is not None and buffer >= longest:
         checks.fail(

@@ -61,6 +61,29 @@ class DynamicSamplingConfig(Section):
     surplus: Literal["keep", "drop"] = Field(
         "keep", description="groups beyond a full batch: keep them for the next step, or drop them"
     )
+    metric: Literal["score", "success"] = Field(
+        "score",
+        description="what is looked at: the score, or whether a robot's episode succeeded, which is known before it "
+        "is scored",
+    )
+    low: float | None = Field(
+        None,
+        description="keep groups whose mean is at least this, 0.1 for instance; with `low` or `high` it need not vary",
+    )
+    high: float | None = Field(None, description="keep groups whose mean is at most this, 0.9 for instance")
+    drop_cut: bool = Field(
+        False, description="drop groups in which a robot's episode used all its environment steps (`max_steps`)"
+    )
+
+    @property
+    def kept_groups(self) -> str:
+        """What a group has that is kept, for messages."""
+        bounds = [
+            f"{word} {value:g}" for word, value in (("at least", self.low), ("at most", self.high)) if value is not None
+        ]
+        what = "scores that differ" if self.metric == "score" else "successes and failures"
+        said = f"a mean {self.metric} of {' and '.join(bounds)}" if bounds else what
+        return f"{said} and no episode that was cut" if self.drop_cut else said
 
 
 class FilterConfig(ComponentSection):

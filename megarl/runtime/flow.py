@@ -388,9 +388,8 @@ class FlowSteps:
             self._silent = []
         self._silent += [scores for scores, good in zip(seen, carry, strict=True) if not good]
         if len(self._silent) >= settings.max_rounds * wanted:
-            what = (
-                f"replica {self.c.layout.dp_rank}: in each of its last {len(self._silent)} groups all scores are equal"
-            )
+            found = f"none of its last {len(self._silent)} groups has {settings.kept_groups}"
+            what = f"replica {self.c.layout.dp_rank}: {found}"
             raise sampling.no_signal(what, "these groups", self._silent)
         return {number for number, good in zip(numbers, carry, strict=True) if not good}
 

@@ -10,14 +10,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.algorithms.group_filter import accuracy_filter, group_filter, score_histogram, truncated_filter
+from megarl.algorithms.group_filter import (
+    accuracy_filter,
+    group_filter,
+    informative_groups,
+    score_histogram,
+    truncated_filter,
+    uncut_groups,
+)
 from megarl.algorithms.overlong import overlong_penalty
 from megarl.config.run import RunConfig
 from megarl.data.batch import Batch, Jagged
 from megarl.errors import UserError
 from megarl.metrics import Metrics
 from megarl.runtime.episodes import record_episodes
-from megarl.runtime.stages.sampling import signal
+from megarl.runtime.stages.sampling import dynamic_sampling, signal
 from megarl.runtime.stages.shaping import filter_samples, overlong
 
 
@@ -70,6 +77,47 @@ def test_samples_that_do_not_count_change_no_group(rows, low, high):
     assert found[places].tolist() == accuracy_filter(mine, names, low=low, high=high).tolist()
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 1), st.booleans()), min_size=1, max_size=16),
+    st.sampled_from([None, 0.0, 0.1, 0.5]),
+    st.sampled_from([None, 0.5, 0.9, 1.0]),
+)
+def test_groups_are_kept_inside_both_bounds_and_without_bounds_where_they_vary(rows, low, high):
+    uid, won = [u for u, _, _ in rows], torch.tensor([x for _, x, _ in rows]).float()
+    expected = []
+    for mine in uid:
+        group = [x for u, x, on in rows if u == mine and on]
+        if low is None and high is None:
+            expected.append(len(set(group)) > 1)
+            continue
+        mean = Fraction(sum(group), len(group)) if group else None
+        above = mean is not None and (low is None or mean >= Fraction(str(low)))
+        expected.append(above and (high is None or mean <= Fraction(str(high))))
+    live = torch.tensor([on for _, _, on in rows])
+    assert informative_groups(won, uid, low=low, high=high, live=live).tolist() == expected
+    if live.all():
+        assert informative_groups(won, uid, low=low, high=high).tolist() == expected
+
+
+def test_one_success_of_ten_and_nine_of_ten_are_inside_the_bounds_of_the_papers():
+    won = torch.tensor([1.0] + [0.0] * 9 + [1.0] * 9 + [0.0] + [0.0] * 10 + [1.0] * 10)
+    uid = [name for name in "abcd" for _ in range(10)]
+    kept = informative_groups(won, uid, low=0.1, high=0.9)
+    assert kept.tolist() == [True] * 20 + [False] * 20
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4), st.integers(1, 4), st.booleans()), max_size=16),
+)
+def test_a_group_is_dropped_whole_where_an_episode_used_all_its_steps(rows):
+    uid, steps, limits, live = ([row[k] for row in rows] for k in range(4))
+    cut = {u for u, taken, limit, on in rows if on and taken >= limit}
+    given = torch.tensor(steps).long(), torch.tensor(limits).long(), uid
+    assert uncut_groups(*given, live=torch.tensor(live).bool()).tolist() == [u not in cut for u in uid]
+    cut = {u for u, taken, limit, _ in rows if taken >= limit}
+    assert uncut_groups(*given).tolist() == [u not in cut for u in uid]
+
+
 def case(**sections):
     """As much of a controller as stages of this file use."""
     env = {"name": "game.py:Game", "on_error": "mark"}
@@ -90,6 +138,53 @@ def test_failed_episodes_are_no_signal_and_lower_no_mean():
     assert signal(case(), batch, []) == [False, True]
     kept = filter_samples(case(algorithm={"filter": {"low": 0.8}}), batch)["response_mask"]
     assert kept.values.tolist() == [True, False, False, False, False, False]
+
+
+EPISODES = {
+    "score": torch.tensor([0.2, 0.6, 1.0, 0.3, 1.0, 1.0, 0.5, 0.5]),
+    "success": torch.tensor([False, False, True, False, True, True, False, True]),
+    "finish_step": torch.tensor([9, 9, 4, 8, 2, 2, 5, 3]),
+    "max_steps": torch.tensor([9, 9, 9, 9, 9, 9, 5, 5]),
+}
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept", "needed", "message"),
+    [
+        ({}, [1, 1, 0, 0], ["score"], "scores that differ"),
+        ({"metric": "success"}, [0, 1, 0, 1], ["success"], "successes and failures"),
+        (
+            {"metric": "success", "low": 0.1, "high": 0.9},
+            [0, 1, 0, 1],
+            ["success"],
+            "a mean success of at least 0.1 and at most 0.9",
+        ),
+        ({"low": 0.5}, [0, 1, 1, 1], ["score"], "a mean score of at least 0.5"),
+        (
+            {"high": 0.9, "drop_cut": True},
+            [0, 1, 0, 0],
+            ["score", "finish_step", "max_steps"],
+            "a mean score of at most 0.9 and no episode that was cut",
+        ),
+    ],
+)
+def test_dynamic_sampling_reads_what_its_settings_judge_groups_by(settings, kept, needed, message):
+    c = case(algorithm={"dynamic_sampling": {"enabled": True, **settings}})
+    fields = {name: EPISODES[name] for name in needed}
+    batch, seen = Batch({"response_mask": jagged(*[[1]] * 8), **fields}), []
+    batch.set("uid", list("aabbccdd"))
+    assert signal(c, batch, seen) == [bool(on) for on in kept]
+    assert seen == EPISODES[needed[0]].float().reshape(4, 2).tolist()
+    assert dynamic_sampling.__stage__.needs(c.config) == [*needed, "response_mask"]
+    assert c.config.algorithm.dynamic_sampling.kept_groups == message
+
+
+@pytest.mark.parametrize("metric", ["score", "success"])
+@pytest.mark.parametrize("low", [None, 0.0])
+def test_a_group_whose_episodes_all_failed_to_run_is_drawn_again(metric, low):
+    batch = Batch({"response_mask": jagged([0], [0]), metric: torch.tensor([False, True])})
+    batch.set("uid", ["a", "a"])
+    assert signal(case(algorithm={"dynamic_sampling": {"metric": metric, "low": low}}), batch, []) == [False]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,11 @@ def test_a_good_recipe_passes_every_check(config_of):
         (["sft.steps=5", "sft.stop_at_accuracy=0.5"], "sft.eval_every", ["needs evaluations"]),
         # files
         (["algorithm.dynamic_sampling.enabled=true"], "algorithm.dynamic_sampling.enabled", ["pipeline=dapo"]),
+        (
+            ["algorithm.pipeline=dapo", "algorithm.dynamic_sampling={enabled: true, low: 0.9, high: 0.1}"],
+            "algorithm.dynamic_sampling.low",
+            ["between 0.9 and 0.1", "exchange"],
+        ),
         (["data.train_files=[]"], "data.train_files", ["no training data"]),
         (["data.train_files=missing.jsonl"], "data.train_files", ["no such file", "missing.jsonl"]),
         (["data.train_files=megarl.recipes.arithmetic:make_row"], "data.train_files", ["arithmetic:make_rows?"]),

@@ -18,9 +18,11 @@ if TYPE_CHECKING:
     from megarl.runtime.roles import ActorRole
 
 
-def _of_turns(config: RunConfig) -> list[str]:
-    """What tells episodes whose environment failed."""
-    return ["response_mask"] if config.has_turns else []
+def _read(config: RunConfig) -> list[str]:
+    """What groups are judged by, and what tells episodes whose environment failed."""
+    settings = config.algorithm.dynamic_sampling
+    cut = ["finish_step", "max_steps"] if settings.drop_cut else []
+    return [settings.metric, *cut, *(["response_mask"] if config.has_turns else [])]
 
 
 class NoSignalError(MegarlError):
@@ -30,8 +32,8 @@ class NoSignalError(MegarlError):
 
 
 @stage(
-    reads=["score", "uid"],
-    needs=_of_turns,
+    reads=["uid"],
+    needs=_read,
     optional=["prompt_ids", "response_ids"],  # their tokens count; groups that wait for the next step are scored
     writes=[],
     may_write=[DRAWN_LOGP, DRAWN_SUM, ORDINAL],
@@ -40,7 +42,7 @@ class NoSignalError(MegarlError):
     refills=True,
 )
 def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], *, actor: ActorRole) -> Batch:
-    """This rank's share of `data.batch_size` groups that vary in their score, the same groups on any number of ranks.
+    """This rank's share of `data.batch_size` groups that carry a signal, the same groups on any number of ranks.
 
     Groups beyond that wait for the next step (`algorithm.dynamic_sampling.surplus`), with the log-probs of this step's
     policy.
@@ -69,7 +71,7 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
             break
     else:
         every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]
-        found = f"{settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have scores that differ"
+        found = f"{settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have {settings.kept_groups}"
         raise no_signal(f"step {c.step}: after {found}", "groups drawn in this step", every)
     batch, rest = pool.deal(wanted)
     left = len(pool) - wanted
@@ -80,17 +82,21 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
 
 
 def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool]:
-    """Which groups vary in their score; adds the scores of this rank's groups to `seen`."""
-    from megarl.algorithms.group_filter import group_filter, live_rows
+    """Which groups `algorithm.dynamic_sampling` keeps; adds the scores of this rank's groups to `seen`."""
+    from megarl.algorithms.group_filter import informative_groups, live_rows, uncut_groups
     from megarl.data.groups import group_places
 
     live = None
     if c.config.has_turns:
         mask = samples["response_mask"]
         live = live_rows(mask.values, mask.offsets)
-    varies = group_filter(samples["score"], samples["uid"], live=live).tolist()
-    groups, scores = group_places(samples["uid"]), samples["score"].tolist()
-    keep = [varies[group[0]] for group in groups]
+    settings, uid = c.config.algorithm.dynamic_sampling, samples["uid"]
+    metric = samples[settings.metric].float() if settings.metric == "success" else samples["score"]
+    kept = informative_groups(metric, uid, low=settings.low, high=settings.high, live=live)
+    if settings.drop_cut:
+        kept &= uncut_groups(samples["finish_step"], samples["max_steps"], uid, live=live)
+    groups, scores, of_sample = group_places(uid), metric.tolist(), kept.tolist()
+    keep = [of_sample[group[0]] for group in groups]
     c.metrics.mean("sampling/kept", sum(keep), len(keep))
     seen += [[scores[place] for place in group] for group in groups]
     return keep

@@ -1,0 +1,317 @@
+"""Scores of failed episodes by how near they come to the successes of their task (SRPO).
+
+    embeddings [B, E]   success [B]   task [B]                 of the whole global batch, on every rank
+        |
+        +-- for each task: its successes, and those of the bank, are standardised and clustered (DBSCAN)
+        +-- a failure's distance to the nearest cluster's centre, Euclidean, in the space of the embeddings
+        +-- distances of the task's failures -> scores: less than a success, more where it is nearer
+
+Source: SRPO (arXiv 2511.15605). Its code in siiRL is `radius: fixed` with `mapping: min_max`, except that a success
+without a valid embedding scores 0 there. `mapping: z_score` is after the paper's z-scored distances, of which siiRL has
+no code: weight 0.8, mean and deviation over the failures of the task, the nearer the more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from megarl.algorithms.lazy import torch
+from megarl.algorithms.registry import Settings
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from megarl.algorithms.success_bank import SuccessBank
+
+#: Distances that span less than this (or deviate less) do not tell failures apart.
+_NOTHING = 1e-6
+#: Points of a cluster; a success that has fewer neighbours belongs to none.
+_MIN_SAMPLES = 2
+#: `k_distance`: distances that differ by less than this share are taken as equal. In many dimensions those of points
+#: of one kind do.
+_ALIKE = 0.1
+_STEEPNESS, _MIDDLE = 10.0, 0.5
+_WEIGHTS = {"min_max": 0.6, "z_score": 0.8}
+
+
+class ProgressSettings(Settings):
+    """How failed episodes are scored by the successes of their task."""
+
+    radius: Literal["k_distance", "scaled", "fixed"] = Field(
+        "k_distance",
+        description="how far apart standardised successes of a cluster may be: the knee of their distances to the "
+        "nearest other one, eps times the root of the embedding's size, or eps as it is, which finds no cluster in "
+        "hundreds of dimensions",
+    )
+    eps: float = Field(0.5, gt=0, description="radius of a cluster's neighbourhood; not read by `k_distance`")
+    mapping: Literal["min_max", "z_score"] = Field(
+        "min_max",
+        description="distances to scores, over the failures of a task: by their place between the least and the "
+        "largest, or by their deviation from the mean",
+    )
+    weight: float | None = Field(
+        None, gt=0, le=1, description="bound of a failure's score; null: 0.6 with `min_max`, 0.8 with `z_score`"
+    )
+    bank: int = Field(0, ge=0, description="successes of earlier steps that are kept for each task; 0: none")
+    shuffled: bool = Field(
+        False, description="control: exchange the embeddings of a task's episodes at random before they are scored"
+    )
+
+
+@dataclass(frozen=True)
+class ProgressReport:
+    """Scores, and what they were made of.
+
+    Attributes:
+        scores: float64 [B], 1 for a success, below that for a failure.
+        distances: float64 [B], of failures to the nearest reference; NaN where there is none.
+        failed: bool [B].
+        invalid: bool [B], embeddings that are zero, NaN or infinite; those of successes, too.
+        clusters: clusters of each task's successes; 0 where their mean was the reference. Tasks without success are
+            not in it.
+        task: as given.
+    """
+
+    scores: Tensor
+    distances: Tensor
+    failed: Tensor
+    invalid: Tensor
+    clusters: dict[Hashable, int]
+    task: Sequence[Hashable]
+
+    @property
+    def shaped(self) -> Tensor:
+        """bool [B]: failures that were scored by their distance."""
+        return ~self.distances.isnan()
+
+    def histogram(self, bins: int) -> tuple[list[int], list[float]]:
+        """Numbers of shaped failures between equally spaced distances, and those `bins` + 1 distances.
+
+        No failure was shaped: zeros, between 0 and 1.
+        """
+        import numpy as np
+
+        counts, edges = np.histogram(self.distances[self.shaped].numpy(), bins=bins)
+        return counts.tolist(), edges.tolist()
+
+    def rank_correlations(self, progress: Tensor) -> dict[Hashable, float]:
+        """Spearman's correlation of score and true progress over the shaped failures of each task.
+
+        Tasks with fewer than two of them, or where all scores or all progress are equal, are not in it.
+
+        Args:
+            progress: float [B]; NaN where the environment does not know it.
+        """
+        from scipy.stats import spearmanr
+
+        known = self.shaped & ~progress.isnan()
+        found: dict[Hashable, float] = {}
+        for name, places in _by_task(self.task).items():
+            rows = [place for place in places if known[place]]
+            scores, truth = self.scores[rows].numpy(), progress[rows].double().numpy()
+            if len(rows) > 1 and scores.min() < scores.max() and truth.min() < truth.max():
+                found[name] = float(spearmanr(scores, truth).statistic)
+        return found
+
+    def numbers(self, progress: Tensor | None = None) -> dict[str, float]:
+        """What a step reports; keys whose number does not exist are left out.
+
+        Returns:
+            `invalid` (embeddings), `shaped` (share of failures), `clusters` (mean of the tasks with a success),
+            `distance/mean`, `distance/max`, and with `progress` (as `rank_correlations`) `rank_correlation`, the mean
+            of the tasks.
+        """
+        numbers = {"invalid": float(self.invalid.sum())}
+        if self.failed.any():
+            numbers["shaped"] = float(self.shaped.sum()) / float(self.failed.sum())
+        if self.clusters:
+            numbers["clusters"] = sum(self.clusters.values()) / len(self.clusters)
+        if self.shaped.any():
+            distances = self.distances[self.shaped]
+            numbers |= {"distance/mean": float(distances.mean()), "distance/max": float(distances.max())}
+        if progress is not None and (found := self.rank_correlations(progress)):
+            numbers["rank_correlation"] = sum(found.values()) / len(found)
+        return numbers
+
+
+def progress_scores(
+    embeddings: Tensor,
+    success: Tensor,
+    task: Sequence[Hashable],
+    settings: ProgressSettings,
+    *,
+    bank: SuccessBank | None = None,
+) -> ProgressReport:
+    """Score 1 for every success, and failures by their distance to the successes of their task.
+
+    A failure scores 0 where its embedding is invalid (zero, NaN, or infinite in float32), or where its task has no
+    success with a valid one, in the batch or in the bank. A success whose embedding is invalid is no reference. An
+    episode that could not be played belongs to nothing: give it an embedding of zeros.
+    Everything is computed in float64 on the CPU, so that equal batches score equally on every rank. Nothing is written
+    into the bank: add the batch to it when the step has been scored.
+
+    Args:
+        embeddings: float [B, E] of all episodes of the global batch.
+        success: bool [B].
+        task: B names or numbers.
+        settings: radius, eps, mapping, weight. `ProgressScorer` does what `bank` and `shuffled` say.
+        bank: successes of earlier steps.
+
+    Raises:
+        ValueError: shapes or types do not fit.
+        UserError: the bank's embeddings have another size.
+
+    >>> points = torch.tensor([[1.0, 1.0], [1.0, 2.0], [1.0, 4.0], [0.0, 0.0]])
+    >>> report = progress_scores(points, torch.tensor([True, False, False, False]), ["reach"] * 4, ProgressSettings())
+    >>> report.scores, report.distances, int(report.invalid.sum())
+    (tensor([1.0000, 0.5960, 0.0040, 0.0000], dtype=torch.float64), tensor([nan, 1., 3., nan], dtype=torch.float64), 1)
+    """
+    _check(embeddings, success, task)
+    points, valid = _valid(embeddings)
+    won = success.cpu().numpy()
+    scores, distances = success.cpu().double(), torch.full((len(task),), math.nan, dtype=torch.float64)
+    clusters: dict[Hashable, int] = {}
+    for name, places in _by_task(task).items():
+        references = points[[place for place in places if won[place] and valid[place]]]
+        if bank is not None:
+            references = _joined(bank.references(name, points.shape[1]), references)
+        if not len(references):
+            continue
+        centres, clusters[name] = success_centres(references, settings)
+        failures = [place for place in places if valid[place] and not won[place]]
+        if failures:
+            nearest = _nearest(points[failures], centres)
+            distances[failures] = torch.from_numpy(nearest)
+            scores[failures] = torch.from_numpy(_mapped(nearest, settings))
+    return ProgressReport(scores, distances, ~success.cpu(), torch.from_numpy(~valid), clusters, task)
+
+
+def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.ndarray, int]:
+    """Centres of the clusters of a task's successes, float64 [C, E], and their number; no cluster: the mean, and 0.
+
+    Args:
+        points: float64 [n, E], at least one.
+        settings: radius, eps.
+    """
+    import numpy as np
+    from scipy.spatial.distance import pdist, squareform
+    from sklearn.cluster import DBSCAN
+    from sklearn.preprocessing import StandardScaler
+
+    labels = np.full(len(points), -1)
+    if len(points) >= _MIN_SAMPLES:
+        apart = squareform(pdist(StandardScaler().fit_transform(points)))
+        clustering = DBSCAN(
+            eps=_radius(apart, points.shape[1], settings), min_samples=_MIN_SAMPLES, metric="precomputed"
+        )
+        labels = clustering.fit(apart).labels_
+    count = int(labels.max()) + 1
+    if not count:
+        return points.mean(0, keepdims=True), 0
+    # Standardisation is affine: a mean that is mapped back is the mean of the points as they are.
+    return np.stack([points[labels == label].mean(0) for label in range(count)]), count
+
+
+def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int) -> Tensor:
+    """The embeddings, exchanged among the episodes of each task by a permutation that follows from `seed`.
+
+    What the scores of a task are made of stays the same, and says nothing about the episode any more.
+
+    Args:
+        embeddings: [B, E].
+        task: B names or numbers.
+        seed: integers from 0, of the run and of the step.
+    """
+    import numpy as np
+
+    drawn = np.random.Generator(np.random.PCG64(list(seed)))
+    source = torch.arange(len(task))
+    for places in _by_task(task).values():
+        source[places] = torch.tensor(places)[torch.from_numpy(drawn.permutation(len(places)))]
+    return embeddings[source.to(embeddings.device)]
+
+
+def valid_embeddings(embeddings: Tensor) -> Tensor:
+    """bool [B]: neither zero nor, in float32, NaN or infinite.
+
+    Args:
+        embeddings: float [B, E].
+    """
+    return torch.from_numpy(_valid(embeddings)[1])
+
+
+def _check(embeddings: Tensor, success: Tensor, task: Sequence[Hashable]) -> None:
+    if embeddings.ndim != 2 or not embeddings.is_floating_point() or not embeddings.shape[1]:
+        raise ValueError(f"embeddings must be float [B, E], got {embeddings.dtype} {tuple(embeddings.shape)}")
+    if success.dtype != torch.bool or success.shape != embeddings.shape[:1]:
+        raise ValueError(f"success must be bool [{len(embeddings)}], got {success.dtype} {tuple(success.shape)}")
+    if len(task) != len(embeddings):
+        raise ValueError(f"there are {len(embeddings)} embeddings and {len(task)} tasks")
+
+
+def _valid(embeddings: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """float64 [B, E], and which rows can be compared, bool [B]."""
+    points = embeddings.detach().float().cpu().double().numpy()
+    return points, ((points != 0).any(1) & ~(abs(points) == math.inf).any(1) & ~(points != points).any(1))
+
+
+def _joined(earlier: Tensor | None, points: np.ndarray) -> np.ndarray:
+    import numpy as np
+
+    return points if earlier is None else np.concatenate([earlier.double().numpy(), points])
+
+
+def _radius(apart: np.ndarray, dims: int, settings: ProgressSettings) -> float:
+    """DBSCAN's eps for points that are `apart`, float64 [n, n], n at least 2.
+
+    `k_distance`: the distances to the nearest other point, in ascending order, are a curve; its knee is the point
+    farthest below the chord from its first to its last (Kneedle, Satopaa and others 2011). A curve that is nowhere
+    below by a tenth of its largest value has no knee: then its end is taken, which gives every point a neighbour.
+    """
+    import numpy as np
+
+    if settings.radius == "fixed":
+        return settings.eps
+    if settings.radius == "scaled":
+        return settings.eps * math.sqrt(dims)
+    curve = np.sort((apart + np.diag([math.inf] * len(apart))).min(1))
+    below = np.linspace(curve[0], curve[-1], len(curve)) - curve
+    knee = int(below.argmax()) if below.max() > _ALIKE * curve[-1] else -1
+    return float(curve[knee]) * (1 + _ALIKE) + 1e-12  # not 0 for equal points
+
+
+def _nearest(points: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    from scipy.spatial.distance import cdist
+
+    nearest: np.ndarray = cdist(points, centres).min(1)
+    return nearest
+
+
+def _mapped(distances: np.ndarray, settings: ProgressSettings) -> np.ndarray:
+    """Scores of one task's failures, float64 [n]."""
+    import numpy as np
+    from scipy.special import expit
+
+    weight = _WEIGHTS[settings.mapping] if settings.weight is None else settings.weight
+    if settings.mapping == "z_score":
+        spread = distances.std()
+        exponent = (distances.mean() - distances) / spread if spread >= _NOTHING else np.zeros_like(distances)
+    else:
+        span = np.ptp(distances)
+        place = (distances - distances.min()) / span if span >= _NOTHING else np.full_like(distances, _MIDDLE)
+        exponent = _STEEPNESS * (_MIDDLE - place)
+    scores: np.ndarray = weight * expit(exponent)
+    return scores
+
+
+def _by_task(task: Sequence[Any]) -> dict[Hashable, list[int]]:
+    places: dict[Hashable, list[int]] = {}
+    for place, name in enumerate(task):
+        places.setdefault(name, []).append(place)
+    return places

@@ -1,0 +1,50 @@
+"""SRPO's rewards of a run: the scores of its global batches one after another, with what they hand on."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.algorithms.progress import ProgressReport, ProgressSettings, progress_scores, shuffled_embeddings
+from megarl.algorithms.success_bank import SuccessBank
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class ProgressScorer:
+    """Scores global batches in the order of the steps; equal on all ranks that are given equal batches.
+
+    Args:
+        settings: the form of the scores, the size of the bank, and whether this is the control.
+        seed: of the run; the control's permutations follow from it and the step.
+    """
+
+    def __init__(self, settings: ProgressSettings, seed: int) -> None:
+        self._settings, self._seed = settings, seed
+        self._bank = SuccessBank(settings.bank) if settings.bank else None
+
+    def score(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable], *, step: int) -> ProgressReport:
+        """`progress_scores` of a batch, whose successes are references from the next batch on, where there is a bank.
+
+        Args:
+            embeddings: float [B, E] of the global batch.
+            success: bool [B].
+            task: B names or numbers.
+            step: training step, from 0.
+        """
+        if self._settings.shuffled:
+            embeddings = shuffled_embeddings(embeddings, task, self._seed, step)
+        report = progress_scores(embeddings, success, task, self._settings, bank=self._bank)
+        if self._bank is not None:
+            self._bank.add(embeddings, success, task)
+        return report
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: that of the bank, or nothing."""
+        return {} if self._bank is None else self._bank.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`; that of a run without a bank leaves it empty, a run without one needs none."""
+        if self._bank is not None and state:
+            self._bank.load_state(state)
