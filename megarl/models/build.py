@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.device import device
 from megarl.models.attention import PackedAttention
 from megarl.models.config import PolicyConfig
-from megarl.models.hf import moe_layers
+from megarl.models.hf import moe_layers, vision_of
 from megarl.models.norm import RMSNorm
 from megarl.models.policy import PolicyModel
 from megarl.models.swiglu import SwiGLU
@@ -41,15 +41,19 @@ def build_policy(hf_config: PretrainedConfig, tconf: PolicyConfig, *, value_head
         if vpp:
             mpu.set_virtual_pipeline_model_parallel_rank(stage)
         where = {"ignore_virtual": not vpp, "vp_stage": vp_stage}
-        chunk = PolicyModel(
-            hf_config,
-            tconf,
-            block_spec(hf_config, tconf, vp_stage),
-            pre_process=mpu.is_pipeline_first_stage(**where),
-            post_process=mpu.is_pipeline_last_stage(**where),
-            vp_stage=vp_stage,
-            value_head=value_head,
-        )
+        settings: dict[str, Any] = {
+            "pre_process": mpu.is_pipeline_first_stage(**where),
+            "post_process": mpu.is_pipeline_last_stage(**where),
+            "vp_stage": vp_stage,
+            "value_head": value_head,
+        }
+        spec, sight = block_spec(hf_config, tconf, vp_stage), vision_of(hf_config)
+        if sight is None:
+            chunk = PolicyModel(hf_config, tconf, spec, **settings)
+        else:
+            from megarl.models.vla.policy import VlaModel
+
+            chunk = VlaModel(hf_config, tconf, spec, sight, **settings)
         _mark_split(chunk)
         # Megatron makes some parameters on the host whatever the device (routers), and a module of ours may, too.
         chunks.append(chunk.to(device()))

@@ -20,6 +20,8 @@ from megarl.processes import is_first_process
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from megarl.models.vla.shape import VisionShape
+
 _ALLOWED = "a folder with config.json and *.safetensors, or a hub name such as Qwen/Qwen3-0.6B"
 
 
@@ -207,6 +209,16 @@ def normalizes_experts(hf: PretrainedConfig) -> bool:
 def value_bias(hf: PretrainedConfig) -> bool:
     """True when a value head on this model adds a bias: that of a checkpoint which has one."""
     return bool(getattr(hf, "token_classification_bias", False))
+
+
+def vision_of(hf: PretrainedConfig) -> VisionShape | None:
+    """What a robot policy sees with (`megarl.models.vla.config`); None: a language model."""
+    policy = getattr(hf, "policy", None)
+    if policy is None:
+        return None
+    from megarl.models.vla.shape import VisionShape
+
+    return VisionShape.from_config(policy, hf.hidden_size, "config.json")
 
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:

@@ -28,10 +28,12 @@ class PackedSequences(PackedSeqParams):
     Attributes:
         open_from: place in each sequence from which on its tokens see all of the sequence, also what comes after them;
             those before it see what came before. Empty: no token sees what comes after it.
+        seen: what a robot policy sees, a `megarl.models.vla.vision.Seen`.
     """
 
     lengths: tuple[int, ...] = ()
     open_from: tuple[int, ...] = ()
+    seen: Any = None
     cp_size: int = 1
     cp_rank: int = 0
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)

@@ -11,7 +11,13 @@ from megarl.models.attention import bucket_attention, group_by_length
 from megarl.models.attention_cpu import causal_attention, runs
 from megarl.models.packing import pack_stream
 
-CASES = {"mixed": [5, 5, 1, 130, 64, 64, 64, 17], "one": [1], "equal": [33, 33, 33], "long": [300, 200], "near": [20, 18, 3, 19]}
+CASES = {
+    "mixed": [5, 5, 1, 130, 64, 64, 64, 17],
+    "one": [1],
+    "equal": [33, 33, 33],
+    "long": [300, 200],
+    "near": [20, 18, 3, 19],
+}
 
 
 def tensors(total: int, heads: int, groups: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -134,6 +135,16 @@ def write_metadata(
     value_head: bool = False,
 ) -> None:
     """config.json, generation_config.json and the tokenizer's files."""
+    name, policy = str(dtype).removeprefix("torch."), getattr(hf_config, "policy", None)
+    if policy is None:
+        _write_config(folder, hf_config, name, value_head=value_head)
+    else:  # of a robot policy: transformers has no class for it, so it stays what it was
+        (folder / "config.json").write_text(json.dumps(policy | {"torch_dtype": name}, indent=2))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _write_config(folder: Path, hf_config: PretrainedConfig, dtype: str, *, value_head: bool) -> None:
     from transformers import GenerationConfig
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -143,12 +154,10 @@ def write_metadata(
     config = copy.deepcopy(hf_config)
     names = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES if value_head else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     config.architectures = [names[config.model_type]]
-    config.dtype = str(dtype).removeprefix("torch.")
+    config.dtype = dtype
     if value_head:
         config.num_labels = 1
         config.token_classification_bias = value_bias(config)  # transformers would add one that is not in the files
     config.save_pretrained(folder)
     if not value_head:
         GenerationConfig.from_model_config(config).save_pretrained(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)

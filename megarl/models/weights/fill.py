@@ -102,8 +102,8 @@ def load_weights(chunks: Sequence[PolicyModel], source_dir: str | Path) -> None:
 def init_random(chunks: Sequence[PolicyModel], hf_config: PretrainedConfig, seed: int) -> None:
     """Draw a fresh model. Each whole tensor depends on `seed` and its Hugging Face name only, so layouts agree.
 
-    Norms are 1, biases and value heads 0, the rest normal with `initializer_range`; projections that write to the
-    residual stream are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
+    Norms and scales of branches are 1, biases and value heads 0, the rest normal with `initializer_range`; projections
+    that write to the residual stream are divided by sqrt(2 * layers), as in GPT-2 (Radford et al. 2019).
     """
     shapes = hf_tensors(hf_config, value_head=chunks[0].has_value_head)
     drawn: dict[str, torch.Tensor] = {}
@@ -121,7 +121,7 @@ def draw_tensor(hf: PretrainedConfig, name: str, shape: tuple[int, ...], seed: i
     """The fp32 tensor `name` of the random model of `seed`."""
     if name.endswith(".bias") or name == "score.weight":
         return torch.zeros(shape)
-    if "norm" in name:
+    if "norm" in name or name.endswith(".scale_factor"):
         return torch.ones(shape)
     std = getattr(hf, "initializer_range", 0.02)
     if name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight")):

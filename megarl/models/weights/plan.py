@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
-from megarl.models.hf import expert_ffn, head_dim, moe_layers, num_experts, value_bias
+from megarl.models.hf import expert_ffn, head_dim, moe_layers, num_experts, value_bias, vision_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -87,7 +87,8 @@ def hf_tensors(hf: PretrainedConfig, *, value_head: bool = False) -> dict[str, t
     for rule, _, names in _instances(hf, whole, value_head):
         for source, name in zip(rule.sources, names, strict=True):
             found[name] = tuple(size[d] for d in source.shape)
-    return found
+    sight = vision_of(hf)
+    return found if sight is None else found | dict(sight.tensors.values())
 
 
 def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False) -> list[Shard]:
@@ -99,6 +100,9 @@ def slices_for(hf: PretrainedConfig, at: Coordinate, *, value_head: bool = False
         shapes = [tuple(size[d] for d in source.shape) for source in rule.sources]
         shape, pieces = _SPLITS[rule.split](list(zip(names, shapes, strict=True)), ways, rank, size)
         shards.append(Shard(chunk, param, shape, pieces))
+    if (sight := vision_of(hf)) is not None and at.pp_rank == 0:
+        for param, (name, shape) in sight.tensors.items():
+            shards.append(Shard(0, f"vision.{param}", *_copy([(name, shape)], 1, 0, size)))
     return shards
 
 
@@ -107,13 +111,14 @@ def _instances(
 ) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
     """Every rule for every layer and expert that lives at `at`: (rule, (chunk, parameter), source names)."""
     table = rules(hf, value_head=value_head)
+    before = "" if vision_of(hf) is None else "language_model."  # in checkpoints of policies that see
     per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
     sparse = moe_layers(hf)
 
     def outer(part: str, chunk: int) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
         for rule in table:
             if rule.part == part:
-                yield rule, (chunk, rule.param), tuple(s.name for s in rule.sources)
+                yield rule, (chunk, rule.param), tuple(before + s.name for s in rule.sources)
 
     if at.pp_rank == 0:
         yield from outer("embedding", 0)
@@ -125,7 +130,8 @@ def _instances(
                     continue
                 for local, expert in _experts(hf, at) if rule.part == "expert" else [(0, 0)]:
                     param = rule.param.format(i=layer - first, e=local)
-                    yield rule, (chunk, param), tuple(s.name.format(i=layer, e=expert) for s in rule.sources)
+                    names = (before + s.name.format(i=layer, e=expert) for s in rule.sources)
+                    yield rule, (chunk, param), tuple(names)
     if at.pp_rank == at.pp - 1:
         yield from outer("final", at.vpp - 1)
         tied_in_place = hf.tie_word_embeddings and not value_head and at.pp * at.vpp == 1

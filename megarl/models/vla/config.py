@@ -1,0 +1,58 @@
+"""The configuration of a robot policy: that of its language model, and what it sees with.
+
+`text_config` and `timm_model_ids` of a published config.json of OpenVLA or OpenVLA-OFT; for small models of your own
+`vision_towers` in the place of timm's names, and `state_dim` where the robot's state is one more embedding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.model import ModelConfig
+from megarl.errors import ConfigError
+from megarl.models.hf import load_hf_config
+from megarl.models.vla.shape import VisionShape
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+MODEL_TYPE = "openvla"
+
+
+def policy_config(config: Mapping[str, Any], where: str) -> PretrainedConfig:
+    """The language model's configuration, which brings what the policy sees with (`megarl.models.hf.vision_of`).
+
+    Args:
+        config: a policy's config.json.
+        where: its place, for messages.
+
+    Raises:
+        ConfigError: it is none of a robot policy, or names what is not supported.
+    """
+    text = config.get("text_config")
+    if config.get("model_type") != MODEL_TYPE or not isinstance(text, Mapping):
+        raise ConfigError(
+            "not the configuration of a robot policy",
+            where=where,
+            found=config.get("model_type"),
+            allowed=f"model_type {MODEL_TYPE!r} with text_config",
+        )
+    hf = load_hf_config(ModelConfig(hf_config={"model_type": "llama", **text}), f"{where}.text_config")
+    VisionShape.from_config(config, hf.hidden_size, where)
+    hf.policy = dict(config)  # goes into the config.json of what is exported, as it is
+    return hf
+
+
+def read_policy_config(folder: Path) -> PretrainedConfig:
+    """The same of a folder with config.json.
+
+    Raises:
+        ConfigError: there is none, or as `policy_config`.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError("no config.json here", where="model.path", found=str(folder), fix="check the path")
+    return policy_config(json.loads(path.read_text()), str(path))

@@ -1,0 +1,163 @@
+"""Sizes of what a robot policy sees with: vision towers, and what brings their features into the language model.
+
+    pictures -> tower(s): features of each patch -> joined -> projector -> embeddings of the language model
+    state    -> state projector -------------------------------------------> one more of these
+
+Names of tensors are those of published checkpoints of OpenVLA and OpenVLA-OFT, whose towers are timm's. Nothing here
+imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megarl.errors import ConfigError
+
+_KEYS = ("width", "blocks", "heads", "mlp", "patch", "image", "class_token", "registers", "layer_scale")
+
+
+@dataclass(frozen=True)
+class TowerShape:
+    """A vision transformer, as far as it is used: the features of patches after `blocks` blocks, without a last norm.
+
+    Attributes:
+        width: of features.
+        blocks: that are run: all but the last one of a published tower.
+        heads: of attention.
+        mlp: width between the two maps of a block.
+        patch, image: side of a patch and of a picture, in pixels.
+        class_token: a token that stands for the picture.
+        registers: tokens without a meaning of their own.
+        layer_scale: each branch of a block is scaled by a vector.
+    """
+
+    width: int
+    blocks: int
+    heads: int
+    mlp: int
+    patch: int
+    image: int
+    class_token: bool = False
+    registers: int = 0
+    layer_scale: bool = False
+
+    @property
+    def patches(self) -> int:
+        """Of a picture."""
+        return (self.image // self.patch) ** 2
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Shapes by name."""
+        width, found = self.width, dict[str, tuple[int, ...]]()
+        if self.class_token:
+            found["cls_token"] = (1, 1, width)
+        if self.registers:
+            found["reg_token"] = (1, self.registers, width)
+        found["pos_embed"] = (1, self.patches, width)
+        found |= {"patch_embed.proj.weight": (width, 3, self.patch, self.patch), "patch_embed.proj.bias": (width,)}
+        for block in range(self.blocks):
+            branches = {"norm1": (), "attn.qkv": (3 * width, width), "attn.proj": (width, width)}
+            branches |= {"norm2": (), "mlp.fc1": (self.mlp, width), "mlp.fc2": (width, self.mlp)}
+            for name, shape in branches.items():
+                found[f"blocks.{block}.{name}.weight"] = shape or (width,)
+                found[f"blocks.{block}.{name}.bias"] = (shape or (width,))[:1]
+            if self.layer_scale:
+                found |= {f"blocks.{block}.{name}.scale_factor": (width,) for name in ("ls1", "ls2")}
+        return found
+
+
+#: Towers of published checkpoints, by timm's names, for pictures of 224 pixels.
+KNOWN_TOWERS = {
+    "vit_large_patch14_reg4_dinov2.lvd142m": TowerShape(1024, 23, 16, 4096, 14, 224, True, 4, True),
+    "vit_so400m_patch14_siglip_224": TowerShape(1152, 26, 16, 4304, 14, 224),
+}
+_TOWER_NAMES = ("featurizer", "fused_featurizer")
+
+
+@dataclass(frozen=True)
+class VisionShape:
+    """All that a policy sees with.
+
+    Attributes:
+        towers: one or two, of equally many patches; they get the same pictures, each normalised in its own way.
+        hidden: width of the language model.
+        state: numbers of the robot's own state that are one more embedding; 0: there is none.
+    """
+
+    towers: tuple[TowerShape, ...]
+    hidden: int
+    state: int = 0
+
+    @property
+    def patches(self) -> int:
+        """Embeddings of a picture."""
+        return self.towers[0].patches
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """By name of the parameter: name and shape of the tensor in a checkpoint."""
+        found = {
+            f"towers.{number}.{name}": (f"vision_backbone.{_TOWER_NAMES[number]}.{name}", shape)
+            for number, tower in enumerate(self.towers)
+            for name, shape in tower.tensors.items()
+        }
+        features, hidden = sum(tower.width for tower in self.towers), self.hidden
+        maps = {"fc1": (hidden, features), "fc2": (hidden, hidden)}
+        if len(self.towers) > 1:
+            maps = {"fc1": (4 * features, features), "fc2": (hidden, 4 * features), "fc3": (hidden, hidden)}
+        parts = {"projector": maps}
+        if self.state:
+            parts["proprio_projector"] = {"fc1": (hidden, self.state), "fc2": (hidden, hidden)}
+        for part, layers in parts.items():
+            for layer, shape in layers.items():
+                found[f"{part}.{layer}.weight"] = (f"{part}.{layer}.weight", shape)
+                found[f"{part}.{layer}.bias"] = (f"{part}.{layer}.bias", shape[:1])
+        return found
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], hidden: int, where: str) -> VisionShape:
+        """What `config`, a policy's config.json, says.
+
+        Towers are `timm_model_ids` of a published checkpoint, or `vision_towers`: a list of their sizes.
+
+        Raises:
+            ConfigError: towers that are not known, sizes that are missing or do not fit; `where` is named.
+        """
+        spelt, names = config.get("vision_towers"), config.get("timm_model_ids")
+        if spelt is not None:
+            towers = tuple(_tower(one, f"{where}.vision_towers[{n}]") for n, one in enumerate(spelt))
+        else:
+            unknown = [name for name in names or [None] if name not in KNOWN_TOWERS]
+            if unknown:
+                raise ConfigError(
+                    "the vision towers of this policy are not known",
+                    where=f"{where}.timm_model_ids",
+                    found=names,
+                    allowed=list(KNOWN_TOWERS),
+                    fix="or give their sizes as vision_towers",
+                )
+            towers = tuple(KNOWN_TOWERS[name] for name in names or [])
+        if not 1 <= len(towers) <= len(_TOWER_NAMES) or len({(one.patches, one.image) for one in towers}) > 1:
+            found = [(one.image, one.patches) for one in towers]
+            allowed = "one or two towers that take pictures of one size and make equally many patches of them"
+            raise ConfigError("vision towers that do not fit together", where=where, found=found, allowed=allowed)
+        return cls(towers, hidden, int(config.get("state_dim") or 0))
+
+
+def _tower(sizes: Mapping[str, Any], where: str) -> TowerShape:
+    wrong = sorted(sizes.keys() - set(_KEYS))
+    missing = sorted(set(_KEYS[:6]) - sizes.keys())
+    if wrong or missing:
+        raise ConfigError("not the sizes of a vision tower", where=where, found=wrong or missing, allowed=list(_KEYS))
+    tower = TowerShape(**sizes)
+    if tower.width % tower.heads or tower.image % tower.patch:
+        raise ConfigError(
+            "sizes of a vision tower that do not divide",
+            where=where,
+            found=dict(sizes),
+            allowed="heads divides width, and patch divides image",
+        )
+    return tower
