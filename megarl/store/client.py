@@ -76,7 +76,9 @@ class StoreClient:
         phase.on_change(self._moved)
         if keeper is not None:
             self._given = self._ask_keeper("what it has", "held")
-        self._serial = self._ping().heard  # of the last call that changes something; another process may have made it
+        word = self._ping()
+        self._serial = word.heard  # of the last call that changes something; another process may have made it
+        self._heed(word)  # a store that died, too, lacks what this team gave: before others learn where it is now
         threading.Thread(target=self._keep_telling, name="store-ping", daemon=True).start()
 
     @classmethod

@@ -59,7 +59,7 @@ def test_wherever_it_dies_every_prompt_is_trained_on_once_and_nothing_is_too_old
 @pytest.mark.parametrize("more", [(), PARTIAL], ids=["whole", "partial"])
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=CAMPAIGN) for seed in range(1, 20))])
 def test_whenever_one_of_its_processes_dies_nothing_is_lost(recipe, tmp_path, more, seed):
-    (tmp_path / "seed").write_text(f"as ready {seed}")
+    (tmp_path / "seed").write_text(f"as ready, in steps {seed}")
     test_flow.train(recipe, tmp_path, *THREE, *more, work=dying_by_chance)
     assert 0 < deaths(tmp_path) <= DEATHS
     test_flow.check(tmp_path, 8)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from megarl import phase
 from megarl.processes import FINISHED, RESTARTS, free_port
 from tests.runtime import harness, test_ahead
 
@@ -139,7 +140,8 @@ def dying(
     """The run; the processes of the rollout's team are children of its first rank, which starts them as they die.
 
     Args:
-        places: where it dies, life by life; None: `PLACES`. With a file `seed` it does so at moments that are drawn.
+        places: where it dies, life by life; None: `PLACES`. With a file `seed` it does so at moments that are drawn;
+            if that says `steps`, most of them in any step, else all of them soon after its beginning.
     """
     import torch.distributed as dist
 
@@ -209,20 +211,30 @@ def _die_in(run_dir: Path, rank: int, places: list[Any]) -> None:
     place = by_chance if seed.exists() else places[number] if number < len(places) else None
 
     def die() -> None:
+        where = f" in step {phase.step_now}, {phase.current()}" if place is by_chance else ""
         with (run_dir / "lives").open("a") as file:
-            file.write(f"died {place.__name__.replace('_', ' ')}\n")
+            file.write(f"died {place.__name__.replace('_', ' ')}{where}\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
     if place is by_chance:
-        chance = random.Random(f"{seed.read_text()} {number}")
+        text = seed.read_text()
+        chance = random.Random(f"{text} {number}")
         if number < DEATHS and rank == chance.randrange(2):
-            by_chance(chance.uniform(0.0, WITHIN_S), die)
+            delay_s = chance.uniform(0.0, WITHIN_S)
+            if "steps" in text and chance.random() < 0.75:  # else it may not live to see one
+                by_chance(delay_s / 4, die, sorted(random.Random(text).choices(range(1, 9), k=DEATHS))[number])
+            else:
+                by_chance(delay_s, die)
     elif place is not None and rank == 0:
         place(number + 1, die)
 
 
-def by_chance(delay_s: float, die: Callable[[], None]) -> None:
+def by_chance(delay_s: float, die: Callable[[], None], step: int = 0) -> None:
+    """So long after it has come to `step`, of 8."""
+
     def strike() -> None:
+        while phase.step_now < step:
+            time.sleep(0.005)
         time.sleep(delay_s)
         die()
 

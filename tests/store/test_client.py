@@ -293,6 +293,27 @@ def test_what_is_kept_outlives_its_giver_and_goes_when_all_are_done_with_it(work
         ray.kill(keeper)
 
 
+def test_one_that_begins_again_gives_again_at_once_what_a_store_lacks_that_died_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later it might come while the ranks that wait for it find out that it is there again, and some would not see."""
+    from megarl.store.client import StoreClient
+    from megarl.store.durable import Word
+
+    said: list[Any] = []
+
+    def call(self: StoreClient, what: str, method: str, *arguments: Any) -> Any:
+        said.append((method, *arguments))
+        return Word(7, [], [5, 6], [5, 6]) if method == "ping" else None
+
+    monkeypatch.setattr(StoreClient, "_call", call)
+    monkeypatch.setattr(StoreClient, "_keep_telling", lambda self: None)
+    monkeypatch.setattr(StoreClient, "_ask_keeper", lambda self, what, method: {5: ["a"], 6: ["b"]})
+    StoreClient(None, "s", "draw", 1, 60.0, start=1, keeper=object())
+    assert [one[0] for one in said] == ["ping", "give_again"]
+    assert said[1][1:] == ("draw", 1, [5, 6], [["a"], ["b"]])
+
+
 def _payload(size: int, value: int) -> Span:
     return Span(Block((np.full(size, value, np.uint8),)), 0, 1)
 
