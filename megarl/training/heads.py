@@ -46,12 +46,14 @@ class LogProbs:
         chunk_tokens: rows whose logits exist at the same time.
         group: tensor-parallel ranks.
         entropy: also return the entropy.
+        columns: first and one past the last token that the softmax is over, all targets among them; None: all tokens.
     """
 
     temperature: float
     chunk_tokens: int
     group: WorkerGroup
     entropy: bool = True
+    columns: tuple[int, int] | None = None
 
     @property
     def outputs(self) -> int:
@@ -64,12 +66,17 @@ class LogProbs:
             rows = gather_from_sequence_parallel_region(hidden)[micro.rows]
         else:
             rows = copy_to_tensor_model_parallel_region(hidden[micro.rows])
+        start, stop = model.vocab_range
+        weight = model.lm_head_weight
+        if self.columns is not None:  # they may lie on some of the ranks only
+            first, last = (min(max(column, start), stop) for column in self.columns)
+            start, weight = first, weight[first - start : last - start]
         both = linear_logprob(
             rows,
-            model.lm_head_weight,
+            weight,
             micro.targets,
             temperature=self.temperature,
-            vocab_start=model.vocab_range[0],
+            vocab_start=start,
             chunk_tokens=self.chunk_tokens,
             entropy=self.entropy,
             group=self.group,
