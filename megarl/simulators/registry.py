@@ -16,6 +16,7 @@ from .protocol import Simulator
 SIMULATORS: dict[str, str] = {
     "libero": "libero:Libero",
     "maniskill": "maniskill:ManiSkill",
+    "reach": "reach:Reach",
     "robotwin": "robotwin:RoboTwin",
 }
 #: What else names one: a file, or a module of the simulator's interpreter.

@@ -1,0 +1,293 @@
+"""Reach and push: a gripper over a table, seen from above. numpy only, thousands of environment steps a second.
+
+    reach_red, reach_green, reach_blue              lower the gripper on the square of that colour
+    push_left, push_right, push_down, push_up       push the orange disc into that edge of the table
+
+Tasks of a kind share their scenes: trial 7 of reach_red and of reach_blue look the same, and only the instruction tells
+them apart. The table is the square from -1 to 1, x to the right and y up.
+
+An action is 3 numbers: the gripper's way in x and y, in parts of `speed`, and whether it is lowered (above 0). Raised
+it passes over everything. Lowered it pushes discs along the line from its centre to theirs, so that one that is pushed
+off-centre slips away sideways; it cannot be lowered on a disc. Discs push each other and stop at the rim; nothing has
+momentum. The state is the gripper's x and y, and 1 where it is lowered, -1 where it is not.
+
+`progress` is the part of the trial's path that is no longer ahead: a function of the trial and of where things lie now.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .protocol import Frame, Numbers, Observation, Outcome, Simulator, TaskSpec
+
+Point = tuple[float, float]
+
+GRIPPER, DISC, SQUARE = 0.08, 0.14, 0.13  # radii, and half the side of a square
+EDGE = 0.7  # a disc's centre is in the edge of the table from here on
+PARTS = 4  # of an environment step: a gripper moves less than its radius in each
+FAR = 0.35  # between the centres of things on the table, at least
+COLORS = {"red": (214, 48, 49), "green": (39, 158, 82), "blue": (41, 98, 214)}
+ORANGE, GREY, TABLE, RIM, BLACK = (240, 138, 24), (128, 128, 136), (236, 232, 222), (206, 200, 186), (24, 24, 28)
+DIRECTIONS: Mapping[str, Point] = {"left": (-1, 0), "right": (1, 0), "down": (0, -1), "up": (0, 1)}
+INSTRUCTIONS = {
+    **{f"reach_{color}": f"lower the gripper on the {color} square" for color in COLORS},
+    "push_left": "push the orange disc to the left edge",
+    "push_right": "push the orange disc to the right edge",
+    "push_down": "push the orange disc to the bottom edge",
+    "push_up": "push the orange disc to the top edge",
+}
+#: Allowed values of the settings, from and to.
+RANGES = {"size": (16, 512), "max_steps": (1, 1000), "trials": (1, 1 << 32), "speed": (0.01, 0.2)}
+
+
+class Reach(Simulator):
+    """One task of reach and push.
+
+    Raises:
+        ValueError: a task, trial or value of a setting that does not exist; the message says what does.
+    """
+
+    settings: ClassVar[Mapping[str, Any]] = {
+        "size": 32,  # height and width of the picture
+        "max_steps": 32,  # environment steps of an episode
+        "trials": 1000,
+        "speed": 0.1,  # way of an environment step along each axis, of a table of 2
+    }
+
+    @classmethod
+    def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
+        """All seven tasks."""
+        chosen = {**cls.settings, **settings}
+        for key, (low, high) in RANGES.items():
+            if not low <= chosen[key] <= high:
+                raise ValueError(f"reach: {key}: {chosen[key]}; allowed: {low} to {high}")
+        return [
+            TaskSpec(
+                name=name,
+                instruction=instruction,
+                trials=chosen["trials"],
+                max_steps=chosen["max_steps"],
+                action_dim=3,
+                state_dim=3,
+                cameras={"top": (chosen["size"], chosen["size"])},
+            )
+            for name, instruction in INSTRUCTIONS.items()
+        ]
+
+    def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
+        specs = {spec.name: spec for spec in self.tasks(settings)}
+        if task not in specs:
+            raise ValueError(f"reach: there is no task {task!r}; allowed: {', '.join(specs)}")
+        self.spec = specs[task]
+        self._speed = float({**self.settings, **settings}["speed"])
+        self._kind, _, self._goal = task.partition("_")
+        self._canvas = _Canvas(self.spec.cameras["top"][0])
+        self._squares: dict[str, Point] = {}
+        self._discs: list[list[float]] = []  # the orange one first
+        self._x, self._y, self._lowered = 0.0, 0.0, False
+        self._start, self._steps, self._over = 0.0, 0, True
+
+    def reset(self, trial: int) -> Observation:
+        """Begin an episode in the scene of `trial`."""
+        if not 0 <= trial < self.spec.trials:
+            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        draws = _draws(self._kind, trial)
+        if self._kind == "reach":
+            *squares, (self._x, self._y) = _apart(draws, len(COLORS) + 1)
+            self._squares = dict(zip(COLORS, squares, strict=True))
+        else:
+            orange = [next(draws) * 0.7 - 0.35, next(draws) * 0.7 - 0.35]
+            # The grey disc lies in none of the four ways of the orange one.
+            grey = [at + (0.36 + 0.14 * next(draws)) * (1 if next(draws) < 0.5 else -1) for at in orange]
+            self._discs = [orange, grey]
+            self._x, self._y = next(draws) * 1.6 - 0.8, next(draws) * 1.6 - 0.8
+        self._lowered, self._steps, self._over = False, 0, False
+        self._start = self._remaining()
+        return self._observation()
+
+    def step(self, actions: Numbers) -> Outcome:
+        """Execute actions [K, 3]: up to K environment steps, fewer at success or the limit."""
+        if self._over:
+            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
+        began, executed, remaining = time.perf_counter(), 0, self._start
+        for dx, dy, lower in np.clip(np.asarray(actions, np.float64), -1, 1).tolist():
+            self._move(dx * self._speed, dy * self._speed, lower > 0)
+            executed += 1
+            self._steps += 1
+            remaining = self._remaining()
+            self._over = remaining == 0 or self._steps >= self.spec.max_steps
+            if self._over:
+                break
+        moved = time.perf_counter()
+        observation = self._observation()
+        seconds = {"physics": moved - began, "render": time.perf_counter() - moved}
+        progress = max(0.0, 1 - remaining / self._start)
+        return Outcome(observation, executed, remaining == 0, self._over, progress, seconds)
+
+    def expert(self) -> Numbers:
+        """The action [3] of an expert that knows where everything lies."""
+        if self._kind == "reach":
+            x, y = self._squares[self._goal]
+            dx, dy = self._towards(x, y)
+            arrives = max(abs(self._x + dx * self._speed - x), abs(self._y + dy * self._speed - y)) < SQUARE
+            return np.array([dx, dy, 1 if arrives else -1], np.float32)
+        (ox, oy), (ux, uy) = self._discs[0], DIRECTIONS[self._goal]
+        along = (self._x - ox) * ux + (self._y - oy) * uy
+        across = (self._y - oy) * ux - (self._x - ox) * uy  # to the left of the way
+        reach = DISC + GRIPPER
+        if abs(across) < 0.05 and ((self._lowered and along < 0) or -along > reach):
+            back = min(1.0, max(-1.0, -across / self._speed))
+            forward = 1.0 if self._lowered else 0.0
+            return np.array([forward * ux - back * uy, forward * uy + back * ux, 1], np.float32)
+        behind = reach + 0.02
+        return np.array([*self._towards(ox - behind * ux, oy - behind * uy), -1], np.float32)
+
+    def _towards(self, x: float, y: float) -> Point:
+        dx, dy = (x - self._x) / self._speed, (y - self._y) / self._speed
+        longest = max(1.0, abs(dx), abs(dy))
+        return dx / longest, dy / longest
+
+    def _remaining(self) -> float:
+        """The way that is left: the gripper's, the disc's, and one environment step's where it is not lowered."""
+        lowering = 0.0 if self._lowered else self._speed
+        if self._kind == "reach":
+            x, y = self._squares[self._goal]
+            beside = max(0.0, abs(self._x - x) - SQUARE), max(0.0, abs(self._y - y) - SQUARE)
+            return math.hypot(*beside) + lowering
+        (ox, oy), (ux, uy) = self._discs[0], DIRECTIONS[self._goal]
+        push = EDGE - (ox * ux + oy * uy)
+        if push <= 0:
+            return 0.0
+        reach = DISC + GRIPPER
+        return push + math.hypot(self._x - ox + reach * ux, self._y - oy + reach * uy) + lowering
+
+    def _move(self, dx: float, dy: float, lower: bool) -> None:
+        """One environment step: the way first, with the gripper as it was, then raising or lowering."""
+        pushes, rim = self._lowered and lower, 1 - GRIPPER
+        for _ in range(PARTS):
+            self._x = min(rim, max(-rim, self._x + dx / PARTS))
+            self._y = min(rim, max(-rim, self._y + dy / PARTS))
+            if pushes and self._discs:
+                self._push()
+        free = all(math.hypot(self._x - x, self._y - y) >= DISC + GRIPPER - 1e-9 for x, y in self._discs)
+        self._lowered = lower and (pushes or free)
+
+    def _push(self) -> None:
+        """The gripper moves discs, discs move each other; what stands at the rim holds up what pushes it."""
+        gripper = [self._x, self._y]
+        rim, (first, second) = 1 - DISC, self._discs
+        for disc in self._discs:
+            _part(gripper, disc, DISC + GRIPPER, 0.0)
+        for _ in range(4):  # each halves what a disc at the rim did not give way
+            _part(first, second, 2 * DISC, 0.5)
+            for disc in self._discs:
+                disc[:] = [min(rim, max(-rim, at)) for at in disc]
+        for disc in self._discs:
+            _part(disc, gripper, DISC + GRIPPER, 0.0)
+        self._x, self._y = (min(1 - GRIPPER, max(GRIPPER - 1, at)) for at in gripper)
+
+    def _observation(self) -> Observation:
+        picture = self._canvas.begin()
+        for color, (x, y) in self._squares.items():
+            picture.square(x, y, SQUARE, COLORS[color])
+        for (x, y), color_ in zip(self._discs, (ORANGE, GREY), strict=False):
+            picture.disc(x, y, DISC, color_)
+        if self._lowered:
+            picture.disc(self._x, self._y, GRIPPER, BLACK)
+        else:  # a ring, through which things are seen
+            picture.disc(self._x, self._y, GRIPPER, BLACK, hole=0.55 * GRIPPER)
+        state = np.array([self._x, self._y, 1 if self._lowered else -1], np.float32)
+        return Observation({"top": picture.end()}, state)
+
+
+def _draws(kind: str, trial: int) -> Iterator[float]:
+    """Numbers from 0 to 1 that only depend on the kind of task and the trial, with every version of numpy."""
+    generator = np.random.Philox(key=[0x4D454741, ("reach", "push").index(kind)], counter=[0, 0, 0, trial])
+    while True:
+        for raw in generator.random_raw(16).tolist():
+            yield raw / 2.0**64
+
+
+def _apart(draws: Iterator[float], count: int) -> list[Point]:
+    """Places on the table that do not touch."""
+    places: list[Point] = []
+    while len(places) < count:
+        x, y = next(draws) * 1.6 - 0.8, next(draws) * 1.6 - 0.8
+        if all(math.hypot(x - a, y - b) >= FAR for a, b in places):
+            places.append((x, y))
+    return places
+
+
+def _part(one: list[float], other: list[float], distance: float, share: float) -> None:
+    """Move two centres apart to `distance` along the line between them, `one` by its `share` of it."""
+    dx, dy = other[0] - one[0], other[1] - one[1]
+    now = math.hypot(dx, dy)
+    if now >= distance:
+        return
+    dx, dy = (dx / now, dy / now) if now > 0 else (1.0, 0.0)
+    gap = distance - now
+    one[:] = [one[0] - share * gap * dx, one[1] - share * gap * dy]
+    other[:] = [other[0] + (1 - share) * gap * dx, other[1] + (1 - share) * gap * dy]
+
+
+class _Canvas:
+    """Antialiased shapes: a pixel takes a shape's colour by the part of it that the shape covers."""
+
+    def __init__(self, size: int) -> None:
+        self._pixel = 2.0 / size
+        centres = (np.arange(size) + 0.5) * self._pixel - 1
+        self._xs = centres.astype(np.float32)
+        self._ys = -self._xs  # rows go down
+        self._picture = np.empty((size, size, 3), np.float32)
+        self._picture[...] = RIM
+        self.square(0, 0, EDGE, TABLE)
+        self._table = self._picture.copy()
+
+    def begin(self) -> _Canvas:
+        """An empty table."""
+        self._picture = self._table.copy()
+        return self
+
+    def end(self) -> Frame:
+        """The picture, uint8 [size, size, 3]."""
+        return (self._picture + np.float32(0.5)).astype(np.uint8)
+
+    def square(self, x: float, y: float, half: float, color: tuple[int, int, int]) -> None:
+        """A square around (x, y)."""
+        columns, rows = self._box(x, y, half)
+        across = self._covered(half - np.abs(self._xs[columns] - np.float32(x)))
+        down = self._covered(half - np.abs(self._ys[rows] - np.float32(y)))
+        self._paint(rows, columns, down[:, None] * across[None, :], color)
+
+    def disc(self, x: float, y: float, radius: float, color: tuple[int, int, int], hole: float = 0.0) -> None:
+        """A disc around (x, y), or a ring."""
+        columns, rows = self._box(x, y, radius)
+        dx, dy = self._xs[columns] - np.float32(x), self._ys[rows] - np.float32(y)
+        distance = np.sqrt(dx[None, :] ** 2 + dy[:, None] ** 2)
+        coverage = self._covered(radius - distance)
+        if hole:
+            coverage *= self._covered(distance - hole)
+        self._paint(rows, columns, coverage, color)
+
+    def _covered(self, inside: NDArray[Any]) -> NDArray[Any]:
+        """Part of a pixel that a shape covers whose rim is `inside` away from its centre."""
+        return np.clip(np.float32(0.5) + inside / np.float32(self._pixel), 0, 1)
+
+    def _box(self, x: float, y: float, half: float) -> tuple[slice, slice]:
+        """Columns and rows that a shape may touch."""
+        reach, size = half + self._pixel, len(self._xs)
+
+        def span(low: float) -> slice:
+            return slice(max(0, int(low / self._pixel)), min(size, int((low + 2 * reach) / self._pixel) + 1))
+
+        return span(x - reach + 1), span(1 - y - reach)
+
+    def _paint(self, rows: slice, columns: slice, coverage: NDArray[Any], color: tuple[int, int, int]) -> None:
+        part = self._picture[rows, columns]
+        part += coverage[:, :, None] * (np.array(color, np.float32) - part)
