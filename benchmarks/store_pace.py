@@ -51,12 +51,16 @@ def calls_of_minute(groups: int, places: int, limit: int, seed: int) -> Calls:
             while in_hand and len(ends) < places:
                 in_hand -= 1
                 heapq.heappush(ends, now + mean_s * draw.lognormvariate(-SPREAD * SPREAD / 2, SPREAD))
-            missing = pace.in_hand + places - len(ends) - in_hand
-            if done < groups and pace.is_due(now, missing, finished=over > 0, idle=not ends):
+            room = places - len(ends)
+            missing = pace.missing(room, in_hand)
+            if done < groups and pace.is_due(now, missing, finished=over > 0, empty=min(room, missing) > 0):
                 calls.append((over, missing))
                 over, in_hand = 0, in_hand + missing
                 pace.called()
-    return [*calls, (over, 0), (0, pace.in_hand + places - len(ends) - in_hand)]
+    room = places - len(ends)
+    at_first = max(0, room - in_hand)  # after the gate; those to have in hand come with the next call
+    asked = [(0, most) for most in (at_first, pace.in_hand + room - in_hand - at_first) if most]
+    return [*calls, (over, 0), *asked]
 
 
 def make(

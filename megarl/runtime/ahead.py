@@ -1,11 +1,11 @@
 """The team of the rollout when it is not the actor's: it draws, `async.max_staleness` steps ahead of training.
 
     rollout's team (k = 1)                              actor's team
-    draw 2, weights 0        drawn/0/2 ------------>    train 1
+    draw 2, weights 0        drawn/2 -------------->    train 1
     take weights 1           <------ weights/1 -----    push them: nothing is drawn with weights 0 any more
     validate them            validation/1 --------->    record of step 1
     what was drawn for 2     checkpoint/draw/1 ---->    checkpoint of step 1
-    draw 3, weights 1        drawn/0/3 ------------>    train 2
+    draw 3, weights 1        drawn/3 -------------->    train 2
     take weights 2           <------ weights/2 -----    push them
 
 With k = 0 it draws step t + 1 after weights t have come, and nothing of it is in a checkpoint. At the end of a run, T,
@@ -126,15 +126,11 @@ class Pushes:
             return True
         team = c.team.placement.of_role(Role.ROLLOUT)
         assert team is not None, "every run draws samples"
-        names = [f"{DRAWN}/{replica}/{step}" for replica in range(team.replicas)]
         if wait:
             with phase("await_drawn", waits_for=team.name):
-                for name in names:
-                    c.mail.read(name)
+                c.mail.read(f"{DRAWN}/{step}")
             return True
-        found = None
-        if c.layout.rank == 0:
-            found = all(_store(c).peek(name) is not None for name in names)
+        found = _store(c).peek(f"{DRAWN}/{step}") is not None if c.layout.rank == 0 else None
         return bool(c.layout.world.broadcast_json(found))
 
 
@@ -232,6 +228,7 @@ class RolloutSteps:
         # Each replica by itself: where they are not equally long at it, no collective's deadline is to be kept.
         if c.layout.is_lead:
             c.mail.post(f"{DRAWN}/{c.layout.dp_rank}/{c.context.step}", c.context.metrics.to_json())
+            _store(c).arrive(f"{DRAWN}/{c.context.step}")  # what others wait for: one piece of mail of all replicas
 
     def _follow(self, version: int) -> None:
         c, config = self.c, self.c.config

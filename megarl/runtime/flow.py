@@ -246,14 +246,15 @@ class FlowSteps:
 
     def _admit(self, stream: Stream, version: int) -> None:
         """Begin what may begin, as far as there is room; from time to time the store takes and hands out groups."""
-        n, most = self.c.config.rollout.sampling.n, 0
+        room, most = 0, 0
         if not self._wanted:
             self._begin_waiting(stream)
-            most = max(0, stream.free // n + self._pace.in_hand - len(self._waiting))
+            room = stream.free // self.c.config.rollout.sampling.n
+            most = self._pace.missing(room, len(self._waiting))
         if self._dry:  # others may begin only in the place of those that are of no use
             most = min(most, len(self._refused))
         idle = not stream.busy and not self._next_is_scored()
-        if self._is_due(most, idle=idle):
+        if self._is_due(most, empty=idle or min(room, most) > 0):
             self._swap(version, most)
             if not self._wanted:
                 self._begin_waiting(stream)
@@ -262,12 +263,12 @@ class FlowSteps:
         while self._waiting and stream.free >= self.c.config.rollout.sampling.n:
             self._begin(stream, self._waiting.pop(0))
 
-    def _is_due(self, most: int, *, idle: bool = False) -> bool:
+    def _is_due(self, most: int, *, empty: bool = False) -> bool:
         """The store is to be called now. Collective over the replica."""
         if not (most or self._over):
             return False
         lead, finished = self.c.layout.is_lead, self._over > 0
-        due = self._pace.is_due(time.monotonic(), most, finished=finished, idle=idle) if lead else None
+        due = self._pace.is_due(time.monotonic(), most, finished=finished, empty=empty) if lead else None
         return bool(self.c.layout.mp_group.broadcast_json(due))
 
     def _swap(self, version: int, most: int) -> None:

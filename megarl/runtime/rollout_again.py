@@ -102,13 +102,12 @@ class Drawer:
         left = [key for key in keys if (step, key) not in self._given]
         if not (left or all_drawn):
             return
-        team = self.c.team.placement[self._name]
         with phase("take"), phase("wait", waits_for=self._name), self._looking():
             for key in left:
                 self._store.given(step, key)
                 self._given.add((step, key))
-            for replica in range(team.replicas if all_drawn else 0):
-                self._store.read(f"{DRAWN}/{replica}/{step}")
+            if all_drawn:
+                self._store.read(f"{DRAWN}/{step}")
         self._given = {one for one in self._given if one[0] == step}
 
     # -- weights ------------------------------------------------------------------------------------------------------

@@ -1,16 +1,17 @@
 """When a replica calls the store, where groups go to training as they get ready.
 
-    something is finished, or prompts are missing    nothing is being drawn, or it would soon be    call at once
-                                                     else                                           put it off
+    something is finished, or prompts are missing    a place is empty, or would soon be    call at once
+                                                     else                                  put it off
 
 A call costs the store's process about a millisecond, whatever it carries. What is put off comes later to a step that
 waits for it, so the time is short beside that from one version of the weights to the next one. Nothing stands still
-meanwhile: a replica has some prompts in hand, which begin as soon as there is room.
+meanwhile: a replica has some prompts in hand, which begin as soon as there is room. It takes these only after its first
+call of a stretch: by then the others have called, too, and no place of theirs is empty for what waits here.
 """
 
 from __future__ import annotations
 
-_PART = 8  # of a replica's places: prompts in hand, and those that may be missing before it calls at once
+_PART = 8  # of a replica's places: prompts in hand
 _SHARE = 32  # of a stretch that a call is put off
 _LONGEST_S = 2.0  # that a call is put off
 
@@ -28,8 +29,8 @@ class Pace:
 
     def __init__(self, places: int, most: int) -> None:
         self.in_hand = max(0, min(places // _PART, most - places))
-        self._enough = max(1, places // _PART)
         self._delay_s = 0.0
+        self._is_first = True  # nothing has been asked for in this stretch
         self._began: float | None = None
         self._since: float | None = None
 
@@ -37,23 +38,28 @@ class Pace:
         """A stretch begins, with one version of the weights; until the second one nothing is put off."""
         if self._began is not None:
             self._delay_s = min(_LONGEST_S, (now - self._began) / _SHARE)
-        self._began = now
+        self._began, self._is_first = now, True
 
-    def is_due(self, now: float, missing: int, *, finished: bool, idle: bool) -> bool:
+    def missing(self, room: int, held: int) -> int:
+        """Prompts to ask for: so many as there is `room` for, and some to have in hand, less those that are `held`."""
+        return max(0, room + (0 if self._is_first else self.in_hand) - held)
+
+    def is_due(self, now: float, missing: int, *, finished: bool, empty: bool) -> bool:
         """Whether to call the store now.
 
         Args:
             now: seconds, of a clock that never goes back.
             missing: prompts that it would ask for.
             finished: there are groups that the store has not been told of.
-            idle: nothing is being drawn.
+            empty: nothing is being drawn, or some of the prompts could begin at once.
         """
         if not (missing or finished):
             return False
         if self._since is None:
             self._since = now
-        return idle or missing >= self._enough or now - self._since >= self._delay_s
+        soon = finished and 0 < self.in_hand <= missing  # none is in hand for the next place
+        return empty or soon or now - self._since >= self._delay_s
 
     def called(self) -> None:
         """The store knows everything."""
-        self._since = None
+        self._since, self._is_first = None, False

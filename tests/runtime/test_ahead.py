@@ -149,8 +149,8 @@ def test_ppo_with_a_critic_in_a_third_team(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("val_files", "end"),
     [
-        (["rows.jsonl"], ["drawn/0/4", 2, "drawn/0/5", 4, "train 5", "drawn/0/5", 5]),
-        ([], ["drawn/0/4", 2, "train 5", "drawn/0/5", 5]),
+        (["rows.jsonl"], ["drawn/4", 2, "drawn/5", 4, "train 5", "drawn/5", 5]),
+        ([], ["drawn/4", 2, "train 5", "drawn/5", 5]),
     ],
 )
 def test_weights_that_the_next_step_is_drawn_with_are_waited_for_and_those_of_the_end_go_if_they_are_validated(
@@ -167,7 +167,7 @@ def test_weights_that_the_next_step_is_drawn_with_are_waited_for_and_those_of_th
     )
     told: set[str] = set()
     store = SimpleNamespace(peek=lambda name: True if name in told else None)
-    placement = SimpleNamespace(of_role=lambda role: SimpleNamespace(name="draw", replicas=1))
+    placement = SimpleNamespace(of_role=lambda role: SimpleNamespace(name="draw"))
     world = SimpleNamespace(broadcast_json=lambda value: value)
     c: Any = SimpleNamespace(
         config=config,
@@ -184,7 +184,7 @@ def test_weights_that_the_next_step_is_drawn_with_are_waited_for_and_those_of_th
         pushes.after_step(step)
     assert said == [
         *("train 1", "train 2", "train 3"),
-        *("drawn/0/3", 1, "train 4"),  # step 4 is drawn with them
+        *("drawn/3", 1, "train 4"),  # step 4 is drawn with them
         *end,
     ]
 

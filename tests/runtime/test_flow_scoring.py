@@ -83,6 +83,7 @@ class Run:
         self.rewards: dict[int, Future[Any]] = {0: Future(), 1: Future()}
         self.told: list[tuple[int, int]] = []  # groups handed over, and how many tokens had been drawn by then
         self.calls: list[list[int]] = []  # groups of each call
+        self.asked: list[int] = []  # prompts that each call asks for
         crossing: Any = SimpleNamespace(aside={}, give=self._give, collect=self._collect, swap=self._swap)
         submits: Any = SimpleNamespace(run=self._submit, graph={"rollout": None})
         waits: Any = SimpleNamespace(run=self._wait)
@@ -124,6 +125,7 @@ class Run:
         numbers = [number for some in ready for number in some.numbers]
         self.told += [(number, self.stream.tokens) for number in numbers]
         self.calls += [numbers] if numbers else []
+        self.asked.append(most)
         return []
 
 
@@ -201,6 +203,17 @@ def test_the_time_that_a_call_is_put_off_ends_while_drawing_goes_on(monkeypatch)
 
     run.draw({0: 2, 1: 1_000_000}, after)
     assert run.calls == [[0], [1]]
+
+
+def test_a_stretch_begins_with_prompts_for_empty_places_and_with_none_in_hand(monkeypatch):
+    run = Run(monkeypatch)
+    run.steps._pace = Pace(8, 16)
+    run.stream = Stream({}, lambda token: None)
+    run.stream.free = 8 * run.steps.c.config.rollout.sampling.n
+    run.steps._pace.begin(-1e6)
+    put_off(run)
+    run.steps._admit(run.stream, 0)  # type: ignore[arg-type]
+    assert run.asked == [8]
 
 
 def put_off(run: Run) -> None:
