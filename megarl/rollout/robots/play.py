@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0  # the pool has limits of its own
 
 
-class EpisodeError(MegarlError):
+class PlayError(MegarlError):
     """A simulator failed, and `env.on_error` is `fail`; the message names the episode."""
 
 
@@ -102,7 +102,7 @@ class Player:
         """One episode per start, in their order. `advance(k)` is called when k more are over.
 
         Raises:
-            EpisodeError: a simulator failed, and `on_error` is `fail`.
+            PlayError: a simulator failed, and `on_error` is `fail`.
             SimulatorError: none works any more.
         """
         game = _Game(self, starts, advance)
@@ -193,7 +193,7 @@ class _Game:
     def _fail(self, number: int, failure: Failure) -> None:
         start = self._starts[number]
         if self._p.on_error == "fail":
-            raise EpisodeError(
+            raise PlayError(
                 f"the simulator of sample {start.sample_id} failed: {failure.text}\n"
                 f"  episode: {failure.task}, trial {failure.trial}, after {failure.chunks} policy calls\n"
                 + "".join(f"    {line}\n" for line in failure.output.splitlines())

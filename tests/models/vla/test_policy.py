@@ -1,4 +1,4 @@
-"""Robot policies on Megatron: equal to the published models' maths, alone, packed and in every layout."""
+"""Robot policies on Megatron: equal to the published models' maths, one by one, packed and in every layout."""
 
 from __future__ import annotations
 

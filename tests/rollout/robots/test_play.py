@@ -17,7 +17,7 @@ from megarl.data.batch import Batch
 from megarl.envs.robots import SimulatorPool, SimulatorSettings
 from megarl.rollout.robots.acting import Chunk, PolicyCall
 from megarl.rollout.robots.episode import Episode, add_episodes
-from megarl.rollout.robots.play import EpisodeError, EpisodeStart, Player
+from megarl.rollout.robots.play import EpisodeStart, Player, PlayError
 
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"
 K, D = 2, 2
@@ -145,7 +145,7 @@ def test_an_episode_whose_simulator_fails_is_left_out_and_the_others_are_as_befo
 
 
 def test_a_failure_ends_the_run_where_it_is_asked_to() -> None:
-    with players(1, wrong="exit") as player, pytest.raises(EpisodeError) as caught:
+    with players(1, wrong="exit") as player, pytest.raises(PlayError) as caught:
         player.play(starts(1))
     text = str(caught.value)
     for part in ("p0#0", "left, trial 0", "the physics engine gives up", "env.on_error=mark"):
