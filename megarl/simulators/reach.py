@@ -145,8 +145,8 @@ class Reach(Simulator):
             back = min(1.0, max(-1.0, -across / self._speed))
             forward = 1.0 if self._lowered else 0.0
             return np.array([forward * ux - back * uy, forward * uy + back * ux, 1], np.float32)
-        behind = reach + 0.02
-        return np.array([*self._towards(ox - behind * ux, oy - behind * uy), -1], np.float32)
+        off = reach + 0.02
+        return np.array([*self._towards(ox - off * ux, oy - off * uy), -1], np.float32)
 
     def _towards(self, x: float, y: float) -> Point:
         dx, dy = (x - self._x) / self._speed, (y - self._y) / self._speed
