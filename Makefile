@@ -1,4 +1,4 @@
-# make quickstart | test | campaign-NAME | lint | bench | bench-trl-env | sglang-env | libero-env
+# make quickstart | test | campaign-NAME | lint | bench | bench-trl-env | sglang-env | libero-env | metaworld-env
 # Everything runs in .venv, which is made when it is missing.
 
 PYTHON ?= python3
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: quickstart test lint bench bench-trl-env sglang-env libero-env
+.PHONY: quickstart test lint bench bench-trl-env sglang-env libero-env metaworld-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
@@ -45,6 +45,10 @@ sglang-env: $(STAMP)
 # The interpreter of the LIBERO simulator, in the cache folder (docs/embodied.md): 2.3 GB.
 libero-env: $(STAMP)
 	$(BIN)/python tools/simulator_env.py libero
+
+# The interpreter of the Meta-World simulator, in the cache folder: 0.4 GB. Debian needs libegl1 and libopengl0.
+metaworld-env: $(STAMP)
+	$(BIN)/python tools/simulator_env.py metaworld
 
 # torch comes first, by itself: resolved together with the rest, pip may choose another build of several gigabytes.
 $(STAMP): setup.py pyproject.toml constraints.txt

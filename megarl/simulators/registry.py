@@ -16,6 +16,7 @@ from .protocol import Simulator
 SIMULATORS: dict[str, str] = {
     "libero": "libero:Libero",
     "maniskill": "maniskill:ManiSkill",
+    "metaworld": "metaworld:MetaWorld",
     "reach": "reach:Reach",
     "robotwin": "robotwin:RoboTwin",
 }

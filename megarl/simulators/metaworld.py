@@ -1,0 +1,218 @@
+"""Meta-World 3: the 50 tasks of MT50, a Sawyer arm over a table, 50 start states each. Needs metaworld and OpenGL.
+
+A task has Meta-World's name, reach-v3 to window-close-v3; Meta-World has no instructions, those below are ours. A trial
+is a number of MT1's `train_tasks` with `seed`. An action is 4 numbers, -1 to 1: the gripper's way in x, y and z, and
+how hard its fingers close. The state is 4 numbers: place of the gripper, and how far it is open; where the object and
+its goal are is in no observation but the picture.
+
+Pictures of the corner cameras are turned by 180 degrees, so that up is up; Meta-World renders them upside down. There
+are no shadows: without a GPU they are most of the time of a picture.
+
+`progress` is Meta-World's `in_place_reward` after the last environment step, 1 at success: how near what is to be moved
+is to its place, 0 to 1, by the distances of the task. In many tasks it changes little until the arm is there.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from .protocol import Frame, Numbers, Observation, Outcome, Simulator, TaskSpec
+
+INSTRUCTIONS = {
+    "assembly-v3": "pick up the nut and place it onto the peg",
+    "basketball-v3": "dunk the basketball into the basket",
+    "bin-picking-v3": "pick the object from one bin and place it into the other",
+    "box-close-v3": "pick up the cover and close the box with it",
+    "button-press-topdown-v3": "press the button from the top",
+    "button-press-topdown-wall-v3": "reach over the wall and press the button from the top",
+    "button-press-v3": "press the button",
+    "button-press-wall-v3": "reach around the wall and press the button",
+    "coffee-button-v3": "press the button of the coffee machine",
+    "coffee-pull-v3": "pull the mug away from the coffee machine",
+    "coffee-push-v3": "push the mug under the coffee machine",
+    "dial-turn-v3": "turn the dial",
+    "disassemble-v3": "take the nut off the peg",
+    "door-close-v3": "close the door",
+    "door-lock-v3": "lock the door",
+    "door-open-v3": "open the door",
+    "door-unlock-v3": "unlock the door",
+    "drawer-close-v3": "close the drawer",
+    "drawer-open-v3": "open the drawer",
+    "faucet-close-v3": "turn the faucet off",
+    "faucet-open-v3": "turn the faucet on",
+    "hammer-v3": "hammer the nail into the wall",
+    "hand-insert-v3": "put the gripper into the hole",
+    "handle-press-side-v3": "press the handle down from the side",
+    "handle-press-v3": "press the handle down",
+    "handle-pull-side-v3": "pull the handle up from the side",
+    "handle-pull-v3": "pull the handle up",
+    "lever-pull-v3": "pull the lever up",
+    "peg-insert-side-v3": "insert the peg into the hole from the side",
+    "peg-unplug-side-v3": "unplug the peg to the side",
+    "pick-out-of-hole-v3": "pick the object out of the hole",
+    "pick-place-v3": "pick up the object and hold it at the goal",
+    "pick-place-wall-v3": "pick up the object and bring it over the wall to the goal",
+    "plate-slide-back-side-v3": "slide the plate out of the net to the side",
+    "plate-slide-back-v3": "slide the plate back out of the net",
+    "plate-slide-side-v3": "slide the plate into the net on the side",
+    "plate-slide-v3": "slide the plate into the net",
+    "push-back-v3": "pull the object back to the goal",
+    "push-v3": "push the object to the goal",
+    "push-wall-v3": "push the object around the wall to the goal",
+    "reach-v3": "reach the goal with the gripper",
+    "reach-wall-v3": "reach over the wall to the goal with the gripper",
+    "shelf-place-v3": "place the object on the shelf",
+    "soccer-v3": "push the ball into the goal",
+    "stick-pull-v3": "pull the container with the stick",
+    "stick-push-v3": "push the container with the stick",
+    "sweep-into-v3": "sweep the object into the hole",
+    "sweep-v3": "sweep the object off the table",
+    "window-close-v3": "close the window",
+    "window-open-v3": "open the window",
+}
+TRIALS = 50
+CAMERAS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
+#: Ways to render to the system's libraries that they load, and the Debian packages that have them.
+LIBRARIES = {
+    "egl": {"EGL": "libegl1", "OpenGL": "libopengl0"},
+    "osmesa": {"OSMesa": "libosmesa6"},
+    "glfw": {"glfw": "libglfw3"},
+}
+LARGEST = 640  # height and width of MuJoCo's memory for pictures
+
+
+class MetaWorld(Simulator):
+    """One task of MT50.
+
+    Raises:
+        ImportError: this interpreter has no metaworld.
+        RuntimeError: a library of the system that rendering needs is missing; the message names its package.
+        ValueError: a task, camera, setting or trial that does not exist.
+    """
+
+    settings: ClassVar[Mapping[str, Any]] = {
+        "max_steps": 150,  # environment steps of an episode
+        "size": 64,  # height and width of the pictures
+        "cameras": ("corner2",),
+        "seed": 0,  # of Meta-World's start states
+    }
+
+    @classmethod
+    def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:
+        """The 50 tasks, by name."""
+        chosen = {**cls.settings, **settings}
+        _import()
+        if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
+            raise ValueError(f"Meta-World: cameras: {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
+        for key, largest in (("size", LARGEST), ("max_steps", 10**6)):
+            if not 1 <= chosen[key] <= largest:
+                raise ValueError(f"Meta-World: {key}: {chosen[key]}; allowed: 1 to {largest}")
+        return [
+            TaskSpec(
+                name=name,
+                instruction=instruction,
+                trials=TRIALS,
+                max_steps=chosen["max_steps"],
+                action_dim=4,
+                state_dim=4,
+                cameras=dict.fromkeys(chosen["cameras"], (chosen["size"], chosen["size"])),
+            )
+            for name, instruction in INSTRUCTIONS.items()
+        ]
+
+    def __init__(self, task: str, settings: Mapping[str, Any]) -> None:
+        chosen, specs = {**self.settings, **settings}, {spec.name: spec for spec in self.tasks(settings)}
+        if task not in specs:
+            raise ValueError(f"Meta-World has no task {task!r}; allowed: {', '.join(specs)}")
+        self.spec = specs[task]
+        metaworld = _import()
+        import mujoco
+        from metaworld.policies import ENV_POLICY_MAP
+
+        one = metaworld.MT1(task, seed=chosen["seed"])
+        self._trials, self._policy_class = one.train_tasks, ENV_POLICY_MAP[task]
+        self._env = one.train_classes[task]()
+        self._env.max_path_length = 10**9  # its own limit of steps is not ours
+        self._env.model.vis.quality.shadowsize = 0  # works before the first picture only
+        self._renderer = mujoco.Renderer(self._env.model, chosen["size"], chosen["size"])
+        self._seen: Any = None
+        self._steps, self._over = 0, True
+
+    def reset(self, trial: int) -> Observation:
+        """Begin an episode in start state `trial`."""
+        if not 0 <= trial < self.spec.trials:
+            raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
+        self._env.set_task(self._trials[trial])
+        self._env._did_see_sim_exception = False
+        self._seen, _ = self._env.reset()
+        self._policy = self._policy_class()
+        self._steps, self._over = 0, False
+        return self._observation()
+
+    def step(self, actions: Numbers) -> Outcome:
+        """Execute actions [K, 4]: up to K environment steps, fewer at success or the limit."""
+        if self._over:
+            raise RuntimeError(f"{self.spec.name}: this episode is over; reset begins another")
+        began, executed, success, info = time.perf_counter(), 0, False, {}
+        for action in np.clip(np.asarray(actions, np.float32), -1, 1)[: self.spec.max_steps - self._steps]:
+            self._seen, _, _, _, info = self._env.step(action)
+            executed, success = executed + 1, bool(info["success"])
+            if success:
+                break
+        self._steps += executed
+        self._over = success or self._steps >= self.spec.max_steps
+        moved = time.perf_counter()
+        observation = self._observation()
+        seconds = {"physics": moved - began, "render": time.perf_counter() - moved}
+        progress = 1.0 if success else float(np.clip(info["in_place_reward"], 0, 1))
+        return Outcome(observation, executed, success, self._over, progress, seconds)
+
+    def expert(self) -> Numbers:
+        """The action [4] of Meta-World's scripted policy, which knows where everything lies."""
+        return np.clip(np.asarray(self._policy.get_action(self._seen), np.float32), -1, 1)
+
+    def close(self) -> None:
+        """Free the renderer and the model."""
+        self._renderer.close()
+        self._env.close()
+
+    def _observation(self) -> Observation:
+        frames = {name: self._picture(name) for name in self.spec.cameras}
+        return Observation(frames, np.asarray(self._seen[:4], np.float32))
+
+    def _picture(self, camera: str) -> Frame:
+        self._renderer.update_scene(self._env.data, camera=camera)
+        picture: Frame = self._renderer.render()
+        return np.ascontiguousarray(picture[::-1, ::-1]) if camera.startswith("corner") else picture
+
+
+def _import() -> Any:
+    """The package, with the way to render chosen: `MUJOCO_GL` where it is set, or else EGL, or OSMesa."""
+    if not os.environ.get("MUJOCO_GL"):
+        found = [way for way in ("egl", "osmesa") if not _missing(way)]
+        os.environ["MUJOCO_GL"] = found[0] if found else "egl"
+    way = os.environ["MUJOCO_GL"].lower()
+    if missing := _missing(way):
+        raise RuntimeError(
+            f"Meta-World cannot render with MUJOCO_GL={way}: the system lacks {', '.join(missing)}. "
+            f"`apt install {' '.join(missing)}`, or set MUJOCO_GL to another of {', '.join(LIBRARIES)}"
+        )
+    try:
+        import metaworld
+    except ImportError as error:
+        raise ImportError(
+            "this interpreter has no metaworld: `make metaworld-env` makes one that does, named by the environment's "
+            f"`python` ({error})"
+        ) from error
+    return metaworld
+
+
+def _missing(way: str) -> list[str]:
+    """Debian packages that rendering this way lacks."""
+    return [package for name, package in LIBRARIES.get(way, {}).items() if not ctypes.util.find_library(name)]
