@@ -216,7 +216,8 @@ def _raise_first_error(ranks: list, folder: Path) -> None:
     errors = sorted(folder.glob("*.error"), key=lambda path: path.stat().st_mtime)
     if errors:
         codes = [p.exitcode for p in ranks]  # a rank that was killed has no traceback, and may be why another has one
-        raise AssertionError(f"rank {errors[0].stem} failed:\n{errors[0].read_text()}\nexit codes: {codes}")
+        told = "\n".join(f"rank {error.stem} failed:\n{error.read_text()}" for error in errors)  # the first one first
+        raise AssertionError(f"{told}\nexit codes: {codes}")
 
 
 def _rank_main(
