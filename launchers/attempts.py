@@ -80,7 +80,7 @@ class Attempts:
             if workers is None:
                 break
             end = supervise(workers, self._job)
-        if end.exit_code and self._job.config.cluster.max_restarts and self._begun():
+        if end.exit_code and self._job.config.cluster.max_restarts and node_rank() == 0 and self._begun():
             show_end(self._job.run_dir)
         return end.exit_code
 

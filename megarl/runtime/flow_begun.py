@@ -42,7 +42,8 @@ class FlowBegun:
     """Where the rollout's team goes on.
 
     Attributes:
-        is_open: prompts have been handed out, and all that a checkpoint had of them.
+        is_open: the store hands out prompts, and knows what a checkpoint had of them; groups of which nobody had put
+            the samples by then are drawn again.
         draws_first: it has not told its numbers of before the first step.
         gate: of which it has not told them.
         passes: all replicas have come to it.
@@ -59,7 +60,7 @@ class FlowBegun:
     version: int | None
 
     def is_past_checkpoint(self, config: RunConfig) -> bool:
-        """It has given all that the checkpoint had that the run went on from, which may be gone."""
+        """It needs nothing of the checkpoint that the run went on from, which may be gone."""
         return self.is_open
 
 

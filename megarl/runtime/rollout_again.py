@@ -46,12 +46,8 @@ if TYPE_CHECKING:
     from megarl.sync.updater import SyncReport
 
 DRAWN = "drawn"
-_OWN = (
-    DRAWN,
-    "loader",
-    "validation",
-    "open",
-)  # mail that only the rollout's team posts; names of other series have its name
+#: Mail that only the rollout's team posts; names of other series have its name.
+_OWN = (DRAWN, "loader", "validation", "open")
 
 
 def comes_again(config: RunConfig, placement: Placement) -> bool:

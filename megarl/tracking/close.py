@@ -64,7 +64,8 @@ def close_run(run_dir: Path, status: Status, budget_s: float = 10.0, *, ended: f
 
 
 def show_end(run_dir: Path, budget_s: float = 10.0) -> None:
-    """Show the table of a run that failed and that nobody starts again: its workers leave that to their launcher.
+    """Show the table of a run that failed and that nobody starts again, and where its report is: its workers leave that
+    to their launcher.
 
     Best effort within `budget_s` seconds, without errors.
     """
@@ -77,7 +78,10 @@ def _show_end(run_dir: Path) -> None:
 
     run = json.loads((run_dir / "run.json").read_text())
     lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == run["stage"]]
-    ConsoleView(None).final(end_text(run["name"], run["stage"], "failed"), lines)
+    view, report = ConsoleView(None), run_dir / "report.html"
+    view.final(end_text(run["name"], run["stage"], "failed"), lines)
+    if report.is_file():
+        view.note(f"report: {report}")
 
 
 def close_mlflow(run_dir: Path, status: Status, budget_s: float = 10.0) -> None:

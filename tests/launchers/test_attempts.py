@@ -159,6 +159,7 @@ def test_the_table_of_a_failed_run_is_shown_when_no_restart_is_left(tmp_path, mo
         record = {"name": "x", "stage": "train", "status": "failed", "process": "this one"}
         (run_dir / "run.json").write_text(json.dumps(record))
         (run_dir / "metrics.jsonl").write_text('{"step": 1, "stage": "train", "val/acc": 0.25}\n')
+        (run_dir / "report.html").touch()
         return dies(run_dir)
 
     for name in ("goes_on", "ends"):
@@ -171,6 +172,12 @@ def test_the_table_of_a_failed_run_is_shown_when_no_restart_is_left(tmp_path, mo
     shown = capsys.readouterr().out
     assert shown.count("x: train failed") == 1
     assert "0.25" in shown
+    assert "report: " in shown
+    monkeypatch.setenv("NODE_RANK", "1")
+    (tmp_path / "on_another_node").mkdir()
+    Script(monkeypatch, works_and_dies, dies)
+    assert run(tmp_path / "on_another_node", 1) == 1
+    assert capsys.readouterr().out == "", "the first node shows it"
 
 
 def test_a_new_checkpoint_gives_all_restarts_back(tmp_path, monkeypatch):
