@@ -1,7 +1,7 @@
 """Where the rollout's team goes on that begins again in a run that is under way, in order.
 
     store                                           new processes of the team
-    metrics/draw/6, drawn/0/7                --->   step 7 is drawn, and not complete
+    metrics/draw/6, drawn/7                  --->   step 7 is drawn, and not complete
     samples of steps 6 and 7                 --->   its part of the checkpoint of step 5, if that is not written
                                              <---   engines: whoever waits for this team pushes weights
 
@@ -97,8 +97,9 @@ def find_begun(c: Controller) -> Begun:
     found: list[Any] = []
     if c.layout.rank == 0:
         step = first_missing(lambda one: is_there(store, f"metrics/{team.name}/{one}"), first + 1)
-        told = [store.peek(f"{DRAWN}/{replica}/{step}") for replica in range(team.replicas)]
-        drawn = told if all(one is not None for one in told) else None
+        drawn = None
+        if is_there(store, f"{DRAWN}/{step}"):  # else the actor's team waits for that: it pushes nothing newer before
+            drawn = [store.peek(f"{DRAWN}/{replica}/{step}") for replica in range(team.replicas)]
         last = range(max(first + 1, config.trainer.steps - config.async_.max_staleness), config.trainer.steps + 1)
         used = [version for version in last if _is_used(c, version)]
         found = [step, drawn, used]

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from megarl.comm import WorkerGroup
 from megarl.metrics import Metrics
 from megarl.runtime import begun
-from megarl.runtime.begun import Begun, first_missing
+from megarl.runtime.begun import Begun, find_begun, first_missing
 
 
 @pytest.mark.parametrize("there", [0, 1, 2, 3, 7, 8, 1000])
@@ -95,3 +96,21 @@ def test_it_completes_the_newest_checkpoint_and_is_done_with_the_steps_that_it_w
     at = Begun.at(c.config, 2, step, None, (20,).__contains__)
     begun.go_on(c, at, SimpleNamespace(complete=complete))  # type: ignore[arg-type]
     assert (asked, done, c.context.step) == (completed, list(range(6, step)), step - 1)
+
+
+@pytest.mark.parametrize("all_came", [False, True])
+def test_a_step_is_drawn_when_the_mail_has_come_that_the_actors_team_waits_for(all_came):
+    """All replicas may have said what they measured, and have died before they said that they are through."""
+    mail = {"metrics/draw/3": {}, "drawn/0/4": Metrics().to_json(), "drawn/1/4": Metrics().to_json()}
+    c: Any = SimpleNamespace(
+        config=config(1),
+        context=SimpleNamespace(step=2),
+        layout=SimpleNamespace(rank=0, world=WorkerGroup.alone()),
+        team=SimpleNamespace(
+            store=SimpleNamespace(peek=(mail | ({"drawn/4": True} if all_came else {})).get),
+            plan=SimpleNamespace(name="draw", replicas=2),
+            restarts=1,
+        ),
+    )
+    found = find_begun(c)
+    assert (found.step, found.drawn is not None, found.version) == (4, all_came, 3 if all_came else 2)

@@ -271,6 +271,13 @@ def when_all_is_given(step: int, die: Callable[[], None]) -> None:
     before(RolloutSteps, "_tell", step, die, lambda self: self.c.context.step == step)
 
 
+def before_the_last_word_of_it(step: int, die: Callable[[], None]) -> None:
+    """What was measured of it is told."""
+    from tests.store.served import FarClient
+
+    before(FarClient, "arrive", step, die, lambda self, name: name == f"drawn/{step}")
+
+
 def when_it_has_said_so(step: int, die: Callable[[], None]) -> None:
     """The actor learns, and pushes to engines that are gone."""
     from megarl.runtime.ahead import RolloutSteps
@@ -318,6 +325,7 @@ PLACES: list[Any] = [
     before_drawing,
     before_rewards_are_given,
     when_all_is_given,
+    before_the_last_word_of_it,
     when_it_has_said_so,
     in_the_middle_of_a_push,
     before_it_validates,
