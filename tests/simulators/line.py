@@ -61,10 +61,11 @@ class Line(Simulator):
         once = self._settings["once"]
         if self._settings["wrong"] != wrong or self._steps < self._settings["at"]:
             return False
-        if once and Path(once).exists():
-            return False
         if once:
-            Path(once).touch()
+            try:
+                Path(once).touch(exist_ok=False)  # of several processes one
+            except FileExistsError:
+                return False
         return True
 
     def _fail(self) -> None:
