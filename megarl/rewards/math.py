@@ -127,13 +127,18 @@ def _box(text: str) -> str:
 
 @contextlib.contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
+    inside = True
+
     def on_alarm(number: int, frame: FrameType | None) -> None:
-        raise _TimeLimit
+        if inside:
+            raise _TimeLimit
 
     before = signal.signal(signal.SIGPROF, on_alarm)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    # Again and again: Python drops what is raised inside a finaliser or a callback of the garbage collector.
+    signal.setitimer(signal.ITIMER_PROF, seconds, 0.02)
     try:
         yield
     finally:
+        inside = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)

@@ -1,3 +1,4 @@
+import time
 from fractions import Fraction
 
 import pytest
@@ -220,6 +221,25 @@ def test_math_gives_up_in_time_and_says_so():
     result = math({"response": slow, "answer": r"\cos(x)^{77}"}, timeout_s=0.05)
     assert result["overall"] == 0.0
     assert result["timeout"] == 1.0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_math_that_gives_up_inside_a_finaliser_says_so_too(monkeypatch):
+    def spend(seconds):
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            pass
+
+    class Slow:
+        def __del__(self):
+            spend(0.1)  # the limit is reached in here, where Python drops what is raised
+
+    def compare(*answers):
+        Slow()
+        spend(5)
+
+    monkeypatch.setattr("megarl.rewards.math._equal", compare)
+    assert math({"response": r"\boxed{2}", "answer": "1"}, timeout_s=0.05)["timeout"] == 1.0
 
 
 def test_numeric_can_refuse_an_expression_that_was_not_worked_out():

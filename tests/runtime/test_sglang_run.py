@@ -99,7 +99,11 @@ def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_pa
         assert numbers["actor/grad_norm"] > 0
 
 
-@pytest.mark.parametrize("overrides", [(), (test_flow.PARTIAL,)], ids=["whole", "partial"])
+#: The server is never idle when weights come: few samples at once, all of the same length, take longer than a step.
+BUSY = ("rollout.sampling.max_new_tokens=56", "rollout.sampling.ignore_eos=true", "rollout.max_running=4")
+
+
+@pytest.mark.parametrize("overrides", [(), (test_flow.PARTIAL, *BUSY)], ids=["whole", "partial"])
 def test_samples_go_to_training_as_they_get_ready_on_a_server(recipe, external, tmp_path, overrides):
     server = ("rollout.engine=sglang", "cluster.timeout_s=400", *external)
     numbers = test_flow.train(recipe, tmp_path, *test_flow.LONG, *server, *overrides)
