@@ -30,6 +30,9 @@ from megarl.errors import ConfigError, DataError, choose
 #: Frames that are worked on at a time: on CPUs as many as stay in their caches.
 _AT_A_TIME = {"cpu": 4}
 
+#: Fields of a batch that hold the pictures of a camera begin so.
+FRAMES = "frames/"
+
 
 @dataclass(frozen=True)
 class PicturePipeline:

@@ -10,10 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from megarl.comm import WorkerGroup
 from megarl.compat import megatron as compat
+from megarl.models.head import head_logits
+from megarl.models.noise import race
 from megarl.models.policy import PolicyModel
 from megarl.training.logprob import linear_logprob
 from megarl.training.microbatch import MicroBatch
@@ -99,3 +102,43 @@ class Values:
         # the loss after the gather is the same on all ranks, so each takes back only the gradient of its own tokens.
         mine = model.values(hidden)
         return (gather_from_sequence_parallel_region(mine, tensor_parallel_output_grad=False)[micro.rows, 0],)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """A token for each row, drawn over some columns of the vocabulary, and its log-prob.
+
+    Attributes:
+        temperature: divides the logits; 0: the likeliest token, with its log-prob at temperature 1.
+        group: tensor-parallel ranks.
+        columns: first and one past the last token that may be drawn.
+        seeds: int64 [B], of each row of the batch.
+        slots: tokens of a row of the batch.
+    """
+
+    temperature: float
+    group: WorkerGroup
+    columns: tuple[int, int]
+    seeds: Tensor
+    slots: int
+    outputs: ClassVar[int] = 2
+
+    def __call__(self, hidden: Tensor, model: PolicyModel, micro: MicroBatch) -> tuple[Tensor, ...]:
+        """(tokens [n], log-probs [n]): float32, which holds numbers of tokens exactly up to 2**24."""
+        rows = gather_from_sequence_parallel_region(hidden) if model.config.sequence_parallel else hidden
+        start, stop = model.vocab_range
+        first, last = (min(max(column, start), stop) for column in self.columns)
+        own = head_logits(rows[micro.rows], model.lm_head_weight[first - start : last - start]).float()
+        logits = own.new_zeros(len(own), self.columns[1] - self.columns[0])
+        logits[:, first - self.columns[0] : last - self.columns[0]] = own
+        if self.group.size > 1:  # they are few, and each rank has some of them
+            self.group.all_reduce(logits)
+        logits = logits / (self.temperature or 1.0)
+        score = logits
+        if self.temperature and micro.samples:
+            call = torch.tensor(micro.samples, device=logits.device)[micro.order // self.slots]
+            ids = torch.arange(*self.columns, device=logits.device)
+            score = logits - race(self.seeds.to(logits.device)[call], micro.order % self.slots, ids)
+        token = score.argmax(-1)
+        logp = logits.log_softmax(-1).gather(1, token[:, None])[:, 0]
+        return (token + self.columns[0]).float(), logp

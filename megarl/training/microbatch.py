@@ -1,7 +1,7 @@
-"""From a batch of samples to the packed micro-batches that go through the model.
+"""From a batch of rows to the packed micro-batches that go through the model.
 
-A sample with P prompt and R response tokens is fed as P + R - 1 tokens: the last response token predicts nothing.
-Response token j is predicted at place P - 1 + j, and only those places reach the vocabulary head.
+How a row becomes a sequence is its form (megarl/training/forms.py). Only columns that predict a response token reach
+the vocabulary head.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megarl.data.batch import Batch, Jagged
+from megarl.data.batch import Batch
 from megarl.data.packing import pack, split_to_count
 from megarl.models.packing import PackedSequences, pack_stream
+from megarl.training.forms import TEXT, Form
 from megarl.training.parallel import Layout
 
 
@@ -43,27 +44,24 @@ class MicroBatch:
     tokens: int
 
 
-def input_lengths(batch: Batch) -> Tensor:
-    """Tokens that each sample puts through the model, int64 [B].
+def plan(
+    batch: Batch,
+    budget: int,
+    layout: Layout,
+    device: torch.device,
+    form: Form = TEXT,
+    *,
+    together: bool = True,
+) -> list[list[int]]:
+    """Rows of each micro-batch: the same number of micro-batches on all data-parallel ranks, fillers empty.
 
-    Raises:
-        ValueError: a sample without a response to predict, or without a prompt to predict it from.
-    """
-    prompts, responses = batch["prompt_ids"].lengths.cpu(), batch["response_ids"].lengths.cpu()
-    if len(batch) and min(int(prompts.min()), int(responses.min())) < 1:
-        bad = int(((prompts < 1) | (responses < 1)).nonzero()[0])
-        raise ValueError(f"sample {bad} has {int(prompts[bad])} prompt and {int(responses[bad])} response tokens")
-    return prompts + responses - 1
-
-
-def plan(batch: Batch, budget: int, layout: Layout, device: torch.device) -> list[list[int]]:
-    """Samples of each micro-batch: the same number of micro-batches on all data-parallel ranks, fillers empty.
+    Not `together`: this replica is the only one that has any.
 
     With interleaved pipelining the number is a multiple of the pipeline size.
     """
-    lengths = input_lengths(batch).tolist()
+    lengths = form.lengths(batch).tolist()
     wanted = torch.tensor([len(pack(lengths, budget))], device=device)
-    count = max(int(layout.dp_group.all_reduce(wanted, "max")), 1)
+    count = max(int(layout.dp_group.all_reduce(wanted, "max") if together else wanted), 1)
     if layout.parallel.vpp:
         count = -(-count // layout.pp_size) * layout.pp_size
     # Sequences of equal length go through attention together when they are neighbours.
@@ -71,35 +69,39 @@ def plan(batch: Batch, budget: int, layout: Layout, device: torch.device) -> lis
 
 
 def build(
-    batch: Batch, samples: Sequence[int], layout: Layout, device: torch.device, total: int | None = None
+    batch: Batch,
+    samples: Sequence[int],
+    layout: Layout,
+    device: torch.device,
+    total: int | None = None,
+    form: Form = TEXT,
 ) -> MicroBatch:
-    """Pack `samples` of `batch`; no samples make a filler of one token with one row that counts for nothing.
+    """Pack `samples` of `batch`; no samples make a filler that counts for nothing.
 
     The stream is padded to `total` tokens (over all context-parallel ranks) when that is given.
     """
-    if samples:
-        part = batch.select(list(samples))
-        prompts, responses = part["prompt_ids"].to("cpu"), part["response_ids"].to("cpu")
-    else:
-        prompts = responses = Jagged.from_list([[0]], dtype=torch.int64)
-    tokens, predicts = _stream(prompts, responses)
-    lengths = (prompts.lengths + responses.lengths - 1).tolist()
+    laid = form.lay(batch.select(list(samples))) if samples else form.filler()
+    tokens, predicts, lengths, opens = laid.tokens, laid.predicts, list(laid.lengths), list(laid.open_from)
     if total is not None:
         extra = _fill_up(lengths, total, layout)
         tokens = torch.cat([tokens, tokens.new_zeros(sum(extra))])
         predicts = torch.cat([predicts, predicts.new_full((sum(extra),), -1)])
         lengths += extra
+        opens += [0] * len(extra) if opens else []
     stream = pack_stream(
         lengths,
         cp_size=layout.cp_size,
         cp_rank=layout.cp_rank,
         multiple=layout.tp_size,  # sequence parallelism needs it, and mixtures of experts always use that
+        open_from=opens,
     )
     # All of this on the host: on a GPU it would wait for the count of rows.
     which = stream.take(predicts, fill=-1)
     rows = (which >= 0).nonzero()[:, 0]
     order = which[rows]
     there = stream.to(device)
+    if laid.seen is not None:
+        there.params.seen = laid.seen.to(device)
     return MicroBatch(
         samples=tuple(samples),
         input_ids=stream.input_ids(tokens).to(device),
@@ -107,13 +109,13 @@ def build(
         packed=there.params,
         rows=rows.to(device),
         order=order.to(device),
-        targets=responses.values[order].to(device),
-        tokens=len(responses.values),
+        targets=laid.targets[order].to(device),
+        tokens=len(laid.targets),
     )
 
 
 def build_all(
-    batch: Batch, groups: Sequence[Sequence[int]], layout: Layout, device: torch.device
+    batch: Batch, groups: Sequence[Sequence[int]], layout: Layout, device: torch.device, form: Form = TEXT
 ) -> tuple[list[MicroBatch], int]:
     """All micro-batches, and the stream length that Megatron's schedules expect.
 
@@ -124,10 +126,11 @@ def build_all(
     if layout.parallel.vpp:
         unit = _unit(layout)
         step = math.lcm(unit, layout.cp_size * layout.tp_size)
-        lengths = input_lengths(batch)
-        longest = max(int((-(-lengths[list(group)] // unit) * unit).sum()) if group else unit for group in groups)
+        padded = -(-form.lengths(batch) // unit) * unit
+        filler = sum(-(-length // unit) * unit for length in form.filler().lengths)
+        longest = max(int(padded[list(group)].sum()) if group else filler for group in groups)
         total = -(-longest // step) * step
-    return [build(batch, group, layout, device, total) for group in groups], total or 1
+    return [build(batch, group, layout, device, total, form) for group in groups], total or 1
 
 
 def _unit(layout: Layout) -> int:
@@ -141,16 +144,3 @@ def _fill_up(lengths: list[int], total: int, layout: Layout) -> list[int]:
     padded = [-(-length // unit) * unit for length in lengths]
     missing, piece = total - sum(padded), max(padded)
     return [piece] * (missing // piece) + ([missing % piece] if missing % piece else [])
-
-
-def _stream(prompts: Jagged, responses: Jagged) -> tuple[Tensor, Tensor]:
-    """Input tokens [T] of all samples end to end, and for each the response token it predicts, -1 for none [T]."""
-    tokens, predicts, done = [], [], 0
-    for prompt, response in zip(prompts.unbind(), responses.unbind(), strict=True):
-        tokens += [prompt, response[:-1]]
-        predicts += [
-            torch.full((len(prompt) - 1,), -1, dtype=torch.int64),
-            torch.arange(done, done + len(response)),
-        ]
-        done += len(response)
-    return torch.cat(tokens), torch.cat(predicts)

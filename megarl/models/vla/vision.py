@@ -7,7 +7,7 @@ et al. 2023); projectors of OpenVLA (Kim et al. 2024) and OpenVLA-OFT (Kim et al
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,10 @@ class Seen:
     states: Tensor
     state_places: Tensor
     blank: Tensor
+
+    def to(self, device: torch.device) -> Seen:
+        """The same with all tensors on `device`."""
+        return Seen(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 class Tower(nn.Module):
@@ -131,9 +135,10 @@ class Vision(nn.Module):
 
     def insert(self, hidden: Tensor, seen: Seen, columns: slice) -> Tensor:
         """Put what is seen into embeddings [t, 1, hidden], which are the columns `columns` of the stream."""
-        found = [(self.see(seen.pixels), seen.places)]
-        if len(seen.states):
-            found.append((self._project("proprio_projector", seen.states), seen.state_places))
+        found = [(self.see(seen.pixels.to(hidden.dtype)), seen.places)]
+        if len(seen.state_places):
+            states = self._project("proprio_projector", seen.states.to(hidden.dtype))
+            found.append((states, seen.state_places))
         for embeddings, places in found:
             here = (places >= columns.start) & (places < columns.stop)
             hidden = hidden.index_copy(0, places[here] - columns.start, embeddings[here].unsqueeze(1))

@@ -12,49 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.config.rollout import SamplingConfig
+from megarl.models.noise import race
 from megarl.rollout.embedded.parallel import Axis
-
-_MASK64 = (1 << 64) - 1
-
-
-def _signed(value: int, bits: int) -> int:
-    """The two's complement reading of an unsigned constant, as torch's integer types hold it."""
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def _mix64(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64 (Steele et al. 2014); products wrap, shifts are made logical by a mask."""
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _signed(0xBF58476D1CE4E5B9, 64)
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _signed(0x94D049BB133111EB, 64)
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
-
-
-def _mix32_(x: Tensor) -> Tensor:
-    """A 32-bit finaliser with low bias (C. Wellons' lowbias32) on int32, in place."""
-    x ^= (x >> 16) & 0xFFFF
-    x *= _signed(0x7FEB352D, 32)
-    x ^= (x >> 15) & 0x1FFFF
-    x *= _signed(0x846CA68B, 32)
-    x ^= (x >> 16) & 0xFFFF
-    return x
-
-
-def uniforms(seeds: Tensor, index: Tensor, vocab_ids: Tensor) -> Tensor:
-    """Uniform numbers in (0, 1) that depend on (seed, token number, vocabulary id) only.
-
-    Args:
-        seeds: int64 [n].
-        index: int64 [n], number of the token within its sample.
-        vocab_ids: int64 [V].
-
-    Returns:
-        float32 [n, V]. Small values keep full relative precision, which is the end that decides a race.
-    """
-    key = _mix64(_mix64(seeds + _signed(0x9E3779B97F4A7C15, 64)) + index)
-    low, high = key.to(torch.int32)[:, None], (key >> 32).to(torch.int32)[:, None]
-    counter = (vocab_ids * _signed(0x9E3779B9, 32)).to(torch.int32)
-    bits = _mix32_(_mix32_(counter ^ low).add_(high)) & 0x7FFFFFFF
-    return bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
 
 
 def _kth_largest(z: Tensor, k: int, tp: Axis) -> Tensor:
@@ -119,8 +78,8 @@ class Sampler:
             z = F.pad(z, (0, len(self._ids) - z.shape[1]), value=-torch.inf)
         total = torch.logsumexp(z, dim=-1)
         allowed = self._filter(z, index)
-        race = None if self._greedy else torch.log(-torch.log1p(-uniforms(seeds, index, self._ids)))
-        score = allowed if race is None else allowed - race
+        times = None if self._greedy else race(seeds, index, self._ids)
+        score = allowed if times is None else allowed - times
         best, column = score.max(dim=-1)
         logit = z.gather(1, column[:, None])[:, 0]
         if self._tp.size == 1:

@@ -21,11 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.data.batch import Batch, Jagged
+from megarl.data.pictures import FRAMES
 from megarl.data.versions import set_versions
 from megarl.rollout.robots.acting import Chunk
 from megarl.simulators.protocol import Observation, TaskSpec
-
-FRAMES = "frames/"
 
 
 @dataclass

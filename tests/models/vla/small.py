@@ -112,8 +112,8 @@ class Oracle:
     def gelu(x: Tensor) -> Tensor:
         return 0.5 * x * (1 + torch.erf(x / 2**0.5))
 
-    def embeddings(self, number: int, pixels: Tensor, state: Tensor, slots: int, stop: int | None) -> Tensor:
-        """Embeddings of a call's columns."""
+    def embeddings(self, text_ids: Tensor, pixels: Tensor, state: Tensor, slots: int, stop: int | None) -> Tensor:
+        """Embeddings of a call's columns; `text_ids`: its prompt."""
         table = self.t["language_model.model.embed_tokens.weight"]
         visual = []
         for picture in pixels.double():
@@ -124,7 +124,7 @@ class Oracle:
             visual.append(self.linear("projector.fc3", features))
         wide = self.gelu(self.linear("proprio_projector.fc1", state.double()))
         state_row = self.linear("proprio_projector.fc2", wide)[None]
-        text = table[prompt(number)]
+        text = table[text_ids]
         rows = [text[:1], *visual, state_row, text[1:], torch.zeros(slots, table.shape[1], dtype=torch.float64)]
         return torch.cat([*rows, *([] if stop is None else [table[stop][None]])])
 

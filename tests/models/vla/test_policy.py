@@ -73,7 +73,9 @@ def hidden_of(model: Any, numbers: list[int], open_from: str = "all") -> list[Te
 def oracle_of(tensors: dict[str, Tensor], number: int, open_from: str) -> Tensor:
     pixels, states = observed(len(PROMPTS))
     one, oracle = layout(PROMPTS[number], parallel=open_from != "none"), Oracle(tensors)
-    rows = oracle.embeddings(number, pixels[number], states[number], one.actions, STOP if one.parallel else None)
+    rows = oracle.embeddings(
+        prompt(number), pixels[number], states[number], one.actions, STOP if one.parallel else None
+    )
     place = torch.arange(len(rows))
     seen = place[None] <= place[:, None]
     if open_from != "none":

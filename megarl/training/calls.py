@@ -1,0 +1,151 @@
+"""Policy calls of robots as sequences of the model.
+
+An episode is a sample of several calls (megarl/rollout/robots/episode.py). Its response tokens are those of its calls,
+one after another, so a batch of calls has the same tokens in the same order, and only the borders differ:
+
+    samples    response_ids  [ call 0 | call 1 ] [ call 0 | call 1 | call 2 ]      a row per episode
+    calls      response_ids  [ call 0 ] [ call 1 ] [ call 0 ] [ call 1 ] [ call 2 ]      a row per call
+
+What is computed per token of the calls is that of the samples, whichever calls go through the model together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megarl.data.batch import Batch, Jagged
+from megarl.data.pictures import FRAMES, Normalisation
+from megarl.models.vla.calls import CallLayout, PolicyFamily
+from megarl.models.vla.shape import VisionShape
+from megarl.models.vla.vision import Seen
+from megarl.training.forms import Laid
+
+
+def calls_of(samples: Batch) -> Batch:
+    """One row per policy call of `samples`.
+
+    Fields with one number per response token are cut at the calls' borders; `frames/CAMERA` and `states` have one entry
+    per call already; how the episode ended (`end_...`) is left out; all else is repeated.
+    """
+    ends, starts = samples["turn_ends"], samples["turn_starts"]
+    calls, tokens = ends.lengths, samples["response_ids"].lengths
+    per_call = ends.values - starts.values
+    source = torch.repeat_interleave(torch.arange(len(samples)), calls.cpu())
+    fields: dict[str, Tensor | Jagged] = {}
+    for name, value in samples.fields.items():
+        if name.startswith("end_"):
+            continue
+        if isinstance(value, Jagged):
+            if name.startswith(FRAMES) or name == "states":
+                fields[name] = value.values
+            elif name in ("turn_ends", "turn_starts"):
+                continue  # a row is a call
+            elif torch.equal(value.lengths, tokens):
+                fields[name] = Jagged.from_lengths(value.values, per_call)
+            else:
+                fields[name] = value.select(source)
+        else:
+            fields[name] = value[source]
+    columns = {name: [column[place] for place in source.tolist()] for name, column in samples.columns.items()}
+    return Batch(fields, columns, size=len(source))
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """Calls of a policy: rows with `prompt_ids`, `response_ids` (K * D), `frames/CAMERA` and, if it is asked, `states`.
+
+    Attributes:
+        shape: what the policy sees with.
+        family: how its sequences look.
+        normalise: pictures to pixels of its towers.
+        cameras: names, in the order in which the policy takes them.
+        dim, chunk: numbers of an action, and actions of a call.
+        columns: first and one past the last action token.
+        block_only: only the slots and what follows see both ways; else every column does, as published policies have
+            it. Not read where slots are predicted one after another.
+    """
+
+    shape: VisionShape
+    family: PolicyFamily
+    normalise: Normalisation
+    cameras: Sequence[str]
+    dim: int
+    chunk: int
+    columns: tuple[int, int]
+    block_only: bool = False
+
+    def rows(self, samples: Batch) -> Batch:
+        """See `Form`; rows are given as they are."""
+        return calls_of(samples) if "turn_ends" in samples else samples
+
+    def lengths(self, batch: Batch) -> Tensor:
+        """See `Form`."""
+        wrong = (batch["response_ids"].lengths.cpu() != self.dim * self.chunk).nonzero()
+        if len(wrong):
+            found = int(batch["response_ids"].lengths[int(wrong[0])])
+            raise ValueError(f"call {int(wrong[0])} has {found} tokens, and {self.chunk} actions of {self.dim} numbers")
+        return batch["prompt_ids"].lengths.cpu() + (self._layout(2).length - 2)
+
+    def lay(self, rows: Batch) -> Laid:
+        """See `Form`; targets outside of `columns` have no log-prob.
+
+        Raises:
+            ValueError: there is one.
+        """
+        targets = rows["response_ids"].values.cpu()
+        outside = ((targets < self.columns[0]) | (targets >= self.columns[1])).nonzero()
+        if len(outside):
+            call, place = divmod(int(outside[0]), self.dim * self.chunk)
+            allowed = f"{self.columns[0]} to {self.columns[1] - 1}"
+            raise ValueError(f"call {call}: token {place} is {int(targets[int(outside[0])])}, no action of {allowed}")
+        pictures = torch.stack([rows[FRAMES + camera] for camera in self.cameras], 1).flatten(0, 1)
+        states = rows["states"] if self.shape.state else torch.zeros(0, 0)
+        return self._lay([ids.cpu() for ids in rows["prompt_ids"].unbind()], targets, pictures, states)
+
+    def filler(self) -> Laid:
+        """A call that sees black pictures, and whose targets are the first action token."""
+        side, count = self.shape.towers[0].image, len(self.cameras)
+        pictures = torch.zeros(count, side, side, 3, dtype=torch.uint8)
+        targets = torch.full((self.dim * self.chunk,), self.columns[0])
+        return self._lay([torch.zeros(2, dtype=torch.int64)], targets, pictures, torch.zeros(1, self.shape.state))
+
+    def _layout(self, prompt: int) -> CallLayout:
+        parallel, state = self.family.parallel, self.shape.state > 0
+        return CallLayout(prompt, self.shape.patches, self.dim, self.chunk, len(self.cameras), state, parallel)
+
+    def _lay(self, prompts: Sequence[Tensor], targets: Tensor, pictures: Tensor, states: Tensor) -> Laid:
+        layouts = [self._layout(len(prompt)) for prompt in prompts]
+        tokens = torch.zeros(sum(one.length for one in layouts), dtype=torch.int64)
+        predicts = torch.full_like(tokens, -1)
+        places, state_places, blank = list[Tensor](), list[int](), list[Tensor]()
+        start, slots = 0, self.dim * self.chunk
+        for number, (prompt, one) in enumerate(zip(prompts, layouts, strict=True)):
+            columns = torch.arange(start, start + one.length)
+            tokens[start] = prompt[0]
+            tokens[columns[one.text]] = prompt[1:]
+            own = torch.arange(number * slots, (number + 1) * slots)
+            predicts[columns[one.predictors]] = own
+            if one.stop is None:
+                tokens[columns[one.slots]] = targets[own]
+            else:
+                tokens[start + one.stop] = self.family.stop_token
+                blank.append(columns[one.slots])
+            places.append(columns[one.visual])
+            if one.state_at is not None:
+                state_places.append(start + one.state_at)
+            start += one.length
+        opens: list[int] = []
+        if self.family.parallel:
+            opens = [one.slots.start if self.block_only else 0 for one in layouts]
+        seen = Seen(
+            self.normalise(pictures),
+            torch.cat(places),
+            states,
+            torch.tensor(state_places, dtype=torch.int64),
+            torch.cat([*blank, torch.zeros(0, dtype=torch.int64)]),
+        )
+        return Laid([one.length for one in layouts], tokens, predicts, targets, opens, seen)
