@@ -1,4 +1,7 @@
-"""Demonstrations for the cold start of a robot's policy: read one at a time, from LIBERO's HDF5 or the project's files.
+"""Demonstrations for the cold start of a robot's policy: from LIBERO's HDF5 or the project's files.
+
+    read_...    whole demonstrations, one at a time
+    open_...    all of them, without their frames, which are read one environment step at a time when they are needed
 
 The project's own form is a folder of safetensors files, one per demonstration, which scripted experts write; nothing in
 it is executed when it is read. Frames are uint8 as a simulator gives them, states and actions are not normalised.
@@ -7,7 +10,8 @@ it is executed when it is read. Frames are uint8 as a simulator gives them, stat
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +22,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megarl.errors import DataError, UnavailableError
+from megarl.errors import ConfigError, DataError, UnavailableError, choose, close_matches
+from megarl.simulators.protocol import TaskSpec
 
 FORM = "megarl.demonstration/1"
 #: Camera of the LIBERO simulator to its name in LIBERO's files.
@@ -26,6 +31,10 @@ LIBERO_CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
 LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
 #: An arm that is told to move less than this, Euclidean norm of all numbers but the gripper's, stands still.
 STILL = 1e-4
+#: What stands in the place of files where scripted experts are to show the tasks.
+EXPERTS = "experts"
+HDF5 = (".hdf5", ".h5")
+_FRAMES = "frames."
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ class Demonstration:
             raise DataError("these frames are not uint8 [T, H, W, 3]", where=self.task, found=wrong)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        frames = {f"frames.{camera}": frame for camera, frame in self.frames.items()}
+        frames = {f"{_FRAMES}{camera}": frame for camera, frame in self.frames.items()}
         return {"states": self.states, "actions": self.actions, **frames}
 
     def __len__(self) -> int:
@@ -64,6 +73,57 @@ class Demonstration:
         """Only these steps: indices, or a mask [T]."""
         frames = {camera: frame[steps] for camera, frame in self.frames.items()}
         return replace(self, frames=frames, states=self.states[steps], actions=self.actions[steps])
+
+
+@dataclass(frozen=True)
+class OpenDemonstration:
+    """A demonstration whose frames are read when they are asked for; what else it has is a few numbers a step.
+
+    Attributes:
+        task: its name.
+        where: file or folder, for messages.
+        cameras: that it has frames of.
+        states: float32 [T, S]; S may be 0.
+        actions: float32 [T, D].
+        frame: frame uint8 [H, W, 3] of (camera, environment step).
+
+    Raises:
+        DataError: states and actions differ in length, or a number is not finite; the place is named.
+    """
+
+    task: str
+    where: str
+    cameras: tuple[str, ...]
+    states: NDArray[np.float32]
+    actions: NDArray[np.float32]
+    frame: Callable[[str, int], NDArray[np.uint8]]
+
+    def __post_init__(self) -> None:
+        steps = {"states": len(self.states), "actions": len(self.actions)}
+        if len(set(steps.values())) != 1:
+            raise DataError("the parts of a demonstration differ in length", where=self.where, found=steps)
+        for name, table in (("states", self.states), ("actions", self.actions)):
+            wrong = np.argwhere(~np.isfinite(table))
+            if len(wrong):
+                step, number = (int(place) for place in wrong[0])
+                place = f"{self.where}: {name}[{step}, {number}]"
+                raise DataError("not a finite number", where=place, found=float(table[step, number]))
+
+    @classmethod
+    def of(cls, shown: Demonstration, where: str) -> OpenDemonstration:
+        """One whose frames are in memory."""
+        return cls(
+            shown.task,
+            where,
+            tuple(shown.frames),
+            shown.states,
+            shown.actions,
+            lambda camera, step: shown.frames[camera][step],
+        )
+
+    def __len__(self) -> int:
+        """Environment steps, T."""
+        return len(self.actions)
 
 
 def moves(actions: NDArray[np.floating[Any]]) -> NDArray[np.bool_]:
@@ -107,23 +167,59 @@ def libero_demonstrations(
         UnavailableError: h5py is not installed.
         DataError: the file does not exist or lacks a part; the message names it.
     """
-    h5py = _h5py()
     names = {camera: LIBERO_CAMERAS[camera] for camera in cameras}
+    for episode in _libero_episodes(path):
+        with _libero_file(path) as file:
+            states, actions = _libero_numbers(file, episode, path)
+            observed = file[f"data/{episode}/obs"]
+            frames = {camera: _part(observed, name, path)[:] for camera, name in names.items()}
+        found = Demonstration(task, frames, states, actions)
+        yield found.select(moves(found.actions)) if drop_still else found
+
+
+def open_libero(
+    path: str | Path, task: str, *, cameras: Iterable[str] = tuple(LIBERO_CAMERAS), drop_still: bool = True
+) -> Iterator[OpenDemonstration]:
+    """As `libero_demonstrations`, without the frames: a step of one is read from the file when it is asked for."""
+    cameras = tuple(cameras)
+    for episode in _libero_episodes(path):
+        with _libero_file(path) as file:
+            states, actions = _libero_numbers(file, episode, path)
+            for camera in cameras:
+                _part(file[f"data/{episode}/obs"], LIBERO_CAMERAS[camera], path)
+        kept = np.flatnonzero(moves(actions)) if drop_still else np.arange(len(actions))
+
+        def frame(camera: str, step: int, episode: str = episode, kept: NDArray[Any] = kept) -> NDArray[np.uint8]:
+            with _libero_file(path) as file:
+                found: NDArray[np.uint8] = file[f"data/{episode}/obs/{LIBERO_CAMERAS[camera]}"][int(kept[step])]
+                return found
+
+        yield OpenDemonstration(task, f"{path}: {episode}", cameras, states[kept], actions[kept], frame)
+
+
+@contextmanager
+def _libero_file(path: str | Path) -> Iterator[Any]:
+    h5py = _h5py()
     try:
         file = h5py.File(path, "r")
     except OSError as error:
         raise DataError(f"this HDF5 file cannot be read: {error}", where=str(path)) from None
     with file:
-        for episode in sorted(_part(file, "data", path), key=lambda name: int(name.removeprefix("demo_"))):
-            group = file["data"][episode]
-            observed = _part(group, "obs", path)
-            found = Demonstration(
-                task,
-                {camera: _part(observed, name, path)[:] for camera, name in names.items()},
-                np.concatenate([_part(observed, name, path)[:] for name in LIBERO_STATE], axis=1).astype(np.float32),
-                _part(group, "actions", path)[:].astype(np.float32),
-            )
-            yield found.select(moves(found.actions)) if drop_still else found
+        yield file
+
+
+def _libero_episodes(path: str | Path) -> list[str]:
+    """Names in the order of their numbers."""
+    with _libero_file(path) as file:
+        return sorted(_part(file, "data", path), key=lambda name: int(name.removeprefix("demo_")))
+
+
+def _libero_numbers(file: Any, episode: str, path: str | Path) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """States and actions of all steps."""
+    group = file["data"][episode]
+    observed = _part(group, "obs", path)
+    states = np.concatenate([_part(observed, name, path)[:] for name in LIBERO_STATE], axis=1)
+    return states.astype(np.float32), _part(group, "actions", path)[:].astype(np.float32)
 
 
 def _h5py() -> ModuleType:
@@ -168,24 +264,123 @@ def read_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
     Raises:
         DataError: there are none, or a file is not of this form.
     """
-    folder, wanted = Path(folder), None if tasks is None else set(tasks)
-    files = _files(folder)
+    for path, facts in _demonstrations(folder, tasks):
+        with _opened(path) as (file, _):
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
+        frames = {name.removeprefix(_FRAMES): value for name, value in arrays.items() if name.startswith(_FRAMES)}
+        yield Demonstration(facts["task"], frames, arrays["states"], arrays["actions"])
+
+
+def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) -> Iterator[OpenDemonstration]:
+    """As `read_demonstrations`, without the frames: a step of one is read from its file when it is asked for."""
+    for path, facts in _demonstrations(folder, tasks):
+        with _opened(path) as (file, _):
+            cameras = tuple(name.removeprefix(_FRAMES) for name in file.keys() if name.startswith(_FRAMES))  # noqa: SIM118
+            states, actions = file.get_tensor("states"), file.get_tensor("actions")
+
+        def frame(camera: str, step: int, path: Path = path) -> NDArray[np.uint8]:
+            with _opened(path) as (file, _):
+                found: NDArray[np.uint8] = file.get_slice(_FRAMES + camera)[step : step + 1][0]
+                return found
+
+        yield OpenDemonstration(facts["task"], str(path), cameras, states, actions, frame)
+
+
+def find_demonstrations(
+    sources: Iterable[str],
+    tasks: Mapping[str, TaskSpec],
+    experts: Callable[[], Iterable[Demonstration]],
+    where: str = "sft.train_files",
+) -> list[OpenDemonstration]:
+    """Demonstrations of all sources, in order, those of other tasks left out.
+
+    Args:
+        sources: `experts`, a folder that `write_demonstrations` made, or TASK=FILE.hdf5, one of LIBERO's files.
+        tasks: that a policy is to learn, by name.
+        experts: gives what scripted experts show, which is held in memory; called where they are a source.
+        where: key of the recipe that has the sources, for messages.
+
+    Raises:
+        ConfigError: a source is none of these, or names no task.
+        DataError: a file is damaged, or its actions, states or cameras are not the task's, or a source shows none of
+            the tasks.
+    """
+    found: list[OpenDemonstration] = []
+    for place, source in enumerate(sources):
+        key = f"{where}[{place}]"
+        task, equals, file = source.partition("=")
+        some: Iterable[OpenDemonstration]
+        if source == EXPERTS:
+            some = (OpenDemonstration.of(shown, f"{key}: {EXPERTS}, {n}") for n, shown in enumerate(experts()))
+        elif Path(source).expanduser().is_dir():
+            some = open_demonstrations(Path(source).expanduser(), tasks)
+        elif equals and Path(file).suffix in HDF5:
+            spec = choose(tasks, task, "there is no such task", where=key)
+            some = open_libero(Path(file).expanduser(), task, cameras=_libero_cameras(spec, key))
+        else:
+            raise _no_source(source, key)
+        fitting = [_fitting(one, tasks[one.task]) for one in some]
+        if not fitting:
+            raise DataError("no demonstration of any of the tasks", where=key, found=source, allowed=tasks)
+        found += fitting
+    return found
+
+
+def _libero_cameras(spec: TaskSpec, where: str) -> list[str]:
+    for camera in spec.cameras:
+        choose(LIBERO_CAMERAS, camera, f"LIBERO's files have no pictures of this camera of {spec.name}", where=where)
+    return list(spec.cameras)
+
+
+def _no_source(source: str, where: str) -> ConfigError:
+    path = Path(source).expanduser()
+    fix = f"write TASK={source}: the file does not know its task" if path.suffix in HDF5 else None
+    what = "these are no demonstrations" if path.exists() else "no such demonstrations"
+    near = close_matches(source, [EXPERTS])
+    if near:
+        fix = f"did you mean {near[0]!r}?"
+    allowed = f"{EXPERTS}, a folder of demonstrations, or TASK=FILE{HDF5[0]} (LIBERO)"
+    return ConfigError(what, where=where, found=source, allowed=allowed, fix=fix)
+
+
+def _fitting(one: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
+    """Refuse a demonstration that is of another robot than its task."""
+    found = {"numbers of an action": one.actions.shape[1], "numbers of a state": one.states.shape[1]}
+    wanted = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
+    if found != wanted:
+        raise DataError(
+            f"this demonstration does not fit {spec.name}", where=one.where, found=found, allowed=f"{wanted}"
+        )
+    missing = [camera for camera in spec.cameras if camera not in one.cameras]
+    if missing:
+        what = f"this demonstration has no pictures of the camera {missing[0]!r} of {spec.name}"
+        raise DataError(what, where=one.where, found=list(one.cameras), allowed=spec.cameras)
+    return one
+
+
+def _demonstrations(folder: str | Path, tasks: Iterable[str] | None) -> Iterator[tuple[Path, dict[str, str]]]:
+    """Files of demonstrations of these tasks, and what their headers say."""
+    wanted = None if tasks is None else set(tasks)
+    files = _files(Path(folder))
     if not files:
         raise DataError("there are no demonstrations here", where=str(folder), allowed="files 000000.safetensors, ...")
     for path in files:
-        try:
-            with safe_open(path, framework="np") as file:
-                facts = file.metadata() or {}
-                if facts.get("form") != FORM:
-                    raise DataError("this is no demonstration", where=str(path), found=facts.get("form"), allowed=FORM)
-                if wanted is None or facts["task"] in wanted:
-                    arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no mapping
-                else:
-                    continue
-        except SafetensorError as error:
-            raise DataError(f"this file is damaged: {error}", where=str(path)) from None
-        frames = {name.removeprefix("frames."): value for name, value in arrays.items() if name.startswith("frames.")}
-        yield Demonstration(facts["task"], frames, arrays["states"], arrays["actions"])
+        with _opened(path) as (_, facts):
+            pass
+        if wanted is None or facts["task"] in wanted:
+            yield path, facts
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    try:
+        with safe_open(path, framework="np") as file:
+            facts = file.metadata() or {}
+            if facts.get("form") != FORM:
+                raise DataError("this is no demonstration", where=str(path), found=facts.get("form"), allowed=FORM)
+            yield file, facts
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"this file is damaged: {error}", where=str(path)) from None
 
 
 def _files(folder: Path) -> list[Path]:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from megarl.data.demonstrations import (
     Demonstration,
+    find_demonstrations,
     libero_demonstrations,
     moves,
+    open_demonstrations,
+    open_libero,
     read_demonstrations,
     write_demonstrations,
 )
-from megarl.errors import DataError, UnavailableError
+from megarl.errors import ConfigError, DataError, UnavailableError
+from megarl.simulators.protocol import TaskSpec
 
 
 def demonstration(task: str = "push", steps: int = 4, seed: int = 0) -> Demonstration:
@@ -152,3 +157,78 @@ def test_without_h5py_the_error_says_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(UnavailableError, match=r"need h5py(.|\n)*pip install h5py"):
         next(libero_demonstrations("demo.hdf5", "t"))
+
+
+def spec(name: str, cameras: tuple[str, ...] = ("agentview",)) -> TaskSpec:
+    return TaskSpec(name, name, 5, 10, 7, 8, dict.fromkeys(cameras, (6, 5)))
+
+
+def nobody() -> list[Demonstration]:
+    raise AssertionError("nobody named experts")
+
+
+def test_frames_of_a_folder_are_read_one_step_at_a_time(tmp_path):
+    written = [demonstration(), demonstration("reach", 2, 1)]
+    write_demonstrations(tmp_path, written)
+    opened = list(open_demonstrations(tmp_path))
+    for one, whole in zip(opened, written, strict=True):
+        assert (one.task, one.cameras, len(one)) == (whole.task, ("agentview",), len(whole))
+        np.testing.assert_array_equal(one.states, whole.states)
+        np.testing.assert_array_equal(one.actions, whole.actions)
+        for step in reversed(range(len(whole))):
+            np.testing.assert_array_equal(one.frame("agentview", step), whole.frames["agentview"][step])
+    (tmp_path / "000001.safetensors").unlink()
+    assert opened[0].frame("agentview", 0).shape == (6, 5, 3)
+    with pytest.raises(DataError, match=r"000001\.safetensors"):
+        opened[1].frame("agentview", 0)
+
+
+def test_frames_of_liberos_file_are_read_one_step_at_a_time(libero_file):
+    whole = list(libero_demonstrations(libero_file, "t"))
+    for one, expected in zip(open_libero(libero_file, "t"), whole, strict=True):
+        np.testing.assert_array_equal(one.states, expected.states)
+        np.testing.assert_array_equal(one.actions, expected.actions)
+        for camera in ("wrist", "agentview"):
+            frames = [one.frame(camera, step) for step in range(len(one))]
+            np.testing.assert_array_equal(np.stack(frames), expected.frames[camera])
+
+
+def test_sources_are_experts_folders_and_liberos_files_in_their_order(tmp_path, libero_file):
+    folder = tmp_path / "shown"
+    write_demonstrations(folder, [demonstration("push"), demonstration("other"), demonstration("reach", 3)])
+    tasks = {name: spec(name) for name in ("push", "reach", "goal/0")}
+    sources = [f"goal/0={libero_file}", "experts", str(folder)]
+    found = find_demonstrations(sources, tasks, lambda: [demonstration("reach", 5, 2)])
+    assert [one.task for one in found] == ["goal/0"] * 11 + ["reach", "push", "reach"]
+    assert found[0].cameras == ("agentview",)
+    assert found[11].where == "sft.train_files[1]: experts, 0"
+    np.testing.assert_array_equal(found[11].frame("agentview", 4), demonstration("reach", 5, 2).frames["agentview"][4])
+
+
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        ("expert", ["sft.train_files[0]: no such demonstrations", "did you mean 'experts'?"]),
+        ("nowhere/at/all", ["no such demonstrations", "'nowhere/at/all'", "TASK=FILE.hdf5"]),
+        ("a.hdf5", ["write TASK=a.hdf5"]),
+        ("pus=a.hdf5", ["there is no such task", "did you mean 'push'?"]),
+        ("push=a.hdf5", ["LIBERO's files have no pictures of this camera of push", "'front'"]),
+    ],
+)
+def test_what_is_no_source_is_refused_with_its_place(source, parts):
+    with pytest.raises(ConfigError) as caught:
+        find_demonstrations([source], {"push": spec("push", ("front",))}, nobody)
+    for part in ["sft.train_files[0]", *parts]:
+        assert part in str(caught.value)
+
+
+def test_demonstrations_of_another_robot_are_refused_with_their_file(tmp_path):
+    write_demonstrations(tmp_path, [demonstration()])
+    for changes, text in (
+        ({"action_dim": 4}, r"000000.safetensors: (.|\n)*does not fit push"),
+        ({"cameras": {"wrist": (6, 5)}}, r"000000.safetensors: (.|\n)*no pictures of the camera 'wrist'"),
+    ):
+        with pytest.raises(DataError, match=text):
+            find_demonstrations([str(tmp_path)], {"push": replace(spec("push"), **changes)}, nobody)
+    with pytest.raises(DataError, match="no demonstration of any of the tasks"):
+        find_demonstrations([str(tmp_path)], {"reach": spec("reach")}, nobody)
