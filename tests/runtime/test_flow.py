@@ -109,13 +109,13 @@ def train(recipe: Path, run_dir: Path, *overrides: str, work: Any = None) -> dic
     return harness.train(recipe, run_dir, *AS_READY, *overrides, work=work or noting)
 
 
-def check(run_dir: Path, steps: int) -> None:
+def check(run_dir: Path, steps: int, n: int = 4) -> None:
     """Every step has its groups, all prompts until the last one are there once, and no token is too old."""
     found = trained(run_dir)
     assert sorted(found) == list(range(1, steps + 1))
-    assert {len(samples) for samples in found.values()} == {16}
+    assert {len(samples) for samples in found.values()} == {4 * n}
     names = sorted(sample["id"] for samples in found.values() for sample in samples)
-    assert names == sorted(f"{uid}#{sample}" for uid in first_prompts(run_dir, steps) for sample in range(4))
+    assert names == sorted(f"{uid}#{sample}" for uid in first_prompts(run_dir, steps) for sample in range(n))
     ages = [step - 1 - min(sample["versions"]) for step, samples in found.items() for sample in samples]
     assert set(ages) <= {0, 1, 2}, ages
 

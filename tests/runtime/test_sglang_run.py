@@ -99,15 +99,15 @@ def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_pa
         assert numbers["actor/grad_norm"] > 0
 
 
-#: The server is never idle when weights come: few samples at once, all of the same length, take longer than a step.
-BUSY = ("rollout.sampling.max_new_tokens=56", "rollout.sampling.ignore_eos=true", "rollout.max_running=4")
+#: Drawing takes several times as long as training, so that weights come while samples are under way.
+BUSY = ("rollout.sampling.max_new_tokens=56", "rollout.sampling.ignore_eos=true", "rollout.sampling.n=16")
 
 
-@pytest.mark.parametrize("overrides", [(), (test_flow.PARTIAL, *BUSY)], ids=["whole", "partial"])
-def test_samples_go_to_training_as_they_get_ready_on_a_server(recipe, external, tmp_path, overrides):
+@pytest.mark.parametrize(("overrides", "n"), [((), 4), ((test_flow.PARTIAL, *BUSY), 16)], ids=["whole", "partial"])
+def test_samples_go_to_training_as_they_get_ready_on_a_server(recipe, external, tmp_path, overrides, n):
     server = ("rollout.engine=sglang", "cluster.timeout_s=400", *external)
     numbers = test_flow.train(recipe, tmp_path, *test_flow.LONG, *server, *overrides)
-    test_flow.check(tmp_path, test_flow.STEPS)
+    test_flow.check(tmp_path, test_flow.STEPS, n)
     assert all(abs(numbers[step]["rollout_corr/kl"]) < 0.5 for step in range(1, test_flow.STEPS + 1))
     samples = [sample for step in test_flow.trained(tmp_path).values() for sample in step]
     assert any(len(sample["versions"]) > 1 for sample in samples) == bool(overrides)
