@@ -11,13 +11,14 @@ from pathlib import Path
 from megarl.config.run import RunConfig
 from megarl.dag.graph import TaskGraph
 from megarl.errors import ConfigError, UserError
-from megarl.recipes import dapo, grpo, ppo
+from megarl.recipes import dapo, grpo, ppo, srpo
 
 #: The included pipelines, and what builds their graphs.
 PIPELINES: dict[str, Callable[[RunConfig], TaskGraph]] = {
     "grpo": grpo.build_graph,
     "ppo": ppo.build_graph,
     "dapo": dapo.build_graph,
+    "srpo": srpo.build_graph,
 }
 
 

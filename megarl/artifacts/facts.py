@@ -22,6 +22,9 @@ from megarl.artifacts.checkpoint_files import quantized_block
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError, close_matches
 
+#: `model_type` of OpenVLA's and OpenVLA-OFT's policies, whose language model is described by `text_config`.
+ROBOT_POLICY = "openvla"
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -93,11 +96,13 @@ class ModelFacts:
 
 
 def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
-    """Facts of a Hugging Face config; `source` names it in errors.
+    """Facts of a Hugging Face config; `source` names it in errors. Of a robot policy those of its language model.
 
     Raises:
         ConfigError: an architecture, a variant, a value or a quantisation that is not supported.
     """
+    if raw.get("model_type") == ROBOT_POLICY:
+        return facts_from_config({"model_type": "llama", **(raw.get("text_config") or {})}, f"{source}: text_config")
     values = check_keys(raw, source)
     quantized_block(raw, source)
     experts, sparse = expert_count(values), sparse_layers(values)

@@ -26,6 +26,7 @@ from megarl.checks.memory import (
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan, begins_again
 from megarl.dag.stage import Role
+from megarl.data.frames import SIMULATOR
 from megarl.store.size import object_store_bytes
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.
@@ -99,7 +100,8 @@ def _beside_terms(config: RunConfig, facts: ModelFacts, placement: Placement, *,
     generates = job in ("eval", "generate")
     team = placement.of_role(Role.ROLLOUT) or placement.teams[0]
     ranks = _here(config, team)
-    rows = ranks * _DATA * _file_bytes([*([] if generates else config.data.train_files), *config.data.val_files])
+    files = [*([] if generates else config.data.train_files), *config.data.val_files]
+    rows = ranks * _DATA * _file_bytes([file for file in files if file != SIMULATOR])
     if rows:
         key = "data.val_files" if generates else "data.train_files"
         found.append(term(f"rows of data, {ranks} ranks" if ranks > 1 else "rows of data", rows, key, rough=True))

@@ -207,6 +207,8 @@ def _samples(config: RunConfig, dp: int, job: str) -> list[tuple[str, int, int, 
 
 def response_terms(config: RunConfig, dp: int, job: str) -> list[Term]:
     """Tokens and log-probs of the samples that one call generates: buffers of full length, and then the responses."""
+    if config.robot is not None:
+        return []
     certain = _TOKEN_CERTAIN if config.rollout.engine == "embedded" else 0.0
     return [
         Term(
@@ -275,6 +277,8 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
 
 def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str) -> list[Term]:
     """What generation needs in addition to weights."""
+    if config.robot is not None:
+        return []  # a policy call is one pass
     responses = response_terms(config, team.replicas, job)
     if config.rollout.engine != "embedded":
         return responses

@@ -23,6 +23,7 @@ from megarl.checks.layout import Sizes, check_cluster, check_deadlines, check_la
 from megarl.checks.machine import check_machine
 from megarl.checks.packages import check_packages
 from megarl.checks.placement import check_placement
+from megarl.checks.robot import check_robot
 from megarl.checks.secrets import check_secrets
 from megarl.checks.settings import check_batches, check_job, check_objective, check_sampling, check_schedules
 from megarl.checks.sglang import check_servers
@@ -102,8 +103,10 @@ def check_config(
     if job != "sft":
         check_servers(config, placement, facts, checks, launcher)
     check_job(config, job, checks)
-    check_data(config, job, checks)
-    if job != "generate":
+    check_robot(config, placement, checks)
+    if config.robot is None:
+        check_data(config, job, checks)
+    if job != "generate" and config.robot is None:
         check_reward(config, checks)
     check_places(config, checks)
     check_secrets(config, checks)

@@ -198,6 +198,8 @@ def check_sampling(config: RunConfig, facts: ModelFacts | None, checks: Checklis
     """Lengths against the model, and sampling that changes what the gradient means."""
     training = config.rollout.sampling
     for key, sampling in (("rollout.sampling", training), ("validation.sampling", config.validation.sampling)):
+        if config.robot is not None:
+            break  # the length of a policy call is known with the model
         _check_lengths(key, sampling, config, facts, checks)
     if training.temperature == 0:
         checks.fail(

@@ -13,8 +13,9 @@ from typing import Any
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import HEAD, WeightRule
+from megarl.architectures.vision import LANGUAGE_MODEL, VisionShape
 from megarl.artifacts.checkpoint_files import file_names, quantized_block, read_config, weight_files
-from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.facts import ROBOT_POLICY, ModelFacts
 from megarl.errors import ConfigError
 
 _LONGEST_HEADER = 100 << 20  # safetensors itself refuses longer ones
@@ -42,8 +43,14 @@ def check_weights(folder: Path, facts: ModelFacts, *, value_head: bool = False) 
     place: dict[str, Stored] = {}
     for file in files:
         place |= {name: (file, dtype, shape) for name, (dtype, shape) in read_header(file).items()}
+    policy = raw.get("model_type") == ROBOT_POLICY
+    prefix = LANGUAGE_MODEL if policy else ""
     for alternatives in expected_tensors(facts, value_head=value_head):
-        _check_tensors(folder, alternatives, place, block)
+        forms = [{prefix + name: shape for name, shape in form.items()} for form in alternatives]
+        _check_tensors(folder, forms, place, block)
+    if policy:
+        sight = VisionShape.from_config(raw, facts.hidden, str(folder / "config.json"))
+        _check_tensors(folder, [dict(sight.tensors.values())], place, block)
     return f"{len(place)} tensors in {file_names(files)}"
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from megarl.config.base import Section
+from megarl.config.base import Section, raise_problems
 from megarl.config.fields import wrong_value
 from megarl.errors import ConfigError, close_matches
 
@@ -83,6 +83,25 @@ def settle(
                 wrong_value(detail, f"{path}.{key}", model.model_fields[key], known.get(key), where=where(key))
             )
         return None, problems
+
+
+def settings_at(where: str, own: Mapping[str, Any], model: type[Section]) -> Any:
+    """The settings in a mapping of a recipe, as `model`. A model that allows further keys takes all.
+
+    Args:
+        where: the mapping's place in the recipe.
+
+    Raises:
+        ConfigError: a key that there is none of, a missing one, or a value that does not fit.
+    """
+    known = {key: value for key, value in own.items() if key in model.model_fields}
+    missing = [key for key, field in model.model_fields.items() if field.is_required() and key not in own]
+    if missing:
+        raise ConfigError(f"{missing[0]!r} is missing", where=where, found=dict(own), allowed=list(model.model_fields))
+    checked = known if model.model_config.get("extra") == "allow" else own
+    _, problems = settle(where, where, checked, model, lambda key: {}, name_key=where, shared=[])
+    raise_problems(problems)
+    return model.model_validate(dict(own))
 
 
 def _is_default(value: Any, key: str, readers: Mapping[str, type[Section]]) -> bool:

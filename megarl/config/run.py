@@ -13,6 +13,7 @@ from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.placement import PlacementConfig
+from megarl.config.robot import RobotConfig
 from megarl.config.rollout import SINGLE_TURN, RolloutConfig, SamplingConfig, ValidationConfig
 from megarl.config.sync import SyncConfig
 from megarl.config.training import ActorConfig, CriticConfig, ReferenceConfig, SFTConfig, TeacherConfig
@@ -92,6 +93,7 @@ class RunConfig(Section):
         description="what answers the policy: `name` (single_turn, tools, file.py:Class, pkg.mod:Class), `on_error` "
         "(fail: end the run, mark: leave the episode out and count it), and the environment's own keys",
     )
+    robot: RobotConfig | None = Field(None, description="a policy that acts in a simulator; null: a language model")
     sync: SyncConfig = Field(default_factory=SyncConfig, description="weights to generation servers")
     rollout_correction: RolloutCorrectionConfig = Field(
         default_factory=RolloutCorrectionConfig, description="gap between generation and training"
@@ -123,6 +125,11 @@ class RunConfig(Section):
     def has_turns(self) -> bool:
         """Whether the recipe names an environment, so that samples may have several turns."""
         return self.env.get("name", SINGLE_TURN) != SINGLE_TURN
+
+    @property
+    def has_episodes(self) -> bool:
+        """Whether a sample is an episode, which an environment or a simulator may spoil."""
+        return self.has_turns or self.robot is not None
 
     @property
     def validation_sampling(self) -> SamplingConfig:

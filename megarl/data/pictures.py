@@ -30,9 +30,6 @@ from megarl.errors import ConfigError, DataError, choose
 #: Frames that are worked on at a time: on CPUs as many as stay in their caches.
 _AT_A_TIME = {"cpu": 4}
 
-#: Fields of a batch that hold the pictures of a camera begin so.
-FRAMES = "frames/"
-
 
 @dataclass(frozen=True)
 class PicturePipeline:
@@ -154,6 +151,8 @@ IMAGENET = Normalisation(((0.485, 0.456, 0.406),), ((0.229, 0.224, 0.225),))
 SIGLIP = Normalisation(((0.5, 0.5, 0.5),), ((0.5, 0.5, 0.5),))
 #: The two towers of OpenVLA: DINOv2's channels, then SigLIP's.
 DINO_SIGLIP = Normalisation(IMAGENET.means + SIGLIP.means, IMAGENET.deviations + SIGLIP.deviations)
+#: By the number of towers that a policy has.
+NORMALISATIONS = {1: SIGLIP, 2: DINO_SIGLIP}
 
 
 @dataclass(frozen=True)

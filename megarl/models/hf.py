@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.architectures import ARCHITECTURES, values
-from megarl.artifacts.facts import ModelFacts, facts_from_config
+from megarl.artifacts.facts import ROBOT_POLICY, ModelFacts, facts_from_config
 from megarl.artifacts.layout import layout_problems
 from megarl.config.base import raise_problems
 from megarl.config.model import ModelConfig, ParallelConfig
@@ -20,7 +20,7 @@ from megarl.processes import is_first_process
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from megarl.models.vla.shape import VisionShape
+    from megarl.architectures.vision import VisionShape
 
 _ALLOWED = "a folder with config.json and *.safetensors, or a hub name such as Qwen/Qwen3-0.6B"
 
@@ -38,6 +38,9 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
     """
     from transformers import AutoConfig
 
+    policy = _robot_policy(model, key)
+    if policy is not None:
+        return policy
     if model.path is not None:
         config = read_hf_config(model.path, key, trust_remote_code=model.trust_remote_code)
         check_supported(config, key)
@@ -59,6 +62,24 @@ def load_hf_config(model: ModelConfig, key: str = "model.path", *, follow_files:
         )
     config.__dict__.pop("quantization_config", None)  # what is exported is not quantised
     return config
+
+
+def _robot_policy(model: ModelConfig, key: str) -> PretrainedConfig | None:
+    """The configuration of a robot policy, which transformers has no class for; None: it is another model."""
+    from transformers import PretrainedConfig
+
+    raw, where = model.hf_config or {}, "model.hf_config"
+    if model.path is not None:
+        _check_folder(model.path, key)
+        try:
+            raw, where = PretrainedConfig.get_config_dict(model.path)[0], f"{key}: config.json"
+        except _refusals():
+            return None  # who reads it as that of a language model says what is wrong
+    if raw.get("model_type") != ROBOT_POLICY:
+        return None
+    from megarl.models.vla.config import policy_config
+
+    return policy_config(raw, where)
 
 
 def _follow_files(config: PretrainedConfig, source: str) -> None:
@@ -216,7 +237,7 @@ def vision_of(hf: PretrainedConfig) -> VisionShape | None:
     policy = getattr(hf, "policy", None)
     if policy is None:
         return None
-    from megarl.models.vla.shape import VisionShape
+    from megarl.architectures.vision import VisionShape
 
     return VisionShape.from_config(policy, hf.hidden_size, "config.json")
 

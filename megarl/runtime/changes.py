@@ -80,6 +80,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     "data.loader_kwargs": None,
     "reward": None,
     "env": None,
+    "robot": None,
     "rollout": None,
     "sync": None,
     "rollout_correction": None,
@@ -115,7 +116,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
 }
 
 #: How samples are drawn and scored, which a rollout may have done already for the next step; by key or section.
-DRAWING = ("async", "data", "env", "reward", "rollout", "trainer.seed")
+DRAWING = ("async", "data", "env", "reward", "robot", "rollout", "trainer.seed")
 HELD_OUT = ("data.val_files", "data.val_batch_size", "data.max_val_samples")
 
 #: Used by a run that resumes from the end of its cold start.

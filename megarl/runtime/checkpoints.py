@@ -236,6 +236,8 @@ class Checkpoints:
         parts = state["surplus_parts"]
         if parts and self._why_no_surplus() is None:  # else no step would use them, and all save them
             c.context.surplus = read_surplus(c.context, source, parts)
+        if c.context.scores is not None:
+            c.context.scores.load(source)
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare
         if same and state["best"] is not None and self._has(state.get("best_step")):
@@ -340,7 +342,7 @@ class Checkpoints:
                 step,
                 c.trained,
                 extra,
-                files=surplus_file(c.context),
+                files=surplus_file(c.context) | scores_file(c.context),
                 config=c.config.model_dump(mode="json"),
                 keep_last=settings.keep_last,
                 best=is_best,
@@ -380,6 +382,11 @@ def surplus_file(c: StepContext) -> dict[str, bytes]:
     if c.surplus is None or not c.layout.is_lead:
         return {}
     return {_surplus_name(c.layout.dp_rank): c.surplus.to_bytes()}
+
+
+def scores_file(c: StepContext) -> dict[str, bytes]:
+    """Name and content of what scores of robots' episodes go on from; one rank writes it."""
+    return {} if c.scores is None else c.scores.files()
 
 
 def read_surplus(c: StepContext, folder: Path, parts: int) -> Batch | None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.kl import KLController
     from megarl.data.batch import Batch
+    from megarl.runtime.episode_scores import EpisodeScores
     from megarl.tracking.flops import FlopCounter
+    from megarl.training.forms import Form
     from megarl.training.parallel import Layout
 
 
@@ -27,6 +29,12 @@ if TYPE_CHECKING:
 def no_progress(description: str, total: int | None) -> Iterator[Callable[[float], None]]:
     """Show nothing; see `megarl.tracking.tracker.Tracker.progress`."""
     yield lambda units: None
+
+
+def _text() -> Form:
+    from megarl.training.forms import TEXT
+
+    return TEXT
 
 
 @dataclass(frozen=True)
@@ -63,6 +71,8 @@ class StepContext:
         metrics: this rank's part of the step's metrics.
         progress: shows long work on the console; only on the rank that has a tracker, while it has one.
         surplus: this rank's share of the scored groups that dynamic sampling left over for the next step.
+        form: how samples become sequences of the model.
+        scores: of robots' episodes, in the team that draws them.
         cuts: where mini-batches begin, which replicas share by tokens (`TeamPlan.cuts`); None: groups are dealt.
     """
 
@@ -76,6 +86,8 @@ class StepContext:
     metrics: Metrics = field(default_factory=Metrics)
     progress: Callable[[str, int | None], contextlib.AbstractContextManager[Callable[[float], None]]] = no_progress
     surplus: Batch | None = None
+    form: Form = field(default_factory=_text)
+    scores: EpisodeScores | None = None
     cuts: tuple[int, ...] | None = None
 
     @property
@@ -99,7 +111,7 @@ class StepContext:
         """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward, with the vocabulary."""
         responses = samples["response_ids"].lengths
         count = self.flops.train if train else self.flops.forward
-        lengths = (samples["prompt_ids"].lengths + responses).tolist()
+        lengths = [length for lengths in self.form.sample_columns(samples) for length in lengths]
         self.metrics.sum("perf/flops", count(lengths, head_tokens=int(responses.sum()) if head else 0))
 
     def all_sum(self, values: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megarl.data.loader import PromptLoader
     from megarl.data.prompts import PromptDataset
     from megarl.residency import Residency
+    from megarl.rollout.robots.trials import Trials
     from megarl.rollout.sglang.fleet import Fleet
     from megarl.runtime.context import StepContext
     from megarl.runtime.rollout_again import Drawer
@@ -68,7 +69,7 @@ class Controller:
     held: dict[str, ModelRole | RolloutRole | ScorerRole]
     sync: NullSync | WeightSync
     loader: PromptLoader | None
-    val_data: PromptDataset | None
+    val_data: PromptDataset | Trials | None
     fleet: Fleet | None = None
     loader_elsewhere: LoaderElsewhere | None = None
     drawer: Drawer | None = None
@@ -151,6 +152,8 @@ class Controller:
             stack.callback(self.scorer.runner.close)
         if "rollout" in self.held and self.rollout.episodes is not None:
             stack.callback(self.rollout.episodes.close)
+        if "rollout" in self.held and self.rollout.robots is not None:
+            stack.callback(self.rollout.robots.close)
         if "rollout" in self.held and self.rollout.pushed is not None:
             stack.callback(self.rollout.pushed.close)
 

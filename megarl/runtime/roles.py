@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megarl.rollout.engine import RolloutEngine
     from megarl.runtime.context import StepContext
     from megarl.runtime.episodes import Episodes
+    from megarl.runtime.robots import Robots
     from megarl.training.engine import LossFn, MegatronEngine
 
 
@@ -136,6 +137,7 @@ class RolloutRole:
         engine: the trainer's own parameters or servers; `weight_version` is that of the weights that it draws with.
         tokenizer: of the policy.
         episodes: the recipe's environment; None when a sample is one prompt and one response.
+        robots: simulators in which it acts; None: it writes text.
         stale: generates training samples with older weights (`rollout.stale_steps`).
         pushed: the weights of an embedded engine in another team than the actor's; None: they are the actor's own, or
             servers hold them.
@@ -144,6 +146,7 @@ class RolloutRole:
     engine: RolloutEngine
     tokenizer: PreTrainedTokenizerBase
     episodes: Episodes | None = None
+    robots: Robots | None = None
     stale: StaleWeights | None = None
     pushed: PushedWeights | None = None
 

@@ -33,11 +33,14 @@ from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import UnopenedEngine
 from megarl.runtime.context import StepContext
 from megarl.runtime.controller import Controller
+from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.episodes import build_episodes
+from megarl.runtime.robots import body_of, open_robots
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 from megarl.runtime.team import OwnTeam
 from megarl.sync.updater import NullSync
 from megarl.training.engine import MegatronEngine, Weights
+from megarl.training.forms import TEXT, Form
 from megarl.training.parallel import Layout, init_parallel
 from megarl.training.rng import seed_generators
 
@@ -48,7 +51,9 @@ if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
     from megarl.rewards.runner import RewardRunner
     from megarl.rollout.engine import RolloutEngine
+    from megarl.rollout.robots.trials import Trials
     from megarl.runtime.episodes import Episodes
+    from megarl.runtime.robots import Robots
 
 
 def init_processes(config: RunConfig, run_dir: Path, parallel: ParallelConfig) -> Layout:
@@ -85,7 +90,7 @@ def build_controller(
         source = None
         draws = team.holds(Role.ROLLOUT)
         if draws or (team.holds(Role.ACTOR) and config.sft.steps):  # a cold start is measured where it trains
-            source = _Source.load(config, tokenizer, layout, trainable=trainable and draws, scored=scored)
+            source = _Source.load(config, hf_config, tokenizer, layout, trainable=trainable and draws, scored=scored)
     kl = config.algorithm.kl
     context = StepContext(
         config,
@@ -93,6 +98,7 @@ def build_controller(
         hf_config,
         Residency(layout.world.barrier) if config.rollout.colocated else Residency(),
         KLController(kl.coef, kl.target if kl.adaptive else None, kl.horizon),
+        form=form_of(config, hf_config),
         cuts=team.plan.cuts if config.placement.share == "tokens" else None,
     )
     held: dict[str, ModelRole | RolloutRole | ScorerRole] = {}
@@ -101,10 +107,14 @@ def build_controller(
             engine = build_engine(config, hf_config, layout, weights_of(config, hf_config), trainable=trainable)
             held["actor"] = ActorRole(engine, context, offloads=config.actor.engine.offload)
             chunks = engine.chunks
+            if source is not None and source.robots is not None:
+                source.robots.take_policy(engine.draw, config, layout)
         elif source is not None and config.rollout.engine == "embedded":
             chunks = build_engine(config, hf_config, layout, _to_be_pushed, trainable=False, name="rollout").chunks
         else:
             chunks = []
+        if source is not None and source.robots is not None and trainable:
+            context.scores = EpisodeScores.of(config, layout)
         if source is not None:
             held |= source.roles(config, tokenizer, layout, chunks)
     return Controller(
@@ -124,27 +134,33 @@ class _Source:
     """What the team has that draws samples: prompts, an environment, and who scores."""
 
     episodes: Episodes | None
+    robots: Robots | None
     loader: PromptLoader | None
-    val_data: PromptDataset | None
+    val_data: PromptDataset | Trials | None
     reward: RewardRunner | None
 
     @classmethod
     def load(
         cls,
         config: RunConfig,
+        hf_config: PretrainedConfig,
         tokenizer: PreTrainedTokenizerBase,
         layout: Layout,
         *,
         trainable: bool,
         scored: bool,
     ) -> _Source:
+        robots = open_robots(config, hf_config, tokenizer, layout)
+        if robots is not None:
+            loader = _loader(config, robots.trials["train"], layout) if trainable else None
+            return cls(None, robots, loader, robots.trials["val"] if config.data.val_files else None, None)
         check_loader_kwargs(config.data, config.sft.train_files or ())
         episodes = build_episodes(config, tokenizer, layout)
         tools = () if episodes is None else episodes.tools
         loader = _train_loader(config, tokenizer, layout, tools) if trainable and config.data.train_files else None
         val_data = PromptDataset(config.data, tokenizer, "val", tools) if config.data.val_files else None
         reward = build_reward(config.reward) if scored and layout.is_lead else None
-        return cls(episodes, loader, val_data, reward)
+        return cls(episodes, None, loader, val_data, reward)
 
     def roles(
         self,
@@ -157,11 +173,16 @@ class _Source:
         lag, episodes = config.rollout.stale_steps, self.episodes
         engine: RolloutEngine = UnopenedEngine()
         stale = None
+        if self.robots is not None:
+            return {
+                "rollout": RolloutRole(engine, tokenizer, robots=self.robots),
+                "scorer": ScorerRole(None, by_environment=True),
+            }
         if chunks:
             engine = embedded = EmbeddedEngine(chunks, config.rollout, layout)
             stale = StaleWeights(chunks, embedded, lag) if lag else None
         return {
-            "rollout": RolloutRole(engine, tokenizer, episodes, stale),
+            "rollout": RolloutRole(engine, tokenizer, episodes, stale=stale),
             "scorer": ScorerRole(self.reward, episodes is not None and episodes.scores),
         }
 
@@ -231,13 +252,22 @@ def build_engine(
         weights=weights,
         name=name,
         seed=config.trainer.seed,
+        form=form_of(config, hf_config),
     )
+
+
+def form_of(config: RunConfig, hf_config: PretrainedConfig) -> Form:
+    """How samples of a run become sequences of its models."""
+    return TEXT if config.robot is None else body_of(config, hf_config).form
 
 
 def _train_loader(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout, tools: Sequence[dict[str, Any]]
 ) -> PromptLoader:
-    data = PromptDataset(config.data, tokenizer, "train", tools)
+    return _loader(config, PromptDataset(config.data, tokenizer, "train", tools), layout)
+
+
+def _loader(config: RunConfig, data: PromptDataset | Trials, layout: Layout) -> PromptLoader:
     if layout.rank == 0:
         print(data.describe(), flush=True)
         warn_if_repeated("data.batch_size", config.data.batch_size, len(data))

@@ -60,6 +60,10 @@ def load_examples(c: Controller) -> PromptLoader:
     Raises:
         DataError: a row cannot be trained on.
     """
+    if c.rollout.robots is not None:
+        from megarl.runtime.cloning import load_calls
+
+        return load_calls(c, c.rollout.robots)
     config, layout = c.config, c.layout
     files = config.sft.train_files or config.data.train_files
     data = SFTDataset(
@@ -122,5 +126,5 @@ def sft_step(c: Controller, batch: Batch) -> None:
     c.context.count_pass(batch, train=True)
     if c.layout.rank == 0:  # already merged over all ranks
         c.context.metrics.merge(metrics)
-    tokens = batch["prompt_ids"].lengths.sum() + batch["response_ids"].lengths.sum()
-    c.context.metrics.sum("perf/total_tokens", float(tokens))
+    columns = sum(map(sum, c.context.form.sample_columns(batch)))
+    c.context.metrics.sum("perf/total_tokens", float(columns))

@@ -45,7 +45,7 @@ def validate(c: Controller) -> Validation | None:
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
             samples = generate(c.context, c.rollout, prompts, c.config.validation_sampling)
             results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
-            failed_episodes += sum(map(bool, samples["env_error"])) if c.rollout.episodes is not None else 0
+            failed_episodes += sum(map(bool, samples["env_error"])) if c.config.has_episodes else 0
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             for uid, result, text, source in zip(
                 samples["uid"], results, samples["response_text"], samples["data_source"], strict=True
@@ -56,7 +56,7 @@ def validate(c: Controller) -> Validation | None:
     metrics = validation_metrics(scored)
     if c.config.reward.on_error != "raise":
         metrics.sum("val/reward_errors", failed)
-    if c.rollout.episodes is not None:
+    if c.config.has_episodes:
         metrics.sum("val/env_errors", failed_episodes)
     return Validation(metrics, rows)
 

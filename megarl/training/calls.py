@@ -17,12 +17,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megarl.architectures.vision import VisionShape
 from megarl.data.batch import Batch, Jagged
-from megarl.data.pictures import FRAMES, Normalisation
+from megarl.data.frames import FRAMES
+from megarl.data.pictures import Normalisation
+from megarl.data.versions import VERSION_FIELDS
 from megarl.models.vla.calls import CallLayout, PolicyFamily
-from megarl.models.vla.shape import VisionShape
 from megarl.models.vla.vision import Seen
 from megarl.training.forms import Laid
+
+#: Fields that may by chance be as long as the response and have nothing to do with its tokens.
+_REPEATED = ("prompt_ids", *VERSION_FIELDS)
 
 
 def calls_of(samples: Batch) -> Batch:
@@ -44,7 +49,7 @@ def calls_of(samples: Batch) -> Batch:
                 fields[name] = value.values
             elif name in ("turn_ends", "turn_starts"):
                 continue  # a row is a call
-            elif torch.equal(value.lengths, tokens):
+            elif name not in _REPEATED and torch.equal(value.lengths, tokens):
                 fields[name] = Jagged.from_lengths(value.values, per_call)
             else:
                 fields[name] = value.select(source)
@@ -81,6 +86,12 @@ class CallForm:
     def rows(self, samples: Batch) -> Batch:
         """See `Form`; rows are given as they are."""
         return calls_of(samples) if "turn_ends" in samples else samples
+
+    def sample_columns(self, samples: Batch) -> list[list[int]]:
+        """See `Form`."""
+        more = self._layout(2).length - 2
+        calls, prompts = samples["turn_ends"].lengths.tolist(), samples["prompt_ids"].lengths.tolist()
+        return [[prompt + more] * count for prompt, count in zip(prompts, calls, strict=True)]
 
     def lengths(self, batch: Batch) -> Tensor:
         """See `Form`."""

@@ -54,6 +54,9 @@ class Form(Protocol):
     def rows(self, samples: Batch) -> Batch:
         """One row per sequence, with the response tokens of `samples` in their order."""
 
+    def sample_columns(self, samples: Batch) -> list[list[int]]:
+        """Columns of every sequence of each sample, prompt and all of the response: what is counted as work."""
+
     def lengths(self, batch: Batch) -> Tensor:
         """Columns of each row, int64 [B].
 
@@ -79,6 +82,11 @@ class TextForm:
     def rows(self, samples: Batch) -> Batch:
         """See `Form`; a sample is a sequence."""
         return samples
+
+    def sample_columns(self, samples: Batch) -> list[list[int]]:
+        """See `Form`."""
+        lengths = samples["prompt_ids"].lengths + samples["response_ids"].lengths
+        return [[length] for length in lengths.tolist()]
 
     def lengths(self, batch: Batch) -> Tensor:
         """See `Form`; a response needs a token to predict, and a prompt to predict it from."""

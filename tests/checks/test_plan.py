@@ -221,6 +221,10 @@ def test_optimizer_state_is_shared_by_the_replicas():
         "grpo_gsm8k_calc",
         "grpo_qwen3_8b_8gpu",
         "grpo_qwen3_30b_a3b_32gpu",
+        "srpo_reach_quickstart",
+        "srpo_metaworld",
+        "srpo_libero_openvla_oft_8gpu",
+        "simplevla_robotwin_8gpu",
     ],
 )
 def test_shipped_recipe_passes_its_dry_run(name, tmp_path):

@@ -175,6 +175,7 @@ def restored(monkeypatch, state: dict[str, Any], **sections: Any) -> tuple[Simpl
         loading=loader,
         trained={},
         residency=Residency(),
+        scores=None,
     )
     c.context = c
     found = Checkpoints(c)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.architectures.vision import VisionShape
 from megarl.config.model import ParallelConfig
 from megarl.config.training import EngineConfig, OptimConfig
 from megarl.data.batch import Batch, Jagged
@@ -16,7 +17,6 @@ from megarl.data.pictures import DINO_SIGLIP
 from megarl.metrics import Metrics
 from megarl.models.vla.calls import PolicyFamily
 from megarl.models.vla.config import read_policy_config
-from megarl.models.vla.shape import VisionShape
 from megarl.training.calls import CallForm, calls_of
 from tests.dist import layout_for, run_distributed, single_process
 from tests.models.vla.small import CONFIG, Oracle, save_small

@@ -43,7 +43,7 @@ class SimulatorProcess:
     """
 
     def __init__(self, settings: SimulatorSettings, where: str, cuda_device: int | None) -> None:
-        python = settings.python or sys.executable
+        python = os.path.expanduser(settings.python or sys.executable)
         ours, theirs = socket.socketpair()
         self._memory = os.memfd_create("megarl-frames")  # has no name: the kernel frees it with its last user
         self._map: mmap.mmap | None = None

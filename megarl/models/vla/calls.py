@@ -39,7 +39,12 @@ class PolicyFamily:
     parallel: bool = True
 
 
-FAMILIES = {"openvla-oft": PolicyFamily(), "openvla": PolicyFamily(parallel=False)}
+#: `small`: fresh policies with a tokenizer of their own, whose prompt is no longer than it has to be.
+FAMILIES = {
+    "openvla-oft": PolicyFamily(),
+    "openvla": PolicyFamily(parallel=False),
+    "small": PolicyFamily(template="{task}", last_token=None),
+}
 
 
 def policy_family(name: str, where: str = "family") -> PolicyFamily:

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from megarl.data.batch import Batch, Jagged
 from megarl.data.demonstrations import OpenDemonstration
-from megarl.data.pictures import FRAMES, PicturePipeline
+from megarl.data.frames import FRAMES
+from megarl.data.pictures import PicturePipeline
 from megarl.errors import DataError, choose, count
 from megarl.models.vla.actions import ActionCodec, GripperRule
 from megarl.models.vla.statistics import Bounds, DatasetStatistics, StatisticsCollector

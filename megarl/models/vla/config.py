@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.architectures.vision import VisionShape
+from megarl.artifacts.facts import ROBOT_POLICY
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
-from megarl.models.vla.shape import VisionShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-MODEL_TYPE = "openvla"
 
 
 def policy_config(config: Mapping[str, Any], where: str) -> PretrainedConfig:
@@ -33,12 +32,12 @@ def policy_config(config: Mapping[str, Any], where: str) -> PretrainedConfig:
         ConfigError: it is none of a robot policy, or names what is not supported.
     """
     text = config.get("text_config")
-    if config.get("model_type") != MODEL_TYPE or not isinstance(text, Mapping):
+    if config.get("model_type") != ROBOT_POLICY or not isinstance(text, Mapping):
         raise ConfigError(
             "not the configuration of a robot policy",
             where=where,
             found=config.get("model_type"),
-            allowed=f"model_type {MODEL_TYPE!r} with text_config",
+            allowed=f"model_type {ROBOT_POLICY!r} with text_config",
         )
     hf = load_hf_config(ModelConfig(hf_config={"model_type": "llama", **text}), f"{where}.text_config")
     VisionShape.from_config(config, hf.hidden_size, where)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from megarl.architectures.vision import VisionShape
 from megarl.models.config import PolicyConfig
 from megarl.models.packing import PackedSequences
 from megarl.models.policy import PolicyModel
-from megarl.models.vla.shape import VisionShape
 from megarl.models.vla.vision import Vision
 
 if TYPE_CHECKING:

@@ -75,6 +75,12 @@ class ActionStatistics:
         return cls.from_json(rows if mask is None else rows | {"mask": list(mask)}, "values", bounds)
 
     @classmethod
+    def plain(cls, dim: int) -> ActionStatistics:
+        """Of numbers that are from -1 to 1 already: they stay what they are."""
+        zero, one = np.zeros(dim), np.ones(dim)
+        return cls(mean=zero, std=one, max=one, min=-one, q01=-one, q99=one, mask=np.zeros(dim, np.bool_))
+
+    @classmethod
     def from_json(cls, content: Any, where: str, bounds: Bounds = "q99") -> ActionStatistics:
         """Of a dictionary of lists; without a mask all numbers are normalised.
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megarl.models.vla.shape import TowerShape, VisionShape
+from megarl.architectures.vision import TowerShape, VisionShape
 
 _EPS = 1e-6
 

@@ -15,6 +15,7 @@ import torch
 from megarl.comm import WorkerGroup
 from megarl.models.hf import value_bias
 from megarl.models.policy import PolicyModel
+from megarl.models.vla.statistics import FILE, write_statistics
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import coordinate, local_shards
 from megarl.models.weights.plan import Box, Coordinate, Piece, hf_tensors, slices_for
@@ -134,12 +135,14 @@ def write_metadata(
     *,
     value_head: bool = False,
 ) -> None:
-    """config.json, generation_config.json and the tokenizer's files."""
+    """config.json, generation_config.json and the tokenizer's files; of a robot policy also statistics of actions."""
     name, policy = str(dtype).removeprefix("torch."), getattr(hf_config, "policy", None)
     if policy is None:
         _write_config(folder, hf_config, name, value_head=value_head)
     else:  # of a robot policy: transformers has no class for it, so it stays what it was
         (folder / "config.json").write_text(json.dumps(policy | {"torch_dtype": name}, indent=2))
+        if statistics := getattr(hf_config, "action_statistics", None):
+            write_statistics(folder / FILE, statistics)
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
+from megarl.architectures.vision import LANGUAGE_MODEL
 from megarl.models.hf import expert_ffn, head_dim, moe_layers, num_experts, value_bias, vision_of
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _instances(
 ) -> Iterator[tuple[WeightRule, tuple[int, str], tuple[str, ...]]]:
     """Every rule for every layer and expert that lives at `at`: (rule, (chunk, parameter), source names)."""
     table = rules(hf, value_head=value_head)
-    before = "" if vision_of(hf) is None else "language_model."  # in checkpoints of policies that see
+    before = "" if vision_of(hf) is None else LANGUAGE_MODEL
     per_chunk = hf.num_hidden_layers // (at.pp * at.vpp)
     sparse = moe_layers(hf)
 

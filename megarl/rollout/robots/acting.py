@@ -43,11 +43,9 @@ class ActingPolicy(Protocol):
     """Every rank of a model replica calls `act` with the same arguments.
 
     Attributes:
-        weight_version: of the weights that it acts with.
         blank: a chunk that stands where a simulator failed before the first call; nobody trains on it.
     """
 
-    weight_version: int
     blank: Chunk
 
     def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:

@@ -7,7 +7,8 @@ An episode is a sample of several turns, one per policy call; D numbers to an ac
     turn_starts, turn_ends                    where each call begins and ends
     frames/CAMERA    uint8 [calls, H, W, 3]   what the policy saw before each call
     states           float32 [calls, S]
-    task, trial, success, finish_step, progress
+    end_frames/CAMERA, end_state              what was seen after the last action
+    task, trial, success, finish_step, max_steps, progress
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.data.batch import Batch, Jagged
-from megarl.data.pictures import FRAMES
+from megarl.data.frames import END_FRAMES, FRAMES
 from megarl.data.versions import set_versions
 from megarl.rollout.robots.acting import Chunk
 from megarl.simulators.protocol import Observation, TaskSpec
@@ -37,6 +38,7 @@ class Episode:
         seen: observations before the calls.
         chunks: what the policy did.
         executed: environment steps of each chunk.
+        end: what was seen after the last action; None: it is under way.
         success: the task is done.
         progress: how much of it at the end, where the simulator knows; else NaN.
         failure: why it cannot be scored; empty: it can.
@@ -48,6 +50,7 @@ class Episode:
     seen: list[Observation] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     executed: list[int] = field(default_factory=list)
+    end: Observation | None = None
     success: bool = False
     progress: float = math.nan
     failure: str = ""
@@ -62,9 +65,10 @@ class Episode:
         """Its simulator failed: nothing of it is trained on, or scored. Of no call at all `blank` takes the place."""
         self.failure, self.failure_kind, self.success, self.progress = why, kind, False, math.nan
         del self.seen[len(self.executed) :], self.chunks[len(self.executed) :]  # a call that was not answered
+        frames = {name: np.zeros((*size, 3), np.uint8) for name, size in self.spec.cameras.items()}
+        self.end = Observation(frames, np.zeros(self.spec.state_dim, np.float32))
         if not self.chunks:
-            frames = {name: np.zeros((*size, 3), np.uint8) for name, size in self.spec.cameras.items()}
-            self.seen.append(Observation(frames, np.zeros(self.spec.state_dim, np.float32)))
+            self.seen.append(self.end)
             self.chunks.append(blank)
             self.executed.append(0)
 
@@ -99,18 +103,23 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
     samples.set("turn_ends", Jagged.from_list(ends, dtype=torch.int64))
     samples.set("turn_starts", Jagged.from_list([[0, *some[:-1]] for some in ends], dtype=torch.int64))
     set_versions(samples, [[[version, len(ids)]] for ids in tokens])
-    calls = [len(e.chunks) for e in episodes]
+    calls, ends_seen = [len(e.chunks) for e in episodes], [e.end for e in episodes if e.end is not None]
+    assert len(ends_seen) == len(episodes), "episodes that are over"
     for camera, size in cameras.items():
         pictures = [seen.frames[camera] for e in episodes for seen in e.seen]
         stacked = torch.from_numpy(np.stack(pictures)) if pictures else torch.zeros(0, *size, 3, dtype=torch.uint8)
         samples.set(FRAMES + camera, Jagged.from_lengths(stacked, calls))
+        last = [seen.frames[camera] for seen in ends_seen]
+        samples.set(END_FRAMES + camera, torch.from_numpy(np.stack(last)) if last else stacked[:0])
     states = [seen.state for e in episodes for seen in e.seen]
     wide = episodes[0].spec.state_dim if episodes else 0
     held = torch.from_numpy(np.stack(states)) if states else torch.zeros(0, wide)
     samples.set("states", Jagged.from_lengths(held, calls))
+    samples.set("end_state", torch.from_numpy(np.stack([seen.state for seen in ends_seen])) if ends_seen else held)
     samples.set("task", [e.spec.name for e in episodes])
     samples.set("trial", torch.tensor([e.trial for e in episodes], dtype=torch.int64))
     samples.set("success", torch.tensor([e.success for e in episodes], dtype=torch.bool))
     samples.set("finish_step", torch.tensor([e.finish_step for e in episodes], dtype=torch.int64))
+    samples.set("max_steps", torch.tensor([e.spec.max_steps for e in episodes], dtype=torch.int64))
     samples.set("progress", torch.tensor([e.progress for e in episodes], dtype=torch.float32))
     samples.set("env_error", [e.failure for e in episodes])

@@ -25,6 +25,7 @@ from megarl.envs.robots import Answer, Failure, SimulatorPool
 from megarl.errors import MegarlError
 from megarl.rollout.robots.acting import ActingPolicy, PolicyCall
 from megarl.rollout.robots.episode import Episode
+from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, TaskSpec
 from megarl.simulators.wire import Inbox, pack, plain_spec, spec_of
 
@@ -82,17 +83,25 @@ class Player:
         pool: the simulators; None on all ranks but the first of a replica.
         policy: acts.
         group: ranks of the replica.
+        view: what the policy sees of an observation.
         halves: physics of one half of the slots goes on while the policy acts for the other.
         on_error: `fail` ends the run when a simulator fails, `mark` the episode.
     """
 
     def __init__(
-        self, pool: SimulatorPool | None, policy: ActingPolicy, group: WorkerGroup, *, halves: bool, on_error: str
+        self,
+        pool: SimulatorPool | None,
+        policy: ActingPolicy,
+        group: WorkerGroup,
+        view: View,
+        *,
+        halves: bool,
+        on_error: str,
     ) -> None:
-        self.pool, self.policy, self.group, self.on_error = pool, policy, group, on_error
+        self.pool, self.policy, self.group, self.view, self.on_error = pool, policy, group, view, on_error
         told = None if pool is None else [len(pool.slots), [plain_spec(task) for task in pool.tasks.values()]]
         count, plain = group.broadcast_json(told)
-        self.tasks: dict[str, TaskSpec] = {one["name"]: spec_of(one) for one in plain}
+        self.tasks: dict[str, TaskSpec] = {one["name"]: view.of_task(spec_of(one)) for one in plain}
         slots = list(range(count))
         self.halves = [slots[0::2], slots[1::2]] if halves and count > 1 else [slots]
 
@@ -180,6 +189,7 @@ class _Game:
             self.counts.steps += answer.executed
             over = answer.over
             if over:
+                episode.end = answer.observation
                 episode.success = answer.success
                 episode.progress = math.nan if answer.progress is None else answer.progress
             else:
@@ -209,7 +219,8 @@ class _Game:
         if pool is not None:
             while missing := [slot for slot in slots if slot not in self._come]:
                 assert set(missing) <= set(pool.busy), "what is waited for was asked for"
-                self._come |= pool.answers(_LOOK_S)
+                come = pool.answers(_LOOK_S)
+                self._come |= {slot: self._p.view.of_answer(answer) for slot, answer in come.items()}
         found = {slot: self._come.pop(slot) for slot in slots if slot in self._come}
         if self._p.group.size > 1:
             data = self._p.group.broadcast_bytes(None if pool is None else _packed(found))

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
+from megarl.runtime.stages.needs import call_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,6 +23,7 @@ DRAWN_LOGP, DRAWN_SUM = "drawn_logp", "drawn_sum_pi_squared"
 @stage(
     reads=["prompt_ids", "response_ids"],
     optional=[DRAWN_LOGP],
+    needs=call_fields,
     writes=["old_logp"],
     kind=Kind.MODEL_INFERENCE,
     role=Role.ACTOR,
@@ -35,6 +37,7 @@ def old_logp(c: StepContext, samples: Batch, *, actor: ActorRole) -> Batch:
 @stage(
     reads=["prompt_ids", "response_ids", "old_logp"],
     optional=[DRAWN_SUM],
+    needs=call_fields,
     writes=["sum_pi_squared"],
     kind=Kind.MODEL_INFERENCE,
     role=Role.ACTOR,
@@ -98,14 +101,26 @@ def _sum_pi_squared(c: StepContext, samples: Batch, actor: ActorRole) -> Jagged:
     return old.like((2 * old.values - sharper.values).exp().clamp(max=1))
 
 
-@stage(reads=["prompt_ids", "response_ids"], writes=["ref_logp"], kind=Kind.MODEL_INFERENCE, role=Role.REFERENCE)
+@stage(
+    reads=["prompt_ids", "response_ids"],
+    needs=call_fields,
+    writes=["ref_logp"],
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.REFERENCE,
+)
 def ref_logp(c: StepContext, samples: Batch, *, reference: ReferenceRole) -> Batch:
     """Score the responses with the frozen reference."""
     samples.set("ref_logp", reference.log_probs(samples))
     return samples
 
 
-@stage(reads=["prompt_ids", "response_ids"], writes=["teacher_logp"], kind=Kind.MODEL_INFERENCE, role=Role.TEACHER)
+@stage(
+    reads=["prompt_ids", "response_ids"],
+    needs=call_fields,
+    writes=["teacher_logp"],
+    kind=Kind.MODEL_INFERENCE,
+    role=Role.TEACHER,
+)
 def teacher_logp(c: StepContext, samples: Batch, *, teacher: TeacherRole) -> Batch:
     """Score the responses with the frozen teacher."""
     samples.set("teacher_logp", teacher.log_probs(samples))

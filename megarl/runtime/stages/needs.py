@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.algorithms import needs
+from megarl.data.frames import FRAMES
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -34,6 +35,13 @@ def part_fields(config: RunConfig) -> list[str]:
     return ["reward_parts"] if config.algorithm.advantage.parts else []
 
 
+def call_fields(config: RunConfig) -> list[str]:
+    """What a model reads of samples beside their tokens: what a robot policy sees, and its calls' borders."""
+    if config.robot is None:
+        return []
+    return ["turn_starts", "turn_ends", "states", *(FRAMES + camera for camera in config.robot.cameras)]
+
+
 def update_fields(config: RunConfig) -> list[str]:
     """What the policy update reads in addition to advantages."""
     algorithm = config.algorithm
@@ -43,7 +51,8 @@ def update_fields(config: RunConfig) -> list[str]:
         "teacher_logp": algorithm.distillation.coef > 0,
     }
     read = needs.loss_fields(algorithm)
-    return [*read, *(name for name, needed in wanted.items() if needed and name not in read)]
+    found = [*read, *(name for name, needed in wanted.items() if needed and name not in read)]
+    return found + call_fields(config)
 
 
 def needs_old_logp(config: RunConfig) -> bool:

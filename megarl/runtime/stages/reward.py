@@ -61,7 +61,7 @@ def reward(c: StepContext, samples: Batch, *, scorer: ScorerRole) -> Batch:
     if parts:
         samples.set("reward_parts", part_table(results, parts))
     c.metrics.merge(reward_metrics(results))
-    _record_scores(c, samples)
+    record_scores(c, samples)
     return samples
 
 
@@ -177,7 +177,8 @@ def part_table(results: list[dict[str, Any]], parts: list[str]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float32).view(len(results), len(parts))
 
 
-def _record_scores(c: StepContext, samples: Batch) -> None:
+def record_scores(c: StepContext, samples: Batch) -> None:
+    """Metrics of the scores of samples."""
     score = samples["score"]
     if len(score) == 0:
         return

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role, stage
+from megarl.data.frames import END_FRAMES, FRAMES
 from megarl.data.versions import VERSION_FIELDS
 from megarl.errors import MegarlError
 from megarl.runtime.stages.needs import needed_fields
@@ -33,16 +34,27 @@ SAMPLE_FIELDS = (
 TURN_FIELDS = ("turn_starts", "turn_ends", "turn_rewards", "ended_by", "env_info", "env_error", "transcript")
 #: The prompt of the data, beside the first observation that has taken its place.
 DATA_PROMPT = ("data_prompt_ids", "data_prompt_text")
+#: What episodes of robots have, beside their pictures.
+EPISODE_FIELDS = (
+    *("turn_starts", "turn_ends", "turn_rewards", "env_error", "task", "trial", "success", "finish_step", "max_steps"),
+    *("progress", "states", "end_state"),
+)
 _OF_ROWS = ("uid", "answer", "data_source", "row")
 _OF_PROMPTS = ("prompt_text", *_OF_ROWS)
 
 
 def _of_prompts(config: RunConfig) -> list[str]:
-    """What an environment is told of a prompt."""
+    """What an environment, or a simulator, is told of a prompt."""
+    if config.robot is not None:
+        return ["row"]
     return list(_OF_PROMPTS) if config.has_turns else []
 
 
-def _of_turns(config: RunConfig) -> list[str]:
+def _of_episodes(config: RunConfig) -> list[str]:
+    """What samples of several turns have in addition."""
+    if config.robot is not None:
+        pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in config.robot.cameras]
+        return [*EPISODE_FIELDS, *pictures]
     return [*TURN_FIELDS, *_data_prompt(config), "prompt_ids", "prompt_text"] if config.has_turns else []
 
 
@@ -62,6 +74,8 @@ def _masked(config: RunConfig) -> list[str]:
 
 def generated_fields(config: RunConfig) -> list[str]:
     """What generation gives every sample."""
+    if config.robot is not None:
+        return [*SAMPLE_FIELDS, *_of_episodes(config)]
     return [*SAMPLE_FIELDS, *(TURN_FIELDS if config.has_turns else []), *_data_prompt(config)]
 
 
@@ -75,7 +89,7 @@ class RolloutError(MegarlError):
     reads=["prompt_ids", "uid"],
     needs=_of_prompts,
     writes=SAMPLE_FIELDS,
-    gives=_of_turns,
+    gives=_of_episodes,
     kind=Kind.MODEL_INFERENCE,
     role=Role.ROLLOUT,
     resamples=True,
@@ -93,6 +107,10 @@ def rollout(c: StepContext, prompts: Batch, *, rollout: RolloutRole) -> Batch:
         from megarl.runtime.episodes import record_episodes
 
         record_episodes(c, samples)
+    if rollout.robots is not None:
+        from megarl.runtime.robots import record_robots
+
+        record_robots(c, samples, rollout.robots.counts)
     return samples
 
 
@@ -164,7 +182,12 @@ def generate(c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: Sam
         EpisodeError: an environment failed, and `env.on_error` is `fail`.
     """
     with rollout.drawing(c, len(prompts) * sampling.n) as advance:
-        if rollout.episodes is None:
+        if rollout.robots is not None:
+            from megarl.runtime.robots import play_robots
+
+            samples = play_robots(c, rollout, prompts, sampling, advance)
+            _refuse_broken_logprobs(samples)
+        elif rollout.episodes is None:
             samples = _respond(c, rollout, prompts, sampling, advance)
         else:
             from megarl.runtime.episodes import play
@@ -256,6 +279,11 @@ def record_lengths(c: StepContext, samples: Batch) -> None:
 
 def _record_work(c: StepContext, samples: Batch) -> None:
     """Count the generation of samples; the prompt of a group is prefilled once."""
+    if c.config.robot is not None:
+        c.count_pass(samples)
+        c.metrics.sum("perf/generated_tokens", float(samples["response_mask"].values.sum()))
+        c.metrics.sum("perf/total_tokens", float(sum(map(sum, c.form.sample_columns(samples)))))
+        return
     from megarl.data.groups import group_places
     from megarl.data.trajectory import policy_tokens
 

@@ -8,6 +8,7 @@ from megarl.dag.stage import Role, stage
 from megarl.data.groups import ORDINAL
 from megarl.errors import MegarlError
 from megarl.runtime.stages.logprob import DRAWN_LOGP, DRAWN_SUM
+from megarl.runtime.stages.needs import call_fields
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +23,8 @@ def _read(config: RunConfig) -> list[str]:
     """What groups are judged by, and what tells episodes whose environment failed."""
     settings = config.algorithm.dynamic_sampling
     cut = ["finish_step", "max_steps"] if settings.drop_cut else []
-    return [settings.metric, *cut, *(["response_mask"] if config.has_turns else [])]
+    mask = ["response_mask"] if config.has_episodes else []
+    return [settings.metric, *cut, *mask, *call_fields(config)]
 
 
 class NoSignalError(MegarlError):
@@ -87,7 +89,7 @@ def signal(c: StepContext, samples: Batch, seen: list[list[float]]) -> list[bool
     from megarl.data.groups import group_places
 
     live = None
-    if c.config.has_turns:
+    if c.config.has_episodes:
         mask = samples["response_mask"]
         live = live_rows(mask.values, mask.offsets)
     settings, uid = c.config.algorithm.dynamic_sampling, samples["uid"]

@@ -47,7 +47,7 @@ def filter_samples(c: StepContext, samples: Batch) -> Batch:
     read = {name: samples[name] for name in filter_fields(c.config)}
     fields = {name: value.values if isinstance(value, Jagged) else value for name, value in read.items()}
     fields |= {"mask": mask.values, "offsets": mask.offsets}
-    fields["live"] = live_rows(mask.values, mask.offsets) if c.config.has_turns else None
+    fields["live"] = live_rows(mask.values, mask.offsets) if c.config.has_episodes else None
     keep = kept_samples(c.config.algorithm.filter, samples["score"], samples["uid"], fields)
     rows = Rows.of(mask.values, mask.offsets)
     samples.set("response_mask", mask.like(mask.values & rows.expand(keep)))

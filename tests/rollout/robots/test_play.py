@@ -14,10 +14,13 @@ import torch
 
 from megarl.comm import WorkerGroup
 from megarl.data.batch import Batch
+from megarl.data.pictures import PIPELINES
 from megarl.envs.robots import SimulatorPool, SimulatorSettings
 from megarl.rollout.robots.acting import Chunk, PolicyCall
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, Player, PlayError
+from megarl.rollout.robots.view import View
+from megarl.simulators.protocol import Observation, TaskSpec
 
 LINE = f"{Path(__file__).resolve().parents[2] / 'simulators/line.py'}:Line"
 K, D = 2, 2
@@ -28,7 +31,6 @@ pytestmark = pytest.mark.procs
 class Steps:
     """Draws steps from the seed, and from what it sees."""
 
-    weight_version = 4
     blank = Chunk([9] * (K * D), [0.0] * (K * D), np.zeros((K, D), np.float32))
 
     def __init__(self) -> None:
@@ -45,6 +47,19 @@ class Steps:
         return Chunk(tokens.tolist(), (-tokens / 10.0).tolist(), actions)
 
 
+class Raw(View):
+    """Everything, as it is."""
+
+    def __call__(self, seen: Observation) -> Observation:
+        return seen
+
+    def of_task(self, spec: TaskSpec) -> TaskSpec:
+        return spec
+
+
+RAW = Raw((), PIPELINES["plain"])
+
+
 def starts(count: int) -> list[EpisodeStart]:
     return [
         EpisodeStart(f"p{n}#0", ("left", "right")[n // 2 % 2], n % 5, [7, n % 3], lambda call, n=n: 100 * n + call)
@@ -56,7 +71,7 @@ def starts(count: int) -> list[EpisodeStart]:
 def players(workers: int, *, halves: bool = True, on_error: str = "fail", **given: Any) -> Iterator[Player]:
     own = {"name": LINE, "workers": workers, "retries": 0, "answer_s": 20.0, "construct_s": 30.0, "limit": 7}
     with SimulatorPool(SimulatorSettings.model_validate(own | given)) as pool:
-        yield Player(pool, Steps(), WorkerGroup.alone(), halves=halves, on_error=on_error)
+        yield Player(pool, Steps(), WorkerGroup.alone(), RAW, halves=halves, on_error=on_error)
 
 
 def told(episodes: list[Episode]) -> list[Any]:
@@ -208,7 +223,7 @@ def _played() -> list[Any]:
         own = {"name": LINE, "workers": 3, "retries": 0, "answer_s": 20.0, "construct_s": 30.0, "limit": 7}
         pool = SimulatorPool(SimulatorSettings.model_validate(own | {"wrong": "exit", "at": 5}))
     try:
-        player = Player(pool, Steps(), world, halves=True, on_error="mark")
+        player = Player(pool, Steps(), world, RAW, halves=True, on_error="mark")
         return told(player.play(starts(12))[0])
     finally:
         if pool is not None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from megarl.errors import ConfigError
 
+#: Tensors of a policy's language model begin so in checkpoints.
+LANGUAGE_MODEL = "language_model."
 _KEYS = ("width", "blocks", "heads", "mlp", "patch", "image", "class_token", "registers", "layer_scale")
 
 

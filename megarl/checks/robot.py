@@ -1,0 +1,139 @@
+"""Checks of the section `robot`: what a policy that acts in a simulator can be trained with."""
+
+from __future__ import annotations
+
+from megarl.algorithms.progress import ProgressSettings
+from megarl.checks.checklist import Checklist
+from megarl.config.components import settings_at
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
+from megarl.data.frames import SIMULATOR
+from megarl.envs.robots.settings import SimulatorSettings
+from megarl.errors import ConfigError
+
+#: Losses whose terms are those of tokens, whatever sequence a token is in.
+TOKEN_LOSSES = ("ppo", "cispo", "dro", "gpg", "pg_is", "sapo")
+
+
+def check_robot(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
+    """A recipe with the section `robot`, or data of a simulator without it."""
+    data = config.data
+    wanted = {"data.train_files": data.train_files, "data.val_files": data.val_files}
+    if config.robot is None:
+        for key, sources in wanted.items():
+            if SIMULATOR in sources:
+                checks.fail(
+                    "robot",
+                    "robot",
+                    f"{key} asks for start states of a simulator, and no simulator is named",
+                    found="null",
+                    allowed="the section `robot`",
+                    fix="name it in robot.simulator, or name files",
+                )
+        return
+    before = len(checks.items)
+    _check_settings(config, checks)
+    _check_surroundings(config, placement, checks)
+    for key, sources in wanted.items():
+        if sources not in ([SIMULATOR], []) or (key == "data.train_files" and not sources):
+            checks.fail(
+                "robot",
+                key,
+                "the rows of a robot's run are start states of its simulator",
+                found=sources,
+                allowed=f"[{SIMULATOR}]",
+                fix=f"set {key}=[{SIMULATOR}]",
+            )
+    if config.sft.steps and SIMULATOR in (config.sft.train_files or [SIMULATOR]):
+        checks.fail(
+            "robot",
+            "sft.train_files",
+            "a robot's policy learns from demonstrations before it learns by itself",
+            found=config.sft.train_files or "null",
+            allowed="[experts], folders of demonstrations, or TASK=FILE.hdf5",
+            fix="set sft.train_files=[experts], or sft.steps=0",
+        )
+    if len(checks.items) == before:
+        robot = config.robot
+        checks.ok("robot", f"{robot.simulator['name']}, {robot.chunk} actions of {robot.dim} numbers in a policy call")
+
+
+def _check_settings(config: RunConfig, checks: Checklist) -> None:
+    """The simulator's keys, and those of scores."""
+    robot = config.robot
+    assert robot is not None
+    for where, own, model in (
+        ("robot.simulator", robot.simulator, SimulatorSettings),
+        ("robot.reward.srpo", robot.reward.srpo, ProgressSettings),
+    ):
+        try:
+            settings = settings_at(where, own, model)
+            if isinstance(settings, SimulatorSettings):
+                settings.check(where)
+                _check_deadlines(config, settings, checks)
+        except ConfigError as error:
+            checks.from_error("robot", error)
+
+
+def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Checklist) -> None:
+    """While one rank waits for a simulator, the others wait for it, at most `cluster.timeout_s`."""
+    limit = config.cluster.timeout_s
+    for name in ("construct_s", "answer_s") if config.cluster.nproc > 1 else ():
+        waits = getattr(settings, name) * (settings.retries + 1)
+        if waits > limit:
+            checks.fail(
+                "robot",
+                f"robot.simulator.{name}",
+                f"the other processes give up after cluster.timeout_s = {limit:g} s, before the simulators do",
+                found=f"{getattr(settings, name):g}, and {settings.retries} retries",
+                allowed=f"at most {limit / (settings.retries + 1):g}",
+                fix=f"set cluster.timeout_s={2 * waits:g}, or a lower robot.simulator.{name}",
+            )
+
+
+def _check_surroundings(config: RunConfig, placement: Placement | None, checks: Checklist) -> None:
+    """What a robot's policy cannot be combined with yet; each with its reason."""
+    rollout, loss = config.rollout, config.algorithm.loss.name
+    team = None if placement is None else placement.of_role(Role.ROLLOUT)
+    apart = team is not None and placement is not None and team != placement.of_role(Role.ACTOR)
+    parallel = config.actor.parallel
+    refused: list[tuple[bool, str, str, object, object]] = [
+        (
+            config.algorithm.pipeline in ("grpo", "ppo", "dapo"),
+            "algorithm.pipeline",
+            "its nodes score texts, and a robot's policy is scored by its episodes",
+            config.algorithm.pipeline,
+            "srpo",
+        ),
+        (rollout.engine != "embedded", "rollout.engine", "servers write texts", rollout.engine, "embedded"),
+        (
+            rollout.stale_steps > 0,
+            "rollout.stale_steps",
+            "a robot's policy acts with the trainer's own weights",
+            rollout.stale_steps,
+            0,
+        ),
+        (apart, "placement", "a robot's policy acts with the trainer's own weights", "a team of its own", "null"),
+        (config.has_turns, "env.name", "a robot's environment is its simulator", config.env.get("name"), "single_turn"),
+        (parallel.cp > 1, "actor.parallel.cp", "the tokens of a policy call see all of it", parallel.cp, 1),
+        (
+            loss not in TOKEN_LOSSES,
+            "algorithm.loss.name",
+            "it takes whole responses, and episodes go through the model call by call",
+            loss,
+            ", ".join(TOKEN_LOSSES),
+        ),
+        (
+            config.algorithm.advantage.name in ("gae", "remax"),
+            "algorithm.advantage.name",
+            "there is no critic, and no greedy episode, to compare with",
+            config.algorithm.advantage.name,
+            "an estimator of groups",
+        ),
+    ]
+    for wrong, key, why, found, allowed in refused:
+        if wrong:
+            what = f"a recipe with the section `robot` cannot have this: {why}"
+            fix = f"set {key}={str(allowed).partition(',')[0]}"
+            checks.fail("robot", key, what, found=found, allowed=allowed, fix=fix)

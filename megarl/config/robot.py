@@ -1,0 +1,75 @@
+"""A policy that acts: episodes in simulators in the place of responses to prompts."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from megarl.config.base import Section
+
+
+class EpisodeRewardConfig(Section):
+    """How episodes are scored."""
+
+    name: Literal["success", "progress"] = Field(
+        "success",
+        description="success: 1 for an episode that succeeded, else 0; progress: a failure is scored by how near it "
+        "came to the successes of its task (SRPO)",
+    )
+    coef: PositiveFloat = Field(1.0, description="what scores are multiplied by")
+    srpo: dict[str, Any] = Field(
+        default_factory=dict,
+        description="keys of `progress`: radius, eps, mapping, weight, bank, shuffled; docs/embodied.md",
+    )
+    embedding: dict[str, Any] = Field(
+        default_factory=lambda: {"name": "state"},
+        description="what `progress` compares episodes by: `name` and its own keys, see docs/embodied.md",
+    )
+
+
+class RobotConfig(Section):
+    """A policy that acts in a simulator. `data.train_files` and `data.val_files` are [simulator] then."""
+
+    simulator: dict[str, Any] = Field(description="its `name`, `workers`, ..., and its own keys: see docs/embodied.md")
+    dim: PositiveInt = Field(description="numbers of an action, D")
+    chunk: PositiveInt = Field(description="actions of a policy call, K")
+    cameras: list[str] = Field(min_length=1, description="cameras that the policy sees by, in its order")
+    family: Literal["openvla-oft", "openvla", "small"] = Field(
+        "openvla-oft",
+        description="how a policy call looks. openvla-oft: all tokens in one pass; openvla: one after another; small: "
+        "as openvla-oft, and the prompt is the instruction",
+    )
+    block_only: bool = Field(
+        False,
+        description="only the action tokens see both ways; false: every column does, as published policies have it",
+    )
+    pictures: Literal["plain", "libero", "aloha", "robotwin"] = Field(
+        "plain",
+        description="way of a frame to the policy, see docs/vla.md; at the size that the model takes",
+    )
+    unnorm_key: str | None = Field(
+        None,
+        description="data set of dataset_statistics.json, beside the model, that scales actions; null: the only one",
+    )
+    gripper: Literal["none", "libero"] = Field("none", description="what the simulator means by open and closed")
+    halves: bool = Field(
+        True, description="physics of one half of the episodes goes on while the policy acts in the other"
+    )
+    on_error: Literal["fail", "mark"] = Field(
+        "mark", description="a simulator that fails: end the run, or leave the episode out and count it"
+    )
+    held_out: PositiveInt = Field(10, description="start states of each task that are held out; drawn by trainer.seed")
+    trials: PositiveInt | None = Field(
+        None, description="start states of each task that are trained on; null: all others"
+    )
+    reward: EpisodeRewardConfig = Field(default_factory=lambda: EpisodeRewardConfig(), description="scores of episodes")
+    demonstrations: PositiveInt | None = Field(
+        None,
+        description="start states of each task that experts show (sft.train_files=[experts]); null: all trained on",
+    )
+    expert_noise: NonNegativeFloat = Field(
+        0.0,
+        description="standard deviation of what is added to experts' actions as they are executed; recorded is what "
+        "the expert said, so that the policy learns how to come back",
+    )

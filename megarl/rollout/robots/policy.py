@@ -1,0 +1,72 @@
+"""A policy that acts with the trainer's own parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.data.batch import Batch, Jagged
+from megarl.data.frames import FRAMES
+from megarl.models.vla.actions import ActionCodec
+from megarl.rollout.robots.acting import Chunk, PolicyCall
+
+
+class Draw(Protocol):
+    """Draws the tokens of policy calls; see `MegatronEngine.draw`."""
+
+    def __call__(self, batch: Batch, seeds: Tensor, temperature: float) -> tuple[Jagged, Jagged]:
+        """Tokens and their log-probs."""
+        ...
+
+
+class DrawingPolicy:
+    """An `ActingPolicy`: every call is a row of a batch, whose tokens are drawn.
+
+    Args:
+        draw: draws all tokens of rows, given those that stand there now.
+        codec: tokens to actions.
+        cameras: names, in the order in which the policy sees them.
+        chunk: actions of a call, K.
+        parallel: all tokens of a call are predicted at once; else one after another, each from the earlier ones.
+
+    Attributes:
+        temperature: of what is drawn next; 0: the likeliest.
+    """
+
+    def __init__(self, draw: Draw, codec: ActionCodec, cameras: Sequence[str], chunk: int, *, parallel: bool) -> None:
+        self._draw, self._codec, self._cameras, self._parallel = draw, codec, cameras, parallel
+        self._slots = chunk * codec.dim
+        self.temperature = 1.0
+        first = np.full(self._slots, codec.tokens.start)
+        self.blank = Chunk(first.tolist(), [0.0] * self._slots, codec.to_actions(first))
+
+    def act(self, calls: Sequence[PolicyCall]) -> list[Chunk]:
+        """See `ActingPolicy`."""
+        start, count = self._codec.tokens.start, len(calls)
+        standing = torch.full((count * self._slots,), start, dtype=torch.int64)
+        fields: dict[str, Tensor | Jagged] = {
+            "prompt_ids": Jagged.from_list([call.prompt_ids for call in calls], dtype=torch.int64),
+            "response_ids": Jagged.from_lengths(standing, [self._slots] * count),
+            "states": torch.from_numpy(np.stack([call.observation.state for call in calls])),
+        }
+        for camera in self._cameras:
+            fields[FRAMES + camera] = torch.from_numpy(np.stack([call.observation.frames[camera] for call in calls]))
+        rows = Batch(fields)
+        seeds = torch.tensor([call.seed for call in calls], dtype=torch.int64)
+        tokens, logp = self._draw(rows, seeds, self.temperature)
+        # One after another: a token is right as soon as all before it are, so that a pass makes one or more right.
+        for _ in range(0 if self._parallel else self._slots):
+            if torch.equal(tokens.values, rows["response_ids"].values):
+                break
+            rows.set("response_ids", tokens)
+            tokens, logp = self._draw(rows, seeds, self.temperature)
+        drawn = tokens.values.view(count, self._slots).numpy()
+        actions = self._codec.to_actions(drawn)
+        return [
+            Chunk(ids.tolist(), values.tolist(), chunk)
+            for ids, values, chunk in zip(drawn, logp.values.view(count, self._slots), actions, strict=True)
+        ]

@@ -1,0 +1,66 @@
+"""What a policy sees of what a simulator shows: pictures of some cameras at its own size, and its state in -1 to 1."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from megarl.data.pictures import PicturePipeline
+from megarl.envs.robots import Answer
+from megarl.errors import ConfigError
+from megarl.models.vla.statistics import ActionStatistics
+from megarl.simulators.protocol import Observation, Outcome, TaskSpec
+
+
+@dataclass(frozen=True)
+class View:
+    """See above. Frames are worked on once, where they come from the simulator; batches hold what the policy sees.
+
+    Attributes:
+        cameras: names, in the policy's order.
+        pictures: from a frame to a picture.
+        states: of the robot's own state; None: it is seen as it is.
+    """
+
+    cameras: Sequence[str]
+    pictures: PicturePipeline
+    states: ActionStatistics | None = None
+
+    def __call__(self, seen: Observation) -> Observation:
+        """What the policy sees of `seen`."""
+        frames = {name: self.pictures(torch.from_numpy(seen.frames[name])).numpy() for name in self.cameras}
+        return Observation(frames, seen.state if self.states is None else self.states.normalise(seen.state))
+
+    def of_answer(self, answer: Answer) -> Answer:
+        """The same of what a simulator's process answered."""
+        if isinstance(answer, Observation):
+            return self(answer)
+        if isinstance(answer, Outcome):
+            return replace(answer, observation=self(answer.observation))
+        return answer
+
+    def of_task(self, spec: TaskSpec) -> TaskSpec:
+        """The task as it is seen.
+
+        Raises:
+            ConfigError: it has no such camera, or a state of another size than the statistics are of.
+        """
+        missing = [name for name in self.cameras if name not in spec.cameras]
+        if missing:
+            raise ConfigError(
+                "the simulator has no such camera",
+                where="robot.cameras",
+                found=missing[0],
+                allowed=list(spec.cameras),
+                fix="name one of these",
+            )
+        if self.states is not None and self.states.dim != spec.state_dim:
+            raise ConfigError(
+                "the statistics are of another robot's state",
+                where="robot.unnorm_key",
+                found=f"{self.states.dim} numbers, and {spec.name} has {spec.state_dim}",
+            )
+        size = self.pictures.size
+        return replace(spec, cameras=dict.fromkeys(self.cameras, (size, size)))

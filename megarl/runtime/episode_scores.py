@@ -1,0 +1,161 @@
+"""Scores of robots' episodes: of each by itself (success), or by how near it came to successes of its task (SRPO)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from megarl.algorithms.progress import ProgressReport, ProgressSettings
+from megarl.algorithms.srpo import ProgressScorer
+from megarl.config.components import settings_at
+from megarl.data.batch import Batch
+from megarl.data.frames import END_FRAMES, FRAMES
+from megarl.device import device
+from megarl.phase import phase
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from megarl.config.run import RunConfig
+    from megarl.models.episodes import EpisodeEmbedder
+    from megarl.runtime.context import StepContext
+    from megarl.training.parallel import Layout
+
+FILE = "episode_scores.safetensors"
+_BINS = 10
+
+
+def compared_fields(config: RunConfig) -> list[str]:
+    """What of episodes is compared; nothing where success is all that counts."""
+    robot = config.robot
+    if robot is None or robot.reward.name == "success":
+        return []
+    pictures = [prefix + camera for prefix in (FRAMES, END_FRAMES) for camera in robot.cameras]
+    return ["states", "end_state", *pictures]
+
+
+class EpisodeScores:
+    """What scores episodes in the training steps of a run. Collective over the ranks of a team.
+
+    Args:
+        embedder: what episodes are compared by; None: success counts.
+        scorer: makes scores of it.
+        coef: what they are multiplied by.
+        layout: of the team.
+    """
+
+    def __init__(self, embedder: EpisodeEmbedder | None, scorer: ProgressScorer, coef: float, layout: Layout) -> None:
+        self._embedder, self._scorer, self._coef, self._layout = embedder, scorer, coef, layout
+
+    @classmethod
+    def of(cls, config: RunConfig, layout: Layout) -> EpisodeScores:
+        """What the section `robot` asks for.
+
+        Raises:
+            ConfigError: a key that there is none of, or a value that it does not take.
+        """
+        assert config.robot is not None, "a recipe with the section `robot`"
+        reward, embedder, seed = config.robot.reward, None, config.trainer.seed
+        settings = settings_at("robot.reward.srpo", reward.srpo, ProgressSettings)
+        if reward.name == "progress":
+            from megarl.models.episodes import EmbeddingSettings, build_embedder
+
+            wanted = settings_at("robot.reward.embedding", reward.embedding, EmbeddingSettings)
+            cameras, group = config.robot.cameras, layout.dp_group
+            embedder = build_embedder(wanted, cameras=cameras, device=device(), group=group, seed=seed)
+        return cls(embedder, ProgressScorer(settings, seed), reward.coef, layout)
+
+    def score(self, c: StepContext, samples: Batch) -> Tensor:
+        """Scores float32 [B] of this replica's episodes, and their metrics."""
+        if self._embedder is None:
+            return samples["success"].float() * self._coef
+        with phase("learn"):
+            learned = self._embedder.learn(samples, c.step)
+            if learned is not None:
+                c.metrics.merge(learned)
+        with phase("embed"):
+            mine = self._embedder.embed(samples)
+        # Ranks of a replica may round differently on GPUs; the scores of a sample must be the same on all of them.
+        mine = self._layout.mp_group.broadcast(mine.contiguous())
+        told = Batch(
+            {"embedding": mine, "success": samples["success"], "progress": samples["progress"]},
+            {"task": samples["task"]},
+            size=len(samples),
+        )
+        parts = [Batch.from_bytes(data) for data in self._layout.dp_group.all_gather_bytes(told.to_bytes())]
+        every = Batch.concat(parts)
+        report = self._scorer.score(every["embedding"], every["success"], every["task"], step=c.step)
+        if self._layout.rank == 0:  # of all ranks
+            _record(c, report, every["progress"])
+        first = sum(map(len, parts[: self._layout.dp_rank]))
+        return report.scores[first : first + len(samples)].float() * self._coef
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def files(self) -> dict[str, bytes]:
+        """What a checkpoint keeps, by file name; the first rank's is that of all."""
+        state: dict[str, Any] = {"scorer": self._scorer.state()}
+        if self._embedder is not None:
+            state["embedder"] = self._embedder.state()
+        tensors: dict[str, Tensor] = {}
+        plain: dict[str, Any] = {}
+        _flatten(state, "", tensors, plain)
+        kept = {FILE: save(tensors, {"plain": json.dumps(plain)})} if tensors or plain else {}
+        return kept if self._layout.rank == 0 else {}
+
+    def load(self, folder: Path) -> None:
+        """Go on from a checkpoint; one without the file is of a run that had nothing to keep."""
+        if not (folder / FILE).is_file():
+            return
+        with safe_open(folder / FILE, "pt") as file:
+            found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
+            found |= json.loads(file.metadata()["plain"])
+        state: dict[str, Any] = {}
+        for path, value in found.items():
+            *outer, name = path.split("/")
+            place = state
+            for key in outer:
+                place = place.setdefault(key, {})
+            place[name] = value
+        self._scorer.load_state(state.get("scorer", {}))
+        if self._embedder is not None and "embedder" in state:
+            self._embedder.load_state(state["embedder"])
+
+
+def _flatten(state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:
+    """Tensors, and everything else, by their path."""
+    for name, value in state.items():
+        if isinstance(value, Mapping):
+            _flatten(value, f"{prefix}{name}/", tensors, plain)
+        elif isinstance(value, torch.Tensor):
+            tensors[prefix + name] = value.contiguous()
+        else:
+            plain[prefix + name] = value
+
+
+def _record(c: StepContext, report: ProgressReport, progress: Tensor) -> None:
+    """Metrics `srpo/...` of a global batch."""
+    m, failures = c.metrics, int(report.failed.sum())
+    if failures:
+        m.mean("srpo/shaped_share", float(report.shaped.sum()), failures)
+    m.sum("srpo/invalid", float(report.invalid.sum()))
+    if report.clusters:
+        m.mean("srpo/clusters", float(sum(report.clusters.values())), len(report.clusters))
+    shaped = report.distances[report.shaped]
+    if len(shaped):
+        m.mean("srpo/distance/mean", float(shaped.sum()), len(shaped))
+        m.min("srpo/distance/min", float(shaped.min()))
+        m.max("srpo/distance/max", float(shaped.max()))
+        for number, found in enumerate(report.histogram(_BINS)[0]):
+            m.sum(f"srpo/distance/bin_{number}", found)
+        m.mean("srpo/failure_score/mean", float(report.scores[report.shaped].sum()), len(shaped))
+    correlations = report.rank_correlations(progress)
+    if correlations:
+        m.mean("srpo/rank_correlation", float(sum(correlations.values())), len(correlations))

@@ -1,0 +1,280 @@
+"""Episodes of robots: what a run with the section `robot` has in the place of prompts, responses and rewards.
+
+simulators (processes)  --> View --> Player <-- DrawingPolicy <-- the actor's own parameters
+                                       |
+                                    episodes --> samples
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.config.components import settings_at
+from megarl.data.pictures import NORMALISATIONS, PIPELINES
+from megarl.device import device, has_cuda
+from megarl.envs.robots import SimulatorPool, SimulatorSettings
+from megarl.errors import ConfigError, choose
+from megarl.models.hf import vision_of
+from megarl.models.vla.actions import ActionCodec, ActionTokens, gripper_rule
+from megarl.models.vla.calls import PolicyFamily, policy_family, prompt_ids
+from megarl.models.vla.statistics import (
+    FILE,
+    ActionStatistics,
+    DatasetStatistics,
+    choose_statistics,
+    read_statistics,
+)
+from megarl.rollout.robots.episode import add_episodes
+from megarl.rollout.robots.play import EpisodeStart, PlayCounts, Player
+from megarl.rollout.robots.policy import Draw, DrawingPolicy
+from megarl.rollout.robots.trials import Trials, part_trials
+from megarl.rollout.robots.view import View
+from megarl.simulators.wire import plain_spec, spec_of
+from megarl.training.calls import CallForm
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from megarl.architectures.vision import VisionShape
+    from megarl.config.robot import RobotConfig
+    from megarl.config.rollout import SamplingConfig
+    from megarl.config.run import RunConfig
+    from megarl.data.batch import Batch
+    from megarl.data.render import Split
+    from megarl.runtime.context import StepContext
+    from megarl.runtime.roles import RolloutRole
+    from megarl.simulators.protocol import TaskSpec
+    from megarl.training.parallel import Layout
+
+
+@dataclass(frozen=True)
+class Body:
+    """How the policy of a recipe acts, whatever simulator it is in.
+
+    Attributes:
+        codec: its tokens, and what is executed.
+        family: how its calls look.
+        view: what it sees.
+        form: its calls as sequences of the model.
+    """
+
+    codec: ActionCodec
+    family: PolicyFamily
+    view: View
+    form: CallForm
+
+
+def body_of(config: RunConfig, hf: PretrainedConfig) -> Body:
+    """What the section `robot` and the model say; the model's exports bring the statistics of its actions from now on.
+
+    Raises:
+        ConfigError: they do not fit.
+    """
+    robot, shape = config.robot, vision_of(hf)
+    assert robot is not None, "a recipe with the section `robot`"
+    if shape is None:
+        raise ConfigError(
+            "the section `robot` is there, and the model sees nothing",
+            where="model",
+            allowed="a model of model_type openvla",
+            fix="name a robot policy, or leave the section out",
+        )
+    tokens = ActionTokens.of_checkpoint(hf.policy, "the model's config.json")
+    name, data = _statistics(config, robot)
+    hf.action_statistics = {name: data}
+    codec = ActionCodec(tokens, data.action, gripper_rule(robot.gripper, "robot.gripper"))
+    _refuse_other_sizes(robot, codec, shape, data)
+    family = policy_family(robot.family, "robot.family")
+    pipeline = choose(PIPELINES, robot.pictures, "there is no such way of pictures", where="robot.pictures")
+    view = View(tuple(robot.cameras), replace(pipeline, size=shape.towers[0].image), data.state)
+    columns = tokens.columns(hf.vocab_size)
+    form = CallForm(
+        shape,
+        family,
+        NORMALISATIONS[len(shape.towers)],
+        tuple(robot.cameras),
+        robot.dim,
+        robot.chunk,
+        (columns.start, columns.stop),
+        robot.block_only,
+    )
+    return Body(codec, family, view, form)
+
+
+def _statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStatistics]:
+    """Name and statistics of the data that the policy acts like; a fresh one acts in the units of its simulator."""
+    file = None if config.model.path is None else Path(config.model.path).expanduser() / FILE
+    if file is not None and file.is_file():
+        known = read_statistics(file)
+        chosen = choose_statistics(known, robot.unnorm_key, str(file))
+        return next(name for name, entry in known.items() if entry is chosen), chosen
+    if config.model.path is not None or robot.unnorm_key is not None:
+        raise ConfigError(
+            "the statistics of its actions are not beside the model",
+            where="model.path",
+            found=config.model.path,
+            allowed=f"a folder with {FILE}",
+            fix="take the file from where the model comes from",
+        )
+    return str(robot.simulator.get("name")), DatasetStatistics(ActionStatistics.plain(robot.dim))
+
+
+def _refuse_other_sizes(robot: RobotConfig, codec: ActionCodec, shape: VisionShape, data: DatasetStatistics) -> None:
+    if codec.dim != robot.dim:
+        raise ConfigError(
+            "the statistics are of actions of another size",
+            where="robot.dim",
+            found=robot.dim,
+            allowed=str(codec.dim),
+            fix=f"set robot.dim={codec.dim}, or choose other statistics (robot.unnorm_key)",
+        )
+    if shape.state and data.state is not None and data.state.dim != shape.state:
+        raise ConfigError(
+            "the model takes another robot's state than the statistics are of",
+            where="model: state_dim",
+            found=shape.state,
+            allowed=str(data.state.dim),
+        )
+
+
+@dataclass
+class Robots:
+    """The simulators of a run on one rank, and what plays in them.
+
+    Attributes:
+        pool: simulators; only on the first rank of a replica.
+        tasks: what is played, on every rank.
+        body: how the policy acts.
+        trials: start states, by split.
+        player: plays; None until there is a policy.
+        policy: acts; None as well.
+        counts: what was played last.
+    """
+
+    pool: SimulatorPool | None
+    tasks: Mapping[str, TaskSpec]
+    body: Body
+    trials: Mapping[Split, Trials]
+    player: Player | None = None
+    policy: DrawingPolicy | None = None
+    counts: PlayCounts = field(default_factory=PlayCounts)
+
+    def take_policy(self, draw: Draw, config: RunConfig, layout: Layout) -> None:
+        """Play with what `draw` draws. Collective over a replica."""
+        body, robot = self.body, config.robot
+        assert robot is not None, "a recipe with the section `robot`"
+        self.policy = DrawingPolicy(draw, body.codec, robot.cameras, robot.chunk, parallel=body.family.parallel)
+        self.player = Player(
+            self.pool, self.policy, layout.mp_group, body.view, halves=robot.halves, on_error=robot.on_error
+        )
+
+    def close(self) -> None:
+        """End the simulators."""
+        if self.pool is not None:
+            self.pool.close()
+
+
+def open_robots(
+    config: RunConfig, hf: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, layout: Layout
+) -> Robots | None:
+    """Start the simulators that the recipe asks for, and learn what is played; None: it has no section `robot`.
+
+    Raises:
+        ConfigError: simulator, tasks, model and recipe do not fit.
+        SimulatorError: the simulator does not start.
+    """
+    robot = config.robot
+    if robot is None:
+        return None
+    body, pool = body_of(config, hf), None
+    if layout.is_lead:
+        settings = settings_at("robot.simulator", robot.simulator, SimulatorSettings)
+        cuda = device().index if has_cuda() else None
+        pool = SimulatorPool(settings, where="robot.simulator", cuda_device=cuda)
+    told = None if pool is None else [plain_spec(task) for task in pool.tasks.values()]
+    tasks = {spec.name: spec for spec in map(spec_of, layout.mp_group.broadcast_json(told))}
+    for task in tasks.values():
+        _refuse_other_task(robot, body.form.shape, task)
+    parted = part_trials(tasks.values(), seed=config.trainer.seed, held_out=robot.held_out, trained=robot.trials)
+    prompts = {name: prompt_ids(task.instruction, body.family, tokenizer) for name, task in tasks.items()}
+    texts = {name: task.instruction for name, task in tasks.items()}
+    trials: dict[Split, Trials] = {split: Trials(split, pairs, prompts, texts) for split, pairs in parted.items()}
+    return Robots(pool, tasks, body, trials)
+
+
+def _refuse_other_task(robot: RobotConfig, shape: VisionShape, task: TaskSpec) -> None:
+    if task.action_dim != robot.dim:
+        raise ConfigError(
+            f"actions of {task.name} have another size",
+            where="robot.dim",
+            found=robot.dim,
+            allowed=str(task.action_dim),
+            fix=f"set robot.dim={task.action_dim}",
+        )
+    if shape.state and task.state_dim != shape.state:
+        raise ConfigError(
+            f"the model takes another state than that of {task.name}",
+            where="model: state_dim",
+            found=shape.state,
+            allowed=str(task.state_dim),
+            fix=f"set state_dim to {task.state_dim}, or to 0 for a policy that sees pictures only",
+        )
+
+
+def play_robots(
+    c: StepContext, rollout: RolloutRole, prompts: Batch, sampling: SamplingConfig, advance: Callable[[int], None]
+) -> Batch:
+    """`sampling.n` episodes of each of `prompts`, with the fields of EPISODE_FIELDS."""
+    from megarl.data.batch import Jagged
+
+    robots = rollout.robots
+    assert robots is not None, "a run with the section `robot`"
+    assert robots.player is not None, "`take_policy` comes first"
+    assert robots.policy is not None, "with the player"
+    robots.policy.temperature = sampling.temperature
+    starts = [
+        EpisodeStart(f"{uid}#{i}", row["task"], row["trial"], ids.tolist(), partial(c.seeds.sample, uid, i))
+        for ids, uid, row in zip(prompts["prompt_ids"].unbind(), prompts["uid"], prompts["row"], strict=True)
+        for i in range(sampling.n)
+    ]
+    episodes, counts = robots.player.play(starts, advance)
+    samples = prompts.repeat(sampling.n)
+    add_episodes(samples, episodes, rollout.engine.weight_version)
+    samples.set("sample_id", [start.sample_id for start in starts])
+    samples.set("response_text", [_told(episode.success, episode.finish_step, episode.failure) for episode in episodes])
+    samples.set("finish_reason", ["stop" if episode.success else "length" for episode in episodes])
+    ends = samples["turn_ends"]
+    rewards = ends.values.new_zeros(len(ends.values)).float()
+    rewards[ends.offsets[1:] - 1] = samples["success"].float()
+    samples.set("turn_rewards", Jagged(rewards, ends.offsets))
+    robots.counts = counts
+    return samples
+
+
+def _told(success: bool, steps: int, failure: str) -> str:
+    if failure:
+        return f"not played: {failure}"
+    return f"{'success' if success else 'no success'} after {steps} environment steps"
+
+
+def record_robots(c: StepContext, samples: Batch, counts: PlayCounts) -> None:
+    """Metrics `env/...` of what `play_robots` made. Episodes whose simulator failed are only counted."""
+    m, count = c.metrics, len(samples)
+    m.sum("env/errors", sum(counts.failures.values()))
+    for kind, number in counts.failures.items():
+        m.sum(f"env/errors/{kind}", number)
+    m.sum("env/steps/total", counts.steps)
+    m.sum("env/calls/total", counts.calls)
+    m.max("timing_s/act", counts.act_s)
+    m.max("timing_s/wait_for_simulators", counts.wait_s)
+    m.mean("perf/wait_for_simulators", counts.wait_s, max(counts.wait_s + counts.act_s, 1e-9))
+    if not count:
+        return
+    m.mean("env/success", float(samples["success"].sum()), count)
+    m.mean("env/steps/mean", float(samples["finish_step"].sum()), count)
+    m.mean("env/calls/mean", float(samples["turn_ends"].lengths.sum()), count)
+    m.max("env/calls/max", float(samples["turn_ends"].lengths.max()))

@@ -1,0 +1,53 @@
+"""Stages of robots' episodes; they are played by the stage `rollout`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import Role, stage
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.data.batch import Batch
+    from megarl.runtime.context import StepContext
+
+
+def _compared(config: RunConfig) -> list[str]:
+    from megarl.runtime.episode_scores import compared_fields
+
+    return compared_fields(config)
+
+
+@stage(
+    reads=["response_ids", "response_mask", "success", "progress", "task", "env_error"],
+    needs=_compared,
+    writes=["score", "token_rewards"],
+    role=Role.REWARD,
+)
+def episode_reward(c: StepContext, samples: Batch) -> Batch:
+    """Score episodes as `robot.reward` says; the score sits on the last action that was executed.
+
+    With `progress` they are compared over all ranks of the team: it is collective.
+    """
+    import torch
+
+    from megarl.runtime.stages.reward import record_scores
+
+    assert c.scores is not None, "a run with the section `robot` has it"
+    score = c.scores.score(c, samples)
+    mask = samples["response_mask"]
+    place = torch.arange(len(mask.values))
+    rows = torch.repeat_interleave(torch.arange(len(samples)), mask.lengths)
+    # Of an episode that nothing is trained of, it does not matter where.
+    last = mask.offsets[1:] - 1
+    last = torch.where(
+        torch.zeros(len(samples), dtype=torch.bool).index_put((rows[mask.values],), torch.tensor(True)),
+        torch.full((len(samples),), -1).scatter_reduce(0, rows[mask.values], place[mask.values], "amax"),
+        last,
+    )
+    rewards = torch.zeros(len(mask.values), dtype=torch.float32)
+    rewards[last] = score
+    samples.set("score", score)
+    samples.set("token_rewards", mask.like(rewards))
+    record_scores(c, samples)
+    return samples

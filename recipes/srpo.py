@@ -1,0 +1,40 @@
+"""SRPO, and training of robot policies by success: episodes in simulators, scores of the whole batch, groups of GRPO.
+
+    rollout -> episode_reward -> [dynamic_sampling] -> [old_logp -> rollout_correction], [ref_logp] -> advantage
+                                                                                                          -> actor_train
+
+With `algorithm.dynamic_sampling.metric=success` groups are chosen before they are scored:
+
+    rollout -> [dynamic_sampling] -> episode_reward -> ...
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megarl.dag.pipeline import Pipeline
+from megarl.recipes.grpo import add_filter, add_kl, add_logprobs
+from megarl.runtime.stages import advantage, robots, rollout, sampling, update
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.dag.graph import TaskGraph
+
+
+def build_graph(config: RunConfig) -> TaskGraph:
+    """The task graph of one training step."""
+    p = Pipeline("srpo", "self-referential policy optimisation of robot policies", config)
+    p.add(rollout.rollout)
+    settings = config.algorithm.dynamic_sampling
+    before = settings.metric == "success"
+    if settings.enabled and before:
+        p.add(sampling.dynamic_sampling)
+    p.add(robots.episode_reward)
+    if settings.enabled and not before:
+        p.add(sampling.dynamic_sampling)
+    add_logprobs(p, config)
+    add_filter(p, config)
+    add_kl(p, config)
+    p.add(advantage.advantage)
+    p.add(update.actor_train)
+    return p.build()

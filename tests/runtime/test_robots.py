@@ -1,0 +1,99 @@
+"""Whole runs of a robot policy: experts, cloning, episodes in simulators' processes, updates, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.models.vla.statistics import read_statistics
+from tests.runtime import harness
+from tests.runtime.robots import write_robots_recipe
+from tests.runtime.test_durability import at_step
+
+pytestmark = [pytest.mark.procs, pytest.mark.timeout(600)]
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_robots_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    harness.train(recipe, folder)
+    return folder
+
+
+def test_a_run_clones_plays_updates_and_measures(run_dir: Path) -> None:
+    numbers = harness.metrics(run_dir)
+    assert sorted(numbers) == list(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
+        found = numbers[step]
+        assert found["env/errors"] == 0
+        assert 0 < found["env/success"] == found["critic/score/mean"] <= 1
+        assert 1 <= found["env/calls/mean"] <= 3
+        assert found["env/steps/total"] == found["env/steps/mean"] * 16
+        assert found["actor/grad_norm"] >= 0
+    assert [step for step in numbers if "val/acc" in numbers[step]] == [0, 2, 4]
+    stages = [json.loads(line)["stage"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert stages[:3] == ["sft"] * 3
+    assert len(list((run_dir / "demonstrations").glob("*.safetensors"))) == 6, "start states that are trained on"
+    assert "Line" in next(iter(read_statistics(run_dir / "hf" / "dataset_statistics.json")))
+
+
+def test_a_killed_rank_leaves_the_same_run_after_it_is_resumed(recipe, run_dir, tmp_path) -> None:
+    process = harness.start(recipe, tmp_path)
+    harness.wait_for(lambda: at_step(tmp_path, 2), process)
+    harness.kill(harness.workers(tmp_path)[1])
+    harness.finish(process, timeout=60)
+    assert harness.train(recipe, tmp_path) == harness.metrics(run_dir)
+
+
+@pytest.mark.parametrize("layout", ["tp: 2", "pp: 2", "tp: 2, sp: true"])
+def test_the_layout_changes_no_episode(layout, recipe, run_dir, tmp_path) -> None:
+    """The same seeds draw the same actions; what is summed in another order differs by fp32 rounding."""
+    numbers, expected = harness.train(recipe, tmp_path, f"actor.parallel={{{layout}}}"), harness.metrics(run_dir)
+    for step, found in numbers.items():
+        for name in ("env/success", "env/steps/total", "val/acc"):
+            assert found.get(name) == expected[step].get(name)
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            assert found.get(name, 0.0) == pytest.approx(expected[step].get(name, 0.0), abs=2e-4)
+
+
+def test_an_episode_whose_simulator_dies_is_left_out_and_counted(recipe, tmp_path) -> None:
+    once = tmp_path / "once"
+    numbers = harness.train(
+        recipe,
+        tmp_path / "run",
+        "sft.steps=0",
+        "trainer.steps=2",
+        "validation.before_train=false",
+        "robot.simulator.wrong=exit",
+        f"robot.simulator.once={once}",
+    )
+    assert sum(numbers[step]["env/errors"] for step in (1, 2)) == 1
+    assert sum(numbers[step].get("env/errors/crash", 0) for step in (1, 2)) == 1
+
+
+def test_simulators_that_all_fail_end_the_run_with_what_they_said(recipe, tmp_path) -> None:
+    process = harness.start(recipe, tmp_path, "sft.steps=0", "robot.simulator.wrong=raise", "robot.simulator.at=0")
+    output = harness.finish(process)
+    assert process.returncode == 1
+    assert "a joint is out of range" in output
+    assert "Line" in output
+
+
+def test_the_exported_policy_is_measured_again(recipe, run_dir, tmp_path) -> None:
+    from tests.forked import Command
+
+    settings = (f"model.path={run_dir / 'hf'}", "model.hf_config=null", "model.tokenizer=null", "sft.steps=0")
+    command = Command(["eval", recipe, *settings, "--run-dir", tmp_path], recipe.parent)
+    output = harness.finish(command)
+    assert command.returncode == 0, output[-3000:]
+    found = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]
+    assert found["val/acc"] == harness.metrics(run_dir)[STEPS]["val/acc"]
