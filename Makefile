@@ -1,4 +1,4 @@
-# make quickstart | test | campaign-NAME | lint | bench | bench-trl-env | sglang-env | libero-env | metaworld-env
+# make quickstart | srpo-quickstart | test | campaign-NAME | lint | bench | bench-trl-env | sglang-env | libero-env | metaworld-env
 # Everything runs in .venv, which is made when it is missing.
 
 PYTHON ?= python3
@@ -7,10 +7,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 
-.PHONY: quickstart test lint bench bench-trl-env sglang-env libero-env metaworld-env
+.PHONY: quickstart srpo-quickstart test lint bench bench-trl-env sglang-env libero-env metaworld-env
 
 quickstart: $(STAMP)
 	$(BIN)/megarl train recipes/grpo_quickstart.yaml
+
+srpo-quickstart: $(STAMP)
+	$(BIN)/megarl train recipes/srpo_reach_quickstart.yaml
 
 # A file of tests stays in one process. JOBS=0 runs them one after the other, as where all of them share one GPU.
 JOBS ?= $(if $(wildcard /dev/nvidia0),0,2)

@@ -63,6 +63,9 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
     """The simulator's keys, and those of scores."""
     robot = config.robot
     assert robot is not None
+    if not robot.cameras:
+        fix = "name those that the policy was trained with, in their order"
+        checks.fail("robot", "robot.cameras", "the policy sees nothing", found=[], allowed="cameras", fix=fix)
     for where, own, model in (
         ("robot.simulator", robot.simulator, SimulatorSettings),
         ("robot.reward.srpo", robot.reward.srpo, ProgressSettings),

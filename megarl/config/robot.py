@@ -31,10 +31,12 @@ class EpisodeRewardConfig(Section):
 class RobotConfig(Section):
     """A policy that acts in a simulator. `data.train_files` and `data.val_files` are [simulator] then."""
 
-    simulator: dict[str, Any] = Field(description="its `name`, `workers`, ..., and its own keys: see docs/embodied.md")
-    dim: PositiveInt = Field(description="numbers of an action, D")
-    chunk: PositiveInt = Field(description="actions of a policy call, K")
-    cameras: list[str] = Field(min_length=1, description="cameras that the policy sees by, in its order")
+    simulator: dict[str, Any] = Field(
+        default_factory=dict, description="its `name`, `workers`, ..., and its own keys: see docs/embodied.md"
+    )
+    dim: PositiveInt = Field(1, description="numbers of an action, D")
+    chunk: PositiveInt = Field(1, description="actions of a policy call, K")
+    cameras: list[str] = Field(default_factory=list, description="cameras that the policy sees by, in its order")
     family: Literal["openvla-oft", "openvla", "small"] = Field(
         "openvla-oft",
         description="how a policy call looks. openvla-oft: all tokens in one pass; openvla: one after another; small: "
