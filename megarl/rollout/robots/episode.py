@@ -66,9 +66,9 @@ class Episode:
         self.failure, self.failure_kind, self.success, self.progress = why, kind, False, math.nan
         del self.seen[len(self.executed) :], self.chunks[len(self.executed) :]  # a call that was not answered
         frames = {name: np.zeros((*size, 3), np.uint8) for name, size in self.spec.cameras.items()}
-        self.end = Observation(frames, np.zeros(self.spec.state_dim, np.float32))
+        self.end = Observation(dict(frames), np.zeros(self.spec.state_dim, np.float32))
         if not self.chunks:
-            self.seen.append(self.end)
+            self.seen.append(Observation(frames, self.end.state))
             self.chunks.append(blank)
             self.executed.append(0)
 
@@ -84,6 +84,8 @@ class Episode:
 
 def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> None:
     """Write the fields of `episodes`, one per sample, into `samples`; all were drawn with `version` of the weights.
+
+    The episodes give up their pictures one after another, which would be in memory twice otherwise.
 
     Raises:
         ValueError: tasks with different cameras, or sizes of pictures or states, in one batch.
@@ -106,11 +108,9 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
     calls, ends_seen = [len(e.chunks) for e in episodes], [e.end for e in episodes if e.end is not None]
     assert len(ends_seen) == len(episodes), "episodes that are over"
     for camera, size in cameras.items():
-        pictures = [seen.frames[camera] for e in episodes for seen in e.seen]
-        stacked = torch.from_numpy(np.stack(pictures)) if pictures else torch.zeros(0, *size, 3, dtype=torch.uint8)
+        stacked = _moved([seen for e in episodes for seen in e.seen], camera, size)
         samples.set(FRAMES + camera, Jagged.from_lengths(stacked, calls))
-        last = [seen.frames[camera] for seen in ends_seen]
-        samples.set(END_FRAMES + camera, torch.from_numpy(np.stack(last)) if last else stacked[:0])
+        samples.set(END_FRAMES + camera, _moved(ends_seen, camera, size))
     states = [seen.state for e in episodes for seen in e.seen]
     wide = episodes[0].spec.state_dim if episodes else 0
     held = torch.from_numpy(np.stack(states)) if states else torch.zeros(0, wide)
@@ -123,3 +123,13 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
     samples.set("max_steps", torch.tensor([e.spec.max_steps for e in episodes], dtype=torch.int64))
     samples.set("progress", torch.tensor([e.progress for e in episodes], dtype=torch.float32))
     samples.set("env_error", [e.failure for e in episodes])
+
+
+def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> torch.Tensor:
+    """A camera's pictures in one tensor uint8 [N, H, W, 3]; they are no longer in `seen`."""
+    found = np.empty((len(seen), *size, 3), np.uint8)
+    for place, one in zip(found, seen, strict=True):
+        frames = dict(one.frames)
+        place[:] = frames.pop(camera)
+        object.__setattr__(one, "frames", frames)  # nobody looks at an episode's pictures after this
+    return torch.from_numpy(found)
