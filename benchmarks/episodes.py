@@ -1,7 +1,7 @@
 """Memory of robots' episodes from the simulators' answers to a batch: `python -m megarl.benchmarks.episodes`.
 
-Synthetic pictures, as a policy sees them. The floor is one copy of them; what is measured is the most that the process had
-at any time, less what it had before.
+Synthetic pictures, as a policy sees them. The floor is one copy of them; what is measured is the most that the process
+had at any time, less what it had before.
 """
 
 from __future__ import annotations

@@ -8,10 +8,13 @@ been in use at the same time.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import mmap
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -87,3 +90,14 @@ class Rooms:
 
 #: Of this process.
 rooms = Rooms()
+
+
+@functools.cache
+def heap_trim() -> Callable[[int], object] | None:
+    """glibc's malloc_trim, which gives free pages back to the kernel; None with another C library."""
+    try:
+        malloc_trim: Callable[[int], object] = ctypes.CDLL(None).malloc_trim
+        malloc_trim.argtypes = [ctypes.c_size_t]  # type: ignore[attr-defined]
+    except (OSError, AttributeError):
+        return None
+    return malloc_trim

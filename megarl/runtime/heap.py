@@ -11,12 +11,11 @@ run.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
 
-from megarl.data.room import rooms
+from megarl.data.room import heap_trim, rooms
 
 GROWTH = 1.1
 """Resident set, relative to that of the first steps after the last trim, at which free pages are given back."""
@@ -53,10 +52,8 @@ class HeapBound:
 
 def heap_bound() -> HeapBound:
     """Of this process; where malloc cannot give pages back (no glibc), only `megarl.data.room` does."""
-    try:
-        malloc_trim = ctypes.CDLL(None).malloc_trim
-        malloc_trim.argtypes = [ctypes.c_size_t]
-    except (OSError, AttributeError):  # another C library
+    malloc_trim = heap_trim()
+    if malloc_trim is None:
         return HeapBound(resident_bytes, rooms.give_back)
 
     def trim() -> None:

@@ -23,9 +23,13 @@ from numpy.typing import NDArray
 
 from megarl.data.batch import Batch, Jagged
 from megarl.data.frames import END_FRAMES, FRAMES
+from megarl.data.room import heap_trim
 from megarl.data.versions import set_versions
 from megarl.rollout.robots.acting import Chunk
 from megarl.simulators.protocol import Observation, TaskSpec
+
+#: So much of what pictures took may be kept by malloc before it is given back.
+_TRIM_BYTES = 256 << 20
 
 
 @dataclass
@@ -128,8 +132,12 @@ def add_episodes(samples: Batch, episodes: Sequence[Episode], version: int) -> N
 def _moved(seen: Sequence[Observation], camera: str, size: tuple[int, int]) -> torch.Tensor:
     """A camera's pictures in one tensor uint8 [N, H, W, 3]; they are no longer in `seen`."""
     found = np.empty((len(seen), *size, 3), np.uint8)
-    for place, one in zip(found, seen, strict=True):
+    trim = heap_trim()
+    every = max(1, _TRIM_BYTES // max(1, size[0] * size[1] * 3))
+    for number, (place, one) in enumerate(zip(found, seen, strict=True), 1):
         frames = dict(one.frames)
         place[:] = frames.pop(camera)
         object.__setattr__(one, "frames", frames)  # nobody looks at an episode's pictures after this
+        if number % every == 0 and trim is not None:
+            trim(0)
     return torch.from_numpy(found)
