@@ -54,6 +54,21 @@ def test_a_killed_rank_leaves_the_same_run_after_it_is_resumed(recipe, run_dir, 
     assert harness.train(recipe, tmp_path) == harness.metrics(run_dir)
 
 
+def test_scores_by_progress_are_the_same_after_a_kill(recipe, tmp_path) -> None:
+    settings = ("robot.reward.name=progress", "robot.reward.srpo={bank: 8}", "validation.before_train=false")
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    expected = harness.train(recipe, undisturbed, *settings)
+    assert all(0 < expected[step]["critic/score/mean"] <= 1 for step in range(1, STEPS + 1))
+    shaped = [found for found in expected.values() if found.get("srpo/shaped_share")]
+    assert shaped, "no failure was scored by its distance"
+    assert all(0 < found["srpo/failure_score/mean"] < 1 for found in shaped)
+    process = harness.start(recipe, killed, *settings)
+    harness.wait_for(lambda: at_step(killed, 2), process)
+    harness.kill(harness.workers(killed)[1])
+    harness.finish(process, timeout=60)
+    assert harness.train(recipe, killed, *settings) == expected
+
+
 @pytest.mark.parametrize("layout", ["tp: 2", "pp: 2", "tp: 2, sp: true"])
 def test_the_layout_changes_no_episode(layout, recipe, run_dir, tmp_path) -> None:
     """The same seeds draw the same actions; what is summed in another order differs by fp32 rounding."""

@@ -1,0 +1,57 @@
+"""What makes embeddings of episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from megarl.comm import WorkerGroup
+    from megarl.config.embedding import EmbeddingSettings
+    from megarl.data.batch import Batch
+    from megarl.metrics import Metrics
+
+
+class EpisodeEmbedder(Protocol):
+    """Makes one embedding of each episode."""
+
+    def embed(self, episodes: Batch) -> Tensor:
+        """Embeddings float32 [B, E] on the CPU, in the order of the batch.
+
+        Args:
+            episodes: fields as `megarl.rollout.robots.episode` writes them. An episode with an `env_error` gets zeros,
+                which no other one has.
+        """
+
+    def learn(self, episodes: Batch, step: int) -> Metrics | None:
+        """Learn of a training step's episodes, those of this replica; collective over the data-parallel ranks.
+
+        Returns:
+            This rank's metrics; None where nothing is learned.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: nested dicts of tensors and plain numbers; empty where nothing is learned."""
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave."""
+
+
+def build_embedder(
+    settings: EmbeddingSettings, *, cameras: Sequence[str], device: torch.device, group: WorkerGroup, seed: int
+) -> EpisodeEmbedder:
+    """The embedder that `settings` names.
+
+    Args:
+        settings: the mapping `robot.reward.embedding`.
+        cameras: that episodes have pictures of, in the policy's order.
+        device: what it computes on.
+        group: data-parallel ranks, which learn together.
+        seed: of the run.
+    """
+    from megarl.models.episodes.states import StateEmbedder
+
+    return StateEmbedder(settings.points, settings.end_weight)
