@@ -66,6 +66,7 @@ setup(
         "ray>=2.40",
         "scikit-learn>=1.4",
         "scipy>=1.11",
+        "pillow>=11",
     ],
     extras_require={
         # What building flash-attn and transformer-engine takes: they have no wheels on the package index, and build

@@ -203,14 +203,14 @@ def has_ended(who: Mapping[str, Any]) -> bool:
         return True
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write `text` so that a reader of `path` sees the old file or the whole new one, never a part."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write `content` so that a reader of `path` sees the old file or the whole new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "wb") as file:
             os.fchmod(handle, 0o644)  # mkstemp's files are for their owner only; runs are read by teams
-            file.write(text)
+            file.write(content if isinstance(content, bytes) else content.encode())
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)

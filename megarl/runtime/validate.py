@@ -30,10 +30,15 @@ class Validation:
     rows: list[dict[str, Any]]
 
 
-def validate(c: Controller) -> Validation | None:
-    """Evaluate on the held-out prompts; None when the recipe has none."""
+def validate(c: Controller, films_of: int | None = None) -> Validation | None:
+    """Evaluate on the held-out prompts; None when the recipe has none.
+
+    Args:
+        films_of: the training step that episodes of robots are filmed for; None: they are not.
+    """
     from megarl.data.loader import rounds
     from megarl.evaluation.metrics import Scored, from_reward, validation_metrics
+    from megarl.tracking.films import film_rows
 
     if c.val_data is None:
         return None
@@ -51,8 +56,11 @@ def validate(c: Controller) -> Validation | None:
                 samples["uid"], results, samples["response_text"], samples["data_source"], strict=True
             ):
                 scored.append(from_reward(uid, result, text, source))
-            if len(rows) < settings.log_samples:
-                rows += _report_rows(samples, results)[: settings.log_samples - len(rows)]
+            wanted = settings.log_samples - len(rows)
+            if films_of is not None and c.config.robot is not None:
+                rows += film_rows(c.run_dir, films_of, samples, wanted) if c.layout.rank == 0 else []
+            elif wanted > 0:
+                rows += _report_rows(samples, results)[:wanted]
     metrics = validation_metrics(scored)
     if c.config.reward.on_error != "raise":
         metrics.sum("val/reward_errors", failed)
@@ -71,12 +79,12 @@ def _report_rows(samples: Batch, results: list[dict[str, Any]]) -> list[dict[str
     ]
 
 
-def evaluate(c: Controller, recorder: Recorder, step: int) -> float | None:
+def evaluate(c: Controller, recorder: Recorder, step: int, *, films: bool = False) -> float | None:
     """Evaluate and hand everything to the step's record. Returns the accuracy over all ranks, None without prompts.
 
     Collective over the ranks of a team that draws samples, also those of a cold start.
     """
-    result = validate(c)
+    result = validate(c, step if films else None)
     if result is None:
         return None
     recorder.samples(step, result.rows)
@@ -100,7 +108,7 @@ def evaluate_drawn(c: Controller, recorder: Recorder, step: int) -> float | None
             c.context.metrics.merge(metrics)
         return accuracy
     if trains:
-        return evaluate(c, recorder, step)
+        return evaluate(c, recorder, step, films=True)
     begun = time.perf_counter()
     result = validate(c)
     assert result is not None, "the team that draws has the held-out prompts"

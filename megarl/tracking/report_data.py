@@ -18,6 +18,7 @@ from megarl.tracking.restarts import read_restarts
 
 MAX_POINTS = 1500  # per line; more are averaged in bins
 MAX_SAMPLE_STEPS = 12
+_FILM_BYTES = 8 << 20  # of all films in a report; the others are in the run folder
 MAX_SAMPLES_PER_STEP = 40
 MAX_TEXT = 4000
 _EXACT = ("actor/lr", "sft/lr", "perf/max_memory_gb")  # nothing to smooth
@@ -410,8 +411,27 @@ def _samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], str]:
     shown = []
     for step in kept:
         shown += [row for row in rows if row["step"] == step][:MAX_SAMPLES_PER_STEP]
+    left = _FILM_BYTES
+    for row in shown:
+        left -= _embed_film(folder, row, left)
     note = f"{len(shown)} of {len(rows)}; all are in samples.jsonl" if len(shown) < len(rows) else ""
-    return [{key: _cell(value) for key, value in row.items()} for row in shown], note
+    return [{key: value if key == "film" else _cell(value) for key, value in row.items()} for row in shown], note
+
+
+def _embed_film(folder: Path, row: dict[str, Any], left: int) -> int:
+    """Put the film of a row into it as a data URI, `film`, if it has no more than `left` bytes; how many it has."""
+    row.pop("film", None)  # nobody else's text is shown as a picture
+    name = row.get("video")
+    if not isinstance(name, str):
+        return 0
+    path = (folder / name).resolve()
+    if path.suffix != ".gif" or folder.resolve() not in path.parents or not path.is_file():
+        return 0
+    size = path.stat().st_size
+    if size > left:
+        return 0
+    row["film"] = f"data:image/gif;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return size
 
 
 def _cell(value: Any) -> Any:
@@ -422,7 +442,7 @@ def _cell(value: Any) -> Any:
 
 
 def _sample_columns(rows: list[dict[str, Any]]) -> list[str]:
-    first = ["prompt", "response", "answer", "score"]
+    first = ["film", "prompt", "response", "answer", "score"]
     names = list(dict.fromkeys(name for row in rows for name in row))
     return [n for n in first if n in names] + [
         n for n in names if n not in (*first, "step", "stage", "uid", "sample_id")
