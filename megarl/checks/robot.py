@@ -77,6 +77,16 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
                 _check_deadlines(config, settings, checks)
         except ConfigError as error:
             checks.from_error("robot", error)
+    bank, name = robot.reward.srpo.get("bank"), robot.reward.embedding.get("name")
+    if robot.reward.name == "progress" and bank and name == "own":
+        checks.fail(
+            "robot",
+            "robot.reward.srpo.bank",
+            "an encoder that learns makes other embeddings in each step, and kept ones cannot be compared with them",
+            found=bank,
+            allowed="0 with the embedding `own`",
+            fix="set robot.reward.srpo.bank=0, or another robot.reward.embedding.name",
+        )
 
 
 def _check_deadlines(config: RunConfig, settings: SimulatorSettings, checks: Checklist) -> None:

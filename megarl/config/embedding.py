@@ -7,13 +7,41 @@ from typing import Literal
 from pydantic import Field
 
 from megarl.config.base import Section
+from megarl.errors import ConfigError
+
+#: Keys that an embedding reads, besides its name.
+_READ = {"state": ("points", "end_weight"), "own": ("points", "width", "updates", "lr")}
 
 
 class EmbeddingSettings(Section):
     """The mapping `robot.reward.embedding`."""
 
-    name: Literal["state"] = Field("state", description="state: the robot's states along the episode")
-    points: int = Field(8, ge=1, description="states of an episode that are compared, evenly spread over its calls")
-    end_weight: float = Field(
-        1.0, ge=0, description="what the last state counts once more, beside the mean over all points; 0: nothing"
+    name: Literal["state", "own"] = Field(
+        "state",
+        description="state: the robot's states along the episode; own: an encoder of pictures and states that learns "
+        "on the run's own episodes",
     )
+    points: int = Field(8, ge=1, description="places of an episode that are compared, evenly spread over its calls")
+    end_weight: float = Field(
+        1.0, ge=0, description="`state`: what the end counts once more, beside the mean over all points; 0: nothing"
+    )
+    width: int = Field(32, ge=2, description="`own`: numbers that the encoder makes of a point")
+    updates: int = Field(4, ge=1, description="`own`: updates of the encoder in a training step")
+    lr: float = Field(1e-3, gt=0, description="`own`: the encoder's learning rate (Adam)")
+
+    def check(self, where: str) -> None:
+        """Refuse keys that only another embedding reads.
+
+        Raises:
+            ConfigError: one of them was given; `where` is the mapping's place in the recipe.
+        """
+        read = _READ[self.name]
+        for key in sorted(self.model_fields_set - {"name", *read}):
+            raise ConfigError(
+                f"the embedding {self.name!r} does not read this",
+                where=f"{where}.{key}",
+                found=getattr(self, key),
+                allowed=", ".join(("name", *read)),
+                fix=f"remove it, or set {where}.name to one that reads it: "
+                + ", ".join(name for name, keys in _READ.items() if key in keys),
+            )

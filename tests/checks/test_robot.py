@@ -34,6 +34,11 @@ def test_the_tiny_recipe_passes(recipe: Path) -> None:
         ("robot.simulator.workers=0", "robot.simulator.workers", "workers"),
         ("robot.simulator.answer_s=70", "robot.simulator.answer_s", "cluster.timeout_s"),
         ("robot.reward.srpo={raduis: fixed}", "robot.reward.srpo.raduis", "raduis"),
+        (
+            "robot.reward={name: progress, embedding: {name: own}, srpo: {bank: 4}}",
+            "robot.reward.srpo.bank",
+            "cannot be compared",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_key(recipe: Path, override: str, key: str, text: str) -> None:

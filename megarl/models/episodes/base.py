@@ -51,7 +51,24 @@ def build_embedder(
         device: what it computes on.
         group: data-parallel ranks, which learn together.
         seed: of the run.
+
+    Raises:
+        ConfigError: a key that only another embedding reads.
     """
+    settings.check("robot.reward.embedding")
+    if settings.name == "own":
+        from megarl.models.episodes.own import OwnEmbedder
+
+        return OwnEmbedder(
+            cameras,
+            points=settings.points,
+            width=settings.width,
+            updates=settings.updates,
+            lr=settings.lr,
+            device=device,
+            group=group,
+            seed=seed,
+        )
     from megarl.models.episodes.states import StateEmbedder
 
     return StateEmbedder(settings.points, settings.end_weight)
