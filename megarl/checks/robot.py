@@ -5,6 +5,7 @@ from __future__ import annotations
 from megarl.algorithms.progress import ProgressSettings
 from megarl.checks.checklist import Checklist
 from megarl.config.components import settings_at
+from megarl.config.embedding import EmbeddingSettings
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
@@ -69,11 +70,13 @@ def _check_settings(config: RunConfig, checks: Checklist) -> None:
     for where, own, model in (
         ("robot.simulator", robot.simulator, SimulatorSettings),
         ("robot.reward.srpo", robot.reward.srpo, ProgressSettings),
+        ("robot.reward.embedding", robot.reward.embedding, EmbeddingSettings),
     ):
         try:
             settings = settings_at(where, own, model)
-            if isinstance(settings, SimulatorSettings):
+            if isinstance(settings, SimulatorSettings | EmbeddingSettings):
                 settings.check(where)
+            if isinstance(settings, SimulatorSettings):
                 _check_deadlines(config, settings, checks)
         except ConfigError as error:
             checks.from_error("robot", error)

@@ -9,17 +9,21 @@ from pydantic import Field
 from megarl.config.base import Section
 from megarl.errors import ConfigError
 
-#: Keys that an embedding reads, besides its name.
-_READ = {"state": ("points", "end_weight"), "own": ("points", "width", "updates", "lr")}
+#: Keys that an embedding reads; `name` is one of all.
+_READ = {
+    "state": ("points", "end_weight"),
+    "own": ("points", "width", "updates", "lr"),
+    "vjepa2": ("path", "batch_size"),
+}
 
 
 class EmbeddingSettings(Section):
     """The mapping `robot.reward.embedding`."""
 
-    name: Literal["state", "own"] = Field(
+    name: Literal["state", "own", "vjepa2"] = Field(
         "state",
         description="state: the robot's states along the episode; own: an encoder of pictures and states that learns "
-        "on the run's own episodes",
+        "on the run's own episodes; vjepa2: a published encoder of videos",
     )
     points: int = Field(8, ge=1, description="places of an episode that are compared, evenly spread over its calls")
     end_weight: float = Field(
@@ -29,11 +33,14 @@ class EmbeddingSettings(Section):
     updates: int = Field(4, ge=1, description="`own`: updates of the encoder in a training step")
     lr: float = Field(1e-3, gt=0, description="`own`: the encoder's learning rate (Adam)")
 
+    path: str | None = Field(None, description="`vjepa2`: folder or hub name of transformers' VJEPA2Model")
+    batch_size: int = Field(4, ge=1, description="`vjepa2`: clips that are embedded at a time")
+
     def check(self, where: str) -> None:
-        """Refuse keys that only another embedding reads.
+        """Refuse keys that only another embedding reads, and `vjepa2` without a path.
 
         Raises:
-            ConfigError: one of them was given; `where` is the mapping's place in the recipe.
+            ConfigError: one of these; `where` is the mapping's place in the recipe.
         """
         read = _READ[self.name]
         for key in sorted(self.model_fields_set - {"name", *read}):
@@ -44,4 +51,12 @@ class EmbeddingSettings(Section):
                 allowed=", ".join(("name", *read)),
                 fix=f"remove it, or set {where}.name to one that reads it: "
                 + ", ".join(name for name, keys in _READ.items() if key in keys),
+            )
+        if self.name == "vjepa2" and self.path is None:
+            raise ConfigError(
+                "the encoder has no default",
+                where=f"{where}.path",
+                found=None,
+                allowed="a folder or hub name of transformers' VJEPA2Model",
+                fix=f"set {where}.path=facebook/vjepa2-vitg-fpc64-384, or where it was downloaded to",
             )

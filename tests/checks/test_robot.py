@@ -34,6 +34,10 @@ def test_the_tiny_recipe_passes(recipe: Path) -> None:
         ("robot.simulator.workers=0", "robot.simulator.workers", "workers"),
         ("robot.simulator.answer_s=70", "robot.simulator.answer_s", "cluster.timeout_s"),
         ("robot.reward.srpo={raduis: fixed}", "robot.reward.srpo.raduis", "raduis"),
+        ("robot.reward.embedding={name: states}", "robot.reward.embedding.name", "states"),
+        ("robot.reward.embedding={point: 4}", "robot.reward.embedding.point", "points"),
+        ("robot.reward.embedding={name: state, lr: 0.1}", "robot.reward.embedding.lr", "does not read"),
+        ("robot.reward.embedding={name: vjepa2}", "robot.reward.embedding.path", "no default"),
         (
             "robot.reward={name: progress, embedding: {name: own}, srpo: {bank: 4}}",
             "robot.reward.srpo.bank",

@@ -53,7 +53,7 @@ def build_embedder(
         seed: of the run.
 
     Raises:
-        ConfigError: a key that only another embedding reads.
+        ConfigError: a key that only another embedding reads, or a checkpoint that cannot be used.
     """
     settings.check("robot.reward.embedding")
     if settings.name == "own":
@@ -69,6 +69,11 @@ def build_embedder(
             group=group,
             seed=seed,
         )
+    if settings.name == "vjepa2":
+        from megarl.models.episodes.vjepa2 import VideoEmbedder
+
+        assert settings.path is not None, "checked above"
+        return VideoEmbedder(settings.path, cameras, device, settings.batch_size)
     from megarl.models.episodes.states import StateEmbedder
 
     return StateEmbedder(settings.points, settings.end_weight)

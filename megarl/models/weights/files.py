@@ -21,8 +21,12 @@ _COMPARED_ROWS = 4096
 _CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
 
 
-def resolve_folder(source: str | Path) -> Path:
-    """`source` as a local folder, fetched from the hub when it is no folder but looks like a hub name."""
+def resolve_folder(source: str | Path, where: str = "model.path") -> Path:
+    """`source` as a local folder, fetched from the hub when it is no folder but looks like a hub name.
+
+    Raises:
+        ConfigError: neither; it names `where`, the key that asks for it.
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -36,7 +40,7 @@ def resolve_folder(source: str | Path) -> Path:
 
         raise ConfigError(
             f"cannot find this model: {type(error).__name__}",
-            where="model.path",
+            where=where,
             found=str(source),
             allowed="a folder with config.json and *.safetensors, or a hub name",
             fix=advice("models", str(source), "check the name and the free space of the hub cache"),

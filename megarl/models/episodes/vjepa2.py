@@ -1,0 +1,87 @@
+"""Episodes compared by V-JEPA 2, a published encoder of videos (arXiv 2506.09985): the mean over its tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megarl.data.batch import Batch
+from megarl.data.frames import END_FRAMES, FRAMES
+from megarl.data.pictures import VideoPipeline
+from megarl.errors import ConfigError
+from megarl.models.episodes.states import valid_episodes
+from megarl.models.weights.files import resolve_folder
+
+_PATH = "robot.reward.embedding.path"
+
+
+class VideoEmbedder:
+    """One clip of an episode and camera: what was seen before each policy call, and at the end.
+
+    Args:
+        source: folder or hub name of a checkpoint of transformers' VJEPA2Model, as safetensors.
+        cameras: whose clips are embedded, each for itself.
+        device: bfloat16 on CUDA, float32 on CPUs.
+        batch_size: clips at a time.
+
+    Raises:
+        ConfigError: no such checkpoint, another kind of model, or weights of the encoder missing.
+    """
+
+    def __init__(self, source: str, cameras: Sequence[str], device: torch.device, batch_size: int) -> None:
+        self._cameras, self._device, self._batch_size = tuple(cameras), device, batch_size
+        self._encoder, config = _encoder(resolve_folder(source, where=_PATH), device)
+        self._width = config.hidden_size
+        self._clip = VideoPipeline(frames=config.frames_per_clip, size=config.crop_size)
+
+    @torch.no_grad()
+    def embed(self, episodes: Batch) -> Tensor:
+        """Float32 [B, cameras * hidden_size]; see `EpisodeEmbedder`."""
+        made = torch.zeros(len(episodes), len(self._cameras), self._width)
+        rows = valid_episodes(episodes).nonzero().squeeze(1)
+        for number, camera in enumerate(self._cameras):
+            frames, ends = episodes[FRAMES + camera].unbind(), episodes[END_FRAMES + camera]
+            for part in rows.split(self._batch_size):
+                seen = [torch.cat([frames[row], ends[row][None]]) for row in part.tolist()]
+                clips = torch.stack([self._clip(some.to(self._device)) for some in seen])
+                tokens = self._encoder(pixel_values_videos=clips).last_hidden_state
+                made[part, number] = tokens.float().mean(1).cpu()
+        return made.flatten(1)
+
+    def learn(self, episodes: Batch, step: int) -> None:
+        """It has learned."""
+
+    def state(self) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """There is nothing to load."""
+
+
+def _encoder(folder: Path, device: torch.device) -> tuple[Any, Any]:
+    """The checkpoint's encoder, without the predictor, and its configuration."""
+    from transformers import VJEPA2Model
+
+    try:
+        kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config.json cannot be read: {error}", where=_PATH, found=str(folder)) from error
+    if kind != "vjepa2":
+        raise ConfigError("this is another kind of model", where=_PATH, found=kind, allowed="vjepa2")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    try:
+        model, loaded = VJEPA2Model.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"the weights cannot be read: {error}", where=_PATH, found=str(folder)) from error
+    missing = sorted(name for name in loaded["missing_keys"] if name.startswith("encoder."))
+    if missing:
+        raise ConfigError("weights of the encoder are missing", where=_PATH, found=missing[:4])
+    return model.encoder.to(device).eval().requires_grad_(False), model.config
