@@ -81,6 +81,14 @@ def test_the_layout_changes_no_episode(layout, recipe, run_dir, tmp_path) -> Non
             assert found.get(name, 0.0) == pytest.approx(expected[step].get(name, 0.0), abs=2e-4)
 
 
+def test_the_reference_sees_what_the_policy_sees(recipe, tmp_path) -> None:
+    """It is the policy that RL starts from: in the first step they agree, in later ones they differ."""
+    more = ("algorithm.kl={use: loss, coef: 0.1}", "trainer.steps=2", "actor.mini_batch_size=2", "validation.every=0")
+    numbers = harness.train(recipe, tmp_path, *more)
+    assert numbers[2]["actor/kl_loss"] > numbers[1]["actor/kl_loss"] >= 0
+    assert numbers[1]["actor/kl_loss"] < 0.05
+
+
 def test_an_episode_whose_simulator_dies_is_left_out_and_counted(recipe, tmp_path) -> None:
     once = tmp_path / "once"
     numbers = harness.train(
