@@ -77,7 +77,7 @@ def worker(tmp_path, monkeypatch):
             layout=layout,
             loading=loader,
             residency=Residency(),
-            context=SimpleNamespace(kl_controller=loader, surplus=None, layout=layout),
+            context=SimpleNamespace(kl_controller=loader, surplus=None, scores=None, layout=layout),
             mail=FolderMail(tmp_path / "mail"),
             team=team(name, FolderMail(tmp_path / "mail"), plans),
         )

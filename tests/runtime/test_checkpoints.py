@@ -216,7 +216,7 @@ def with_state(run_dir, monkeypatch, state, roles=(), **sections):
     c = checkpoints._c
     c.config = RunConfig.model_validate({"name": "run", **sections})
     c.team = SimpleNamespace(store=None, placement=together(c.config, (Role.ACTOR, Role.ROLLOUT)))
-    c.residency, c.context = Residency(), SimpleNamespace(surplus=None, config=c.config)
+    c.residency, c.context = Residency(), SimpleNamespace(surplus=None, scores=None, config=c.config)
     c.context.kl_controller = SimpleNamespace(load_state_dict=lambda _: None)
     return checkpoints
 
@@ -295,7 +295,7 @@ def test_a_best_value_comes_back_only_with_its_checkpoint(run_dir, monkeypatch, 
     part = SimpleNamespace(load_state_dict=lambda state: None)
     trainer = SimpleNamespace(best_metric="val/acc", resume="auto")
     config = SimpleNamespace(trainer=trainer, model_dump=lambda mode: {})
-    c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, loading=part, kl_controller=part)
+    c = SimpleNamespace(config=config, run_dir=run_dir, trained={}, scores=None, loading=part, kl_controller=part)
     c.team = ONE_TEAM
     c.residency, c.context = Residency(), c
     c.layout = SimpleNamespace(rank=0, world=WorkerGroup.alone())
@@ -408,7 +408,7 @@ def saving(monkeypatch, tmp_path):
     trainer = SimpleNamespace(save_every=2, best_metric=None, keep_last=2)
     c = SimpleNamespace(config=SimpleNamespace(trainer=trainer, model_dump=lambda mode: {}), run_dir=tmp_path)
     c.loading, c.kl_controller, c.surplus, c.trained, c.residency = part, part, None, {}, Residency()
-    c.context, c.team = c, ONE_TEAM
+    c.context, c.team, c.scores = c, ONE_TEAM, None
     c.layout = SimpleNamespace(world=WorkerGroup.alone())
     return calls, Checkpoints(c), trainer
 

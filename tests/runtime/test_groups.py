@@ -23,7 +23,7 @@ from megarl.runtime.stages.update import mini_batches
 mixed = st.tuples(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.randoms(use_true_random=False))
 
 
-CONFIG = SimpleNamespace(has_turns=False)
+CONFIG = SimpleNamespace(has_turns=False, robot=None)
 
 
 def replica(sizes: list[int], shuffle: random.Random, rank: int, count: int) -> list[str]:
@@ -111,7 +111,7 @@ def test_every_sample_of_a_prompt_has_its_greedy_score(monkeypatch: pytest.Monke
         reward, "collect", lambda c, scorer, asked, samples: [{"overall": scores[uid]} for uid in asked]
     )
     sampling = SimpleNamespace(model_copy=lambda update: None)
-    config = SimpleNamespace(rollout=SimpleNamespace(sampling=sampling), has_turns=False)
+    config = SimpleNamespace(rollout=SimpleNamespace(sampling=sampling), has_turns=False, robot=None)
     c = SimpleNamespace(config=config, metrics=Metrics())
     assert rollout.greedy_rollout(c, samples, rollout=None, scorer=None)["greedy_score"].tolist() == [
         3.0,
