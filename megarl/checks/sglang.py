@@ -33,6 +33,8 @@ _STARTED = (
     *("servers", "gpus", "host", "memory_fraction", "max_total_tokens", "context_length", "attention_backend"),
     *("deterministic", "extra_args"),
 )
+#: Tokens by which an input must be shorter than what a server holds, and one more that is still to be drawn.
+_KEPT_FREE = 6
 
 
 def check_servers(
@@ -54,6 +56,7 @@ def check_servers(
         _check_gpus(config, checks)
     if facts is not None:
         _check_model(config, facts, checks)
+        _check_interrupted(config, facts, checks)
     _check_arguments(config, checks)
     _check_limits(config, checks)
     _check_abilities(config, checks)
@@ -296,6 +299,22 @@ def _check_arguments(config: RunConfig, checks: Checklist) -> None:
                 allowed="arguments of sglang.launch_server other than " + ", ".join(sorted(_OURS)),
                 fix=f"leave {name} out",
             )
+
+
+def _check_interrupted(config: RunConfig, facts: ModelFacts, checks: Checklist) -> None:
+    """An interrupted sample is sent again with what it has, and servers refuse inputs that nearly fill them."""
+    servers, longest = config.rollout.sglang, config.longest_sequence()
+    limits = [servers.context_length or facts.max_positions, servers.max_total_tokens]
+    room = min(limit for limit in limits if limit is not None) - _KEPT_FREE
+    if config.async_.partial and longest > room:
+        checks.fail(
+            _NAME,
+            "async.partial",
+            f"prompt and response have up to {longest} tokens, and servers take interrupted samples of up to {room}",
+            found=True,
+            allowed=f"false, or at most {room} tokens of prompt and response",
+            fix=f"lower rollout.sampling.max_new_tokens by {longest - room}, or set async.partial=false",
+        )
 
 
 def _check_limits(config: RunConfig, checks: Checklist) -> None:

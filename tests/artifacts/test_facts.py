@@ -25,6 +25,8 @@ PUBLISHED = {
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+    "openvla/openvla-7b": 6_738_939_904,  # its language model, with 64 rows that pad the vocabulary
+    "Haozhan72/Openvla-oft-SFT-libero10-traj1": 6_738_939_904,
 }
 
 

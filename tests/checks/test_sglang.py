@@ -291,3 +291,12 @@ def test_versions_of_nccl_are_compared_where_nccl_joins_them(failures, on, monke
     monkeypatch.setattr(server_checks, "check_same_nccl", asked.append)
     failures(*on, "cluster.nproc=2", *settings)
     assert bool(asked) is judged
+
+
+def test_interrupted_samples_must_fit_when_they_are_sent_again(failures, on) -> None:
+    """The quickstart's longest sample has 22 tokens; a server takes inputs of 6 tokens fewer than it holds."""
+    apart = ["placement.teams={a: {roles: [actor], devices: 1}, b: {roles: [rollout], devices: 1}}"]
+    ready = [*on, *apart, "async={max_staleness: 1, order: as_ready, partial: true}"]
+    assert "async.partial" not in [check.key for check in failures(*ready, "rollout.sglang.context_length=28")]
+    assert "async.partial" in [check.key for check in failures(*ready, "rollout.sglang.context_length=27")]
+    assert "async.partial" in [check.key for check in failures(*ready, "rollout.sglang.max_total_tokens=27")]

@@ -100,7 +100,7 @@ def test_episodes_of_three_turns_are_played_on_a_server(recipe, external, tmp_pa
 
 
 #: Drawing takes several times as long as training, so that weights come while samples are under way.
-BUSY = ("rollout.sampling.max_new_tokens=56", "rollout.sampling.ignore_eos=true", "rollout.sampling.n=16")
+BUSY = ("rollout.sampling.max_new_tokens=48", "rollout.sampling.ignore_eos=true", "rollout.sampling.n=16")
 
 
 @pytest.mark.parametrize(("overrides", "n"), [((), 4), ((test_flow.PARTIAL, *BUSY), 16)], ids=["whole", "partial"])
