@@ -294,9 +294,14 @@ def test_versions_of_nccl_are_compared_where_nccl_joins_them(failures, on, monke
 
 
 def test_interrupted_samples_must_fit_when_they_are_sent_again(failures, on) -> None:
-    """The quickstart's longest sample has 22 tokens; a server takes inputs of 6 tokens fewer than it holds."""
-    apart = ["placement.teams={a: {roles: [actor], devices: 1}, b: {roles: [rollout], devices: 1}}"]
-    ready = [*on, *apart, "async={max_staleness: 1, order: as_ready, partial: true}"]
-    assert "async.partial" not in [check.key for check in failures(*ready, "rollout.sglang.context_length=28")]
-    assert "async.partial" in [check.key for check in failures(*ready, "rollout.sglang.context_length=27")]
-    assert "async.partial" in [check.key for check in failures(*ready, "rollout.sglang.max_total_tokens=27")]
+    """A server takes inputs of 6 tokens fewer than it holds."""
+    longest = "data.max_prompt_tokens=20", "rollout.sampling.max_new_tokens=10", "validation.sampling.max_new_tokens=10"
+    ready = [*on, *longest, "async={max_staleness: 1, order: as_ready, partial: true}"]
+
+    def refused(limit: str) -> bool:
+        return "async.partial" in [check.key for check in failures(*ready, f"rollout.sglang.{limit}")]
+
+    assert not refused("context_length=36")
+    assert refused("context_length=35")
+    assert refused("max_total_tokens=35")
+    assert not refused("max_total_tokens=36")
