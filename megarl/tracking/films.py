@@ -1,4 +1,8 @@
-"""Films of robots' episodes, for the report: RUN_DIR/videos/step_N/SAMPLE.gif, small animated pictures."""
+"""Films of robots' episodes, for the report: RUN_DIR/videos/step_N/SAMPLE.png, small animated pictures.
+
+Animated PNG has all colours and holds only what changes from picture to picture: where the camera stands still a GIF is
+several times as large.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ def film_rows(run_dir: Path, step: int, episodes: Batch, count: int) -> list[dic
         if not failure:
             ends = {camera: shown[END_FRAMES + camera][number : number + 1] for camera in cameras}
             frames = [np.concatenate([seen[camera][number].numpy(), ends[camera].numpy()]) for camera in cameras]
-            path = folder / f"{shown['sample_id'][number].replace('#', '-').replace('/', '-')}.gif"
+            path = folder / f"{shown['sample_id'][number].replace('#', '-').replace('/', '-')}.png"
             write_atomically(run_dir / path, film(frames, success=success))
             row["video"] = str(path)
         rows.append(row)
@@ -54,7 +58,7 @@ def film_rows(run_dir: Path, step: int, episodes: Batch, count: int) -> list[dic
 
 
 def film(cameras: list[NDArray[np.uint8]], *, success: bool) -> bytes:
-    """An animated GIF of pictures uint8 [T, H, W, 3] of each camera, side by side, with a green or a red border."""
+    """An animated PNG of pictures uint8 [T, H, W, 3] of each camera, side by side, with a green or a red border."""
     from PIL import Image
 
     height = min(max(max(frames.shape[1] for frames in cameras), _LEAST), _MOST)
@@ -75,5 +79,5 @@ def film(cameras: list[NDArray[np.uint8]], *, success: bool) -> bytes:
         pictures.append(whole)
     times = [_FRAME_MS] * (len(pictures) - 1) + [_LAST_MS]
     data = io.BytesIO()
-    pictures[0].save(data, "GIF", save_all=True, append_images=pictures[1:], duration=times, loop=0, disposal=2)
+    pictures[0].save(data, "PNG", save_all=True, append_images=pictures[1:], duration=times, loop=0)
     return data.getvalue()

@@ -411,27 +411,36 @@ def _samples(folder: Path, stage: str) -> tuple[list[dict[str, Any]], str]:
     shown = []
     for step in kept:
         shown += [row for row in rows if row["step"] == step][:MAX_SAMPLES_PER_STEP]
-    left = _FILM_BYTES
-    for row in shown:
-        left -= _embed_film(folder, row, left)
-    note = f"{len(shown)} of {len(rows)}; all are in samples.jsonl" if len(shown) < len(rows) else ""
-    return [{key: value if key == "film" else _cell(value) for key, value in row.items()} for row in shown], note
+    notes = [f"{len(shown)} of {len(rows)}; all are in samples.jsonl"] if len(shown) < len(rows) else []
+    if without := _embed_films(folder, shown):
+        notes.append(f"{without} films are too large for this page; they are in the run's folder, see video")
+    found = [{key: value if key == "film" else _cell(value) for key, value in row.items()} for row in shown]
+    return found, "; ".join(notes)
 
 
-def _embed_film(folder: Path, row: dict[str, Any], left: int) -> int:
-    """Put the film of a row into it as a data URI, `film`, if it has no more than `left` bytes; how many it has."""
-    row.pop("film", None)  # nobody else's text is shown as a picture
-    name = row.get("video")
+def _embed_films(folder: Path, rows: list[dict[str, Any]]) -> int:
+    """Put films into their rows as data URIs, `film`, those of the latest steps first; how many had no room."""
+    left, without = _FILM_BYTES, 0
+    for row in sorted(rows, key=lambda row: row["step"], reverse=True):
+        row.pop("film", None)  # nobody else's text is shown as a picture
+        path = _film(folder, row.get("video"))
+        if path is None:
+            continue
+        size = path.stat().st_size
+        if size > left:
+            without += 1
+            continue
+        left -= size
+        row["film"] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return without
+
+
+def _film(folder: Path, name: Any) -> Path | None:
+    """The file of a film, where `name` is one inside of `folder`."""
     if not isinstance(name, str):
-        return 0
+        return None
     path = (folder / name).resolve()
-    if path.suffix != ".gif" or folder.resolve() not in path.parents or not path.is_file():
-        return 0
-    size = path.stat().st_size
-    if size > left:
-        return 0
-    row["film"] = f"data:image/gif;base64,{base64.b64encode(path.read_bytes()).decode()}"
-    return size
+    return path if path.suffix == ".png" and folder.resolve() in path.parents and path.is_file() else None
 
 
 def _cell(value: Any) -> Any:
