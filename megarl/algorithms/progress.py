@@ -219,7 +219,7 @@ def success_centres(points: np.ndarray, settings: ProgressSettings) -> tuple[np.
 
 
 def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int) -> Tensor:
-    """The embeddings, exchanged among the episodes of each task by a permutation that follows from `seed`.
+    """The valid embeddings, exchanged among the episodes of each task by a permutation that follows from `seed`.
 
     What the scores of a task are made of stays the same, and says nothing about the episode any more.
 
@@ -231,9 +231,10 @@ def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int
     import numpy as np
 
     drawn = np.random.Generator(np.random.PCG64(list(seed)))
-    source = torch.arange(len(task))
-    for places in _by_task(task).values():
-        source[places] = torch.tensor(places)[torch.from_numpy(drawn.permutation(len(places)))]
+    source, valid = torch.arange(len(task)), valid_embeddings(embeddings).tolist()
+    for every in _by_task(task).values():
+        places = [place for place in every if valid[place]]
+        source[places] = torch.tensor(places, dtype=torch.int64)[torch.from_numpy(drawn.permutation(len(places)))]
     return embeddings[source.to(embeddings.device)]
 
 

@@ -54,6 +54,10 @@ class RobotConfig(Section):
         None,
         description="data set of dataset_statistics.json, beside the model, that scales actions; null: the only one",
     )
+    bounds: Literal["q99", "minmax"] = Field(
+        "q99",
+        description="which statistics of an action become -1 and 1: 1% and 99% quantiles, or smallest and largest",
+    )
     gripper: Literal["none", "libero"] = Field("none", description="what the simulator means by open and closed")
     halves: bool = Field(
         True, description="physics of one half of the episodes goes on while the policy acts in the other"

@@ -12,11 +12,20 @@ from megarl.config.model import ModelConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
+from megarl.models.vla.statistics import FILE as STATISTICS
 from megarl.models.weights.export import write_metadata
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.plan import hf_tensors
 
-_KEPT = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*")
+_KEPT = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    STATISTICS,
+)
 
 
 def convert(source: Path | str, target: Path | str, *, dtype: str | None = None, max_shard_gb: float = 4.0) -> None:

@@ -86,14 +86,15 @@ class EpisodeScores:
         mine = self._layout.mp_group.broadcast(mine.contiguous())
         told = Batch(
             {"embedding": mine, "success": samples["success"], "progress": samples["progress"]},
-            {"task": samples["task"]},
+            {"task": samples["task"], "env_error": samples["env_error"]},
             size=len(samples),
         )
         parts = [Batch.from_bytes(data) for data in self._layout.dp_group.all_gather_bytes(told.to_bytes())]
         every = Batch.concat(parts)
         report = self._scorer.score(every["embedding"], every["success"], every["task"], step=c.step)
         if self._layout.rank == 0:  # of all ranks
-            _record(c, report, every["progress"])
+            played = torch.tensor([not error for error in every["env_error"]], dtype=torch.bool)
+            _record(c, report, every["progress"], played)
         first = sum(map(len, parts[: self._layout.dp_rank]))
         return report.scores[first : first + len(samples)].float() * self._coef
 
@@ -140,12 +141,12 @@ def _flatten(state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], 
             plain[prefix + name] = value
 
 
-def _record(c: StepContext, report: ProgressReport, progress: Tensor) -> None:
-    """Metrics `srpo/...` of a global batch."""
-    m, failures = c.metrics, int(report.failed.sum())
+def _record(c: StepContext, report: ProgressReport, progress: Tensor, played: Tensor) -> None:
+    """Metrics `srpo/...` of a global batch; `played`: bool [B], false where the simulator failed."""
+    m, failures = c.metrics, int((report.failed & played).sum())
     if failures:
         m.mean("srpo/shaped_share", float(report.shaped.sum()), failures)
-    m.sum("srpo/invalid", float(report.invalid.sum()))
+    m.sum("srpo/invalid", float((report.invalid & played).sum()))
     if report.clusters:
         m.mean("srpo/clusters", float(sum(report.clusters.values())), len(report.clusters))
     shaped = report.distances[report.shaped]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.config.components import settings_at
@@ -28,7 +27,8 @@ from megarl.models.vla.statistics import (
     choose_statistics,
     read_statistics,
 )
-from megarl.rollout.robots.episode import add_episodes
+from megarl.models.weights.files import resolve_folder
+from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts, Player
 from megarl.rollout.robots.policy import Draw, DrawingPolicy
 from megarl.rollout.robots.trials import Trials, part_trials
@@ -107,9 +107,9 @@ def body_of(config: RunConfig, hf: PretrainedConfig) -> Body:
 
 def _statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStatistics]:
     """Name and statistics of the data that the policy acts like; a fresh one acts in the units of its simulator."""
-    file = None if config.model.path is None else Path(config.model.path).expanduser() / FILE
+    file = None if config.model.path is None else resolve_folder(config.model.path) / FILE
     if file is not None and file.is_file():
-        known = read_statistics(file)
+        known = read_statistics(file, robot.bounds)
         chosen = choose_statistics(known, robot.unnorm_key, str(file))
         return next(name for name, entry in known.items() if entry is chosen), chosen
     if config.model.path is not None or robot.unnorm_key is not None:
@@ -246,13 +246,20 @@ def play_robots(
     add_episodes(samples, episodes, rollout.engine.weight_version)
     samples.set("sample_id", [start.sample_id for start in starts])
     samples.set("response_text", [_told(episode.success, episode.finish_step, episode.failure) for episode in episodes])
-    samples.set("finish_reason", ["stop" if episode.success else "length" for episode in episodes])
+    samples.set("finish_reason", [_end(episode) for episode in episodes])
     ends = samples["turn_ends"]
     rewards = ends.values.new_zeros(len(ends.values)).float()
     rewards[ends.offsets[1:] - 1] = samples["success"].float()
     samples.set("turn_rewards", Jagged(rewards, ends.offsets))
     robots.counts = counts
     return samples
+
+
+def _end(episode: Episode) -> str:
+    if episode.failure:
+        return "abort"
+    cut = episode.finish_step >= episode.spec.max_steps and not episode.success
+    return "length" if cut else "stop"
 
 
 def _told(success: bool, steps: int, failure: str) -> str:
@@ -263,7 +270,7 @@ def _told(success: bool, steps: int, failure: str) -> str:
 
 def record_robots(c: StepContext, samples: Batch, counts: PlayCounts) -> None:
     """Metrics `env/...` of what `play_robots` made. Episodes whose simulator failed are only counted."""
-    m, count = c.metrics, len(samples)
+    m = c.metrics
     m.sum("env/errors", sum(counts.failures.values()))
     for kind, number in counts.failures.items():
         m.sum(f"env/errors/{kind}", number)
@@ -272,9 +279,11 @@ def record_robots(c: StepContext, samples: Batch, counts: PlayCounts) -> None:
     m.max("timing_s/act", counts.act_s)
     m.max("timing_s/wait_for_simulators", counts.wait_s)
     m.mean("perf/wait_for_simulators", counts.wait_s, max(counts.wait_s + counts.act_s, 1e-9))
+    played = samples.select([place for place, error in enumerate(samples["env_error"]) if not error])
+    count = len(played)
     if not count:
         return
-    m.mean("env/success", float(samples["success"].sum()), count)
-    m.mean("env/steps/mean", float(samples["finish_step"].sum()), count)
-    m.mean("env/calls/mean", float(samples["turn_ends"].lengths.sum()), count)
-    m.max("env/calls/max", float(samples["turn_ends"].lengths.max()))
+    m.mean("env/success", float(played["success"].sum()), count)
+    m.mean("env/steps/mean", float(played["finish_step"].sum()), count)
+    m.mean("env/calls/mean", float(played["turn_ends"].lengths.sum()), count)
+    m.max("env/calls/max", float(played["turn_ends"].lengths.max()))

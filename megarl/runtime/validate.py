@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.dag.stage import Role
+from megarl.errors import MegarlError
 from megarl.metrics import Metrics
 from megarl.phase import phase
 from megarl.rewards.scoring import ERROR_KEY
@@ -52,10 +53,12 @@ def validate(c: Controller, films_of: int | None = None) -> Validation | None:
             results = collect(c.context, c.scorer, submit(c.scorer, samples), samples)
             failed_episodes += sum(map(bool, samples["env_error"])) if c.config.has_episodes else 0
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
-            for uid, result, text, source in zip(
-                samples["uid"], results, samples["response_text"], samples["data_source"], strict=True
+            unplayed = samples["env_error"] if c.config.robot is not None else [""] * len(samples)
+            for uid, result, text, source, error in zip(
+                samples["uid"], results, samples["response_text"], samples["data_source"], unplayed, strict=True
             ):
-                scored.append(from_reward(uid, result, text, source))
+                if not error:  # an episode whose simulator failed says nothing of the policy
+                    scored.append(from_reward(uid, result, text, source))
             wanted = settings.log_samples - len(rows)
             if films_of is not None and c.config.robot is not None:
                 rows += film_rows(c.run_dir, films_of, samples, wanted) if c.layout.rank == 0 else []
@@ -121,9 +124,13 @@ def evaluate_drawn(c: Controller, recorder: Recorder, step: int) -> float | None
 
 def _take_up(c: Controller, result: Validation) -> float:
     """Count metrics with those of the step; the accuracy over all ranks."""
-    accuracy = c.layout.dp_group.reduce_metrics(result.metrics).result()["val/acc"]
+    numbers = c.layout.dp_group.reduce_metrics(result.metrics).result()
+    if "val/acc" not in numbers:
+        raise MegarlError(
+            f"none of {numbers['val/env_errors']:.0f} held-out episodes could be played: simulators failed"
+        )
     c.context.metrics.merge(result.metrics)
-    return accuracy
+    return numbers["val/acc"]
 
 
 def validates(config: RunConfig, step: int) -> bool:

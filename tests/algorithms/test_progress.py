@@ -192,6 +192,9 @@ def test_shuffled_embeddings_stay_in_their_task_and_follow_from_the_seed():
     for name in set(task):
         rows = [row for row, of in enumerate(task) if of == name]
         assert sorted(once[rows].tolist()) == sorted(embeddings[rows].tolist())
+    embeddings[3] = 0.0  # of an episode that could not be played
+    again = shuffled_embeddings(embeddings, task, 7, 1)
+    assert (again == 0).all(1).nonzero().flatten().tolist() == [3]
 
 
 def test_the_report_tells_whether_scores_follow_true_progress():

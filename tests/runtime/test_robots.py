@@ -102,6 +102,10 @@ def test_an_episode_whose_simulator_dies_is_left_out_and_counted(recipe, tmp_pat
     )
     assert sum(numbers[step]["env/errors"] for step in (1, 2)) == 1
     assert sum(numbers[step].get("env/errors/crash", 0) for step in (1, 2)) == 1
+    for step in (1, 2):
+        successes = numbers[step]["env/success"] * (16 - numbers[step]["env/errors"])
+        assert successes == pytest.approx(round(successes)), "a share of those that were played"
+        assert numbers[step]["critic/score/mean"] == pytest.approx(numbers[step]["env/success"])
 
 
 def test_simulators_that_all_fail_end_the_run_with_what_they_said(recipe, tmp_path) -> None:

@@ -36,7 +36,7 @@ _LOOK_S = 1.0  # the pool has limits of its own
 
 
 class PlayError(MegarlError):
-    """A simulator failed, and `env.on_error` is `fail`; the message names the episode."""
+    """A simulator failed, and `robot.on_error` is `fail`; the message names the episode."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ class _Game:
                 f"the simulator of sample {start.sample_id} failed: {failure.text}\n"
                 f"  episode: {failure.task}, trial {failure.trial}, after {failure.chunks} policy calls\n"
                 + "".join(f"    {line}\n" for line in failure.output.splitlines())
-                + "  fix:     correct the simulator, or set env.on_error=mark to leave such episodes out"
+                + "  fix:     correct the simulator, or set robot.on_error=mark to leave such episodes out"
             )
         self.counts.failures[failure.kind] = self.counts.failures.get(failure.kind, 0) + 1
         self.episodes[number].fail(failure.kind, failure.text, self._p.policy.blank)

@@ -49,5 +49,5 @@ def episode_reward(c: StepContext, samples: Batch) -> Batch:
     rewards[last] = score
     samples.set("score", score)
     samples.set("token_rewards", mask.like(rewards))
-    record_scores(c, samples)
+    record_scores(c, samples.select([place for place, error in enumerate(samples["env_error"]) if not error]))
     return samples
