@@ -25,10 +25,14 @@ VALIDATE = "validate"  # the phase
 
 @dataclass(frozen=True)
 class Validation:
-    """This rank's part of an evaluation: metrics that merge over ranks, and some generations for the report."""
+    """This rank's part of an evaluation: metrics that merge over ranks, and some generations for the report.
+
+    `unplayed` is why the first of a robot's episodes could not be played; empty: all were.
+    """
 
     metrics: Metrics
     rows: list[dict[str, Any]]
+    unplayed: str = ""
 
 
 def validate(c: Controller, films_of: int | None = None) -> Validation | None:
@@ -45,7 +49,7 @@ def validate(c: Controller, films_of: int | None = None) -> Validation | None:
         return None
     scored: list[Scored] = []
     rows: list[dict[str, Any]] = []
-    failed, failed_episodes = 0.0, 0
+    failed, failed_episodes, why = 0.0, 0, ""
     settings = c.config.validation
     with phase(VALIDATE):
         for prompts in rounds(c.val_data, c.config.data.val_batch_size, c.layout.dp_rank, c.layout.dp_size):
@@ -54,6 +58,7 @@ def validate(c: Controller, films_of: int | None = None) -> Validation | None:
             failed_episodes += sum(map(bool, samples["env_error"])) if c.config.has_episodes else 0
             failed += sum(result.get(ERROR_KEY, 0.0) for result in results)
             unplayed = samples["env_error"] if c.config.robot is not None else [""] * len(samples)
+            why = why or next(filter(None, unplayed), "")
             for uid, result, text, source, error in zip(
                 samples["uid"], results, samples["response_text"], samples["data_source"], unplayed, strict=True
             ):
@@ -69,7 +74,7 @@ def validate(c: Controller, films_of: int | None = None) -> Validation | None:
         metrics.sum("val/reward_errors", failed)
     if c.config.has_episodes:
         metrics.sum("val/env_errors", failed_episodes)
-    return Validation(metrics, rows)
+    return Validation(metrics, rows, why)
 
 
 def _report_rows(samples: Batch, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -126,9 +131,9 @@ def _take_up(c: Controller, result: Validation) -> float:
     """Count metrics with those of the step; the accuracy over all ranks."""
     numbers = c.layout.dp_group.reduce_metrics(result.metrics).result()
     if "val/acc" not in numbers:
-        raise MegarlError(
-            f"none of {numbers['val/env_errors']:.0f} held-out episodes could be played: simulators failed"
-        )
+        robot, failed = c.config.robot, numbers["val/env_errors"]
+        name = "" if robot is None else robot.simulator.get("name")
+        raise MegarlError(f"none of {failed:.0f} held-out episodes could be played in {name}: {result.unplayed}")
     c.context.metrics.merge(result.metrics)
     return numbers["val/acc"]
 

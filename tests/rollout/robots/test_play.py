@@ -163,7 +163,7 @@ def test_a_failure_ends_the_run_where_it_is_asked_to() -> None:
     with players(1, wrong="exit") as player, pytest.raises(PlayError) as caught:
         player.play(starts(1))
     text = str(caught.value)
-    for part in ("p0#0", "left, trial 0", "the physics engine gives up", "env.on_error=mark"):
+    for part in ("p0#0", "left, trial 0", "the physics engine gives up", "robot.on_error=mark"):
         assert part in text
 
 
