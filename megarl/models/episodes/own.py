@@ -100,17 +100,18 @@ class OwnEmbedder:
     @torch.no_grad()
     def embed(self, episodes: Batch) -> Tensor:
         """Float32 [B, points * width]; see `EpisodeEmbedder`."""
-        encoder, _ = self._made(episodes["states"].values.shape[1])
         valid, lengths = valid_episodes(episodes), episodes["states"].lengths.cpu()
         made = torch.zeros(len(valid), self._points * self._width)
         rows = valid.nonzero().squeeze(1)
+        if not len(rows):
+            return made
+        encoder, _ = self._made(episodes["states"].values.shape[1])
         shares = torch.arange(1, self._points + 1, dtype=torch.float64) / self._points
         places = (lengths[rows, None] * shares).round().long()
         episode = rows[:, None].expand_as(places).flatten()
         parts = zip(episode.split(_AT_A_TIME), places.flatten().split(_AT_A_TIME), strict=True)
         vectors = [encoder(*self._inputs(episodes, *part)).cpu() for part in parts]
-        if vectors:
-            made[rows] = torch.cat(vectors).view(len(rows), -1)
+        made[rows] = torch.cat(vectors).view(len(rows), -1)
         return made
 
     # -- learning ----------------------------------------------------------------------------------------------------
@@ -187,15 +188,16 @@ class OwnEmbedder:
         return self._encoder, self._optimizer
 
     def state(self) -> dict[str, Any]:
-        """Encoder and optimizer; empty before the first training step."""
+        """Encoder and optimizer, copies of them; empty before the first training step."""
         if self._encoder is None or self._optimizer is None:
             return {}
         moments = self._optimizer.state_dict()["state"]
         return {
             "state_dim": self._state_dim,
-            "encoder": {name: value.cpu() for name, value in self._encoder.state_dict().items()},
+            "encoder": {name: value.cpu().clone() for name, value in self._encoder.state_dict().items()},
             "optimizer": {
-                str(number): {name: value.cpu() for name, value in kept.items()} for number, kept in moments.items()
+                str(number): {name: value.cpu().clone() for name, value in kept.items()}
+                for number, kept in moments.items()
             },
         }
 

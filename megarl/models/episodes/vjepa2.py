@@ -44,9 +44,10 @@ class VideoEmbedder:
         """Float32 [B, cameras * hidden_size]; see `EpisodeEmbedder`."""
         made = torch.zeros(len(episodes), len(self._cameras), self._width)
         rows = valid_episodes(episodes).nonzero().squeeze(1)
+        parts = rows.split(self._batch_size) if len(rows) else []
         for number, camera in enumerate(self._cameras):
             frames, ends = episodes[FRAMES + camera].unbind(), episodes[END_FRAMES + camera]
-            for part in rows.split(self._batch_size):
+            for part in parts:
                 seen = [torch.cat([frames[row], ends[row][None]]) for row in part.tolist()]
                 clips = torch.stack([self._clip(some.to(self._device)) for some in seen])
                 tokens = self._encoder(pixel_values_videos=clips).last_hidden_state

@@ -75,12 +75,20 @@ def test_episodes_too_short_or_not_played_are_not_learned() -> None:
     assert embedder.state() == {}
 
 
+def test_a_rank_of_which_no_episode_was_played_has_zeros() -> None:
+    found = own(points=2, width=8).embed(moving_squares([3, 4], errors=["it crashed", "it hung"]))
+    assert found.shape == (2, 16)
+    assert not found.any()
+
+
 def test_what_goes_on_from_its_state_is_bit_equal() -> None:
     batch, undisturbed, first, second = moving_squares(LENGTHS), own(), own(), own()
     for step in (1, 2, 3):
         undisturbed.learn(batch, step)
     first.learn(batch, 1)
-    second.load_state(first.state())
+    kept = first.state()
+    first.learn(batch, 2)  # what goes on does not change what was kept
+    second.load_state(kept)
     for step in (2, 3):
         second.learn(batch, step)
     assert torch.equal(second.embed(batch), undisturbed.embed(batch))

@@ -57,6 +57,12 @@ def test_embeddings_are_the_mean_of_the_models_tokens(folder: Path) -> None:
     assert not torch.allclose(found[0], found[1])
 
 
+def test_a_rank_of_which_no_episode_was_played_has_zeros(folder: Path) -> None:
+    found = built(folder).embed(moving_squares([3, 4], errors=["it crashed", "it hung"]))
+    assert found.shape == (2, 24)
+    assert not found.any()
+
+
 def test_another_kind_of_model_is_refused(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "siglip"}))
