@@ -1,8 +1,9 @@
 """How well SRPO's scores order failures by true progress, by embedding: `python -m megarl.benchmarks.embeddings`.
 
 Episodes of `reach` by its scripted expert, disturbed by normal noise of each of `--noise`; steps of `--trials` start
-states each, no start state twice. For each embedding, and for embeddings exchanged at random, Spearman's correlation of
-score and progress over the failures of a task: its mean over the last `--measured` steps.
+states each, no start state twice. For each embedding (`own` as it learns, and with its first, random weights), and for
+embeddings exchanged at random, Spearman's correlation of score and progress over the failures of a task: its mean over
+the last `--measured` steps.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--measured", type=int, default=10)
     parser.add_argument("--chunk", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0, help="of the encoder's weights and of what it learns on")
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     steps = [
@@ -76,12 +78,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     solved = torch.cat([batch["success"] for batch in steps]).float().mean()
     print(f"{len(steps)} steps of {len(steps[0])} episodes, {solved:.0%} of them solved")
     cpu, alone = torch.device("cpu"), WorkerGroup.alone()
-    for name in ("state", "own"):
+    for name, learns in (("state", True), ("own", True), ("own", False)):
         wanted = EmbeddingSettings.model_validate({"name": name})
-        embedder = build_embedder(wanted, cameras=[CAMERA], device=cpu, group=alone, seed=0)
+        embedder = build_embedder(wanted, cameras=[CAMERA], device=cpu, group=alone, seed=given.seed)
         embeddings = []
         for step, batch in enumerate(steps):
-            embedder.learn(batch, step)
+            if learns:
+                embedder.learn(batch, step)
             embeddings.append(embedder.embed(batch))
         for shuffled in (False, True):
             scorer = ProgressScorer(ProgressSettings(shuffled=shuffled), 0)
@@ -92,7 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     if step >= given.steps - given.measured:
                         found[str(task)].append(value)
             shown = ", ".join(f"{task} {np.mean(some):+.2f} of {len(some)} steps" for task, some in found.items())
-            print(f"{name}{', shuffled' if shuffled else ''}: {shown}", flush=True)
+            kind = f"{name}{'' if learns else ', random weights'}{', shuffled' if shuffled else ''}"
+            print(f"{kind}: {shown}", flush=True)
     return 0
 
 
