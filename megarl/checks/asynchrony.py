@@ -32,6 +32,15 @@ def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | Non
             found="drop",
             fix=f"set algorithm.dynamic_sampling.surplus=keep, or {ORDER}=in_order {KEY}=0",
         )
+    if config.async_.order == "as_ready" and sampling.enabled and sampling.short == "fill":
+        checks.fail(
+            "async",
+            "algorithm.dynamic_sampling.short",
+            "a step that is drawn as ready has no rounds after which it could be filled",
+            found="fill",
+            allowed="fail",
+            fix=f"set algorithm.dynamic_sampling.short=fail, or {ORDER}=in_order {KEY}=0",
+        )
     if lag >= steps:
         checks.warn(
             "async",

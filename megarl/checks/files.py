@@ -20,13 +20,13 @@ from megarl.config.run import RunConfig
 from megarl.dag.stage import Role
 from megarl.data.hub import HUB_DATA
 from megarl.data.sources import SUFFIXES, TEXT
-from megarl.errors import ConfigError, close_files, close_matches
+from megarl.errors import ConfigError, close_files, close_matches, count
 from megarl.imports import is_file_reference, is_module_reference
 from megarl.rewards import REWARDS
 from megarl.rewards.registry import reward_settings
 
-CHARACTERS = "chars:"
-# A character tokenizer has these tokens in addition to its alphabet: padding, start, end, unknown.
+CHARACTERS, WORDS = "chars:", "words:"
+# Tokenizers that a recipe writes out have these tokens in addition to its own: padding, start, end, unknown.
 SPECIAL_TOKENS = 4
 # Models of one family round vocab_size up to different multiples; their tokenizers are compared when the run starts.
 _PADDING = 1024
@@ -110,12 +110,14 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
                 "model.tokenizer",
                 "a fresh model brings no tokenizer",
                 found="null",
-                allowed="a folder, a hub name, or chars:<alphabet>",
+                allowed="a folder, a hub name, chars:<alphabet>, or words:<word> ...",
                 fix="set model.tokenizer, for example to 'chars:0123456789+='",
             )
         return
     if name.startswith(CHARACTERS):
         _check_alphabet(name.removeprefix(CHARACTERS), facts, checks)
+    elif name.startswith(WORDS):
+        _check_words(name.removeprefix(WORDS), facts, checks)
     elif Path(name).expanduser().is_dir():
         checks.ok("tokenizer", name)
     elif not is_hub_name(name):
@@ -124,7 +126,7 @@ def _check_tokenizer(model: ModelConfig, facts: ModelFacts | None, checks: Check
             "model.tokenizer",
             "there is no such tokenizer folder",
             found=name,
-            allowed="a folder, a hub name, or chars:<alphabet>",
+            allowed="a folder, a hub name, chars:<alphabet>, or words:<word> ...",
             fix="check the path; it is relative to the current folder",
         )
     elif hub_cache_folder(name) is None:
@@ -143,18 +145,39 @@ def _check_alphabet(alphabet: str, facts: ModelFacts | None, checks: Checklist) 
             fix=f"write {CHARACTERS}{''.join(dict.fromkeys(alphabet)) or '0123456789+='}",
         )
         return
-    needed = len(alphabet) + SPECIAL_TOKENS
+    _check_vocabulary(count(len(alphabet), "character"), len(alphabet), facts, checks)
+
+
+def _check_words(words: str, facts: ModelFacts | None, checks: Checklist) -> None:
+    each = words.split()
+    twice = sorted({word for word in each if each.count(word) > 1})
+    if not each or twice:
+        checks.fail(
+            "tokenizer",
+            "model.tokenizer",
+            "there are no words" if not each else f"words stand there twice: {', '.join(twice)}",
+            found=WORDS + words,
+            allowed="words: and then each word once, with blanks between them",
+            fix=f"write '{WORDS}{' '.join(dict.fromkeys(each)) or 'push the disc'}'",
+        )
+        return
+    _check_vocabulary(count(len(each), "word"), len(each), facts, checks)
+
+
+def _check_vocabulary(what: str, tokens: int, facts: ModelFacts | None, checks: Checklist) -> None:
+    """Whether the model has rows for `tokens`, which are `what`, and the special ones."""
+    needed = tokens + SPECIAL_TOKENS
     if facts is not None and facts.vocab < needed:
         checks.fail(
             "vocabulary",
             "model.hf_config.vocab_size",
-            f"the model has fewer tokens than the tokenizer ({len(alphabet)} characters + {SPECIAL_TOKENS} special)",
+            f"the model has fewer tokens than the tokenizer ({what} + {SPECIAL_TOKENS} special)",
             found=facts.vocab,
             allowed=f"integer >= {needed}",
             fix=f"set model.hf_config.vocab_size={needed}",
         )
     else:
-        checks.ok("tokenizer", f"{len(alphabet)} characters + {SPECIAL_TOKENS} special tokens")
+        checks.ok("tokenizer", f"{what} + {SPECIAL_TOKENS} special tokens")
 
 
 def check_data(config: RunConfig, job: str, checks: Checklist) -> None:

@@ -26,7 +26,7 @@ def sources(config: RunConfig, job: str) -> list[HubSource]:
     found = [
         HubSource(key, "models", name)
         for key, name in models.items()
-        if name and is_hub_name(name) and not name.startswith("chars:") and not Path(name).exists()
+        if name and is_hub_name(name) and not name.startswith(("chars:", "words:")) and not Path(name).exists()
     ]
     return found + [
         HubSource(key, "datasets", name)

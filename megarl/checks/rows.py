@@ -16,7 +16,7 @@ from pathlib import Path
 from megarl.checks.files import trains_supervised
 from megarl.config.data import DataConfig
 from megarl.config.run import RunConfig
-from megarl.data.light_tokenizer import CharacterTokenizer, FileTokenizer, light_tokenizer
+from megarl.data.light_tokenizer import LightTokenizer, light_tokenizer
 from megarl.data.render import Split, render_prompts, response_text, tokenize, uses_chat, within_limit
 from megarl.data.rows import Row
 from megarl.data.sources import SUFFIXES, TEXT, load_rows
@@ -25,7 +25,6 @@ from megarl.data.templates import no_chat_template, prompt_formatter
 _READ_BYTES = 32 << 20  # per source; about a second of JSON
 _TOKENIZE_S = 2.0
 _AT_ONCE = 256
-_Tokenizer = CharacterTokenizer | FileTokenizer
 
 
 def check_rows(config: RunConfig, job: str, clock: Callable[[], float] = time.monotonic) -> bool:
@@ -70,7 +69,7 @@ def _check_prompts(
     split: Split,
     sources: list[str],
     columns: list[tuple[str, str]],
-    tokenizer: _Tokenizer | None,
+    tokenizer: LightTokenizer | None,
     in_time: Callable[[], bool],
     response: str | None = None,
 ) -> bool:

@@ -57,7 +57,12 @@ class DynamicSamplingConfig(Section):
     """DAPO: drop groups that carry no signal and generate until the batch is full."""
 
     enabled: bool = Field(False, description="turn the filter on")
-    max_rounds: PositiveInt = Field(10, description="generation rounds of a step before the run stops with an error")
+    max_rounds: PositiveInt = Field(10, description="generation rounds of a step; `short` says what comes then")
+    short: Literal["fail", "fill"] = Field(
+        "fail",
+        description="where these rounds did not fill the batch: fail ends the run, fill takes groups of the last round "
+        "that would have been dropped, which an advantage of the group gives no gradient",
+    )
     surplus: Literal["keep", "drop"] = Field(
         "keep", description="groups beyond a full batch: keep them for the next step, or drop them"
     )

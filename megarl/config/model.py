@@ -19,7 +19,9 @@ class ModelConfig(Section):
         None, description="config of a fresh random model (must hold model_type); used when path is null"
     )
     tokenizer: str | None = Field(
-        None, description="tokenizer folder or hub name; null: model.path; 'chars:<alphabet>': one token per character"
+        None,
+        description="tokenizer folder or hub name; null: model.path; 'chars:<alphabet>': one token per character; "
+        "'words:<word> ...': one per word",
     )
     init_seed: int = Field(0, description="seed of a fresh random model")
     dtype: Dtype = Field("bf16", description="compute and parameter dtype; bf16 keeps fp32 master weights")

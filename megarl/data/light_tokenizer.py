@@ -9,7 +9,7 @@ from typing import Any
 
 from megarl.artifacts.facts import hub_cache_folder, is_hub_name
 from megarl.config.model import ModelConfig
-from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS
+from megarl.data.tokenizer import CHARS, SPECIAL_TOKENS, WORDS
 
 
 class CharacterTokenizer:
@@ -25,6 +25,22 @@ class CharacterTokenizer:
         """`input_ids` of a text, or of each of a list."""
         if isinstance(text, str):
             return {"input_ids": [self._ids.get(character, self.unk_token_id) for character in text]}
+        return {"input_ids": [self(one)["input_ids"] for one in text]}
+
+
+class WordTokenizer:
+    """The tokens of `tokenizer.word_tokenizer`."""
+
+    bos_token_id, unk_token_id = 1, 3
+    has_chat_template = False
+
+    def __init__(self, words: str) -> None:
+        self._ids = {word: number for number, word in enumerate(words.split(), len(SPECIAL_TOKENS))}
+
+    def __call__(self, text: str | Sequence[str], **settings: Any) -> dict[str, Any]:
+        """`input_ids` of a text, or of each of a list."""
+        if isinstance(text, str):
+            return {"input_ids": [self._ids.get(word, self.unk_token_id) for word in text.split()]}
         return {"input_ids": [self(one)["input_ids"] for one in text]}
 
 
@@ -59,13 +75,18 @@ class FileTokenizer:
         return {"input_ids": [encoding.ids for encoding in batch]}
 
 
-def light_tokenizer(model: ModelConfig) -> CharacterTokenizer | FileTokenizer | None:
+LightTokenizer = CharacterTokenizer | WordTokenizer | FileTokenizer
+
+
+def light_tokenizer(model: ModelConfig) -> LightTokenizer | None:
     """The tokenizer of `model`, None where only transformers can tell: it is not here, or it is no tokenizer.json."""
     name = model.tokenizer or model.path
     if name is None or model.trust_remote_code:
         return None
     if name.startswith(CHARS):
         return CharacterTokenizer(name.removeprefix(CHARS))
+    if name.startswith(WORDS):
+        return WordTokenizer(name.removeprefix(WORDS))
     folder: Path | None = Path(name).expanduser()
     if folder is not None and not folder.is_dir():
         folder = hub_cache_folder(name) if is_hub_name(name) else None

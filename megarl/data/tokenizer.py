@@ -1,8 +1,9 @@
-"""Tokenizers: Hugging Face fast ones, and one token per character for tiny models."""
+"""Tokenizers: Hugging Face fast ones, and one token per character or word for tiny models."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from megarl.config.model import ModelConfig
 from megarl.errors import ConfigError
@@ -10,7 +11,7 @@ from megarl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-CHARS = "chars:"
+CHARS, WORDS = "chars:", "words:"
 SPECIAL_TOKENS = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"}
 
 
@@ -25,11 +26,13 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
         raise ConfigError(
             "no tokenizer",
             where="model.tokenizer",
-            allowed="a folder, a hub name, or 'chars:<alphabet>'",
+            allowed="a folder, a hub name, 'chars:<alphabet>', or 'words:<word> ...'",
             fix="set model.tokenizer, or model.path to a folder that holds one",
         )
     if name.startswith(CHARS):
         return character_tokenizer(name.removeprefix(CHARS))
+    if name.startswith(WORDS):
+        return word_tokenizer(name.removeprefix(WORDS))
     from transformers import AutoTokenizer
 
     try:
@@ -77,11 +80,46 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerBase:
             found=CHARS + alphabet,
             fix="write the whole character",
         )
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    return _one_each(alphabet, pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated"), decoders.Fuse())
+
+
+def word_tokenizer(words: str) -> PreTrainedTokenizerBase:
+    """One token per word: <pad>=0, <bos>=1, <eos>=2, <unk>=3, then the words in their order.
+
+    Words are what stands between blanks, in texts, too: "square." is another word than "square". It decodes to the
+    words with one blank between two, adds no special tokens by itself, and reloads through AutoTokenizer.
+
+    Args:
+        words: with blanks between them.
+
+    Raises:
+        ConfigError: there is no word, or one of them twice.
+    """
+    each = words.split()
+    twice = sorted({word for word in each if each.count(word) > 1})
+    if not each or twice:
+        raise ConfigError(
+            "the list holds words twice" if twice else "the list of words is empty",
+            where="model.tokenizer",
+            found=WORDS + words,
+            allowed="'words:' and then each word once, with blanks between them",
+            fix=f"keep one of each: {', '.join(twice)}" if twice else "list the words of prompts and responses",
+        )
+    from tokenizers import pre_tokenizers
+
+    return _one_each(each, pre_tokenizers.WhitespaceSplit())
+
+
+def _one_each(tokens: Iterable[str], splits: Any, decoder: Any = None) -> PreTrainedTokenizerBase:
+    """A number for each of `tokens`, into which `splits` cuts a text; without a decoder, blanks join them again."""
+    from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS.values(), *alphabet])}
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL_TOKENS.values(), *tokens])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL_TOKENS["unk_token"]))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    backend.decoder = decoders.Fuse()
+    backend.pre_tokenizer = splits
+    if decoder is not None:
+        backend.decoder = decoder
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS)

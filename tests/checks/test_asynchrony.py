@@ -79,3 +79,8 @@ DAPO = ("algorithm.pipeline=dapo", "algorithm.dynamic_sampling.enabled=true", "r
 def test_groups_that_wait_for_a_step_are_not_dropped(warned, surplus, useless):
     found = [check.key for check in warned(*READY, *DAPO, f"algorithm.dynamic_sampling.surplus={surplus}")]
     assert ("algorithm.dynamic_sampling.surplus" in found) == useless
+
+
+def test_steps_that_are_drawn_as_ready_cannot_be_filled(failures):
+    (check,) = failures(*READY, *DAPO, "algorithm.dynamic_sampling.short=fill")
+    assert check.key == "algorithm.dynamic_sampling.short"

@@ -147,6 +147,13 @@ def test_a_good_recipe_passes_every_check(config_of):
         (["model.path=Qwen/Qwen3-8B"], "model", ["both model.path and model.hf_config"]),
         (["model.tokenizer=null"], "model.tokenizer", ["brings no tokenizer"]),
         (["model.tokenizer=chars:aba"], "model.tokenizer", ["'a' more than once", "chars:ab"]),
+        (["model.tokenizer=words:up down up"], "model.tokenizer", ["twice: up", "words:up down"]),
+        (["model.tokenizer=words:"], "model.tokenizer", ["there are no words"]),
+        (
+            ["model.tokenizer=words:a b c", "model.hf_config.vocab_size=6"],
+            "model.hf_config.vocab_size",
+            [">= 7", "3 words + 4 special"],
+        ),
         (["model.tokenizer=no/such/folder"], "model.tokenizer", ["no such tokenizer folder"]),
         (["model.hf_config.vocab_size=8"], "model.hf_config.vocab_size", [">= 16"]),
     ],

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 
 from megarl.config.model import ModelConfig
-from megarl.data.tokenizer import character_tokenizer, load_tokenizer
+from megarl.data.light_tokenizer import WordTokenizer
+from megarl.data.tokenizer import character_tokenizer, load_tokenizer, word_tokenizer
 from megarl.errors import ConfigError
 
 ALPHABET = "0123456789+-=? \n<>aä"
@@ -32,6 +33,21 @@ def test_text_survives_the_trip(text):
         assert len(ids) == len(text)
 
 
+def test_one_token_per_word(tmp_path):
+    tokenizer = load_tokenizer(ModelConfig(tokenizer="words:push the  disc"))
+    assert tokenizer("the disc\n push  it")["input_ids"] == [5, 6, 4, 3]
+    assert tokenizer.decode([4, 5, 6]) == "push the disc"
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(ModelConfig(tokenizer=str(tmp_path)))("disc the")["input_ids"] == [6, 5]
+
+
+def test_words_are_known_without_transformers():
+    words = "a b cd"
+    real, light = word_tokenizer(words), WordTokenizer(words)
+    for texts in ("cd a  b", ["b", "", "\tx a"]):
+        assert light(texts)["input_ids"] == real(texts)["input_ids"]
+
+
 def test_it_reloads_from_its_folder(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     again = load_tokenizer(ModelConfig(tokenizer=str(tmp_path)))
@@ -53,6 +69,8 @@ def test_the_model_folder_is_the_default(tmp_path):
         (ModelConfig(tokenizer="chars:"), "the alphabet is empty"),
         (ModelConfig(tokenizer="chars:abca"), "characters twice(?s:.*)keep one of each: 'a'"),
         (ModelConfig(tokenizer="chars:ab\ud83d"), "the alphabet holds half of a surrogate pair"),
+        (ModelConfig(tokenizer="words: "), "the list of words is empty"),
+        (ModelConfig(tokenizer="words:up to up"), "words twice(?s:.*)keep one of each: up"),
         (ModelConfig(tokenizer="./not/there"), "model.tokenizer: the tokenizer cannot be loaded"),
     ],
 )

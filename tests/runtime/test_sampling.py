@@ -21,7 +21,7 @@ from megarl.metrics import Metrics
 from megarl.residency import Residency
 from megarl.runtime.roles import ActorRole
 from megarl.runtime.stages import logprob
-from megarl.runtime.stages.sampling import dynamic_sampling
+from megarl.runtime.stages.sampling import NoSignalError, dynamic_sampling
 from megarl.runtime.stages.update import token_inputs
 
 N, WANTED = 2, 2
@@ -137,6 +137,23 @@ def test_what_is_dropped_is_not_scored():
     steps(c, 2)
     assert c.surplus is None
     assert c.actor.engine.scored == []
+
+
+def test_a_batch_that_no_round_fills_takes_groups_of_the_last_one_without_a_signal():
+    c = worker()
+    sampling = c.config.algorithm.dynamic_sampling
+    sampling.__dict__.update(short="fill", max_rounds=2)
+    rounds = [drawn([f"p{k}", f"p{k + 1}"]) for k in (0, 2)]
+    rounds[0].set("score", torch.tensor([0.0, 1.0, 1.0, 1.0]))
+    rounds[1].set("score", torch.ones(4))
+    batch = dynamic_sampling(c, rounds[0], lambda: rounds[1], actor=c.actor)
+    assert batch["uid"] == ["p0"] * N + ["p2"] * N
+    assert c.surplus is None
+    assert c.metrics.result()["sampling/filled"] == 1
+
+    sampling.__dict__["short"] = "fail"
+    with pytest.raises(NoSignalError, match="after 2 rounds of generation 1 of 2 groups"):
+        dynamic_sampling(c, rounds[0], lambda: rounds[1], actor=c.actor)
 
 
 def test_one_update_of_all_samples_clips_those_that_waited():

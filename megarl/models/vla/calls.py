@@ -69,9 +69,18 @@ def prompt_ids(instruction: str, family: PolicyFamily, tokenizer: Callable[..., 
     """Tokens of the prompt, with the tokenizer's BOS first and the family's last token at the end, each once.
 
     Raises:
-        ConfigError: the tokenizer has no BOS: the pictures stand after it.
+        ConfigError: the tokenizer has no token for a part of it, or no BOS: the pictures stand after that.
     """
     ids = [int(token) for token in tokenizer(prompt_text(instruction, family))["input_ids"]]
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is not None and unknown in ids:
+        raise ConfigError(
+            "the tokenizer has no token for a part of what the policy is told",
+            where="model.tokenizer",
+            found=prompt_text(instruction, family),
+            allowed="its words or characters",
+            fix="add them to model.tokenizer ('words:...', 'chars:...')",
+        )
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is None:
         raise ConfigError(

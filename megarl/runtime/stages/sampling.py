@@ -47,10 +47,11 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
     """This rank's share of `data.batch_size` groups that carry a signal, the same groups on any number of ranks.
 
     Groups beyond that wait for the next step (`algorithm.dynamic_sampling.surplus`), with the log-probs of this step's
-    policy.
+    policy. Where `max_rounds` rounds of generation do not fill the batch and `short` says so, groups of the last one
+    that would have been dropped fill it.
 
     Raises:
-        NoSignalError: the batch is not full after `max_rounds` rounds of generation.
+        NoSignalError: the batch is not full, and is not to be filled.
     """
     from megarl.data.groups import group_places
     from megarl.phase import phase
@@ -68,18 +69,25 @@ def dynamic_sampling(c: StepContext, samples: Batch, more: Callable[[], Batch], 
         if round_ > 1:
             with phase("refill"):
                 samples = more()
-        pool.add(logprob.like_waiting(c, samples), signal(c, samples, seen))
+        samples, keep = logprob.like_waiting(c, samples), signal(c, samples, seen)
+        pool.add(samples, keep)
         if len(pool) >= wanted:
             break
-    else:
+    kept = len(pool)
+    if kept < wanted and settings.short == "fill":
+        # a round draws as many groups as a step trains on, so the last one dropped enough of them
+        pool.add(samples, [not kept_one for kept_one in keep])
+    elif kept < wanted:
         every = [scores for share in c.layout.dp_group.all_gather_json(seen) for scores in share]
         found = f"{settings.max_rounds} rounds of generation {len(pool)} of {wanted} groups have {settings.kept_groups}"
         raise no_signal(f"step {c.step}: after {found}", "groups drawn in this step", every)
     batch, rest = pool.deal(wanted)
-    left = len(pool) - wanted
+    left = max(0, kept - wanted)
     c.surplus = logprob.score_waiting(c, rest, actor) if left and settings.surplus == "keep" else None
     c.metrics.max("sampling/rounds", round_)
     c.metrics.max("sampling/surplus", left)
+    if settings.short == "fill":
+        c.metrics.max("sampling/filled", max(0, wanted - kept))
     return batch
 
 
