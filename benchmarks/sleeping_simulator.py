@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -17,7 +17,7 @@ class Sleeping(Simulator):
     Settings: `step_ms` of an environment step, `max_steps` of an episode, which always lasts that long.
     """
 
-    settings = {"step_ms": 5.0, "max_steps": 64}
+    settings: ClassVar[Mapping[str, Any]] = {"step_ms": 5.0, "max_steps": 64}
 
     @classmethod
     def tasks(cls, settings: Mapping[str, Any]) -> list[TaskSpec]:

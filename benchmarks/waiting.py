@@ -1,9 +1,9 @@
 """How long a policy waits for physics, with and without half-batches: `python -m megarl.benchmarks.waiting`.
 
-Real simulators' processes and the real loop of a rollout; what takes time in them sleeps, as physics on other cores and a
-policy on a device do, so that the figures show the order of work and not who shares a core with whom. With a policy call
-of `fixed_ms` + rows * `row_ms` the floors of a turn of all slots are physics + call (all slots together) and, in halves,
-the longer of physics + call of a half and two calls of halves.
+Real simulators' processes and the real loop of a rollout; what takes time in them sleeps, as physics on other cores and
+a policy on a device do, so that the figures show the order of work and not who shares a core with whom. With a policy
+call of `fixed_ms` + rows * `row_ms` the floors of a turn of all slots are physics + call (all slots together) and, in
+halves, the longer of physics + call of a half and two calls of halves.
 """
 
 from __future__ import annotations
