@@ -1,12 +1,13 @@
 """Meta-World 3: the 50 tasks of MT50, a Sawyer arm over a table, 50 start states each. Needs metaworld and OpenGL.
 
 A task has Meta-World's name, reach-v3 to window-close-v3; Meta-World has no instructions, those below are ours. A trial
-is a number of MT1's `train_tasks` with `seed`. An action is 4 numbers, -1 to 1: the gripper's way in x, y and z, and
-how hard its fingers close. The state is 4 numbers: place of the gripper, and how far it is open; where the object and
-its goal are is in no observation but the picture.
+is a number of MT1's `train_tasks` with `seed`; after these 50 come those of `seed` + 1, and so on. An action is 4
+numbers, -1 to 1: the gripper's way in x, y and z, and how hard its fingers close. The state is 4 numbers: place of the
+gripper, and how far it is open; where the object and its goal are is in no observation but the picture.
 
 Pictures of the corner cameras are turned by 180 degrees, so that up is up; Meta-World renders them upside down. There
-are no shadows: without a GPU they are most of the time of a picture.
+are no shadows: without a GPU they are most of the time of a picture. `plain` pictures have no textures, one light, no
+background and hard edges: a quarter of what is left.
 
 `progress` is Meta-World's `in_place_reward` after the last environment step, 1 at success: how near what is to be moved
 is to its place, 0 to 1, by the distances of the task. In many tasks it changes little until the arm is there.
@@ -76,7 +77,7 @@ INSTRUCTIONS = {
     "window-close-v3": "close the window",
     "window-open-v3": "open the window",
 }
-TRIALS = 50
+BLOCK = 50  # start states of one seed of Meta-World
 CAMERAS = ("topview", "corner", "corner2", "corner3", "corner4", "behindGripper", "gripperPOV")
 #: Ways to render to the system's libraries that they load, and the Debian packages that have them.
 LIBRARIES = {
@@ -101,6 +102,8 @@ class MetaWorld(Simulator):
         "size": 64,  # height and width of the pictures
         "cameras": ("corner2",),
         "seed": 0,  # of Meta-World's start states
+        "trials": BLOCK,  # start states
+        "plain": False,  # pictures that take a quarter of the time
     }
 
     @classmethod
@@ -110,14 +113,14 @@ class MetaWorld(Simulator):
         _import()
         if not chosen["cameras"] or set(chosen["cameras"]) - set(CAMERAS):
             raise ValueError(f"Meta-World: cameras: {list(chosen['cameras'])}; allowed: {', '.join(CAMERAS)}")
-        for key, largest in (("size", LARGEST), ("max_steps", 10**6)):
+        for key, largest in (("size", LARGEST), ("max_steps", 10**6), ("trials", 10**6)):
             if not 1 <= chosen[key] <= largest:
                 raise ValueError(f"Meta-World: {key}: {chosen[key]}; allowed: 1 to {largest}")
         return [
             TaskSpec(
                 name=name,
                 instruction=instruction,
-                trials=TRIALS,
+                trials=chosen["trials"],
                 max_steps=chosen["max_steps"],
                 action_dim=4,
                 state_dim=4,
@@ -132,15 +135,13 @@ class MetaWorld(Simulator):
             raise ValueError(f"Meta-World has no task {task!r}; allowed: {', '.join(specs)}")
         self.spec = specs[task]
         metaworld = _import()
-        import mujoco
         from metaworld.policies import ENV_POLICY_MAP
 
         one = metaworld.MT1(task, seed=chosen["seed"])
-        self._trials, self._policy_class = one.train_tasks, ENV_POLICY_MAP[task]
+        self._blocks, self._seed, self._policy_class = {0: one.train_tasks}, chosen["seed"], ENV_POLICY_MAP[task]
         self._env = one.train_classes[task]()
         self._env.max_path_length = 10**9  # its own limit of steps is not ours
-        self._env.model.vis.quality.shadowsize = 0  # works before the first picture only
-        self._renderer = mujoco.Renderer(self._env.model, chosen["size"], chosen["size"])
+        self._renderer = _renderer(self._env.model, chosen["size"], chosen["plain"])
         self._seen: Any = None
         self._steps, self._over = 0, True
 
@@ -148,7 +149,7 @@ class MetaWorld(Simulator):
         """Begin an episode in start state `trial`."""
         if not 0 <= trial < self.spec.trials:
             raise ValueError(f"{self.spec.name}: trial {trial}; allowed: 0 to {self.spec.trials - 1}")
-        self._env.set_task(self._trials[trial])
+        self._env.set_task(self._start_state(trial))
         self._env._did_see_sim_exception = False
         self._seen, _ = self._env.reset()
         self._policy = self._policy_class()
@@ -182,6 +183,13 @@ class MetaWorld(Simulator):
         self._renderer.close()
         self._env.close()
 
+    def _start_state(self, trial: int) -> Any:
+        block = trial // BLOCK
+        if block not in self._blocks:
+            one = _import().MT1(self.spec.name, seed=self._seed + block)
+            self._blocks[block] = one.train_tasks
+        return self._blocks[block][trial % BLOCK]
+
     def _observation(self) -> Observation:
         frames = {name: self._picture(name) for name in self.spec.cameras}
         return Observation(frames, np.asarray(self._seen[:4], np.float32))
@@ -190,6 +198,24 @@ class MetaWorld(Simulator):
         self._renderer.update_scene(self._env.data, camera=camera)
         picture: Frame = self._renderer.render()
         return np.ascontiguousarray(picture[::-1, ::-1]) if camera.startswith("corner") else picture
+
+
+def _renderer(model: Any, size: int, plain: bool) -> Any:
+    """What renders pictures of `size` x `size`. All of this works before the first picture only."""
+    import mujoco
+
+    model.vis.quality.shadowsize = 0
+    if not plain:
+        return mujoco.Renderer(model, size, size)
+    model.vis.quality.offsamples = 0
+    model.vis.global_.offwidth = model.vis.global_.offheight = size  # a picture clears all of this memory
+    model.mat_texid[:] = -1
+    model.light_active[1:] = 0
+    renderer = mujoco.Renderer(model, size, size)
+    flags = mujoco.mjtRndFlag
+    for flag in (flags.mjRND_SHADOW, flags.mjRND_REFLECTION, flags.mjRND_SKYBOX, flags.mjRND_FOG, flags.mjRND_HAZE):
+        renderer.scene.flags[flag] = 0
+    return renderer
 
 
 def _import() -> Any:

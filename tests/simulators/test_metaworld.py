@@ -42,6 +42,10 @@ def expert(trial):
         if outcome.over:
             return outcome
 
+many = MetaWorld("button-press-topdown-v3", {"size": 32, "max_steps": 90, "trials": 120, "plain": True})
+next_seed = MetaWorld("button-press-topdown-v3", {"size": 32, "max_steps": 90, "seed": 1, "plain": True})
+many.reset(0)  # its second block is drawn after the first
+whole, plain = made.reset(7).frames["corner2"], many.reset(7).frames["corner2"]
 first, other, again = played(0, calls), played(1, calls), played(0, calls)
 last = [expert(trial) for trial in range(5)]
 made.reset(0)
@@ -54,6 +58,9 @@ print(json.dumps({
     "fresh": played(0, calls, MetaWorld("button-press-topdown-v3", {"size": 32, "max_steps": 90})),
     "solved": sum(one.success for one in last), "progress": [one.progress for one in last],
     "limit": [[one.executed, one.success, one.over] for one in limit], "before": limit[-1].progress,
+    "trials": many.spec.trials, "block": played(53, calls, many) == played(3, calls, next_seed),
+    "starts": [played(number, calls, many) for number in (3, 53, 103)], "plain_again": played(3, calls, many),
+    "arm": [float(((p[..., 0] > 80) & (p[..., 1] < 60)).mean()) for p in (whole.astype(int), plain.astype(int))],
     "shape": [list(seen.frames["corner2"].shape), str(seen.frames["corner2"].dtype), list(seen.state.shape)],
     "contrast": float(np.std(seen.frames["corner2"])),
 }))
@@ -102,6 +109,19 @@ def test_an_episode_ends_inside_a_chunk_at_its_limit(real):
 def test_observations_are_as_the_task_says(real):
     assert real["shape"] == [[32, 32, 3], "uint8", [4]]
     assert real["contrast"] > 10  # a picture, not a blank
+
+
+def test_start_states_after_the_fiftieth_are_those_of_the_next_seed(real):
+    assert real["trials"] == 120
+    assert real["block"]
+    assert len(set(real["starts"])) == 3
+    assert real["plain_again"] == real["starts"][0]
+
+
+def test_plain_pictures_show_the_same_arm(real):
+    whole, plain = real["arm"]  # shares of red pixels
+    assert whole > 0.02
+    assert plain == pytest.approx(whole, rel=0.3)  # without smooth edges, and darker
 
 
 def test_every_task_has_an_instruction_of_its_own():
