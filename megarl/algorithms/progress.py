@@ -100,44 +100,25 @@ class ProgressReport:
         counts, edges = np.histogram(self.distances[self.shaped].numpy(), bins=bins)
         return counts.tolist(), edges.tolist()
 
-    def rank_correlations(self, progress: Tensor) -> dict[Hashable, float]:
-        """Spearman's correlation of score and true progress over the shaped failures of each task.
+    def rank_correlations(self, progress: Tensor, groups: Sequence[Hashable] | None = None) -> dict[Hashable, float]:
+        """Spearman's correlation of score and true progress over the shaped failures of each task, or group.
 
-        Tasks with fewer than two of them, or where all scores or all progress are equal, are not in it.
+        Those with fewer than two of them, or where all scores or all progress are equal, are not in it.
 
         Args:
             progress: float [B]; NaN where the environment does not know it.
+            groups: B names of start states: what an advantage compares; None: tasks.
         """
         from scipy.stats import spearmanr
 
         known = self.shaped & ~progress.isnan()
         found: dict[Hashable, float] = {}
-        for name, places in _by_task(self.task).items():
+        for name, places in _by_task(self.task if groups is None else groups).items():
             rows = [place for place in places if known[place]]
             scores, truth = self.scores[rows].numpy(), progress[rows].double().numpy()
             if len(rows) > 1 and scores.min() < scores.max() and truth.min() < truth.max():
                 found[name] = float(spearmanr(scores, truth).statistic)
         return found
-
-    def numbers(self, progress: Tensor | None = None) -> dict[str, float]:
-        """What a step reports; keys whose number does not exist are left out.
-
-        Returns:
-            `invalid` (embeddings), `shaped` (share of failures), `clusters` (mean of the tasks with a success),
-            `distance/mean`, `distance/max`, and with `progress` (as `rank_correlations`) `rank_correlation`, the mean
-            of the tasks.
-        """
-        numbers = {"invalid": float(self.invalid.sum())}
-        if self.failed.any():
-            numbers["shaped"] = float(self.shaped.sum()) / float(self.failed.sum())
-        if self.clusters:
-            numbers["clusters"] = sum(self.clusters.values()) / len(self.clusters)
-        if self.shaped.any():
-            distances = self.distances[self.shaped]
-            numbers |= {"distance/mean": float(distances.mean()), "distance/max": float(distances.max())}
-        if progress is not None and (found := self.rank_correlations(progress)):
-            numbers["rank_correlation"] = sum(found.values()) / len(found)
-        return numbers
 
 
 def progress_scores(
@@ -226,7 +207,7 @@ def shuffled_embeddings(embeddings: Tensor, task: Sequence[Hashable], *seed: int
     Args:
         embeddings: [B, E].
         task: B names or numbers.
-        seed: integers from 0, of the run and of the step.
+        seed: integers from 0: of the run, the step, the round of generation.
     """
     import numpy as np
 

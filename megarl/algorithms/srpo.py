@@ -11,33 +11,41 @@ from megarl.algorithms.success_bank import SuccessBank
 if TYPE_CHECKING:
     from torch import Tensor
 
+#: Successes of a task in one step that later rounds of its generation are compared with.
+_OF_A_STEP = 4096
+
 
 class ProgressScorer:
     """Scores global batches in the order of the steps; equal on all ranks that are given equal batches.
 
     Args:
         settings: the form of the scores, the size of the bank, and whether this is the control.
-        seed: of the run; the control's permutations follow from it and the step.
+        seed: of the run; the control's permutations follow from it, the step and its round of generation.
     """
 
     def __init__(self, settings: ProgressSettings, seed: int) -> None:
         self._settings, self._seed = settings, seed
         self._bank = SuccessBank(settings.bank) if settings.bank else None
+        self._step, self._round, self._earlier = -1, 0, SuccessBank(_OF_A_STEP)
 
     def score(self, embeddings: Tensor, success: Tensor, task: Sequence[Hashable], *, step: int) -> ProgressReport:
-        """`progress_scores` of a batch, whose successes are references from the next batch on, where there is a bank.
+        """`progress_scores` of a batch, whose successes are references from then on: of what is drawn for the same step
+        after it, and where there is a bank, of later steps.
 
         Args:
             embeddings: float [B, E] of the global batch.
             success: bool [B].
             task: B names or numbers.
-            step: training step, from 0.
+            step: training step, from 0; a step may be scored in several rounds, one after the other.
         """
+        if step != self._step:
+            self._step, self._round, self._earlier = step, 0, SuccessBank(_OF_A_STEP)
         if self._settings.shuffled:
-            embeddings = shuffled_embeddings(embeddings, task, self._seed, step)
-        report = progress_scores(embeddings, success, task, self._settings, bank=self._bank)
-        if self._bank is not None:
-            self._bank.add(embeddings, success, task)
+            embeddings = shuffled_embeddings(embeddings, task, self._seed, step, self._round)
+        bank = self._earlier if self._bank is None else self._bank
+        report = progress_scores(embeddings, success, task, self._settings, bank=bank)
+        bank.add(embeddings, success, task)
+        self._round += 1
         return report
 
     def state(self) -> dict[str, Any]:

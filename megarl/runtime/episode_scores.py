@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +53,7 @@ class EpisodeScores:
 
     def __init__(self, embedder: EpisodeEmbedder | None, scorer: ProgressScorer, coef: float, layout: Layout) -> None:
         self._embedder, self._scorer, self._coef, self._layout = embedder, scorer, coef, layout
+        self._learned = -1  # the step in which the embedder learned; in a later round of it embeddings must stay
 
     @classmethod
     def of(cls, config: RunConfig, layout: Layout) -> EpisodeScores:
@@ -76,17 +77,19 @@ class EpisodeScores:
         """Scores float32 [B] of this replica's episodes, and their metrics."""
         if self._embedder is None:
             return samples["success"].float() * self._coef
-        with phase("learn"):
-            learned = self._embedder.learn(samples, c.step)
+        if c.step != self._learned:
+            with phase("learn"):
+                learned = self._embedder.learn(samples, c.step)
             if learned is not None:
                 c.metrics.merge(learned)
+            self._learned = c.step
         with phase("embed"):
             mine = self._embedder.embed(samples)
         # Ranks of a replica may round differently on GPUs; the scores of a sample must be the same on all of them.
         mine = self._layout.mp_group.broadcast(mine.contiguous())
         told = Batch(
             {"embedding": mine, "success": samples["success"], "progress": samples["progress"]},
-            {"task": samples["task"], "env_error": samples["env_error"]},
+            {"task": samples["task"], "env_error": samples["env_error"], "uid": samples["uid"]},
             size=len(samples),
         )
         parts = [Batch.from_bytes(data) for data in self._layout.dp_group.all_gather_bytes(told.to_bytes())]
@@ -94,7 +97,7 @@ class EpisodeScores:
         report = self._scorer.score(every["embedding"], every["success"], every["task"], step=c.step)
         if self._layout.rank == 0:  # of all ranks
             played = torch.tensor([not error for error in every["env_error"]], dtype=torch.bool)
-            _record(c, report, every["progress"], played)
+            _record(c, report, every["progress"], played, every["uid"])
         first = sum(map(len, parts[: self._layout.dp_rank]))
         return report.scores[first : first + len(samples)].float() * self._coef
 
@@ -141,7 +144,7 @@ def _flatten(state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], 
             plain[prefix + name] = value
 
 
-def _record(c: StepContext, report: ProgressReport, progress: Tensor, played: Tensor) -> None:
+def _record(c: StepContext, report: ProgressReport, progress: Tensor, played: Tensor, uid: Sequence[str]) -> None:
     """Metrics `srpo/...` of a global batch; `played`: bool [B], false where the simulator failed."""
     m, failures = c.metrics, int((report.failed & played).sum())
     if failures:
@@ -157,6 +160,7 @@ def _record(c: StepContext, report: ProgressReport, progress: Tensor, played: Te
         for number, found in enumerate(report.histogram(_BINS)[0]):
             m.sum(f"srpo/distance/bin_{number}", found)
         m.mean("srpo/failure_score/mean", float(report.scores[report.shaped].sum()), len(shaped))
-    correlations = report.rank_correlations(progress)
-    if correlations:
-        m.mean("srpo/rank_correlation", float(sum(correlations.values())), len(correlations))
+    for name, groups in (("", None), ("/in_group", uid)):
+        correlations = report.rank_correlations(progress, groups)
+        if correlations:
+            m.mean(f"srpo/rank_correlation{name}", float(sum(correlations.values())), len(correlations))

@@ -125,12 +125,11 @@ def scored(success, rows=ROWS, **settings):
 def test_a_task_without_success_scores_nothing():
     report = scored([False] * 3)
     assert report.scores.tolist() == [0.0] * 3
-    assert report.numbers() == {"invalid": 0.0, "shaped": 0.0}
+    assert not report.shaped.any()
 
 
 def test_a_task_without_failure_scores_ones():
     assert scored([True] * 3).scores.tolist() == [1.0] * 3
-    assert "shaped" not in scored([True] * 3).numbers()
 
 
 @pytest.mark.parametrize(("mapping", "middle"), [("min_max", 0.3), ("z_score", 0.4)])
@@ -146,7 +145,8 @@ def test_invalid_embeddings_are_no_reference_and_no_signal(bad):
     report = scored([True, False, False, True, False], rows)
     without = scored([True, False, False])
     assert report.scores.tolist() == [*without.scores.tolist(), 1.0, 0.0]
-    assert report.numbers() == {**without.numbers(), "invalid": 2.0, "shaped": pytest.approx(2 / 3)}
+    assert report.invalid.tolist() == [False] * 3 + [True] * 2
+    assert report.shaped.tolist() == [*without.shaped.tolist(), False, False]
 
 
 def test_a_success_without_embedding_shapes_nothing():
@@ -206,11 +206,13 @@ def test_the_report_tells_whether_scores_follow_true_progress():
     assert report.rank_correlations(-progress)["a"] == pytest.approx(-1)
     assert report.rank_correlations(torch.where(success, progress, math.nan)) == {}
     assert report.rank_correlations(torch.zeros(20)) == {}
-    numbers = report.numbers(progress)
-    assert (numbers["rank_correlation"], numbers["shaped"], numbers["clusters"]) == (pytest.approx(1), 1, 0)
+    uid = [f"{name}{row % 2}" for row, name in enumerate(task)]
+    halves = torch.where(torch.arange(20) % 2 == 0, progress, -progress)  # of the second group the other way round
+    expected = {name: pytest.approx(1 if name.endswith("0") else -1) for name in ("a0", "a1", "b0", "b1")}
+    assert report.rank_correlations(halves, uid) == expected
     counts, edges = report.histogram(5)
     assert (sum(counts), len(edges)) == (18, 6)
-    assert edges[-1] == pytest.approx(numbers["distance/max"])
+    assert edges[-1] == pytest.approx(float(report.distances[report.shaped].max()))
 
 
 def test_nothing_shaped_is_an_empty_histogram():
@@ -219,7 +221,7 @@ def test_nothing_shaped_is_an_empty_histogram():
 
 def test_an_empty_batch_has_no_scores():
     empty = progress_scores(torch.zeros(0, 4), torch.zeros(0, dtype=torch.bool), [], ProgressSettings())
-    assert (len(empty.scores), empty.numbers()) == (0, {"invalid": 0.0})
+    assert (len(empty.scores), empty.rank_correlations(torch.zeros(0))) == (0, {})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megarl.algorithms.progress import ProgressSettings, progress_scores, shuffled_embeddings
@@ -46,3 +47,23 @@ def test_the_control_scores_and_keeps_shuffled_embeddings():
     held = ProgressScorer(ProgressSettings(bank=4), seed=0)
     held.score(*moved, step=0)
     assert torch.equal(control.state()["embedding"], held.state()["embedding"])
+
+
+@pytest.mark.parametrize("bank", [0, 4])
+def test_a_later_round_of_a_step_sees_the_successes_of_the_earlier_ones(bank):
+    scorer = ProgressScorer(ProgressSettings(bank=bank), seed=0)
+    rows, won, none = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([True, False]), torch.zeros(2).bool()
+    scorer.score(rows, won, ["a", "a"], step=5)
+    assert scorer.score(rows, none, ["a", "a"], step=5).shaped.all()
+    assert scorer.score(rows, none, ["b", "b"], step=5).shaped.tolist() == [False, False]
+    assert bool(scorer.score(rows, none, ["a", "a"], step=6).shaped.all()) == bool(bank)
+
+
+def test_the_control_exchanges_differently_in_every_round():
+    scorer = ProgressScorer(ProgressSettings(shuffled=True), seed=3)
+    rows = torch.arange(1.0, 41.0).reshape(20, 2)
+    won = torch.arange(20) < 2
+    first, second = (scorer.score(rows, won, ["a"] * 20, step=1).scores.tolist() for _ in range(2))
+    assert first != second
+    again = ProgressScorer(ProgressSettings(shuffled=True), seed=3)
+    assert again.score(rows, won, ["a"] * 20, step=1).scores.tolist() == first
