@@ -6,6 +6,7 @@ from megarl.algorithms.progress import ProgressSettings
 from megarl.checks.checklist import Checklist
 from megarl.config.components import settings_at
 from megarl.config.embedding import EmbeddingSettings
+from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
@@ -148,6 +149,12 @@ def _check_surroundings(config: RunConfig, placement: Placement | None, checks: 
             "an estimator of groups",
         ),
     ]
+    plain = SamplingConfig()
+    for section, sampling in (("rollout", rollout.sampling), ("validation", config.validation.sampling)):
+        for name in ("top_p", "top_k", "min_new_tokens", "stop_token_ids"):
+            value, kept = getattr(sampling, name), getattr(plain, name)
+            why = "an action is as many tokens as it has numbers, drawn from all of their values"
+            refused.append((value != kept, f"{section}.sampling.{name}", why, value, kept))
     for wrong, key, why, found, allowed in refused:
         if wrong:
             what = f"a recipe with the section `robot` cannot have this: {why}"

@@ -9,6 +9,7 @@ import numpy as np
 
 from megarl.data.demonstrations import EXPERTS, Demonstration, find_demonstrations, write_demonstrations
 from megarl.data.loader import PromptLoader
+from megarl.errors import ConfigError
 from megarl.models.vla.cloning import CloningExamples
 from megarl.phase import keep_beating, phase
 from megarl.rollout.robots.experts import ExpertCounts, demonstrate
@@ -77,9 +78,17 @@ def _show(c: Controller, robots: Robots, folder: Path) -> int:
     with c.context.progress("demonstrations", len(pairs)) as advance:
         shown = demonstrate(robots.pool, pairs, noise=robot.expert_noise, seed=seed, counts=counts, advance=advance)
         written = write_demonstrations(partial, shown)
+    print(counts.describe(), flush=True)
+    if not written:
+        raise ConfigError(
+            "there is nothing to clone: experts solved none of the episodes",
+            where="sft.train_files",
+            found=counts.describe(),
+            fix="raise the simulator's limit of environment steps, lower robot.expert_noise, or name folders of "
+            "demonstrations",
+        )
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    print(counts.describe(), flush=True)
     return written
 
 

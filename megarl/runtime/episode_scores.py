@@ -16,6 +16,7 @@ from megarl.config.components import settings_at
 from megarl.data.batch import Batch
 from megarl.data.frames import END_FRAMES, FRAMES
 from megarl.device import device
+from megarl.errors import ConfigError
 from megarl.phase import phase
 
 if TYPE_CHECKING:
@@ -49,10 +50,19 @@ class EpisodeScores:
         scorer: makes scores of it.
         coef: what they are multiplied by.
         layout: of the team.
+        compared: keys of the embedding, as the recipe has them.
     """
 
-    def __init__(self, embedder: EpisodeEmbedder | None, scorer: ProgressScorer, coef: float, layout: Layout) -> None:
+    def __init__(
+        self,
+        embedder: EpisodeEmbedder | None,
+        scorer: ProgressScorer,
+        coef: float,
+        layout: Layout,
+        compared: Mapping[str, Any],
+    ) -> None:
         self._embedder, self._scorer, self._coef, self._layout = embedder, scorer, coef, layout
+        self._compared = json.dumps(compared, sort_keys=True)
         self._learned = -1  # the step in which the embedder learned; in a later round of it embeddings must stay
 
     @classmethod
@@ -71,7 +81,7 @@ class EpisodeScores:
             wanted = settings_at("robot.reward.embedding", reward.embedding, EmbeddingSettings)
             cameras, group = config.robot.cameras, layout.dp_group
             embedder = build_embedder(wanted, cameras=cameras, device=device(), group=group, seed=seed)
-        return cls(embedder, ProgressScorer(settings, seed), reward.coef, layout)
+        return cls(embedder, ProgressScorer(settings, seed), reward.coef, layout, reward.embedding)
 
     def score(self, c: StepContext, samples: Batch) -> Tensor:
         """Scores float32 [B] of this replica's episodes, and their metrics."""
@@ -111,16 +121,31 @@ class EpisodeScores:
         tensors: dict[str, Tensor] = {}
         plain: dict[str, Any] = {}
         _flatten(state, "", tensors, plain)
-        kept = {FILE: save(tensors, {"plain": json.dumps(plain)})} if tensors or plain else {}
+        told = {"plain": json.dumps(plain), "compared": self._compared}
+        kept = {FILE: save(tensors, told)} if tensors or plain else {}
         return kept if self._layout.rank == 0 else {}
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint; one without the file is of a run that had nothing to keep."""
+        """Go on from a checkpoint; one without the file is of a run that had nothing to keep.
+
+        Raises:
+            ConfigError: what it keeps was made with another embedding.
+        """
         if not (folder / FILE).is_file():
             return
         with safe_open(folder / FILE, "pt") as file:
             found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
-            found |= json.loads(file.metadata()["plain"])
+            told = file.metadata()
+        found |= json.loads(told["plain"])
+        before = told.get("compared", self._compared)  # an older version did not note it
+        if before != self._compared:
+            raise ConfigError(
+                "the checkpoint's encoder or bank of successes is of another embedding",
+                where="robot.reward.embedding",
+                found=self._compared,
+                allowed=before,
+                fix="set it as it was, or start with trainer.resume=never",
+            )
         state: dict[str, Any] = {}
         for path, value in found.items():
             *outer, name = path.split("/")

@@ -26,6 +26,7 @@ from megarl.runtime.begun import Begun, find_begun, go_on
 from megarl.runtime.checkpoint_part import CheckpointPart
 from megarl.runtime.checkpoints import FOLDER, Checkpoints, SavedRun
 from megarl.runtime.critic import make_critic
+from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.exchange import TokenExchange
 from megarl.runtime.export import export, show_export
 from megarl.runtime.flow import FlowSteps, find_flow, flows
@@ -58,6 +59,8 @@ def train(config: RunConfig, run_dir: Path, graph: TaskGraph) -> None:
     if c.team.leads and c.layout.rank == 0:
         print("rollout correction:", *describe_correction(config), sep="\n  ", flush=True)
     c.drawer = Drawer.of(c)
+    if config.robot is not None and c.team.holds(Role.ROLLOUT):
+        c.context.scores = EpisodeScores.of(config, c.layout)
     try:
         share_loader(c)
         checkpoints: Checkpoints | CheckpointPart

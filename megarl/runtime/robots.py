@@ -31,7 +31,7 @@ from megarl.models.weights.files import resolve_folder
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts, Player
 from megarl.rollout.robots.policy import Draw, DrawingPolicy
-from megarl.rollout.robots.trials import Trials, part_trials
+from megarl.rollout.robots.trials import Trials, limited, part_trials
 from megarl.rollout.robots.view import View
 from megarl.simulators.wire import plain_spec, spec_of
 from megarl.training.calls import CallForm
@@ -200,6 +200,7 @@ def open_robots(
     for task in tasks.values():
         _refuse_other_task(robot, body.form.shape, task)
     parted = part_trials(tasks.values(), seed=config.trainer.seed, held_out=robot.held_out, trained=robot.trials)
+    parted["val"] = limited(parted["val"], config.data.max_val_samples)
     prompts = {name: prompt_ids(task.instruction, body.family, tokenizer) for name, task in tasks.items()}
     texts = {name: task.instruction for name, task in tasks.items()}
     trials: dict[Split, Trials] = {split: Trials(split, pairs, prompts, texts) for split, pairs in parted.items()}

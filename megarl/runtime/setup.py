@@ -33,7 +33,6 @@ from megarl.rollout.embedded.stale import StaleWeights
 from megarl.rollout.engine import UnopenedEngine
 from megarl.runtime.context import StepContext
 from megarl.runtime.controller import Controller
-from megarl.runtime.episode_scores import EpisodeScores
 from megarl.runtime.episodes import build_episodes
 from megarl.runtime.robots import body_of, open_robots
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
@@ -113,8 +112,6 @@ def build_controller(
             chunks = build_engine(config, hf_config, layout, _to_be_pushed, trainable=False, name="rollout").chunks
         else:
             chunks = []
-        if source is not None and source.robots is not None and trainable:
-            context.scores = EpisodeScores.of(config, layout)
         if source is not None:
             held |= source.roles(config, tokenizer, layout, chunks)
     return Controller(

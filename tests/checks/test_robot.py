@@ -43,6 +43,8 @@ def test_the_tiny_recipe_passes(recipe: Path) -> None:
             "robot.reward.srpo.bank",
             "cannot be compared",
         ),
+        ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p", "drawn from all of their values"),
+        ("validation.sampling={top_k: 5}", "validation.sampling.top_k", "drawn from all of their values"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_its_key(recipe: Path, override: str, key: str, text: str) -> None:

@@ -91,3 +91,17 @@ def part_trials(
         found["val"] += [(task.name, int(trial)) for trial in np.sort(order[:held_out])]
         found["train"] += [(task.name, int(trial)) for trial in np.sort(rest)]
     return found
+
+
+def limited(pairs: Sequence[tuple[str, int]], limit: int | None) -> list[tuple[str, int]]:
+    """At most `limit` of `pairs` in their order, as many of each task as of the others (`data.max_val_samples`).
+
+    >>> limited([("a", 1), ("a", 5), ("a", 7), ("b", 2)], 3)
+    [('a', 1), ('a', 5), ('b', 2)]
+    """
+    met: dict[str, int] = {}
+    turns = []
+    for place, (task, _) in enumerate(pairs):
+        turns.append((met.get(task, 0), place))
+        met[task] = met.get(task, 0) + 1
+    return [pairs[place] for place in sorted(place for _, place in sorted(turns)[:limit])]

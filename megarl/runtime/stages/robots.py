@@ -19,7 +19,7 @@ def _compared(config: RunConfig) -> list[str]:
 
 
 @stage(
-    reads=["response_ids", "response_mask", "success", "progress", "task", "env_error"],
+    reads=["uid", "response_ids", "response_mask", "success", "progress", "task", "env_error"],
     needs=_compared,
     writes=["score", "token_rewards"],
     role=Role.REWARD,
