@@ -139,6 +139,12 @@ def model_facts(model: ModelConfig) -> ModelFacts | None:
 
     None when `path` is a hub name that nothing local describes. ConfigError when the model is missing or unsupported.
     """
+    found = raw_config(model)
+    return None if found is None else facts_from_config(*found)
+
+
+def raw_config(model: ModelConfig) -> tuple[dict[str, Any], str] | None:
+    """What describes a model, and where it is from; None and ConfigError as in `model_facts`."""
     if model.path is None:
         if model.hf_config is None:
             raise ConfigError(
@@ -147,11 +153,12 @@ def model_facts(model: ModelConfig) -> ModelFacts | None:
                 allowed="model.path, or model.hf_config for a fresh random model",
                 fix="set model.path to a Hugging Face folder or hub name",
             )
-        return facts_from_config(model.hf_config, "model.hf_config")
-    folder = Path(model.path).expanduser()
-    if folder.is_dir():
-        return facts_from_config(_read_json(folder / "config.json"), str(folder / "config.json"))
+        return model.hf_config, "model.hf_config"
+    folder = local_folder(model.path)
+    if folder is not None:
+        return _read_json(folder / "config.json"), str(folder / "config.json")
     if not is_hub_name(model.path):
+        folder = Path(model.path).expanduser()
         raise ConfigError(
             "there is no such model folder",
             where="model.path",
@@ -159,11 +166,16 @@ def model_facts(model: ModelConfig) -> ModelFacts | None:
             allowed="a folder with config.json and safetensors files, or a hub name such as Qwen/Qwen3-8B",
             fix=_near_folder(folder),
         )
-    cached = hub_cache_folder(model.path)
-    if cached is not None:
-        return facts_from_config(_read_json(cached / "config.json"), str(cached / "config.json"))
     known = json.loads((Path(__file__).parent / "known_models.json").read_text(encoding="utf-8"))
-    return facts_from_config(known[model.path], f"{model.path} (known model)") if model.path in known else None
+    return (known[model.path], f"{model.path} (known model)") if model.path in known else None
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder of `model.path`: itself, or its snapshot in the hub's cache; None when it is not on this machine."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    return hub_cache_folder(path) if is_hub_name(path) else None
 
 
 def is_hub_name(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megarl.algorithms.progress import ProgressSettings
 from megarl.checks.checklist import Checklist
+from megarl.checks.policy import check_policy
 from megarl.config.components import settings_at
 from megarl.config.embedding import EmbeddingSettings
 from megarl.config.rollout import SamplingConfig
@@ -37,6 +38,7 @@ def check_robot(config: RunConfig, placement: Placement | None, checks: Checklis
     before = len(checks.items)
     _check_settings(config, checks)
     _check_surroundings(config, placement, checks)
+    check_policy(config, checks)
     for key, sources in wanted.items():
         if sources not in ([SIMULATOR], []) or (key == "data.train_files" and not sources):
             checks.fail(

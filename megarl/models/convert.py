@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from megarl.artifacts.action_statistics import FILE as STATISTICS
 from megarl.artifacts.conversion import check_target
 from megarl.config.model import ModelConfig
 from megarl.device import DTYPES
 from megarl.errors import ConfigError
 from megarl.models.hf import load_hf_config
-from megarl.models.vla.statistics import FILE as STATISTICS
 from megarl.models.weights.export import write_metadata
 from megarl.models.weights.files import CheckpointReader, FolderWriter, resolve_folder
 from megarl.models.weights.plan import hf_tensors

@@ -12,6 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megarl.artifacts.action_statistics import (
+    FILE,
+    ActionStatistics,
+    DatasetStatistics,
+    choose_statistics,
+    read_statistics,
+)
 from megarl.config.components import settings_at
 from megarl.data.pictures import NORMALISATIONS, PIPELINES
 from megarl.device import device, has_cuda
@@ -20,13 +27,6 @@ from megarl.errors import ConfigError, choose
 from megarl.models.hf import vision_of
 from megarl.models.vla.actions import ActionCodec, ActionTokens, gripper_rule
 from megarl.models.vla.calls import PolicyFamily, policy_family, prompt_ids
-from megarl.models.vla.statistics import (
-    FILE,
-    ActionStatistics,
-    DatasetStatistics,
-    choose_statistics,
-    read_statistics,
-)
 from megarl.models.weights.files import resolve_folder
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts, Player

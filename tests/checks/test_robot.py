@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from megarl.artifacts.action_statistics import FILE, ActionStatistics, DatasetStatistics, write_statistics
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from tests.runtime.robots import write_robots_recipe
@@ -44,6 +46,7 @@ def test_the_tiny_recipe_passes(recipe: Path) -> None:
             "cannot be compared",
         ),
         ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p", "drawn from all of their values"),
+        ("robot.chunk=30", "robot.chunk", "max_position_embeddings = 64"),
         ("validation.sampling={top_k: 5}", "validation.sampling.top_k", "drawn from all of their values"),
     ],
 )
@@ -56,3 +59,34 @@ def test_what_does_not_fit_is_refused_with_its_key(recipe: Path, override: str, 
 def test_a_simulators_rows_need_a_simulator(recipe: Path) -> None:
     checks = check_config(load_config(recipe, ["robot=null"])).items
     assert "robot" in [check.key for check in checks if check.status == "fail"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "override", "key", "text"),
+    [
+        ({}, "robot.chunk=2", "model.path", "not beside the model"),
+        ({"line": 3}, "robot.chunk=2", "robot.dim", "another size"),
+        ({"line": 2, "other": 2}, "robot.chunk=2", "robot.unnorm_key", "none is chosen"),
+        ({"line": 2}, "robot.unnorm_key=lime", "robot.unnorm_key", "no such data set"),
+        ({"line": 2, "other": 3}, "robot.unnorm_key=line", None, ""),
+    ],
+)
+def test_the_statistics_beside_a_local_policy_must_fit(
+    recipe: Path, tmp_path: Path, sizes: dict[str, int], override: str, key: str | None, text: str
+) -> None:
+    folder = tmp_path / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(load_config(recipe).model.hf_config))
+    if sizes:
+        known = {name: DatasetStatistics(ActionStatistics.plain(dim)) for name, dim in sizes.items()}
+        write_statistics(folder / FILE, known)
+    config = load_config(recipe, ["model.hf_config=null", f"model.path={folder}", override])
+    found = [(check.key, check.message) for check in check_config(config).items if check.status == "fail"]
+    found = [(where, message) for where, message in found if check_is_of_statistics(where, message)]
+    assert [where for where, _ in found] == ([] if key is None else [key])
+    assert all(text in message for _, message in found)
+
+
+def check_is_of_statistics(where: str | None, message: str) -> bool:
+    """The folder has no weights, of which other checks complain."""
+    return where in ("robot.dim", "robot.unnorm_key") or "statistics" in message

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megarl.artifacts.action_statistics import ActionStatistics, DatasetStatistics, write_statistics
 from megarl.data.tokenizer import character_tokenizer
 from megarl.models.vla.config import policy_config
-from megarl.models.vla.statistics import ActionStatistics, DatasetStatistics, write_statistics
 from megarl.models.weights.plan import hf_tensors
 from megarl.simulators.libero import MESHES
 from tests.models.vla.small import DINO, SIGLIP

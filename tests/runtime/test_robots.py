@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.models.vla.statistics import read_statistics
+from megarl.artifacts.action_statistics import read_statistics
 from tests.runtime import harness
 from tests.runtime.robots import write_robots_recipe
 from tests.runtime.test_durability import at_step

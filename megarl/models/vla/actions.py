@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.errors import ConfigError, DataError, choose
-from megarl.models.vla.statistics import ActionStatistics
 
 Floats = NDArray[np.float32]
 Tokens = NDArray[np.int64]

@@ -19,13 +19,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.artifacts.action_statistics import Bounds, DatasetStatistics, StatisticsCollector
 from megarl.data.batch import Batch, Jagged
 from megarl.data.demonstrations import OpenDemonstration
 from megarl.data.frames import FRAMES
 from megarl.data.pictures import PicturePipeline
 from megarl.errors import DataError, choose, count
 from megarl.models.vla.actions import ActionCodec, GripperRule
-from megarl.models.vla.statistics import Bounds, DatasetStatistics, StatisticsCollector
 
 
 def cloning_statistics(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megarl.artifacts.action_statistics import FILE, write_statistics
 from megarl.comm import WorkerGroup
 from megarl.models.hf import value_bias
 from megarl.models.policy import PolicyModel
-from megarl.models.vla.statistics import FILE, write_statistics
 from megarl.models.weights.files import FolderWriter
 from megarl.models.weights.fill import coordinate, local_shards
 from megarl.models.weights.plan import Box, Coordinate, Piece, hf_tensors, slices_for

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.data.pictures import PicturePipeline
 from megarl.envs.robots import Answer
 from megarl.errors import ConfigError
-from megarl.models.vla.statistics import ActionStatistics
 from megarl.simulators.protocol import Observation, Outcome, TaskSpec
 
 

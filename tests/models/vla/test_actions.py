@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.errors import ConfigError, DataError
 from megarl.models.vla.actions import GRIPPER_RULES, ActionCodec, ActionTokens, GripperRule, gripper_rule
-from megarl.models.vla.statistics import ActionStatistics
 
 TOKENS = ActionTokens(vocab_size=32000)
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megarl.artifacts.action_statistics import ActionStatistics
 from megarl.data.batch import Batch, Jagged
 from megarl.data.pictures import PicturePipeline
 from megarl.envs.robots import Failure
 from megarl.errors import ConfigError
 from megarl.models.vla.actions import ActionCodec, ActionTokens
-from megarl.models.vla.statistics import ActionStatistics
 from megarl.rollout.robots.acting import PolicyCall
 from megarl.rollout.robots.policy import DrawingPolicy
 from megarl.rollout.robots.trials import Trials, part_trials

@@ -7,8 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from megarl.errors import ConfigError, DataError
-from megarl.models.vla.statistics import (
+from megarl.artifacts.action_statistics import (
     NAMES,
     ActionStatistics,
     DatasetStatistics,
@@ -17,6 +16,7 @@ from megarl.models.vla.statistics import (
     read_statistics,
     write_statistics,
 )
+from megarl.errors import ConfigError, DataError
 
 
 def values(count: int = 100, dim: int = 7, seed: int = 0) -> np.ndarray:
