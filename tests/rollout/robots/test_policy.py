@@ -15,7 +15,7 @@ from megarl.errors import ConfigError
 from megarl.models.vla.actions import ActionCodec, ActionTokens
 from megarl.rollout.robots.acting import PolicyCall
 from megarl.rollout.robots.policy import DrawingPolicy
-from megarl.rollout.robots.trials import Trials, part_trials
+from megarl.rollout.robots.trials import Trials, limited, part_trials
 from megarl.rollout.robots.view import View
 from megarl.simulators.protocol import Observation, Outcome, TaskSpec
 
@@ -111,3 +111,10 @@ def test_rows_of_start_states_name_task_and_trial() -> None:
     assert batch["prompt_text"] == ["b", "a"]
     assert trials.describe() == "train: 2 start states of 2 tasks"
     assert trials.fingerprint != Trials("train", [("pick", 4), ("push", 0)], trials.prompts, trials.texts).fingerprint
+
+
+def test_a_limit_of_held_out_start_states_takes_as_many_of_every_task():
+    pairs = [("a", 3), ("a", 5), ("a", 9), ("b", 1), ("b", 2), ("c", 4)]
+    assert limited(pairs, None) == pairs
+    assert limited(pairs, 4) == [("a", 3), ("a", 5), ("b", 1), ("c", 4)]
+    assert limited(pairs, 100) == pairs
