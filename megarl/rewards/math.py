@@ -13,6 +13,7 @@ import functools
 import logging
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal
@@ -133,8 +134,15 @@ def _time_limit(seconds: float) -> Iterator[None]:
         if inside:
             raise _TimeLimit
 
-    before = signal.signal(signal.SIGPROF, on_alarm)
-    # Again and again: Python drops what is raised inside a finaliser or a callback of the garbage collector.
+    before, report = signal.signal(signal.SIGPROF, on_alarm), sys.unraisablehook
+
+    def unraisable(lost: sys.UnraisableHookArgs) -> None:
+        if lost.exc_type is not _TimeLimit:
+            report(lost)
+
+    # Again and again: Python drops what is raised inside a finaliser or a callback of the garbage collector, and would
+    # report it as an error.
+    sys.unraisablehook = unraisable
     signal.setitimer(signal.ITIMER_PROF, seconds, 0.02)
     try:
         yield
@@ -142,3 +150,4 @@ def _time_limit(seconds: float) -> Iterator[None]:
         inside = False
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
+        sys.unraisablehook = report

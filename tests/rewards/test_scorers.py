@@ -1,3 +1,4 @@
+import sys
 import time
 from fractions import Fraction
 
@@ -223,23 +224,32 @@ def test_math_gives_up_in_time_and_says_so():
     assert result["timeout"] == 1.0
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_math_that_gives_up_inside_a_finaliser_says_so_too(monkeypatch):
+    reported = []
+    monkeypatch.setattr("sys.unraisablehook", report := lambda lost: reported.append(lost.exc_type))
+
     def spend(seconds):
         end = time.process_time() + seconds
         while time.process_time() < end:
             pass
+
+    class Broken:
+        def __del__(self):
+            raise KeyError
 
     class Slow:
         def __del__(self):
             spend(0.1)  # the limit is reached in here, where Python drops what is raised
 
     def compare(*answers):
+        Broken()
         Slow()
         spend(5)
 
     monkeypatch.setattr("megarl.rewards.math._equal", compare)
     assert math({"response": r"\boxed{2}", "answer": "1"}, timeout_s=0.05)["timeout"] == 1.0
+    assert reported == [KeyError]  # the limit itself is no error
+    assert sys.unraisablehook is report
 
 
 def test_numeric_can_refuse_an_expression_that_was_not_worked_out():
