@@ -1,4 +1,4 @@
-"""Held-out accuracy over steps as a picture (SVG)."""
+"""Held-out accuracy over steps, or over whatever was spent, as a picture (SVG)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 _COLOURS = ("#444444", "#c0392b", "#2471a3", "#1e8449", "#b9770e", "#7d3c98")
 
 
-def curves(arms: Mapping[str, Sequence[Sequence[tuple[int, float]]]], width: int = 720, height: int = 320) -> str:
+def curves(arms: Mapping[str, Sequence[Sequence[tuple[float, float]]]], width: int = 720, height: int = 320) -> str:
     """One line for each run; the runs of an arm have one colour.
 
     Args:
-        arms: by name: of each run pairs of step and accuracy, 0 to 1.
+        arms: by name: of each run pairs of step (or another number that grows) and accuracy, 0 to 1.
         width: in pixels.
         height: in pixels.
     """
@@ -31,7 +31,7 @@ def curves(arms: Mapping[str, Sequence[Sequence[tuple[int, float]]]], width: int
         x, y = map(float, place(0, tick / 10).split(","))
         parts.append(f'<path d="M{place(0, tick / 10)} L{place(last, tick / 10)}" stroke="#dddddd"/>')
         parts.append(f'<text x="{x - 6}" y="{y + 4}" text-anchor="end">{tick * 10}%</text>')
-    for step in range(0, last + 1, max(1, last // 6)):
+    for step in range(0, int(last) + 1, max(1, int(last) // 6)):
         x = float(place(step, low).split(",")[0])
         parts.append(f'<text x="{x}" y="{height - 14}" text-anchor="middle">{step}</text>')
     for number, (name, runs) in enumerate(arms.items()):

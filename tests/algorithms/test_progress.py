@@ -215,6 +215,34 @@ def test_the_report_tells_whether_scores_follow_true_progress():
     assert edges[-1] == pytest.approx(float(report.distances[report.shaped].max()))
 
 
+def spearman(a, b):
+    """By its definition: Pearson's correlation of ranks, equal numbers sharing the mean of theirs."""
+    ranks = [[sum(o < v for o in n) + (sum(o == v for o in n) - 1) / 2 for v in n] for n in (a, b)]
+    (x, y), middle = ranks, (len(a) - 1) / 2
+    spread = [math.sqrt(sum((v - middle) ** 2 for v in n)) for n in ranks]
+    return sum((v - middle) * (w - middle) for v, w in zip(x, y, strict=True)) / (spread[0] * spread[1])
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rank_correlations_are_those_of_the_definition_for_tasks_and_for_start_states(seed):
+    embeddings, success, task = batch(seed, 48, 4, 2)
+    report = progress_scores(embeddings, success, task, ProgressSettings())
+    draw = torch.Generator().manual_seed(seed)
+    progress = torch.randint(0, 4, (48,), generator=draw) / 4  # some are equal
+    progress[5] = math.nan
+    groups = [f"{name}{row % 4}" for row, name in enumerate(task)]
+    for names in (task, groups):
+        found = report.rank_correlations(progress, names)
+        expected = {}
+        for name in set(names):
+            rows = [row for row in range(48) if names[row] == name and report.shaped[row] and row != 5]
+            scores, truth = report.scores[rows].tolist(), progress[rows].tolist()
+            if len(set(scores)) > 1 and len(set(truth)) > 1:
+                expected[name] = pytest.approx(spearman(scores, truth), abs=1e-12)
+        assert len(found) > 1
+        assert found == expected
+
+
 def test_nothing_shaped_is_an_empty_histogram():
     assert scored([False] * 3).histogram(2) == ([0, 0], [0.0, 0.5, 1.0])
 
