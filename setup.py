@@ -67,6 +67,7 @@ setup(
         "scikit-learn>=1.4",
         "scipy>=1.11",
         "pillow>=11",
+        "simpy>=4.1,<5",
     ],
     extras_require={
         # What building flash-attn and transformer-engine takes: they have no wheels on the package index, and build

@@ -19,6 +19,7 @@ from megarl.benchmarks import algorithms, checkpoint, envs, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.credentials import mask
 from megarl.errors import ConfigError, MegarlError, UserError
+from megarl.simulation import command as simulation
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -105,6 +106,14 @@ def build_parser() -> argparse.ArgumentParser:
     sync_bench.add_arguments(bench)
     envs.add_arguments(bench)
     bench.set_defaults(run=_bench)
+    simulate = commands.add_parser(
+        "simulate",
+        help="what a run would do with its time on other devices, links, or with other settings",
+        description=simulation.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    simulation.add_arguments(simulate)
+    simulate.set_defaults(run=simulation.run)
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
     doctor.set_defaults(run=_doctor)
     _add_parity(doctor.add_subparsers(dest="check", metavar="CHECK"))

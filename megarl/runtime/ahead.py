@@ -87,11 +87,12 @@ class Pushes:
         self._waiting: deque[tuple[int, list[Tensor]]] = deque()
 
     def before_step(self, step: int) -> None:
-        """Push what waits and may go by now, and wait for what the samples of `step` are drawn with.
+        """Push what waits and may go by now, and what waits until `step` is drawn.
 
-        Those of the step before are all given then, but that they are drawn may be told a moment later.
+        Training of `step` needs its samples anyway. Where drawing takes longer than training, the rollout's team would
+        else have nothing to do while `step` is trained.
         """
-        self._push_waiting(until=step - 1 - self._lag)
+        self._push_waiting(until=step - self._lag)
 
     def after_step(self, version: int) -> None:
         """The weights after step `version` are those of now."""

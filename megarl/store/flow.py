@@ -15,7 +15,6 @@ Prompts go by numbers: those of all epochs laid end to end. Which replica draws 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -94,6 +93,9 @@ class Flow:
         self._again: list[int] = []
         self._begun = 0
         self._groups: dict[int, FlowGroup] = {}
+        # By version, since every call asks for these: groups that are there, and those of them that are finished.
+        self._there: dict[int, int] = {}
+        self._ready: dict[int, int] = {}
 
     def open(self, step: int, number: int, begun: Mapping[int, int], again: Iterable[int]) -> list[int]:
         """Begin, or go on, after `step`.
@@ -117,7 +119,7 @@ class Flow:
         for one, version in sorted(begun.items(), key=lambda item: (item[1], item[0])):
             last = min(version + 1 + lag, steps)
             if len(self._groups) < (last - step) * size:
-                self._groups[one] = FlowGroup(one, version)
+                self._add(FlowGroup(one, version))
             else:
                 late.append(one)
         self._begun = step * size + len(self._groups)
@@ -141,7 +143,7 @@ class Flow:
                 number = self._again.pop(0)
             else:
                 number, self._next = self._next, self._next + 1
-            self._groups[number] = FlowGroup(number, version)
+            self._add(FlowGroup(number, version))
             found.append(number)
         self._begun += len(found)
         return found
@@ -158,6 +160,7 @@ class Flow:
         if group.info is not None:
             raise ValueError(f"the samples of prompt {number} ({group.info.uid}) have been given before")
         group.info, group.refs, group.metrics = info, dict(refs), metrics
+        self._ready[group.version] = self._ready.get(group.version, 0) + 1
 
     def reject(self, number: int) -> None:
         """No step is to be trained on these samples: another group may begin in their place.
@@ -168,14 +171,14 @@ class Flow:
         group = self._groups.get(number)
         if group is None or group.info is not None:
             raise ValueError(f"prompt {number} is not being drawn")
-        del self._groups[number]
+        self._remove(group)
         self._begun -= 1
 
     def abandon(self) -> None:
         """Whoever drew the groups that are under way is gone: their prompts are drawn again, with weights of then."""
         lost = sorted(number for number, group in self._groups.items() if group.info is None)
         for number in lost:
-            del self._groups[number]
+            self._remove(self._groups[number])
         self._begun -= len(lost)
         self._again = sorted([*self._again, *lost])
         self.abandoned += len(lost)
@@ -184,20 +187,31 @@ class Flow:
         """The groups of the next step, by number; None: it has to wait."""
         size, lag, steps = self._settings
         step = self.step + 1
-        if step > steps or self.counts[1] < size:  # asked at every `put`: nothing is sorted while there are too few
+        if step > steps or self.counts[1] < size:
             return None
-        chosen = sorted(self.finished, key=lambda group: (group.version, group.number))[:size]
-        left = Counter(group.version for group in self._groups.values())  # those that later steps would be trained on
-        left.subtract(group.version for group in chosen)
-        total = 0
-        for version in sorted(left):
-            total += left[version]
+        wanted = total = 0  # groups of the step, of versions so far; groups that later steps would be trained on
+        for version in sorted(self._there):
+            taken = min(self._ready.get(version, 0), size - wanted)
+            wanted += taken
+            total += self._there[version] - taken
             if total > (min(version + 1 + lag, steps) - step) * size:
                 return None
+        chosen = sorted(self.finished, key=lambda group: (group.version, group.number))[:size]
         self.step = step
         for group in chosen:
-            del self._groups[group.number]
+            self._remove(group)
         return sorted(chosen, key=lambda group: group.number)
+
+    def _add(self, group: FlowGroup) -> None:
+        self._groups[group.number] = group
+        self._there[group.version] = self._there.get(group.version, 0) + 1
+
+    def _remove(self, group: FlowGroup) -> None:
+        del self._groups[group.number]
+        for counts in [self._there, *([] if group.info is None else [self._ready])]:
+            counts[group.version] -= 1
+            if not counts[group.version]:
+                del counts[group.version]
 
     def drained(self, version: int) -> bool:
         """Nothing is under way, and nothing may begin with `version` of the weights."""
@@ -222,5 +236,5 @@ class Flow:
     @property
     def counts(self) -> tuple[int, int]:
         """Groups that are under way, and that wait for a step."""
-        finished = len(self.finished)
+        finished = sum(self._ready.values())
         return len(self._groups) - finished, finished

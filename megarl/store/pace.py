@@ -60,6 +60,10 @@ class Pace:
         soon = finished and 0 < self.in_hand <= missing  # none is in hand for the next place
         return empty or soon or now - self._since >= self._delay_s
 
+    def left_s(self, now: float) -> float:
+        """Seconds until what has been put off is due."""
+        return self._delay_s if self._since is None else max(0.0, self._delay_s - (now - self._since))
+
     def called(self) -> None:
         """The store knows everything."""
         self._since, self._is_first = None, False

@@ -149,11 +149,11 @@ def test_ppo_with_a_critic_in_a_third_team(recipe, tmp_path):
 @pytest.mark.parametrize(
     ("val_files", "end"),
     [
-        (["rows.jsonl"], ["drawn/4", 2, "drawn/5", 4, "train 5", "drawn/5", 5]),
-        ([], ["drawn/4", 2, "train 5", "drawn/5", 5]),
+        (["rows.jsonl"], ["drawn/5", 4, "train 5", "drawn/5", 5]),
+        ([], ["train 5", "drawn/5", 5]),
     ],
 )
-def test_weights_that_the_next_step_is_drawn_with_are_waited_for_and_those_of_the_end_go_if_they_are_validated(
+def test_weights_go_as_soon_as_the_step_before_them_is_drawn_and_those_of_the_end_go_if_they_are_validated(
     monkeypatch, val_files, end
 ):
     """k = 2, five steps, validated every 4 if there is something to validate with: weights 2 are for step 5, weights 3
@@ -183,8 +183,9 @@ def test_weights_that_the_next_step_is_drawn_with_are_waited_for_and_those_of_th
         said.append(f"train {step}")
         pushes.after_step(step)
     assert said == [
-        *("train 1", "train 2", "train 3"),
-        *("drawn/3", 1, "train 4"),  # step 4 is drawn with them
+        *("train 1", "train 2"),
+        *("drawn/3", 1, "train 3"),  # before step 3 is trained: step 4 is drawn with them meanwhile
+        *("drawn/4", 2, "train 4"),
         *end,
     ]
 

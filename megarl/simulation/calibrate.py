@@ -1,0 +1,147 @@
+"""Seconds and lengths from a real run: its metrics, its trace, and its own configuration.
+
+response_length/mean, /max   how long samples are (megarl.simulation.lengths)
+rollout in trace.json        seconds of a decoding step: what the slowest replica took, over what these lengths take
+timing_s/NODE                seconds of a node, as a line over the tokens of a replica where they follow them
+timing_s/weight_sync         a push of weights
+team/NAME/busy_s             less the nodes of the team: what it does besides
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.artifacts.jsonl import read_jsonl
+from megarl.artifacts.timings import WARM_UP, read_timings
+from megarl.components import COMPONENTS
+from megarl.config.load import load_config
+from megarl.errors import DataError
+from megarl.recipes.build import build_task_graph
+from megarl.simulation.drawing import Drawing
+from megarl.simulation.lengths import Lengths
+from megarl.simulation.seconds import Line, Table
+from megarl.simulation.system import SimTeam, System, read_system
+
+_TRIALS = 20  # steps of samples that are drawn to find what a decoding step takes
+_FOLLOWS = 0.25  # share of the variance that tokens have to explain for a node to count as growing with them
+_PUSH = "timing_s/weight_sync"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a run tells.
+
+    Attributes:
+        seconds: of its parts.
+        lengths: of its samples.
+        system: that it was measured on.
+        prompt_tokens: of its prompts, on average.
+        step_s: of its steps, on average.
+    """
+
+    seconds: Table
+    lengths: Lengths
+    system: System
+    prompt_tokens: int
+    step_s: float
+
+
+def calibrate(run_dir: Path) -> Calibration:
+    """What a training run has measured, after its first steps.
+
+    Raises:
+        DataError: this is no folder of a training run, it is too short, or it took samples as they got ready.
+    """
+    read_timings(run_dir)  # refuses what is no run, and what is too short
+    config = load_config(str(run_dir / "config.yaml"), [], components=COMPONENTS)
+    system = read_system(config, build_task_graph(config))
+    if system.flows:
+        raise DataError(
+            "a run whose samples come as they get ready does not tell what a decoding step takes",
+            where=str(run_dir),
+            found="async.order=as_ready",
+            allowed="a run in order, of any staleness",
+            fix="let the recipe make some steps with async='!replace {max_staleness: 0}', and name that run",
+        )
+    steps = {line["step"]: line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train"}
+    lines = [steps[step] for step in sorted(steps) if step > 0][WARM_UP:]
+    ends = [line["time"] for line in lines]
+    prompt = round(_mean(lines, "prompt_length/mean"))
+    system = replace(system, prompt_tokens=prompt)
+    samples = system.groups * system.samples
+    longest = config.rollout.sampling.max_new_tokens
+    seen = (_mean(lines, "response_length/mean"), _mean(lines, "response_length/max"))
+    lengths = Lengths.of(*seen, samples, longest)
+    drawn = statistics.fmean(_drawn(run_dir, lines, system.draws))
+    token = Line(drawn / statistics.fmean(_makespan(system, lengths, trial) for trial in range(_TRIALS)))
+    nodes = {id: _line(lines, id, team) for team in system.teams for id in team.nodes}
+    other = {team.name: _other(lines, team, system) for team in system.teams}
+    push = _mean(lines, _PUSH)
+    step_s = (ends[-1] - ends[0]) / max(1, len(ends) - 1)
+    table = Table(token, nodes=nodes, push_s=push, other_s=other)
+    return Calibration(table, lengths, system, prompt, step_s)
+
+
+def _mean(lines: Sequence[dict[str, Any]], name: str) -> float:
+    found = [line[name] for line in lines if line.get(name) is not None]
+    return statistics.fmean(found) if found else 0.0
+
+
+def _drawn(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[float]:
+    """Seconds of drawing of the slowest rank of every step: out of the trace, or the metrics where there is none."""
+    file = run_dir / "trace.json"
+    counted = {line["step"] for line in lines}
+    ranks: defaultdict[tuple[int, int], float] = defaultdict(float)
+    for slice_ in json.loads(file.read_text())["traceEvents"] if file.is_file() else []:
+        facts = slice_.get("args", {})
+        if slice_["ph"] == "X" and facts.get("step") in counted and facts.get("path") == f"step/{node}":
+            ranks[facts["step"], slice_["pid"]] += slice_["dur"] / 1e6
+    slowest: defaultdict[int, float] = defaultdict(float)
+    for (step, _), seconds in ranks.items():
+        slowest[step] = max(slowest[step], seconds)
+    return list(slowest.values()) or [line[f"timing_s/{node}"] for line in lines if f"timing_s/{node}" in line]
+
+
+def _makespan(system: System, lengths: Lengths, trial: int) -> float:
+    """What the slowest replica takes for a step if a decoding step takes a second."""
+    servers = [Drawing(Table(Line(1.0)), system.slots, system.prompt_tokens) for _ in range(system.servers)]
+    for number, tokens in enumerate(lengths.draw((trial,), system.groups, system.samples)):
+        servers[number % system.servers].add(number, tokens)
+    return max(server.finish() for server in servers)
+
+
+def _line(lines: Sequence[dict[str, Any]], id: str, team: SimTeam) -> Line:
+    name = f"timing_s/{id}"
+    points = [(line["perf/total_tokens"] / team.replicas, line[name]) for line in lines if name in line]
+    if not points:
+        return Line(0.0)
+    tokens, seconds = zip(*points, strict=True)
+    mean = statistics.fmean(seconds)
+    if len(points) < 3 or len(set(tokens)) == 1 or len(set(seconds)) == 1:
+        return Line(mean)
+    slope, fixed = statistics.linear_regression(tokens, seconds)
+    if slope <= 0 or statistics.correlation(tokens, seconds) ** 2 < _FOLLOWS:
+        return Line(mean)
+    # A line through the origin where the points would have it begin below: no phase takes less than nothing.
+    return Line(fixed, slope) if fixed >= 0 else Line(0.0, mean / statistics.fmean(tokens))
+
+
+def _other(lines: Sequence[dict[str, Any]], team: SimTeam, system: System) -> float:
+    """Seconds of a step in which a team works, and on none of its nodes."""
+    trains, draws = team is system.train, team is system.draw or (team is system.train and system.draw is None)
+    known = [*team.nodes, *([system.draws] if draws else [])]
+    names = [f"timing_s/{id}" for id in known] + ([_PUSH] if trains else [])
+
+    busy = f"team/{team.name}/busy_s"
+    waits = f"team/{team.name}/wait/metrics_s"
+
+    def whole(line: dict[str, Any]) -> float:
+        return line[busy] + (line.get(waits) or 0.0) if busy in line else line["timing_s/step"]
+
+    return max(0.0, statistics.median(whole(line) - sum(line.get(name) or 0.0 for name in names) for line in lines))

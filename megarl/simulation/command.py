@@ -1,0 +1,132 @@
+"""`megarl simulate`: what a run would do with its time, by discrete events on this machine.
+
+    megarl simulate RECIPE --gpus 32,64,128                      # formulas: a device and its links are assumed
+    megarl simulate RECIPE --run RUN_DIR                         # seconds and lengths as this run measured them
+    megarl simulate RECIPE --run RUN_DIR --what-if async.max_staleness=1 --what-if link_times=4
+    megarl simulate RECIPE --what-if "rollout.sglang.servers=24 placement.teams.draw.devices=24 cluster.nproc=40"
+    megarl simulate RECIPE --assume device_hours=2000 --assume mean_tokens=4000
+
+The graph, teams, the store's rules of what may begin and which groups form a step, and when weights go are the run's
+own; computing and links are seconds. docs/simulating.md says what is assumed, and how close it comes to real runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megarl.simulation.study import Row
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `megarl simulate`."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file, the name of a shipped one, or a run folder")
+    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
+    parser.add_argument(
+        "--run", dest="run_dir", metavar="RUN_DIR", type=Path, help="a run whose seconds and lengths count"
+    )
+    numbers = "numbers of devices, as 32,64,128: all teams and servers grow alike (default: the recipe's)"
+    parser.add_argument("--gpus", metavar="N,N", default="", help=numbers)
+    parser.add_argument("--grow", action="store_true", help="the batch grows with the devices (default: it stays)")
+    what_if = "a further row: the recipe with these keys, or assumptions by name; may be repeated"
+    parser.add_argument("--what-if", metavar="KEY=VALUE ...", action="append", default=[], help=what_if)
+    assume = "an assumption of all rows; may be repeated; --assumptions lists them"
+    parser.add_argument("--assume", metavar="NAME=VALUE", action="append", default=[], help=assume)
+    parser.add_argument("--steps", metavar="N", type=int, default=100, help="of each run (default: 100)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of lengths and failures (default: 0)")
+    parser.add_argument("--json", metavar="PATH", type=Path, help="write the rows as JSON, too")
+    parser.add_argument("--assumptions", action="store_true", help="print what formulas assume, and stop there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate and show; returns the exit code."""
+    from rich.console import Console
+
+    from megarl.simulation.planned import Assumptions
+    from megarl.simulation.study import Study, as_json
+
+    console = Console(highlight=False)
+    if arguments.assumptions:
+        for one in fields(Assumptions):
+            console.print(f"{one.name:<18} {one.default:g}")
+        return 0
+    if arguments.steps < 1:
+        raise UserError("a run has steps", where="--steps", found=arguments.steps, allowed="1 or more")
+    study = Study(
+        arguments.recipe,
+        tuple(arguments.overrides),
+        tuple(tuple(shlex.split(text)) for text in arguments.what_if),
+        tuple(arguments.assume),
+        arguments.run_dir,
+        _numbers(arguments.gpus),
+        arguments.grow,
+        arguments.steps,
+        arguments.seed,
+    )
+    rows = study.rows()
+    console.print(table(rows, arguments.recipe, arguments.run_dir))
+    for line in verdicts(rows):
+        console.print(line)
+    if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(as_json(rows), indent=1) + "\n")
+    return 0
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = [part for part in text.split(",") if part.strip()]
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise UserError("these are no numbers of devices", where="--gpus", found=text, allowed="as in 32,64,128")
+    return tuple(int(part) for part in parts)
+
+
+def table(rows: Sequence[Row], recipe: str, run_dir: Path | None) -> Table:
+    """A row per run; efficiency is tokens per second and device beside the first row of the same kind."""
+    from rich.table import Table
+
+    source = f"seconds of {run_dir}" if run_dir is not None else "seconds by formulas (--assumptions)"
+    steps = len(rows[0].outcome.ends)
+    made = Table(title=f"{recipe}: {steps} steps, {source}", title_justify="left")
+    columns = ("what if", "devices", "servers", "prompts", "step s", "tokens/s", "effic.", "train", "draw")
+    for column in (*columns, "wait", "push", "store", "age"):
+        left = column == "what if"
+        made.add_column(column, justify="left" if left else "right", no_wrap=not left, overflow="fold")
+    first: dict[str, Row] = {}
+    for row in rows:
+        base, shares = first.setdefault(row.what, row), row.outcome.shares
+        cells = [str(row.system.devices), str(row.system.servers), str(row.system.groups), f"{row.outcome.step_s:.3g}"]
+        cells += [f"{row.outcome.tokens_per_s:.0f}", f"{row.per_device / base.per_device:.0%}"]
+        parts = (shares.training, shares.drawing, shares.samples, shares.push, shares.coordinator)
+        made.add_row(row.what, *cells, *(f"{part:.1%}" for part in parts), f"{row.outcome.staleness:.2f}")
+    return made
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """What breaks first where there are several numbers of devices, and what died."""
+    from megarl.simulation.study import losses
+
+    found, kinds = [], {row.what: [one for one in rows if one.what == row.what] for row in rows}
+    for what, same in kinds.items():
+        for row in same[1:]:
+            if row.per_device < 0.9 * same[0].per_device:
+                lost = losses(same[0], row)
+                name = max(lost, key=lost.__getitem__)
+                step = f"{lost[name]:.3g} s of a step of {row.outcome.step_s:.3g} s"
+                found.append(f"{what}: below 90% from {row.system.devices} devices on, most by {name} ({step})")
+                break
+    for row in rows:
+        servers, trainers = row.outcome.failures
+        if servers or trainers:
+            found.append(f"{row.what}, {row.system.devices} devices: servers died {servers} times, trainers {trainers}")
+    slowest = max(row.wall_s for row in rows)
+    return [*found, f"simulated in {sum(row.wall_s for row in rows):.1f} s, at most {slowest:.1f} s for a run"]

@@ -1,0 +1,126 @@
+"""One replica that decodes: samples side by side, each a token at a time, at a speed that depends on how many run."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megarl.simulation.seconds import Seconds
+
+_EPSILON = 1e-9  # seconds by which two moments are the same
+
+
+class _Sample(NamedTuple):
+    end: float  # on the clock of tokens
+    group: int
+    tokens: int
+
+
+class Drawing:
+    """Time passes by `advance` only; between two ends of samples all that run go on at one speed.
+
+    Args:
+        seconds: of tokens and prompts.
+        slots: samples side by side, at most; others wait in their order.
+        prompt: tokens of a prompt.
+    """
+
+    def __init__(self, seconds: Seconds, slots: int, prompt: int) -> None:
+        self._seconds, self._slots, self._prompt = seconds, slots, prompt
+        self._pace = [seconds.token(running) for running in range(slots + 1)]  # of a token, by samples that run
+        self._running: list[_Sample] = []  # by their ends
+        self._queue: deque[tuple[int, int]] = deque()  # group, tokens
+        self._left: dict[int, int] = {}  # samples of a group that are not over
+        self._clock = 0.0  # tokens that a sample has got that runs since the beginning
+        self._debt = 0.0  # seconds in which nothing is decoded
+        self.busy_s = 0.0
+        self.sample_s = 0.0  # seconds of all samples while they ran
+
+    @property
+    def busy(self) -> bool:
+        """Something is drawn."""
+        return bool(self._running)
+
+    @property
+    def free(self) -> int:
+        """Slots that nothing waits for."""
+        return max(0, self._slots - len(self._running) - len(self._queue))
+
+    def add(self, group: int, tokens: Sequence[int]) -> None:
+        """Begin a group whose samples will have so many tokens. Its prompt is read once."""
+        self._left[group] = len(tokens)
+        self._debt += self._seconds.prefill(self._prompt)
+        self._queue.extend((group, one) for one in tokens)
+        self._fill()
+
+    def reread(self) -> None:
+        """New weights: what runs is read again, prompt and tokens."""
+        read = sum(self._prompt + one.tokens - (one.end - self._clock) for one in self._running)
+        self._debt += self._seconds.prefill(round(read)) if self._running else 0.0
+
+    def fail(self, restart_s: float) -> None:
+        """The engine dies: what ran begins again after `restart_s`."""
+        self._running = sorted(one._replace(end=self._clock + one.tokens) for one in self._running)
+        self._debt += restart_s
+
+    def until_event(self, wanted: int) -> float | None:
+        """Seconds until a group is over, or `wanted` slots are free; None: nothing runs."""
+        if not self._running:
+            return None
+        total, clock, running = self._debt, self._clock, len(self._running)
+        pace, over, free = self._pace, dict[int, int](), self.free
+        for end, group, _ in self._running:
+            if end != clock:
+                total += (end - clock) * pace[running]
+                clock = end
+            running, free = running - 1, free + 1
+            over[group] = gone = over.get(group, 0) + 1
+            if self._queue or free == wanted or gone == self._left[group]:
+                break
+        return total
+
+    def advance(self, seconds: float) -> list[int]:
+        """Let time pass; the groups that are over by then."""
+        over: list[int] = []
+        if self._running:
+            self.busy_s += seconds
+        pause = min(self._debt, seconds)
+        self._debt -= pause
+        seconds -= pause
+        ended, count, running = 0, len(self._running), self._running
+        while ended < count:
+            end, group, _ = running[ended]
+            needed = (end - self._clock) * self._pace[count - ended]
+            if needed > seconds + _EPSILON:
+                break
+            seconds -= needed
+            self.sample_s += needed * (count - ended)
+            self._clock, ended = end, ended + 1
+            self._left[group] -= 1
+            if not self._left[group]:
+                del self._left[group]
+                over.append(group)
+            if self._queue:
+                del running[:ended]
+                self._fill()
+                ended, count = 0, len(running)
+        if ended < count and seconds > 0:
+            self._clock += seconds / self._pace[count - ended]
+            self.sample_s += seconds * (count - ended)
+        del running[:ended]
+        return over
+
+    def finish(self) -> float:
+        """Let all that there is be drawn; the seconds that it takes."""
+        total = 0.0
+        while (seconds := self.until_event(0)) is not None:
+            self.advance(seconds)
+            total += seconds
+        return total
+
+    def _fill(self) -> None:
+        while self._queue and len(self._running) < self._slots:
+            group, tokens = self._queue.popleft()
+            insort(self._running, _Sample(self._clock + tokens, group, tokens))

@@ -1,0 +1,197 @@
+"""Discrete events: the teams of a run as processes that wait for each other as the real ones do.
+
+rollout's team     draws by `megarl.store.flow` (as_ready, with the store's own rules) or step by step (in_order)
+actor's team       waits for samples and other teams' nodes, computes, pushes weights by the rules of
+                   `megarl.runtime.ahead.Pushes` and `megarl.runtime.offers.Offers`
+other teams        walk their nodes of every step
+coordinator        answers one call at a time
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import simpy
+
+from megarl.simulation.drawing import Drawing
+from megarl.simulation.lengths import Lengths
+from megarl.simulation.outcome import Outcome
+from megarl.simulation.seconds import Seconds
+from megarl.simulation.system import SimTeam, System
+
+Steps: TypeAlias = Generator[simpy.Event, Any, None]
+_BLOCK = 256  # groups whose samples are drawn at once
+_BALANCED = 1.02  # tokens of the fullest replica over the mean, where groups are shared by tokens
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What dies, and how long it is gone.
+
+    Attributes:
+        device_hours: hours that a device runs on average until it fails; None: nothing fails.
+        server_s: until a server is back; what it drew begins again.
+        train_s: until the actor's team is back; it goes on from its newest checkpoint.
+        save_every: steps between checkpoints.
+    """
+
+    device_hours: float | None = None
+    server_s: float = 120.0
+    train_s: float = 300.0
+    save_every: int = 20
+
+
+class Simulation:
+    """A run of `steps` steps.
+
+    Args:
+        system: teams and sizes.
+        seconds: of their parts.
+        lengths: of samples.
+        steps: of the run.
+        seed: of lengths and failures.
+        faults: what dies.
+    """
+
+    def __init__(
+        self, system: System, seconds: Seconds, lengths: Lengths, steps: int, *, seed: int = 0, faults: Faults
+    ) -> None:
+        self.system, self.seconds, self.lengths, self.steps, self.faults = system, seconds, lengths, steps, faults
+        self.env = simpy.Environment()
+        self.outcome = Outcome()
+        self.servers = [Drawing(seconds, system.slots, system.prompt_tokens) for _ in range(system.servers)]
+        self._rng, self._seed = random.Random(seed), seed
+        self._coordinator = simpy.Resource(self.env)
+        self._tokens: dict[int, int] = {}  # of groups that have begun: all samples, prompts included
+        self._blocks: dict[int, list[list[int]]] = {}  # tokens of samples, by groups
+        self._events: dict[tuple[Any, ...], simpy.Event] = {}
+        self._spent: defaultdict[str, float] = defaultdict(float)
+        self._nodes: defaultdict[str, float] = defaultdict(float)
+        self._dead = [0, 0]
+
+    def run(self) -> Outcome:
+        """All steps."""
+        from megarl.simulation.flowing import Flowing
+        from megarl.simulation.ordered import Ordered
+
+        rules = Flowing(self) if self.system.flows else Ordered(self)
+        rules.start()
+        for team in self.system.others:
+            self.env.process(self._scores(team, rules))
+        self.env.run(self.env.process(self._train(rules)))
+        drawn = sum(server.busy_s for server in self.servers) / len(self.servers)
+        self.outcome.spent = {**self._spent, "drawing": drawn}
+        self.outcome.nodes, self.outcome.failures = dict(self._nodes), (self._dead[0], self._dead[1])
+        return self.outcome
+
+    # -- what rules and teams ask for --------------------------------------------------------------------------------
+
+    def event(self, *name: Any) -> simpy.Event:
+        """What happens once; whoever asks first makes it."""
+        if name not in self._events:
+            self._events[name] = self.env.event()
+        return self._events[name]
+
+    def group(self, number: int) -> list[int]:
+        """Tokens of the responses of a group, which follow from its number."""
+        block, place = divmod(number, _BLOCK)
+        if block not in self._blocks:
+            self._blocks[block] = self.lengths.draw((self._seed, block), _BLOCK, self.system.samples)
+        tokens = self._blocks[block][place]
+        self._tokens[number] = sum(tokens) + len(tokens) * self.system.prompt_tokens
+        return tokens
+
+    def call(self, calls: int = 1) -> Steps:
+        """Ask the coordinator, and wait until it has answered."""
+        if self.system.draw is None and not self.system.others:
+            return
+        with self._coordinator.request() as turn:
+            yield turn
+            seconds = calls * self.seconds.call()
+            self.outcome.calls += calls
+            self._spent["coordinator"] += seconds
+            yield self.env.timeout(seconds)
+
+    def push(self) -> Steps:
+        """New weights go to all that draw."""
+        seconds = self.seconds.push(self.system.servers)
+        self._spent["push"] += seconds
+        yield self.env.timeout(seconds)
+
+    def next_failure(self, devices: int) -> float:
+        """Seconds until one of these devices fails."""
+        hours = self.faults.device_hours
+        return float("inf") if hours is None else self._rng.expovariate(devices / (hours * 3600))
+
+    def server_died(self) -> None:
+        """Count it."""
+        self._dead[0] += 1
+
+    def fullest(self, groups: Sequence[int], replicas: int) -> float:
+        """Tokens of the replica that has most of a step."""
+        shares = [0] * replicas
+        for place, number in enumerate(groups):
+            shares[place % replicas] += self._tokens[number]
+        longest = max(self._tokens[number] for number in groups)
+        return max(_BALANCED * sum(shares) / replicas, longest) if self.system.shares_tokens else max(shares)
+
+    def walk(self, team: SimTeam, groups: Sequence[int], step: int) -> Steps:
+        """The nodes of a team, each when all other teams' nodes before it are over."""
+        tokens = self.fullest(groups, team.replicas)
+        if team.takes:
+            yield from self.call(team.replicas * (1 + team.takes))
+            yield self.env.timeout(self.seconds.handover(tokens))
+        for id in team.nodes:
+            for other in self.system.waits[id]:
+                if other != self.system.draws and not self._is_drawers(other):
+                    yield self.event("node", other, step)
+            seconds = self.seconds.node(id, tokens, team.replicas)
+            if team is self.system.train:
+                self._nodes[id] += seconds
+                self._spent["training"] += seconds
+            yield self.env.timeout(seconds)
+            self.event("node", id, step).succeed()
+        if team.gives:
+            yield from self.call(team.replicas * team.gives)
+        yield self.env.timeout(self.seconds.other(team.name))
+
+    def _is_drawers(self, id: str) -> bool:
+        """What that team does is part of the samples."""
+        return self.system.draw is not None and id in self.system.draw.nodes
+
+    # -- teams -------------------------------------------------------------------------------------------------------
+
+    def _train(self, rules: Any) -> Steps:
+        failure, saved = self.next_failure(self.system.train.devices), 0.0
+        for step in range(1, self.steps + 1):
+            began = self.env.now
+            yield from rules.before_step(step)
+            groups = yield from rules.samples(step)
+            self._spent["samples"] += self.env.now - began
+            yield from self.walk(self.system.train, groups, step)
+            if self.env.now > failure:
+                self._dead[1] += 1
+                yield self.env.timeout(self.env.now - saved + self.faults.train_s)
+                failure = self.env.now + self.next_failure(self.system.train.devices)
+            if step % self.faults.save_every == 0:
+                saved = self.env.now
+            yield from rules.after_step(step)
+            self.outcome.ends.append(self.env.now)
+            self.outcome.tokens.append(sum(self._tokens.pop(number) for number in groups))
+            if self.system.others:
+                yield self.env.all_of([self.event("over", team.name, step) for team in self.system.others])
+
+    def _scores(self, team: SimTeam, rules: Any) -> Steps:
+        for step in range(1, self.steps + 1):
+            groups = yield from rules.samples(step)
+            yield from self.walk(team, groups, step)
+            self.event("over", team.name, step).succeed()
+
+
+def serve(waiting: deque[int], room: int) -> list[int]:
+    """The first `room` of those that wait."""
+    return [waiting.popleft() for _ in range(min(room, len(waiting)))]

@@ -1,0 +1,201 @@
+"""`async.order` as_ready: group after group, by the store's own rules (`megarl.store.flow`, `megarl.store.pace`)."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Generator
+from typing import Any
+
+import simpy
+
+from megarl.simulation.drawing import Drawing
+from megarl.simulation.engine import Simulation, Steps, serve
+from megarl.store.core import GroupInfo
+from megarl.store.flow import Flow, FlowSettings
+from megarl.store.pace import Pace
+
+_INFO = GroupInfo("", 0, (), 0)
+_MOMENT = 1e-6  # seconds: time goes on, however a difference is rounded
+
+
+class Flowing:
+    """Replicas that draw, each by itself, and the gates between two versions of the weights.
+
+    Args:
+        simulation: that asks.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._s, system = simulation, simulation.system
+        self._lag, self._partial = system.max_staleness, system.partial
+        self._flow = Flow(FlowSettings(system.groups, self._lag, simulation.steps))
+        self._flow.open(0, 0, {}, [])
+        self._version = self._asked_for = self._finished = 0
+        self._opened = 0  # replicas that draw nothing
+        self._gate, self._open, self._wanted = (simulation.env.event() for _ in range(3))
+        draw = system.draw
+        assert draw is not None, "the checks want the rollout in a team of its own"
+        # What that team does with a group after it is drawn, from what it does with its share of a step.
+        share = max(1.0, system.groups / system.servers)
+        seconds = [simulation.seconds.node(id, 0.0, draw.replicas) for id in draw.nodes]
+        self._scoring_s = (sum(seconds) + simulation.seconds.other(draw.name)) / share
+
+    def start(self) -> None:
+        """Begin to draw."""
+        for server in self._s.servers:
+            self._s.env.process(_Replica(self, server).run())
+
+    # -- the trainer's end, see megarl.runtime.offers ----------------------------------------------------------------
+
+    def samples(self, step: int) -> Generator[simpy.Event, Any, list[int]]:
+        """The groups of a step, when they can be formed."""
+        self._asked_for = max(self._asked_for, step)
+        self._form()
+        groups = yield self._s.event("formed", step)
+        return list(groups)
+
+    def before_step(self, step: int) -> Steps:
+        """Wait for samples; where all is drawn that may be drawn, the weights go now."""
+        if self._partial:
+            return
+        yield from self.samples(step)
+        if self._version < step - 1 and self._flow.drained(self._version):
+            yield from self._push(step - 1)
+
+    def after_step(self, step: int) -> Steps:
+        """The weights go where they have to, or where the gate is open."""
+        must = self._partial or step - self._version > self._lag or step == self._s.steps
+        if must and not self._wanted.triggered:
+            self._wanted.succeed()
+        if must or self._flow.drained(self._version):
+            yield from self._push(step)
+
+    def _push(self, version: int) -> Steps:
+        yield self._open
+        yield from self._s.push()
+        self._version, self._opened = version, 0
+        gate, self._gate = self._gate, self._s.env.event()
+        self._open, self._wanted = self._s.env.event(), self._s.env.event()
+        gate.succeed()
+
+    def _form(self) -> None:
+        size = self._s.system.groups
+        while self._flow.step < self._asked_for and self._finished >= size:
+            groups = self._flow.form()
+            if groups is None:
+                return
+            self._finished -= size
+            step = self._flow.step
+            self._s.outcome.age.append(sum(step - 1 - group.version for group in groups) / size)
+            self._s.event("formed", step).succeed([group.number for group in groups])
+
+    # -- what replicas ask for ---------------------------------------------------------------------------------------
+
+    def swap(self, done: list[int], most: int) -> Generator[simpy.Event, Any, list[int]]:
+        """Hand over what is finished and take prompts."""
+        version = self._version
+        yield from self._s.call()
+        for number in done:
+            self._flow.finish(number, _INFO, {}, None)
+        self._finished += len(done)
+        numbers = self._flow.admit(version, most)
+        self._form()
+        return numbers
+
+    def open_gate(self) -> simpy.Event:
+        """This replica draws nothing; the event of new weights."""
+        self._opened += 1
+        if self._opened == len(self._s.servers):
+            self._open.succeed()
+        return self._gate
+
+
+class _Replica:
+    """See `megarl.runtime.flow.FlowSteps`."""
+
+    def __init__(self, rules: Flowing, drawing: Drawing) -> None:
+        s = rules._s
+        self._rules, self._drawing, self._s, self._env = rules, drawing, s, s.env
+        self._samples = s.system.samples
+        fair = -(-(1 + s.system.max_staleness) * s.system.groups // s.system.servers)
+        groups = min(max(1, s.system.slots // self._samples), fair)
+        self._pace = Pace(groups, fair)
+        self._most = groups * self._samples  # samples side by side
+        self._waiting: deque[int] = deque()  # prompts in hand
+        self._scoring: list[tuple[float, int]] = []
+        self._done: list[int] = []
+        self._dry = False
+        self._failure = s.next_failure(s.system.server_devices)
+
+    def run(self) -> Steps:
+        """Draw until the weights of the last step have come."""
+        rules = self._rules
+        while rules._version < self._s.steps:
+            self._pace.begin(self._env.now)
+            self._dry = False
+            yield from self._stretch()
+            if self._done:
+                yield from self._swap(0)
+            yield rules.open_gate()
+            self._drawing.reread()
+
+    def _stretch(self) -> Steps:
+        """With one version of the weights."""
+        rules = self._rules
+        while True:
+            while self._scoring and self._scoring[0][0] <= self._env.now + _MOMENT:
+                self._done.append(heapq.heappop(self._scoring)[1])
+            wanted, missing, room = rules._wanted.triggered, 0, 0
+            if not wanted:
+                self._begin()
+                room = self._room
+                missing = 0 if self._dry else self._pace.missing(room, len(self._waiting))
+            idle = not self._drawing.busy and not self._scoring
+            empty = idle or min(room, missing) > 0
+            if self._pace.is_due(self._env.now, missing, finished=bool(self._done), empty=empty):
+                yield from self._swap(missing)
+            elif (idle and not self._done) or (wanted and rules._partial):
+                return
+            else:
+                yield from self._pass(missing)
+
+    @property
+    def _room(self) -> int:
+        """Groups that could begin."""
+        return max(0, self._most - (self._s.system.slots - self._drawing.free)) // self._samples
+
+    def _begin(self) -> None:
+        for number in serve(self._waiting, self._room):
+            self._drawing.add(number, self._s.group(number))
+
+    def _swap(self, missing: int) -> Steps:
+        began, done = self._env.now, self._done
+        self._done = []
+        numbers = yield from self._rules.swap(done, missing)
+        self._pace.called()
+        self._dry = len(numbers) < missing or (self._dry and not missing)
+        self._waiting.extend(numbers)
+        self._advance(self._env.now - began)
+
+    def _pass(self, missing: int) -> Steps:
+        """Until something is over, the store is to be called, an engine dies, or the gate is wanted."""
+        now = self._env.now
+        over = self._drawing.until_event(self._samples if not self._dry or self._waiting else 0)
+        times = [] if over is None else [over]
+        times += [self._scoring[0][0] - now] if self._scoring else []
+        times += [self._pace.left_s(now)] if missing or self._done else []
+        seconds = max(_MOMENT, min([*times, self._failure - now]))
+        timeout: simpy.Event = self._env.timeout(seconds)
+        if self._rules._partial and not self._rules._wanted.triggered:
+            timeout = timeout | self._rules._wanted
+        yield timeout
+        self._advance(self._env.now - now)
+        if self._env.now >= self._failure:
+            self._drawing.fail(self._s.faults.server_s)
+            self._s.server_died()
+            self._failure = self._env.now + self._s.next_failure(self._s.system.server_devices)
+
+    def _advance(self, seconds: float) -> None:
+        for number in self._drawing.advance(seconds):
+            heapq.heappush(self._scoring, (self._env.now + self._rules._scoring_s, number))

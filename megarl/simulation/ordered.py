@@ -1,0 +1,104 @@
+"""`async.order` in_order: step after step, drawn with exactly the weights after step t - 1 - k."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator
+from typing import Any
+
+import simpy
+
+from megarl.simulation.engine import Simulation, Steps
+
+
+class Ordered:
+    """When samples of a step are there, and when weights go.
+
+    Args:
+        simulation: that asks.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._s, self._lag = simulation, simulation.system.max_staleness
+        self._waiting: deque[int] = deque()  # versions that are there and not pushed
+
+    def start(self) -> None:
+        """Begin to draw, where a team of its own does."""
+        if self._s.system.draw is not None:
+            self._s.env.process(self._draws())
+
+    def samples(self, step: int) -> Generator[simpy.Event, Any, range]:
+        """The groups of a step, when they are drawn; a team that draws for itself does so now."""
+        s = self._s
+        if s.system.draw is None and not s.event("drawn", step).triggered:
+            yield from self._draw(step)
+            s.event("drawn", step).succeed()
+        else:
+            yield s.event("drawn", step)
+        return self._numbers(step)
+
+    def before_step(self, step: int) -> Steps:
+        """See `megarl.runtime.ahead.Pushes`."""
+        yield from self._push_waiting(until=step - self._lag)
+
+    def after_step(self, step: int) -> Steps:
+        """See `megarl.runtime.ahead.Pushes`."""
+        s = self._s
+        s.outcome.age.append(float(min(self._lag, step - 1)))
+        now = self._lag <= 1 or step == s.steps
+        yield from self._push_waiting(until=step if now else 0)
+        if not self._is_drawn_with(step):
+            return
+        if not self._waiting and (now or s.event("drawn", min(step + self._lag, s.steps)).triggered):
+            yield from self._push(step)
+        else:
+            self._waiting.append(step)
+
+    def _is_drawn_with(self, version: int) -> bool:
+        return version == self._s.steps or version + self._lag < self._s.steps
+
+    def _push_waiting(self, *, until: int) -> Steps:
+        while self._waiting:
+            version = self._waiting[0]
+            if version > until and not self._s.event("drawn", min(version + self._lag, self._s.steps)).triggered:
+                return
+            yield from self._push(version)
+            self._waiting.popleft()
+
+    def _push(self, version: int) -> Steps:
+        s = self._s
+        if s.system.draw is not None and self._lag:
+            yield s.event("drawn", min(version + self._lag, s.steps))
+        yield from s.push()
+        s.event("pushed", version).succeed()
+
+    def _numbers(self, step: int) -> range:
+        groups = self._s.system.groups
+        return range((step - 1) * groups, step * groups)
+
+    def _draws(self) -> Steps:
+        s = self._s
+        for step in range(1, s.steps + 1):
+            yield from self._draw(step)
+            team = s.system.draw
+            assert team is not None, "it is started for such a team only"
+            yield from s.walk(team, self._numbers(step), step)
+            yield from s.call(team.replicas)
+            s.event("drawn", step).succeed()
+            version = step - self._lag
+            if version >= 1 and self._is_drawn_with(version):
+                yield s.event("pushed", version)
+
+    def _draw(self, step: int) -> Steps:
+        """Each server its groups, and all wait for the last one."""
+        s = self._s
+        for place, number in enumerate(self._numbers(step)):
+            s.servers[place % len(s.servers)].add(number, s.group(number))
+        longest = 0.0
+        for server in s.servers:
+            seconds, failure = server.finish(), s.next_failure(s.system.server_devices)
+            if failure < seconds:  # what it has drawn of this step is lost
+                s.server_died()
+                seconds += failure + s.faults.server_s
+            longest = max(longest, seconds)
+        yield s.env.timeout(longest)

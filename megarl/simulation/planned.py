@@ -1,0 +1,213 @@
+"""Seconds of a run that nobody has measured: rooflines of a device and its links, from a model's sizes.
+
+    training     6 FLOPs per token and parameter that it meets, at `train_mfu` of the peak; scoring 2
+    decoding     reading the weights that a batch meets and the keys and values of all that runs, at `read_share`
+                 of the memory's speed, or the FLOPs, whichever is longer; and a fixed part per step
+    gradients    a ring: 4 bytes scattered and 2 gathered of a rank's parameters over its link, and a latency per hop
+    weights      each server takes all of them over its own link, and a fixed part per server for the calls
+
+It is one way of filling `megarl.simulation.seconds.Seconds`; measurements (megarl.simulation.calibrate) are another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+from megarl.dag.stage import Kind, Role
+from megarl.errors import ConfigError, close_matches
+
+if TYPE_CHECKING:
+    from megarl.artifacts.facts import ModelFacts
+    from megarl.config.run import RunConfig
+    from megarl.dag.graph import TaskGraph
+    from megarl.simulation.lengths import Lengths
+    from megarl.simulation.system import System
+
+_BF16 = 2
+_SAMPLE_BYTES = 8.0 * 6  # a token's fields between teams
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What formulas take for granted. Devices are those of an H100 with eight to a machine, unless said otherwise.
+
+    Attributes:
+        peak_tflops: dense bf16 of a device.
+        train_mfu: share of it that training and scoring reach.
+        prefill_mfu: share of it that reading prompts reaches.
+        memory_tb_s: of a device's memory.
+        read_share: share of it that decoding reaches.
+        decode_ms: of a decoding step that no byte and no FLOP explains.
+        link_gbit: of a device to other machines, one way.
+        link_times: how many times as long everything takes that crosses links, with measured seconds as well.
+        link_share: share of it that is reached.
+        hop_us: latency of a hop of a ring between machines.
+        server_push_ms: calls of a server for new weights.
+        push_fixed_s: of new weights, whatever their size.
+        call_ms: of the coordinator, for a call.
+        step_s: of a team and step, in no phase: metrics, files, Python.
+        mean_tokens: of a response; 0: a quarter of the longest.
+        sigma: of the logarithm of a response's tokens.
+        device_hours: until a device fails, on average; 0: none does.
+        server_restart_s: until a server is back.
+        train_restart_s: until the actor's team is back.
+    """
+
+    peak_tflops: float = 989.0
+    train_mfu: float = 0.35
+    prefill_mfu: float = 0.4
+    memory_tb_s: float = 3.35
+    read_share: float = 0.6
+    decode_ms: float = 3.0
+    link_gbit: float = 400.0
+    link_times: float = 1.0
+    link_share: float = 0.8
+    hop_us: float = 15.0
+    server_push_ms: float = 5.0
+    push_fixed_s: float = 0.5
+    call_ms: float = 1.0
+    step_s: float = 0.5
+    mean_tokens: float = 0.0
+    sigma: float = 0.8
+    device_hours: float = 0.0
+    server_restart_s: float = 120.0
+    train_restart_s: float = 300.0
+
+    def having(self, values: Mapping[str, str]) -> Assumptions:
+        """These, with values by name.
+
+        Raises:
+            ConfigError: there is no such name, or the value is no number from 0 on.
+        """
+        names = [one.name for one in fields(self)]
+        changed = {}
+        for name, text in values.items():
+            if name not in names:
+                near = close_matches(name, names)
+                fix = f"did you mean {near[0]}?" if near else None
+                raise ConfigError("no such assumption", where="--assume", found=name, allowed=names, fix=fix)
+            changed[name] = _number(name, text)
+        return replace(self, **changed)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError("this is no number", where=f"--assume {name}", found=text, allowed="a number from 0 on")
+    return value
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Seconds by formulas; see `megarl.simulation.seconds.Seconds`.
+
+    Attributes:
+        facts: sizes of the model.
+        system: that it is for.
+        lengths: of samples.
+        given: what is assumed.
+        model_parallel: ranks of a replica of the actor.
+        trains: nodes that train: passes over the samples of a step, and updates.
+        scores: nodes that make a forward pass.
+    """
+
+    facts: ModelFacts
+    system: System
+    lengths: Lengths
+    given: Assumptions
+    model_parallel: int
+    trains: Mapping[str, tuple[int, int]]
+    scores: frozenset[str]
+
+    @property
+    def _link(self) -> float:
+        """Bytes per second of a device's link."""
+        return self.given.link_gbit * self.given.link_share * 1e9 / 8 / self.given.link_times
+
+    def token(self, running: int) -> float:
+        """See `Seconds`."""
+        facts, given, devices = self.facts, self.given, self.system.server_devices
+        met = facts.parameters
+        if facts.is_moe:
+            experts = facts.layers * facts.expert_parameters
+            share = 1 - (1 - facts.experts_per_token / facts.experts) ** running
+            met = round(facts.parameters - experts * (1 - share))
+        context = self.system.prompt_tokens + self.lengths.mean / 2
+        keys = 2 * facts.layers * facts.kv_heads * facts.head_dim * _BF16 * context * running
+        read = (met * _BF16 + keys) / (devices * given.memory_tb_s * 1e12 * given.read_share)
+        compute = 2 * facts.computing_parameters * running / (devices * given.peak_tflops * 1e12 * given.prefill_mfu)
+        return given.decode_ms / 1e3 + max(read, compute)
+
+    def prefill(self, tokens: int) -> float:
+        """See `Seconds`."""
+        rate = self.system.server_devices * self.given.peak_tflops * 1e12 * self.given.prefill_mfu
+        return 2 * self.facts.computing_parameters * tokens / rate
+
+    def node(self, id: str, tokens: float, replicas: int) -> float:
+        """See `Seconds`: nodes that are neither training nor scoring take no time."""
+        flops = 2 * self.facts.computing_parameters * tokens
+        rate = self.model_parallel * self.given.peak_tflops * 1e12 * self.given.train_mfu
+        if id in self.scores:
+            return flops / rate
+        if id not in self.trains:
+            return 0.0
+        passes, updates = self.trains[id]
+        return 3 * passes * flops / rate + updates * self.reduce(replicas)
+
+    def reduce(self, replicas: int) -> float:
+        """Gradients of one update: scattered in fp32, parameters gathered in bf16, between replicas."""
+        if replicas == 1:
+            return 0.0
+        mine = self.facts.parameters / self.model_parallel
+        sent = mine * (4 + _BF16) * (replicas - 1) / replicas
+        return sent / self._link + 2 * replicas * self.given.hop_us / 1e6
+
+    def push(self, replicas: int) -> float:
+        """See `Seconds`."""
+        bytes_ = self.facts.parameters * _BF16 / self.system.server_devices
+        return self.given.push_fixed_s + bytes_ / self._link + replicas * self.given.server_push_ms / 1e3
+
+    def handover(self, tokens: float) -> float:
+        """See `Seconds`."""
+        return tokens * _SAMPLE_BYTES / self._link
+
+    def other(self, team: str) -> float:
+        """See `Seconds`."""
+        return self.given.step_s
+
+    def call(self) -> float:
+        """See `Seconds`."""
+        return self.given.call_ms / 1e3
+
+
+def plan_seconds(config: RunConfig, graph: TaskGraph, system: System, lengths: Lengths, given: Assumptions) -> Planned:
+    """Formulas for a recipe.
+
+    Raises:
+        ConfigError: nothing here knows the model's sizes.
+    """
+    from megarl.artifacts.facts import model_facts
+
+    facts = model_facts(config.model)
+    if facts is None:
+        raise ConfigError(
+            "formulas go by the sizes of the model, and nothing here describes it",
+            where="model.path",
+            found=config.model.path,
+            allowed="a folder, a model of the local hub cache, or a well-known name",
+            fix="download it first, or simulate from measurements with --run RUN_DIR",
+        )
+    trains, scores = {}, set()
+    for node in graph:
+        if node.declared.kind is Kind.MODEL_TRAIN:
+            section = config.critic if node.role is Role.CRITIC else config.actor
+            updates = max(1, config.data.batch_size // (section.mini_batch_size or config.data.batch_size))
+            trains[node.id] = (section.ppo_epochs, updates * section.ppo_epochs)
+        elif node.declared.kind is Kind.MODEL_INFERENCE and node.role is not Role.ROLLOUT:
+            scores.add(node.id)
+    return Planned(facts, system, lengths, given, config.actor.parallel.model_parallel_size, trains, frozenset(scores))

@@ -1,0 +1,160 @@
+"""A table of simulated runs: a recipe and what if it were otherwise, each on some numbers of devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.components import COMPONENTS
+from megarl.config.load import load_config
+from megarl.recipes.build import build_task_graph
+from megarl.simulation.calibrate import Calibration, calibrate
+from megarl.simulation.engine import Faults, Simulation
+from megarl.simulation.lengths import Lengths
+from megarl.simulation.outcome import Outcome
+from megarl.simulation.planned import Assumptions, plan_seconds
+from megarl.simulation.seconds import Seconds
+from megarl.simulation.system import System, read_system
+
+RECIPE = "as it is"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One simulated run.
+
+    Attributes:
+        what: the overrides, or `RECIPE`.
+        system: that ran.
+        outcome: what it did.
+        wall_s: of the simulation.
+    """
+
+    what: str
+    system: System
+    outcome: Outcome
+    wall_s: float
+
+    @property
+    def per_device(self) -> float:
+        """Tokens per second of a device."""
+        return self.outcome.tokens_per_s / self.system.devices
+
+
+@dataclass(frozen=True)
+class Study:
+    """What to simulate.
+
+    Attributes:
+        recipe: name or file, or a run folder.
+        overrides: `key.path=value` of all rows.
+        what_if: of each further row: `key.path=value`, and `name=value` of assumptions.
+        assumed: `name=value` of all rows.
+        run_dir: of measurements; None: formulas.
+        devices: numbers of them; none: the recipe's.
+        grow: the batch grows with the devices.
+        steps: of each run.
+        seed: of lengths and failures.
+    """
+
+    recipe: str
+    overrides: tuple[str, ...] = ()
+    what_if: tuple[tuple[str, ...], ...] = ()
+    assumed: tuple[str, ...] = ()
+    run_dir: Path | None = None
+    devices: tuple[int, ...] = ()
+    grow: bool = False
+    steps: int = 100
+    seed: int = 0
+
+    def rows(self) -> list[Row]:
+        """All of them: the recipe first, on all numbers of devices.
+
+        Raises:
+            UserError: a recipe, an override, an assumption, or a run folder that does not fit.
+        """
+        measured = None if self.run_dir is None else calibrate(self.run_dir)
+        return [row for changed in [(), *self.what_if] for row in self._of(changed, measured)]
+
+    def _of(self, changed: Sequence[str], measured: Calibration | None) -> list[Row]:
+        keys = [one for one in changed if "." in one.partition("=")[0]]
+        named = [one for one in changed if one not in keys and one.partition("=")[0] != "async"]
+        keys += [one for one in changed if one.partition("=")[0] == "async"]
+        given = Assumptions().having(_pairs([*self.assumed, *named]))
+        config = load_config(_file(self.recipe), [*self.overrides, *keys], components=COMPONENTS)
+        graph = build_task_graph(config)
+        system = read_system(config, graph)
+        longest = config.rollout.sampling.max_new_tokens
+        lengths = Lengths(given.mean_tokens or longest / 4, given.sigma, longest)
+        if measured is not None:
+            lengths = replace(measured.lengths, longest=longest)
+            system = replace(system, prompt_tokens=measured.prompt_tokens)
+        faults = Faults(
+            given.device_hours or None, given.server_restart_s, given.train_restart_s, config.trainer.save_every or 20
+        )
+        rows = []
+        for number in self.devices or (system.devices,):
+            scaled = system.scaled(number, grow=self.grow)
+            seconds: Seconds = (
+                plan_seconds(config, graph, scaled, lengths, given)
+                if measured is None
+                else measured.seconds.slower_links(given.link_times)
+            )
+            began = time.perf_counter()
+            outcome = Simulation(scaled, seconds, lengths, self.steps, seed=self.seed, faults=faults).run()
+            rows.append(Row(" ".join(changed) or RECIPE, scaled, outcome, time.perf_counter() - began))
+        return rows
+
+
+def _file(recipe: str) -> str:
+    """The configuration of a run folder, or the recipe itself."""
+    config = Path(recipe) / "config.yaml"
+    return str(config) if config.is_file() else recipe
+
+
+def _pairs(texts: Sequence[str]) -> Mapping[str, str]:
+    """`name=value` by name."""
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+
+def losses(first: Row, row: Row) -> dict[str, float]:
+    """Seconds of a step that `row` takes beyond what its devices would need if they were as good as those of `first`.
+
+    By what takes them in the actor's team: its nodes, waiting for samples, new weights, and what is left.
+    """
+    ideal = (row.outcome.tokens_per_s * row.outcome.step_s / row.system.devices) / (
+        first.outcome.tokens_per_s * first.outcome.step_s / first.system.devices
+    )
+    before, now = _parts(first), _parts(row)
+    return {name: now[name] - before[name] * ideal for name in now}
+
+
+def _parts(row: Row) -> dict[str, float]:
+    shares, step = row.outcome.shares, row.outcome.step_s
+    parts = {"training": shares.training, "waiting for samples": shares.samples, "new weights": shares.push}
+    return {name: share * step for name, share in parts.items()} | {"other": (1 - sum(parts.values())) * step}
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Rows as plain data."""
+    return [
+        {
+            "what": row.what,
+            "devices": row.system.devices,
+            "servers": row.system.servers,
+            "groups": row.system.groups,
+            "step_s": row.outcome.step_s,
+            "tokens_per_s": row.outcome.tokens_per_s,
+            "shares": row.outcome.shares._asdict(),
+            "nodes": dict(row.outcome.largest_nodes()),
+            "staleness": row.outcome.staleness,
+            "calls_per_step": row.outcome.calls / len(row.outcome.ends),
+            "failures": {"servers": row.outcome.failures[0], "trainers": row.outcome.failures[1]},
+            "system": {key: value for key, value in asdict(row.system).items() if key != "waits"},
+            "wall_s": row.wall_s,
+        }
+        for row in rows
+    ]

@@ -1,0 +1,169 @@
+"""What is simulated: teams, what each walks, how many replicas draw, and how samples go from team to team."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megarl.dag.placement import place
+from megarl.dag.stage import Role
+from megarl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.dag.graph import TaskGraph
+
+
+@dataclass(frozen=True)
+class SimTeam:
+    """One team.
+
+    Attributes:
+        name: as in the recipe.
+        devices: workers, one per device.
+        replicas: data-parallel size.
+        nodes: that it walks, in order, but the one that draws.
+        takes: handovers that it takes in a step.
+        gives: handovers that it gives in a step.
+    """
+
+    name: str
+    devices: int
+    replicas: int
+    nodes: tuple[str, ...]
+    takes: int = 0
+    gives: int = 0
+
+
+@dataclass(frozen=True)
+class System:
+    """A run, as far as its time depends on it.
+
+    Attributes:
+        groups: of a step, B.
+        samples: of a group.
+        prompt_tokens: of a prompt.
+        max_staleness: k of `async`.
+        flows: `async.order` is as_ready.
+        partial: `async.partial`.
+        shares_tokens: `placement.share` is tokens.
+        servers: replicas that draw: engines, or servers.
+        server_devices: of each of them.
+        slots: samples that one of them decodes side by side.
+        train: the actor's team.
+        draw: the team that draws; None: the actor's does.
+        others: teams of references, critics and teachers.
+        waits: nodes of other teams that a node waits for, by its id.
+    """
+
+    groups: int
+    samples: int
+    prompt_tokens: int
+    max_staleness: int
+    flows: bool
+    partial: bool
+    shares_tokens: bool
+    servers: int
+    server_devices: int
+    slots: int
+    train: SimTeam
+    draw: SimTeam | None
+    others: tuple[SimTeam, ...]
+    waits: Mapping[str, tuple[str, ...]]
+    draws: str = "rollout"
+
+    @property
+    def teams(self) -> tuple[SimTeam, ...]:
+        """All of them, the actor's first."""
+        return (self.train, *([] if self.draw is None else [self.draw]), *self.others)
+
+    @property
+    def devices(self) -> int:
+        """Of all teams."""
+        return sum(team.devices for team in self.teams)
+
+    def scaled(self, devices: int, *, grow: bool) -> System:
+        """The same run on more devices: every team and the servers grow alike, layouts stay.
+
+        Args:
+            devices: of all teams.
+            grow: prompts of a step grow, too (weak scaling).
+
+        Raises:
+            ConfigError: that is not a multiple of the devices that there are.
+        """
+        factor, rest = divmod(devices, self.devices)
+        if rest or not factor:
+            raise ConfigError(
+                "teams grow alike, so that their layouts stay",
+                where="--gpus",
+                found=devices,
+                allowed=f"multiples of {self.devices}, the recipe's devices",
+                fix=f"name {max(1, factor) * self.devices} or {(max(1, factor) + 1) * self.devices}",
+            )
+
+        def bigger(team: SimTeam) -> SimTeam:
+            return replace(team, devices=team.devices * factor, replicas=team.replicas * factor)
+
+        return replace(
+            self,
+            groups=self.groups * (factor if grow else 1),
+            servers=self.servers * factor,
+            train=bigger(self.train),
+            draw=None if self.draw is None else bigger(self.draw),
+            others=tuple(map(bigger, self.others)),
+        )
+
+
+def read_system(config: RunConfig, graph: TaskGraph) -> System:
+    """The system that a recipe describes.
+
+    Raises:
+        ConfigError: a placement that cannot be, or a run that plays episodes of an environment.
+    """
+    if config.has_turns:
+        raise ConfigError(
+            "the simulation knows samples of one turn",
+            where="env.name",
+            found=config.env["name"],
+            allowed="recipes without an environment",
+            fix="leave the environment out, or measure the run itself",
+        )
+    placement = place(graph, config)
+    home = {id: team.name for team in placement.teams for id in team.nodes}
+    first = next(id for id in graph.order() if graph[id].declared.resamples)
+    teams = {
+        team.name: SimTeam(
+            team.name,
+            team.devices,
+            team.replicas,
+            tuple(id for id in team.nodes if id != first),
+            len(placement.taken(team.name)),
+            len(placement.given_by(team.name)),
+        )
+        for team in placement.teams
+    }
+    actor, rollout = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
+    assert actor is not None, "every run trains an actor"
+    assert rollout is not None, "every run draws samples"
+    apart = rollout.name != actor.name
+    sglang = config.rollout.engine == "sglang"
+    settings = config.rollout.sglang
+    return System(
+        groups=config.data.batch_size,
+        samples=config.rollout.sampling.n,
+        prompt_tokens=config.data.max_prompt_tokens // 2,
+        max_staleness=config.async_.max_staleness,
+        flows=config.async_.order == "as_ready",
+        partial=config.async_.partial,
+        shares_tokens=config.placement.share == "tokens",
+        servers=settings.count if sglang else rollout.replicas,
+        server_devices=settings.tp_size if sglang else rollout.parallel.model_parallel_size,
+        slots=settings.max_concurrency if sglang else config.rollout.max_running,
+        train=teams[actor.name],
+        draw=teams[rollout.name] if apart else None,
+        others=tuple(team for name, team in teams.items() if name not in (actor.name, rollout.name)),
+        waits={id: tuple(up for up in graph.upstream(id) if home[up] != home[id]) for id in graph.order()},
+        draws=first,
+    )
