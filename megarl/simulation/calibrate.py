@@ -4,7 +4,7 @@ response_length/mean, /max   how long samples are (megarl.simulation.lengths)
 rollout in trace.json        seconds of a decoding step: what the slowest replica took, over what these lengths take
 timing_s/NODE                seconds of a node, as a line over the tokens of a replica where they follow them
 timing_s/weight_sync         a push of weights
-team/NAME/busy_s             less the nodes of the team: what it does besides
+team/NAME/busy_s             less the nodes of the team: what else it does
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.errors import DataError
 from megarl.recipes.build import build_task_graph
-from megarl.simulation.drawing import Drawing
+from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.lengths import Lengths
 from megarl.simulation.seconds import Line, Table
 from megarl.simulation.system import SimTeam, System, read_system
@@ -110,7 +110,7 @@ def _drawn(run_dir: Path, lines: Sequence[dict[str, Any]], node: str) -> list[fl
 
 def _makespan(system: System, lengths: Lengths, trial: int) -> float:
     """What the slowest replica takes for a step if a decoding step takes a second."""
-    servers = [Drawing(Table(Line(1.0)), system.slots, system.prompt_tokens) for _ in range(system.servers)]
+    servers = [ReplicaClock(Table(Line(1.0)), system.slots, system.prompt_tokens) for _ in range(system.servers)]
     for number, tokens in enumerate(lengths.draw((trial,), system.groups, system.samples)):
         servers[number % system.servers].add(number, tokens)
     return max(server.finish() for server in servers)

@@ -25,7 +25,7 @@ from megarl.errors import UserError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from megarl.simulation.study import Row
+    from megarl.simulation.study import StudyRow
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -90,7 +90,7 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
-def table(rows: Sequence[Row], recipe: str, run_dir: Path | None) -> Table:
+def table(rows: Sequence[StudyRow], recipe: str, run_dir: Path | None) -> Table:
     """A row per run; efficiency is tokens per second and device beside the first row of the same kind."""
     from rich.table import Table
 
@@ -101,7 +101,7 @@ def table(rows: Sequence[Row], recipe: str, run_dir: Path | None) -> Table:
     for column in (*columns, "wait", "push", "store", "age"):
         left = column == "what if"
         made.add_column(column, justify="left" if left else "right", no_wrap=not left, overflow="fold")
-    first: dict[str, Row] = {}
+    first: dict[str, StudyRow] = {}
     for row in rows:
         base, shares = first.setdefault(row.what, row), row.outcome.shares
         cells = [str(row.system.devices), str(row.system.servers), str(row.system.groups), f"{row.outcome.step_s:.3g}"]
@@ -111,7 +111,7 @@ def table(rows: Sequence[Row], recipe: str, run_dir: Path | None) -> Table:
     return made
 
 
-def verdicts(rows: Sequence[Row]) -> list[str]:
+def verdicts(rows: Sequence[StudyRow]) -> list[str]:
     """What breaks first where there are several numbers of devices, and what died."""
     from megarl.simulation.study import losses
 

@@ -18,7 +18,7 @@ class _Sample(NamedTuple):
     tokens: int
 
 
-class Drawing:
+class ReplicaClock:
     """Time passes by `advance` only; between two ends of samples all that run go on at one speed.
 
     Args:

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import simpy
 
-from megarl.simulation.drawing import Drawing
+from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.lengths import Lengths
-from megarl.simulation.outcome import Outcome
+from megarl.simulation.outcome import Simulated
 from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import SimTeam, System
 
@@ -62,8 +62,8 @@ class Simulation:
     ) -> None:
         self.system, self.seconds, self.lengths, self.steps, self.faults = system, seconds, lengths, steps, faults
         self.env = simpy.Environment()
-        self.outcome = Outcome()
-        self.servers = [Drawing(seconds, system.slots, system.prompt_tokens) for _ in range(system.servers)]
+        self.outcome = Simulated()
+        self.servers = [ReplicaClock(seconds, system.slots, system.prompt_tokens) for _ in range(system.servers)]
         self._rng, self._seed = random.Random(seed), seed
         self._coordinator = simpy.Resource(self.env)
         self._tokens: dict[int, int] = {}  # of groups that have begun: all samples, prompts included
@@ -73,7 +73,7 @@ class Simulation:
         self._nodes: defaultdict[str, float] = defaultdict(float)
         self._dead = [0, 0]
 
-    def run(self) -> Outcome:
+    def run(self) -> Simulated:
         """All steps."""
         from megarl.simulation.flowing import Flowing
         from megarl.simulation.ordered import Ordered
@@ -168,10 +168,10 @@ class Simulation:
     def _train(self, rules: Any) -> Steps:
         failure, saved = self.next_failure(self.system.train.devices), 0.0
         for step in range(1, self.steps + 1):
-            began = self.env.now
+            began = self.env.now - self._spent["push"]
             yield from rules.before_step(step)
             groups = yield from rules.samples(step)
-            self._spent["samples"] += self.env.now - began
+            self._spent["samples"] += self.env.now - self._spent["push"] - began
             yield from self.walk(self.system.train, groups, step)
             if self.env.now > failure:
                 self._dead[1] += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import simpy
 
-from megarl.simulation.drawing import Drawing
+from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.engine import Simulation, Steps, serve
 from megarl.store.core import GroupInfo
 from megarl.store.flow import Flow, FlowSettings
@@ -114,7 +114,7 @@ class Flowing:
 class _Replica:
     """See `megarl.runtime.flow.FlowSteps`."""
 
-    def __init__(self, rules: Flowing, drawing: Drawing) -> None:
+    def __init__(self, rules: Flowing, drawing: ReplicaClock) -> None:
         s = rules._s
         self._rules, self._drawing, self._s, self._env = rules, drawing, s, s.env
         self._samples = s.system.samples

@@ -29,7 +29,7 @@ class Shares(NamedTuple):
 
 
 @dataclass
-class Outcome:
+class Simulated:
     """A simulated run.
 
     Attributes:

@@ -14,7 +14,7 @@ from megarl.recipes.build import build_task_graph
 from megarl.simulation.calibrate import Calibration, calibrate
 from megarl.simulation.engine import Faults, Simulation
 from megarl.simulation.lengths import Lengths
-from megarl.simulation.outcome import Outcome
+from megarl.simulation.outcome import Simulated
 from megarl.simulation.planned import Assumptions, plan_seconds
 from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import System, read_system
@@ -23,7 +23,7 @@ RECIPE = "as it is"
 
 
 @dataclass(frozen=True)
-class Row:
+class StudyRow:
     """One simulated run.
 
     Attributes:
@@ -35,7 +35,7 @@ class Row:
 
     what: str
     system: System
-    outcome: Outcome
+    outcome: Simulated
     wall_s: float
 
     @property
@@ -70,7 +70,7 @@ class Study:
     steps: int = 100
     seed: int = 0
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[StudyRow]:
         """All of them: the recipe first, on all numbers of devices.
 
         Raises:
@@ -79,7 +79,7 @@ class Study:
         measured = None if self.run_dir is None else calibrate(self.run_dir)
         return [row for changed in [(), *self.what_if] for row in self._of(changed, measured)]
 
-    def _of(self, changed: Sequence[str], measured: Calibration | None) -> list[Row]:
+    def _of(self, changed: Sequence[str], measured: Calibration | None) -> list[StudyRow]:
         keys = [one for one in changed if "." in one.partition("=")[0]]
         named = [one for one in changed if one not in keys and one.partition("=")[0] != "async"]
         keys += [one for one in changed if one.partition("=")[0] == "async"]
@@ -105,7 +105,7 @@ class Study:
             )
             began = time.perf_counter()
             outcome = Simulation(scaled, seconds, lengths, self.steps, seed=self.seed, faults=faults).run()
-            rows.append(Row(" ".join(changed) or RECIPE, scaled, outcome, time.perf_counter() - began))
+            rows.append(StudyRow(" ".join(changed) or RECIPE, scaled, outcome, time.perf_counter() - began))
         return rows
 
 
@@ -120,7 +120,7 @@ def _pairs(texts: Sequence[str]) -> Mapping[str, str]:
     return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
-def losses(first: Row, row: Row) -> dict[str, float]:
+def losses(first: StudyRow, row: StudyRow) -> dict[str, float]:
     """Seconds of a step that `row` takes beyond what its devices would need if they were as good as those of `first`.
 
     By what takes them in the actor's team: its nodes, waiting for samples, new weights, and what is left.
@@ -132,13 +132,13 @@ def losses(first: Row, row: Row) -> dict[str, float]:
     return {name: now[name] - before[name] * ideal for name in now}
 
 
-def _parts(row: Row) -> dict[str, float]:
+def _parts(row: StudyRow) -> dict[str, float]:
     shares, step = row.outcome.shares, row.outcome.step_s
     parts = {"training": shares.training, "waiting for samples": shares.samples, "new weights": shares.push}
     return {name: share * step for name, share in parts.items()} | {"other": (1 - sum(parts.values())) * step}
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[StudyRow]) -> list[dict[str, Any]]:
     """Rows as plain data."""
     return [
         {

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.benchmarks.overlap.ideal import makespan
-from megarl.simulation.drawing import Drawing
+from megarl.simulation.drawing import ReplicaClock
 from megarl.simulation.seconds import Line, Table
 
 ONE = Table(Line(1.0))
@@ -15,7 +15,7 @@ GROUPS = st.lists(st.lists(st.integers(1, 9), min_size=2, max_size=2), min_size=
 
 
 def drawing(groups, slots, seconds=ONE):
-    made = Drawing(seconds, slots, prompt=10)
+    made = ReplicaClock(seconds, slots, prompt=10)
     for number, tokens in enumerate(groups):
         made.add(number, tokens)
     return made
