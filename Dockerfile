@@ -1,10 +1,10 @@
 # megarl on CPUs; the steps are those of `make` (README.md, "Start").
 #
 #   docker build -t megarl .
-#   docker run --rm -v "$PWD/runs:/work/runs" megarl train grpo_quickstart --dry-run
-#   docker run --rm --shm-size 2g -v "$PWD/runs:/work/runs" megarl train grpo_quickstart
+#   docker run --rm -v "$PWD/runs:/data/runs" megarl train grpo_quickstart --dry-run
+#   docker run --rm --shm-size 2g -v "$PWD/runs:/data/runs" megarl train grpo_quickstart
 #
-# Runs are written below /work, as the user 1000: let that user write to what is mounted there.
+# Runs are written below /data, as the user 1000: let that user write to what is mounted there.
 FROM python:3.11-slim-bookworm
 
 # Without a GPU: torch's CPU builds instead of several GB of CUDA libraries.
@@ -25,8 +25,8 @@ RUN python -m pip install "$(grep '^torch==' constraints.txt)"
 COPY . .
 RUN python -m pip install -c constraints.txt -e .
 
-RUN useradd --create-home --uid 1000 megarl && mkdir /work && chown megarl /work
+RUN useradd --create-home --uid 1000 megarl && mkdir /data && chown megarl /data
 USER 1000
-WORKDIR /work
+WORKDIR /data
 ENTRYPOINT ["megarl"]
 CMD ["doctor"]
