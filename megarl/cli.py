@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
-from megarl import __version__
+from megarl import __version__, cluster
 from megarl.benchmarks import algorithms, checkpoint, envs, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.credentials import mask
@@ -80,6 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
             )
         if name == "generate":
             job.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt of your own; may be repeated")
+    cluster.add_arguments(commands, _read_recipe)
     convert = commands.add_parser("convert", help="write a model or a checkpoint of a run as a Hugging Face folder")
     convert.add_argument(
         "source", metavar="SOURCE", type=Path, help="folder of a Hugging Face model or of a checkpoint of a run"
@@ -142,7 +143,7 @@ def _add_job(parser: argparse.ArgumentParser, job: str) -> None:
         + (" or, for the model of a run, its run folder" if job in ("eval", "generate") else ""),
     )
     parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="local", help="how processes start (default: local)")
+    parser.add_argument("--launcher", choices=LAUNCHERS, help="how processes start (default: launch.launcher)")
     more = "; one that holds a run is continued" if job in ("train", "sft") else ""
     text = f"the run folder, made when there is none{more} (default: a new one below tracking.dir)"
     parser.add_argument("--run-dir", type=Path, help=text)
@@ -193,7 +194,7 @@ def _dry_run(config: RunConfig, arguments: argparse.Namespace) -> int:
             rows.skip("rows", "these sources are read when the run starts")
     except UserError as error:
         rows.from_error("rows", error)
-    plan = make_plan(config, arguments.launcher, arguments.command, rows.items)
+    plan = make_plan(config, arguments.launcher or config.launch.launcher, arguments.command, rows.items)
     print(plan.text, flush=True)
     raise_problems(plan.problems)
     check_hub(config, arguments.command, ask=False)
@@ -209,7 +210,8 @@ def _job(arguments: argparse.Namespace) -> int:
     from megarl.dag.placement import settled
     from megarl.launchers.common import make_run_dir, process_of, run_workers
 
-    checked = validate(config, launcher=arguments.launcher, job=arguments.command)
+    launcher = arguments.launcher or config.launch.launcher
+    checked = validate(config, launcher=launcher, job=arguments.command)
     if arguments.command == "train" and checked.placement is not None:
         config = settled(config, checked.placement)
     check_hub(config, arguments.command, ask=True)
@@ -223,7 +225,7 @@ def _job(arguments: argparse.Namespace) -> int:
     run_dir = make_run_dir(config, arguments.run_dir, arguments.command)
     print(f"run folder: {run_dir}", flush=True)
     before = process_of(run_dir)
-    code = run_workers(arguments.launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
+    code = run_workers(launcher, JOBS[arguments.command][0], config, run_dir, checked.placement)
     begun = process_of(run_dir) != before  # else the start was refused, and what is in the folder is not its own
     if (
         arguments.command in ("train", "sft")
@@ -332,7 +334,7 @@ def _command_to_go_on(arguments: argparse.Namespace, run_dir: Path, resume: str,
     start, key = next_start(run_dir, resume, begun=begun)
     if key != resume:
         command.append(f"trainer.resume={key}")
-    if arguments.launcher != LAUNCHERS[0]:
+    if arguments.launcher is not None:
         command += ["--launcher", arguments.launcher]
     return f"{shlex.join([*command, '--run-dir', str(run_dir)])}\n            ({start})"
 

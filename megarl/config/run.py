@@ -11,6 +11,7 @@ from megarl.config.asynchrony import AsyncConfig
 from megarl.config.base import Section
 from megarl.config.correction import RolloutCorrectionConfig
 from megarl.config.data import DataConfig, RewardConfig
+from megarl.config.launch import LaunchConfig
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.placement import PlacementConfig
 from megarl.config.robot import RobotConfig
@@ -110,6 +111,7 @@ class RunConfig(Section):
     async_: AsyncConfig = Field(
         default_factory=AsyncConfig, alias="async", description="generation that runs ahead of training"
     )
+    launch: LaunchConfig = Field(default_factory=LaunchConfig, description="launcher and cluster")
     tracking: TrackingConfig = Field(default_factory=TrackingConfig, description="numbers")
 
     def longest_sequence(self) -> int:

@@ -112,6 +112,7 @@ EFFECTS: dict[str, Effect | Callable[[Plain, Plain], Effect]] = {
     STALENESS: _staleness,
     AHEAD_ORDER: None,
     "async.partial": None,
+    "launch": None,
     "tracking": None,
 }
 

@@ -473,7 +473,7 @@ def test_the_command_to_go_on_names_where_it_begins(tmp_path, resume, saved, beg
     if saved:
         (tmp_path / "checkpoints" / "step_3").mkdir(parents=True)
         (tmp_path / "checkpoints" / "step_3" / "meta.json").write_text("{}")
-    arguments = argparse.Namespace(command="train", recipe="r.yaml", overrides=[], launcher="local")
+    arguments = argparse.Namespace(command="train", recipe="r.yaml", overrides=[], launcher=None)
     text = cli._command_to_go_on(arguments, tmp_path, resume, begun=begun)
     assert advice in text
     assert ("trainer.resume=auto" in text) == (begun and (resume == "never" or (saved and resume != "auto")))

@@ -1,0 +1,180 @@
+"""Batch scripts of Slurm: pure text, nothing is asked and nothing started.
+
+    RUN_DIR/launch/job.sh       what sbatch takes: how many nodes, where they meet, srun of node.sh on each
+    RUN_DIR/launch/node.sh      one node: modules, environment, `megarl COMMAND recipe.yaml --run-dir RUN_DIR`
+    RUN_DIR/launch/recipe.yaml  the resolved recipe
+
+All values of a recipe that reach a shell go through `shlex.quote`; those in `#SBATCH` lines have no quotes in them:
+the configuration checks that.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.launch import SlurmConfig
+from megarl.config.run import RunConfig
+from megarl.errors import ConfigError
+
+JOB, NODE, RECIPE = "job.sh", "node.sh", "recipe.yaml"
+#: Ports of the first node where processes meet: one of these, by the number of the job.
+_PORTS = (20000, 10000)
+
+_MEET = """\
+# Where processes meet: the address that Slurm itself knows the first node by.
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+MASTER_ADDR=$(scontrol show node --oneliner "$head" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+"""
+_MEET_ON = """\
+# Where processes meet: the first node's address in the network {interface}.
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+MASTER_ADDR=$(srun --nodes=1 --ntasks=1 --nodelist="$head" ip -4 -oneline address show dev {interface} |
+  awk 'NR == 1 {{ sub("/.*", "", $4); print $4 }}')
+"""
+_MET = """\
+[ -n "$MASTER_ADDR" ] || {{ echo "megarl: no address of the first node, $head" >&2; exit 1; }}
+MASTER_PORT=$(({first} + SLURM_JOB_ID % {ports}))
+export MASTER_ADDR MASTER_PORT
+"""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is submitted.
+
+    Attributes:
+        config: of the run, with what the site's file says.
+        run_dir: its folder, which all nodes see.
+        command: train, sft or eval.
+        launcher: torchrun, or local on one node.
+        workdir: folder that relative paths of the recipe are in.
+    """
+
+    config: RunConfig
+    run_dir: Path
+    command: str
+    launcher: str
+    workdir: Path
+
+    @property
+    def slurm(self) -> SlurmConfig:
+        """The section `launch.slurm`."""
+        return self.config.launch.slurm
+
+    @property
+    def folder(self) -> Path:
+        """Where the scripts are."""
+        return self.run_dir / "launch"
+
+
+def job_script(job: Submission) -> str:
+    """What sbatch takes.
+
+    Raises:
+        ConfigError: a path that cannot stand in a `#SBATCH` line.
+    """
+    cluster = job.config.cluster
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
+    lines += [f"# {job.config.name}: {cluster.nproc} processes on {cluster.nnodes} nodes. By hand: sbatch {JOB}"]
+    lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}", ""]
+    text = "\n".join(lines)
+    if cluster.nnodes > 1:
+        meet = _MEET if job.slurm.interface is None else _MEET_ON.format(interface=shlex.quote(job.slurm.interface))
+        text += meet + _MET.format(first=_PORTS[0], ports=_PORTS[1]) + "\n"
+    return text + "\n".join([*_srun(job), ""])
+
+
+def node_script(job: Submission) -> str:
+    """What srun starts once on every node."""
+    slurm = job.slurm
+    lines = ["#!/bin/bash", f"# One node of {JOB}: its number is SLURM_NODEID.", "set -euo pipefail"]
+    lines += [f"cd {shlex.quote(str(job.workdir))}"]
+    lines += [f"module load {shlex.quote(module)}" for module in slurm.modules]
+    lines += slurm.setup
+    if slurm.interface is not None:
+        name = shlex.quote(slurm.interface)
+        lines += [f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()]
+    lines += ['export NODE_RANK="$SLURM_NODEID"']
+    python = slurm.python or ("python" if slurm.image is not None else sys.executable)
+    # -P: a folder `kernels` or `tests` of the current folder hides no package.
+    command = [python, "-P", "-m", "megarl", job.command, str(job.folder / RECIPE)]
+    command += ["--launcher", job.launcher, "--run-dir", str(job.run_dir)]
+    return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+
+
+def gpus_per_node(config: RunConfig) -> int:
+    """GPUs that a node is asked for."""
+    given = config.launch.slurm.gpus_per_node
+    if given is not None:
+        return given
+    return config.cluster.nproc // config.cluster.nnodes if config.cluster.device_memory_gb is not None else 0
+
+
+def _options(job: Submission) -> list[str]:
+    slurm, cluster = job.slurm, job.config.cluster
+    found = [f"--job-name={_name(job.config.name)}", f"--nodes={cluster.nnodes}", "--ntasks-per-node=1"]
+    if slurm.gres is not None:
+        found.append(f"--gres={_quoted(slurm.gres)}")
+    elif gpus := gpus_per_node(job.config):
+        found.append(f"--gpus-per-node={gpus}")
+    if slurm.cpus_per_node is not None:
+        found.append(f"--cpus-per-task={slurm.cpus_per_node}")
+    for key in ("partition", "account", "qos", "time", "constraint"):
+        value = getattr(slurm, key)
+        if value is not None:
+            found.append(f"--{key}={_quoted(value)}")
+    found.append(f"--chdir={_path(job.workdir)}")
+    found.append(f"--output={_path(job.folder)}/job-%j.txt")
+    return [*found, "--open-mode=append", *map(_option, slurm.options)]
+
+
+def _srun(job: Submission) -> list[str]:
+    slurm, node = job.slurm, f'"$run_dir/launch/{NODE}"'
+    options = ["--kill-on-bad-exit=1", f"--output={shlex.quote(_percent(job.folder) + '/job-%j.node-%n.txt')}"]
+    start = f"bash {node}"
+    if slurm.image is not None:
+        places = [f"{place}:{place}" for place in dict.fromkeys((str(job.run_dir), str(job.workdir)))]
+        mounts = ",".join([*places, *slurm.mounts])
+        if slurm.container == "apptainer":
+            nvidia = " --nv" if gpus_per_node(job.config) else ""
+            start = f"apptainer exec{nvidia} --bind {shlex.quote(mounts)} {shlex.quote(slurm.image)} {start}"
+        else:
+            options += [f"--container-image={shlex.quote(slurm.image)}", f"--container-mounts={shlex.quote(mounts)}"]
+    if slurm.cpus_per_node is not None:
+        options.append(f"--cpus-per-task={slurm.cpus_per_node}")  # srun does not take it from sbatch since Slurm 22.05
+    return [f"srun {' '.join(options)} \\", f"  {start}"]
+
+
+def _name(name: str) -> str:
+    """A job name that stands in a `#SBATCH` line as it is."""
+    return "".join(sign if sign.isascii() and (sign.isalnum() or sign in "_.-") else "-" for sign in name)[:64]
+
+
+def _option(text: str) -> str:
+    name, equals, value = text.partition("=")
+    return f"{name}={_quoted(value)}" if equals else text
+
+
+def _quoted(value: str) -> str:
+    return value if shlex.quote(value) == value else f'"{value}"'
+
+
+def _percent(path: Path) -> str:
+    return str(path).replace("%", "%%")
+
+
+def _path(path: Path) -> str:
+    """A path in a `#SBATCH` line; `%` begins a replacement there."""
+    text = str(path)
+    if len(text.splitlines()) != 1 or '"' in text or "\\" in text:
+        raise ConfigError(
+            "a path that cannot stand in a batch script",
+            where="--run-dir, tracking.dir, or the current folder",
+            found=text,
+            allowed='a path without ", \\ and line breaks',
+        )
+    return _quoted(_percent(path))

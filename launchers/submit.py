@@ -1,0 +1,163 @@
+"""Submits a run to Slurm, and asks Slurm about it.
+
+write_scripts    job.sh, node.sh, recipe.yaml in RUN_DIR/launch
+check_cluster    sbatch is here, the partition exists, and `sbatch --test-only` takes the script
+submit           -> number of the job, kept in RUN_DIR/launch/jobs.json
+state_of         of a job that waits, runs, or has ended
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.config.load import dump_config
+from megarl.errors import ConfigError, UnavailableError, UserError, close_matches
+from megarl.launchers.slurm import JOB, NODE, RECIPE, Submission, job_script, node_script
+from megarl.processes import write_atomically
+
+JOBS = "jobs.json"
+_ANSWER_S = 60.0
+#: What sbatch says, in lower case: the key that it is about.
+_ABOUT = {
+    "account": "launch.slurm.account",
+    "partition": "launch.slurm.partition",
+    "qos": "launch.slurm.qos",
+    "time limit": "launch.slurm.time",
+    "node count": "cluster.nnodes",
+    "node configuration": "cluster.nnodes, launch.slurm.gpus_per_node, gres, cpus_per_node or constraint",
+    "generic resource": "launch.slurm.gres",
+    "invalid feature": "launch.slurm.constraint",
+}
+#: States of jobs that have not ended.
+ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm says of a job.
+
+    Attributes:
+        name: as Slurm has it, `RUNNING`; `ENDED`: Slurm does not know it any more.
+        ran, limit: times as Slurm writes them.
+        nodes: their names, or why it waits in parentheses.
+    """
+
+    name: str
+    ran: str = ""
+    limit: str = ""
+    nodes: str = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.name in ACTIVE
+
+
+def write_scripts(job: Submission) -> Path:
+    """The files that the job needs; returns what sbatch takes."""
+    job.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(job.folder / RECIPE, dump_config(job.config))
+    write_atomically(job.folder / NODE, node_script(job))
+    write_atomically(job.folder / JOB, job_script(job))
+    return job.folder / JOB
+
+
+def check_cluster(job: Submission) -> None:
+    """What Slurm would refuse, before anything is written.
+
+    Raises:
+        UserError: Slurm is not here, does not answer, or refuses the job.
+    """
+    wanted = job.slurm.partition
+    partitions = sorted({line.rstrip("*") for line in _ask("sinfo", "--noheader", "--format=%R").split()})
+    if wanted is not None and not set(wanted.split(",")) <= set(partitions):
+        close = close_matches(wanted, partitions)
+        raise ConfigError(
+            "this cluster has no such partition",
+            where="launch.slurm.partition",
+            found=wanted,
+            allowed=partitions,
+            fix=f"did you mean {close[0]}?" if close else "",
+        )
+    _sbatch(job_script(job), "--test-only")
+
+
+def submit(job: Submission) -> str:
+    """Submit the script that `write_scripts` wrote; returns the job's number."""
+    number = _sbatch((job.folder / JOB).read_text(), "--parsable").strip().partition(";")[0]
+    told = {"job": number, "submitted": time.strftime("%Y-%m-%d %H:%M:%S"), "nodes": job.config.cluster.nnodes}
+    write_atomically(job.folder / JOBS, json.dumps([*jobs_of(job.run_dir), told], indent=1) + "\n")
+    return number
+
+
+def jobs_of(run_dir: Path) -> list[dict[str, object]]:
+    """The jobs that were submitted for a run folder, in order."""
+    file = run_dir / "launch" / JOBS
+    return list(json.loads(file.read_text())) if file.is_file() else []
+
+
+def state_of(number: str) -> JobState:
+    """What Slurm says of a job."""
+    try:
+        answer = _ask("squeue", "--noheader", "--states=all", f"--jobs={number}", "--format=%T|%M|%l|%R")
+    except UnavailableError as error:
+        if "invalid job id" in str(error).lower():
+            return JobState("ENDED")
+        raise
+    return JobState(*answer.strip().splitlines()[0].split("|", 3)) if answer.strip() else JobState("ENDED")
+
+
+def cancel(number: str) -> None:
+    """End a job."""
+    _ask("scancel", number)
+
+
+def _sbatch(script: str, *options: str) -> str:
+    """Hand a script to sbatch."""
+    _require("sbatch")
+    done = subprocess.run(
+        ["sbatch", *options], input=script, capture_output=True, text=True, timeout=_ANSWER_S, check=False
+    )
+    if done.returncode == 0:
+        return done.stdout
+    lines = [line.removeprefix("sbatch: error: ") for line in done.stderr.splitlines()]
+    said = "; ".join(line for line in lines if line) or f"exit code {done.returncode}"
+    where = next((key for word, key in _ABOUT.items() if word in said.lower()), "sbatch")
+    raise ConfigError(f"Slurm refuses the job: {said}", where=where, fix="sinfo shows partitions, limits and nodes")
+
+
+def _ask(program: str, *arguments: str) -> str:
+    _require(program)
+    try:
+        done = subprocess.run(
+            [program, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_ANSWER_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"Slurm gives no answer within {_ANSWER_S:.0f} s", where=program) from error
+    if done.returncode:
+        raise UnavailableError(f"Slurm does not answer: {done.stderr.strip()}", where=_told(program, arguments))
+    return done.stdout
+
+
+def _told(program: str, arguments: Sequence[str]) -> str:
+    return " ".join([program, *arguments])
+
+
+def _require(program: str) -> None:
+    if shutil.which(program) is None:
+        raise UserError(
+            "Slurm's commands are not on this machine",
+            where=program,
+            fix="run this where sbatch works (a login node of the cluster); --dry-run shows the script anywhere",
+        )

@@ -1,0 +1,200 @@
+"""`megarl launch`, `status`, `logs` and `cancel`: runs as batch jobs of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from megarl.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+
+_LOOK_S = 0.5
+_TAIL = 20  # lines that `megarl logs` begins with
+
+
+def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], RunConfig]) -> None:
+    """The commands' arguments.
+
+    Args:
+        commands: of the program's parser.
+        read_recipe: makes the configuration of recipe and overrides.
+    """
+    launch = commands.add_parser(
+        "launch",
+        help="submit a run to a cluster",
+        description="Write the batch script of a run to its folder, and submit it. What belongs to the site stands in "
+        "~/.config/megarl/clusters.yaml (docs/launching.md).",
+    )
+    launch.add_argument("recipe", metavar="RECIPE", help="a recipe file or the name of a shipped one")
+    launch.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
+    launch.add_argument("--slurm", action="store_true", required=True, help="by sbatch")
+    launch.add_argument("--job", choices=("train", "sft", "eval"), default="train", help="command (default: train)")
+    launch.add_argument("--launcher", choices=("local", "torchrun", "ray"), help="default: launch.launcher")
+    launch.add_argument("--run-dir", type=Path, help="run folder that all nodes see; one that holds a run is continued")
+    launch.add_argument("--dry-run", action="store_true", help="print the scripts and what is wrong; submit nothing")
+    launch.set_defaults(run=lambda arguments: _launch(arguments, read_recipe(arguments)))
+    for name, run, text in (
+        ("status", _status, "show how a submitted run stands"),
+        ("logs", _logs, "show what a run prints"),
+        ("cancel", _cancel, "end the job of a submitted run; it can be continued"),
+    ):
+        parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="run folder")
+        if name == "logs":
+            parser.add_argument("-f", "--follow", action="store_true", help="until the run ends")
+        parser.set_defaults(run=run)
+
+
+def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
+    from megarl.checks.recipe import check_config
+    from megarl.config.base import raise_problems
+    from megarl.launchers.common import make_run_dir
+    from megarl.launchers.site import with_site
+    from megarl.launchers.slurm import Submission, job_script, node_script
+    from megarl.launchers.submit import check_cluster, submit, write_scripts
+
+    config = with_site(config)
+    launcher = _launcher(arguments.launcher or config.launch.launcher, config)
+    # This machine is not one of the job's, so nothing is asked of its devices.
+    checked = check_config(config, launcher=launcher, job=arguments.job, machine=None)
+    raise_problems([check.problem() for check in checked.items if check.status == "fail"])
+    parent = Path(config.tracking.dir) / config.name
+    run_dir = (arguments.run_dir or parent / "STAMP").resolve()
+    job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
+    if arguments.dry_run:
+        print(
+            f"== launch/job.sh ==\n{job_script(job)}\n== launch/node.sh ==\n{node_script(job)}\nNothing was submitted."
+        )
+        return 0
+    check_cluster(job)
+    run_dir = make_run_dir(config, arguments.run_dir, arguments.job)
+    if (active := _active_job(run_dir)) is not None:
+        raise UserError(
+            "this run has a job that has not ended",
+            where="--run-dir",
+            found=f"job {active[0]}, {active[1]}",
+            fix=f"wait for it, or megarl cancel {run_dir}",
+        )
+    job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
+    write_scripts(job)
+    print(f"run folder: {run_dir}\njob: {submit(job)}")
+    print(f"  megarl status {run_dir}\n  megarl logs -f {run_dir}\n  megarl cancel {run_dir}")
+    return 0
+
+
+def _launcher(name: str, config: RunConfig) -> str:
+    if name == "ray":
+        raise ConfigError(
+            "batch jobs do not start a Ray cluster yet",
+            where="launch.launcher",
+            found=name,
+            allowed=("torchrun", "local"),
+            fix="start Ray by hand in the job, see docs/launching.md",
+        )
+    return "torchrun" if config.cluster.nnodes > 1 and name == "local" else name
+
+
+def _active_job(run_dir: Path) -> tuple[str, str] | None:
+    from megarl.launchers.submit import jobs_of, state_of
+
+    for told in reversed(jobs_of(run_dir)):
+        number = str(told["job"])
+        state = state_of(number)
+        if state.active:
+            return number, state.name
+    return None
+
+
+def _submitted(run_dir: Path) -> list[dict[str, object]]:
+    from megarl.launchers.submit import jobs_of
+
+    jobs = jobs_of(run_dir)
+    if not jobs:
+        raise UserError(
+            "no job was submitted for this folder",
+            where="RUN_DIR",
+            found=str(run_dir),
+            allowed="a run folder that megarl launch has made",
+        )
+    return jobs
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from megarl.launchers.submit import state_of
+
+    run_dir = arguments.run_dir.resolve()
+    table = Table(title=str(run_dir))
+    for column in ("job", "submitted", "state", "ran", "limit", "nodes"):
+        table.add_column(column)
+    for told in _submitted(run_dir):
+        state = state_of(str(told["job"]))
+        cells = (state.name, state.ran, state.limit, state.nodes or str(told["nodes"]))
+        table.add_row(str(told["job"]), str(told["submitted"]), *cells)
+    Console().print(table)
+    print(f"run: {_run_text(run_dir)}")
+    return 0
+
+
+def _run_text(run_dir: Path) -> str:
+    """How far the run itself says it is."""
+    record = run_dir / "run.json"
+    if not record.is_file():
+        return "not begun"
+    run = json.loads(record.read_text())
+    steps = run["config"]["trainer"]["steps"]
+    done = last_step(run_dir)
+    return f"{run['status']}, step {done} of {steps}" if done is not None else f"{run['status']}, before step 1"
+
+
+def last_step(run_dir: Path) -> int | None:
+    """The last training step in metrics.jsonl; None: there is none."""
+    from megarl.artifacts.jsonl import read_jsonl
+
+    steps = [line["step"] for line in read_jsonl(run_dir / "metrics.jsonl") if line.get("stage") == "train"]
+    return steps[-1] if steps else None
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    from megarl.launchers.submit import cancel
+
+    run_dir = arguments.run_dir.resolve()
+    _submitted(run_dir)
+    active = _active_job(run_dir)
+    if active is None:
+        print("no job of this run waits or runs")
+        return 0
+    cancel(active[0])
+    print(f"job {active[0]} is ending; to go on: megarl launch RECIPE --slurm --run-dir {run_dir}")
+    return 0
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    run_dir = arguments.run_dir.resolve()
+    jobs = _submitted(run_dir)
+    number = str(jobs[-1]["job"])
+    files: dict[Path, IO[str]] = {}
+    while True:
+        over = not arguments.follow or _active_job(run_dir) is None  # asked before reading: the last lines are shown
+        for file in [run_dir / "log.txt", *sorted((run_dir / "launch").glob(f"job-{number}.*txt"))]:
+            if file not in files and file.is_file():
+                files[file] = file.open(encoding="utf-8", errors="replace")
+                text = files[file].read().splitlines(keepends=True)[-_TAIL:]
+            else:
+                text = [files[file].read()] if file in files else []
+            if "".join(text).strip() and len(files) > 1:
+                print(f"-- {file.name}")
+            sys.stdout.write("".join(text))
+        sys.stdout.flush()
+        if over:
+            return 0
+        time.sleep(_LOOK_S)

@@ -1,0 +1,268 @@
+"""Batch scripts of Slurm as text: a golden file, shellcheck, values that come through a shell unchanged, refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megarl import cli
+from megarl.config.launch import LaunchConfig, SlurmConfig
+from megarl.config.load import load_config
+from megarl.config.run import ClusterConfig, RunConfig
+from megarl.errors import ConfigError, UserError
+from megarl.launchers import slurm, submit
+from megarl.launchers.site import with_site
+from megarl.launchers.slurm import Submission, job_script, node_script
+
+GOLDEN = Path(__file__).parent / "golden"
+FULL = SlurmConfig(
+    partition="gpu",
+    account="team-a",
+    qos="long",
+    time="1-00:00:00",
+    constraint="h100&ib",
+    gres="gpu:h100:4",
+    cpus_per_node=96,
+    options=["--exclusive", "--comment=a b"],
+    modules=["cuda/13.0"],
+    setup=["source /shared/venv/bin/activate"],
+    environment={"HF_HOME": "/shared/hf cache"},
+    interface="ib0",
+    image="docker://registry.example/megarl:1",
+    mounts=["/data:/data"],
+)
+
+
+def submission(section: SlurmConfig, folder: Path = Path("/shared/runs/a run"), nnodes: int = 2) -> Submission:
+    cluster = ClusterConfig(nproc=2 * nnodes, nnodes=nnodes)
+    config = RunConfig(name="a run!", cluster=cluster, launch=LaunchConfig(slurm=section))
+    return Submission(config, folder, "train", "torchrun", Path("/home/me/my work"))
+
+
+def shellcheck(text: str) -> None:
+    program = shutil.which("shellcheck")
+    if program is None:
+        pytest.skip("shellcheck is not installed (Debian's package of that name)")
+    # SC1091: files that are sourced are on the cluster.
+    done = subprocess.run([program, "--exclude=SC1091", "-"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", ["job.sh", "node.sh"])
+def test_the_scripts_of_the_recipe_for_32_gpus(name, monkeypatch):
+    monkeypatch.setattr(slurm.sys, "executable", "/shared/venv/bin/python")
+    config = load_config("grpo_qwen3_30b_a3b_32gpu", ["launch.slurm.partition=gpu", "launch.slurm.time=12:00:00"])
+    run_dir = Path("/shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000")
+    job = Submission(config, run_dir, "train", config.launch.launcher, Path("/shared/work"))
+    text = {"job.sh": job_script, "node.sh": node_script}[name](job)
+    assert text == (GOLDEN / f"grpo_qwen3_30b_a3b_32gpu.{name}").read_text()
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+@pytest.mark.parametrize("container", [None, "pyxis", "apptainer"])
+def test_shellcheck_finds_nothing(nnodes, container):
+    section = FULL if container else FULL.model_copy(update={"image": None, "interface": None})
+    job = submission(section.model_copy(update={"container": container}), nnodes=nnodes)
+    shellcheck(job_script(job))
+    shellcheck(node_script(job))
+
+
+def test_what_the_section_says_is_in_the_script():
+    text = job_script(submission(FULL))
+    for line in (
+        "#SBATCH --job-name=a-run-", "#SBATCH --partition=gpu", "#SBATCH --account=team-a", "#SBATCH --qos=long",
+        "#SBATCH --time=1-00:00:00", '#SBATCH --constraint="h100&ib"', "#SBATCH --gres=gpu:h100:4",
+        "#SBATCH --cpus-per-task=96", "#SBATCH --exclusive", '#SBATCH --comment="a b"',
+        '#SBATCH --chdir="/home/me/my work"', '#SBATCH --output="/shared/runs/a run/launch"/job-%j.txt',
+    ):  # fmt: skip
+        assert line in text.splitlines()
+    assert (
+        "--container-mounts='/shared/runs/a run:/shared/runs/a run,/home/me/my work:/home/me/my work,/data:/data'"
+        in text
+    )
+    assert "--gpus-per-node" not in text
+    apptainer = job_script(submission(FULL.model_copy(update={"container": "apptainer"})))
+    assert "apptainer exec --bind" in apptainer
+
+
+def test_gpus_are_those_of_the_processes_where_the_recipe_is_for_gpus():
+    def asked(section: SlurmConfig, **cluster: object) -> int:
+        return slurm.gpus_per_node(
+            RunConfig(
+                name="x", cluster=ClusterConfig(nproc=16, nnodes=2, **cluster), launch=LaunchConfig(slurm=section)
+            )
+        )
+
+    assert asked(SlurmConfig()) == 0
+    assert asked(SlurmConfig(), device_memory_gb=80) == 8
+    assert asked(SlurmConfig(gpus_per_node=4), device_memory_gb=80) == 4
+
+
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=30)
+
+
+@given(
+    st.dictionaries(st.from_regex(r"X_[A-Z]{1,8}", fullmatch=True), TEXT, max_size=3),
+    st.text(st.sampled_from("a '$`%&!#*;(){}|<>\t~é"), min_size=1, max_size=12),
+)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_values_come_through_a_real_shell(tmp_path, environment, name):
+    seen, folder = tmp_path / "seen.json", tmp_path / "f" / name.strip() / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    program = tmp_path / "it's python"
+    program.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        f"json.dump([sys.argv[1:], os.getcwd(), dict(os.environ)], open({str(seen)!r}, 'w'))\n"
+    )
+    program.chmod(0o755)
+    section = SlurmConfig(environment=environment, python=str(program), setup=["true"])
+    config = RunConfig(name="x", cluster=ClusterConfig(nproc=2), launch=LaunchConfig(slurm=section))
+    job = Submission(config, folder, "train", "torchrun", folder)
+    script = submit.write_scripts(job)
+    # srun starts what comes after its options; sbatch starts the script.
+    (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    (tmp_path / "srun").chmod(0o755)
+    outside = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NODEID": "0", "LC_ALL": "C.UTF-8"}
+    subprocess.run(["bash", script], env=outside, check=True)
+    arguments, where, found = json.loads(seen.read_text())
+    recipe = folder / "launch" / "recipe.yaml"
+    expected = ["-P", "-m", "megarl", "train", str(recipe), "--launcher", "torchrun", "--run-dir", str(folder)]
+    assert arguments == expected
+    assert where == str(folder)
+    assert {key: found[key] for key in environment} == environment
+
+
+@given(TEXT)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_values_of_the_recipe_come_through_its_file(tmp_path, text):
+    config = RunConfig(name="x", data={"format_prompt": text}, env={"name": "single_turn", "on_error": text})
+    job = Submission(config, tmp_path, "train", "torchrun", tmp_path)
+    submit.write_scripts(job)
+    assert load_config(tmp_path / "launch" / "recipe.yaml") == config
+
+
+@pytest.mark.parametrize("path", ['/runs/a"b', "/runs/a\nb", "/runs/a\\b"])
+def test_paths_that_cannot_stand_in_a_script_are_refused(path):
+    with pytest.raises(ConfigError, match="cannot stand in a batch script"):
+        job_script(submission(SlurmConfig(), Path(path)))
+
+
+@pytest.mark.parametrize(
+    "values", ["{partition: a b}", "{time: tomorrow}", "{environment: {a b: c}}", "{options: ['a\"b']}", "{gpus: 1}"]
+)
+def test_wrong_values_are_refused_with_their_key(values):
+    with pytest.raises(ConfigError, match=r"launch\.slurm\."):
+        load_config("grpo_quickstart", [f"launch.slurm={values}"])
+
+
+# -- the site's file ----------------------------------------------------------------------------------------------
+
+
+def test_the_site_fills_what_the_recipe_leaves_open(tmp_path, monkeypatch):
+    file = tmp_path / "clusters.yaml"
+    monkeypatch.setenv("MEGARL_CLUSTERS", str(file))
+    config = load_config("grpo_quickstart", ["launch.slurm={partition: mine, environment: {A: '1'}}"])
+    assert with_site(config) is config
+    file.write_text("alps: {partition: theirs, account: a1, environment: {A: '2', B: '3'}}\n")
+    slurm_ = with_site(config).launch.slurm
+    assert (slurm_.partition, slurm_.account, slurm_.environment) == ("mine", "a1", {"A": "1", "B": "3"})
+    file.write_text("alps: {account: a1}\nother: {account: b1}\n")
+    assert with_site(config) is config  # which of them, nobody says
+    named = load_config("grpo_quickstart", ["launch.cluster=other"])
+    assert with_site(named).launch.slurm.account == "b1"
+    with pytest.raises(ConfigError, match=r"launch\.cluster: there is no such cluster(?s:.*)alps, other"):
+        with_site(load_config("grpo_quickstart", ["launch.cluster=third"]))
+    file.write_text("alps: {acount: a1}\n")
+    with pytest.raises(ConfigError, match=r"clusters\.yaml: alps\.acount"):
+        with_site(config)
+
+
+# -- what Slurm says, by stand-ins of its commands: tests/launchers/test_slurm_real.py has the real ones --------------
+
+
+def commands(folder: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for name, script in scripts.items():
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod((folder / name).stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.setattr(submit.shutil, "which", lambda name: str(folder / name) if (folder / name).exists() else None)
+
+
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ("Invalid account or account/partition combination specified", "launch.slurm.account"),
+        ("Requested time limit is invalid (missing or exceeds some limit)", "launch.slurm.time"),
+        ("Requested node configuration is not available", "cluster.nnodes"),
+        ("Invalid qos specification", "launch.slurm.qos"),
+    ],
+)
+def test_what_slurm_refuses_is_told_with_its_key(tmp_path, monkeypatch, said, key):
+    refuse = f"echo 'sbatch: error: Batch job submission failed: {said}' >&2; exit 1"
+    commands(tmp_path / "bin", monkeypatch, sinfo="echo 'gpu*'", sbatch=refuse)
+    with pytest.raises(ConfigError) as error:
+        submit.check_cluster(submission(SlurmConfig(partition="gpu")))
+    assert said in str(error.value)
+    assert str(error.value).startswith(key)
+
+
+def test_a_wrong_partition_and_a_missing_slurm_are_told(tmp_path, monkeypatch):
+    commands(tmp_path / "bin", monkeypatch, sinfo="printf 'gpu*\\ncpu\\n'", sbatch="exit 3")
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.partition(?s:.*)cpu, gpu(?s:.*)did you mean gpu"):
+        submit.check_cluster(submission(SlurmConfig(partition="gpus")))
+    commands(tmp_path / "none", monkeypatch)
+    with pytest.raises(UserError, match="not on this machine"):
+        submit.check_cluster(submission(SlurmConfig()))
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_submitted(tmp_path, monkeypatch, capsys):
+    said = tmp_path / "submitted"
+    commands(tmp_path / "bin", monkeypatch, sinfo="echo gpu", sbatch=f'[ "$1" = --test-only ] || touch {said}; echo 7')
+    (tmp_path / "file").touch()
+    arguments = ["launch", "grpo_quickstart", "--slurm", "--run-dir", str(tmp_path / "file" / "run")]
+    assert cli.main(arguments) == 2
+    assert "--run-dir" in capsys.readouterr().err
+    assert not said.exists()
+
+
+def test_a_run_is_submitted_followed_and_ended(tmp_path, monkeypatch, capsys):
+    run_dir, log = tmp_path / "run", tmp_path / "asked"
+    commands(
+        tmp_path / "bin", monkeypatch, sinfo="echo gpu", sbatch='[ "$1" = --test-only ] || echo 7',
+        scancel=f"echo $1 >> {log}",
+        squeue=f"[ -e {log} ] && {{ echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1; }}; "
+        "echo 'RUNNING|1:00|10:00|n[1-2]'",
+    )  # fmt: skip
+    arguments = ["launch", "grpo_quickstart", "--slurm", "launch.slurm.partition=gpu", "--run-dir", str(run_dir)]
+    assert cli.main([*arguments, "--dry-run"]) == 0
+    assert "#SBATCH --partition=gpu" in capsys.readouterr().out
+    assert not run_dir.exists()
+    assert cli.main(arguments) == 0
+    assert "job: 7" in capsys.readouterr().out
+    assert cli.main(arguments) == 2  # it runs
+    assert "job 7, RUNNING" in capsys.readouterr().err
+    (run_dir / "log.txt").write_text("".join(f"line {n}\n" for n in range(50)))
+    assert cli.main(["logs", str(run_dir)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "line 49"
+    record = {"status": "running", "config": {"trainer": {"steps": 20}}}
+    (run_dir / "run.json").write_text(json.dumps(record))
+    (run_dir / "metrics.jsonl").write_text('{"step": 3, "stage": "train"}\n')
+    assert cli.main(["status", str(run_dir)]) == 0
+    shown = capsys.readouterr().out
+    assert "RUNNING" in shown
+    assert "running, step 3 of 20" in shown
+    assert cli.main(["cancel", str(run_dir)]) == 0
+    assert log.read_text() == "7\n"
+    assert cli.main(["cancel", str(run_dir)]) == 0
+    assert "no job" in capsys.readouterr().out
+    assert cli.main(["status", str(tmp_path)]) == 2

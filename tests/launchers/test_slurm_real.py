@@ -1,0 +1,103 @@
+"""`megarl launch` on a real Slurm with two virtual nodes on this machine."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.cluster import last_step
+from megarl.launchers.submit import jobs_of, state_of
+from tests.launchers import slurm_cluster
+from tests.runtime import harness
+
+pytestmark = [
+    pytest.mark.procs,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing()),
+]
+STEPS = 20
+FEW = (f"trainer.steps={STEPS}", "trainer.save_every=5", "validation.every=10", "sft.steps=0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def conf(tmp_path_factory):
+    with (
+        slurm_cluster.cluster(tmp_path_factory.mktemp("slurm") / "cluster") as file,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("SLURM_CONF", str(file))
+        patch.setenv("MEGARL_CLUSTERS", str(file.parent / "none.yaml"))
+        yield file
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return harness.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+@pytest.fixture(scope="module")
+def local(recipe, tmp_path_factory):
+    return harness.train(recipe, tmp_path_factory.mktemp("local") / "run", *FEW)
+
+
+def launch(recipe: Path, run_dir: Path, *keys: str) -> int:
+    arguments = ["launch", str(recipe), "--slurm", *FEW, "cluster.nnodes=2", "launch.slurm.partition=debug", *keys]
+    return cli.main([*arguments, "--run-dir", str(run_dir)])
+
+
+def wait(until, what: str, seconds: float = 200) -> None:
+    end = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < end, f"no {what} within {seconds} s"
+        time.sleep(0.3)
+
+
+def said(run_dir: Path) -> str:
+    files = [*(run_dir / "launch").glob("job-*.txt"), run_dir / "log.txt"]
+    return "\n".join(f"{file.name}: {file.read_text()[-3000:]}" for file in files if file.is_file())
+
+
+def test_two_nodes_have_the_metrics_of_the_local_launcher(recipe, local, tmp_path, capsys):
+    run_dir = tmp_path / "a run"
+    assert launch(recipe, run_dir, "launch.launcher=torchrun") == 0
+    assert cli.main(["logs", "-f", str(run_dir)]) == 0  # until the job ends
+    (job,) = jobs_of(run_dir)
+    assert state_of(str(job["job"])).name == "COMPLETED", said(run_dir)
+    assert harness.metrics(run_dir) == local
+    assert len(list((run_dir / "launch").glob("job-*.node-?.txt"))) == 2
+    capsys.readouterr()
+    assert cli.main(["status", str(run_dir)]) == 0
+    assert f"finished, step {STEPS} of {STEPS}" in capsys.readouterr().out
+
+
+def test_a_cancelled_run_goes_on_in_its_next_job(recipe, local, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    assert launch(recipe, run_dir) == 0
+    wait(lambda: (run_dir / "metrics.jsonl").is_file() and (last_step(run_dir) or 0) > 5, "sixth step")
+    assert cli.main(["cancel", str(run_dir)]) == 0
+    number = str(jobs_of(run_dir)[0]["job"])
+    wait(lambda: not state_of(number).active, "end of the job")
+    assert last_step(run_dir) < STEPS
+    assert launch(recipe, run_dir) == 0
+    wait(lambda: not state_of(str(jobs_of(run_dir)[1]["job"])).active, "end of the second job")
+    assert harness.metrics(run_dir) == local, said(run_dir)
+    capsys.readouterr()
+    assert cli.main(["status", str(run_dir)]) == 0
+    assert "CANCELLED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["launch.slurm.partition=debg"], "did you mean debug?"),
+        (["cluster.nnodes=4", "cluster.nproc=4"], "cluster.nnodes"),
+        (["launch.slurm.time=99-0"], "launch.slurm.time"),
+    ],
+)
+def test_what_the_cluster_does_not_have_is_refused_before_anything_is_written(recipe, tmp_path, capsys, keys, expected):
+    assert launch(recipe, tmp_path / "run", *keys) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
