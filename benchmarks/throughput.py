@@ -9,6 +9,12 @@ Case S: 2.4M parameters, 32 prompts x 8 samples, at most 16 new tokens. Case M: 
 exactly 256 new tokens, one update. Each is a real run of `megarl train` in processes of its own; the first step is not
 counted. The floor is the time of only the model's matrix products at the rate that a large product reaches on all
 cores (or GPUs). Numbers mean something only while nothing else runs.
+
+    megarl bench --compare                             # rounds, beside the last ones and the baseline of the history
+    megarl bench --compare --set-baseline              # later ones are held against this one
+    megarl bench --compare --base main --rounds 10     # this tree and a commit in turn: the sharpest comparison
+
+Exit code 1 of --compare: a case is slower beyond the noise that was measured.
 """
 
 from __future__ import annotations
@@ -20,6 +26,7 @@ from megarl.errors import UserError
 
 CASES = ("S", "M")
 RESULTS = Path("benchmarks/results")
+HISTORY = Path("benchmarks/history.jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,8 +55,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `megarl bench --compare`, see megarl.benchmarks.history."""
+    parser.add_argument("--compare", action="store_true", help="measure in rounds, and beside the history (see above)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of --compare (default: 5)")
+    parser.add_argument("--base", metavar="COMMIT", help="with --compare: measure this commit in turn with the tree")
+    parser.add_argument("--set-baseline", action="store_true", help="later comparisons are held against this one")
+    parser.add_argument(
+        "--history", type=Path, metavar="PATH", default=HISTORY, help=f"JSON lines of --compare (default: {HISTORY})"
+    )
+    parser.add_argument("--page", type=Path, metavar="PATH", help="page of --compare (default: beside the history)")
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show, and save; returns the exit code."""
+    if arguments.compare:
+        from megarl.benchmarks.history import compare
+
+        return compare(arguments)
     from rich.console import Console
 
     from megarl.benchmarks.measure import run_case

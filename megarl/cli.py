@@ -103,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     throughput.add_arguments(bench)
+    throughput.add_compare_arguments(bench)
     algorithms.add_arguments(bench)
     sync_bench.add_arguments(bench)
     envs.add_arguments(bench)

@@ -23,7 +23,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from golden import BASE, package_of
+from golden import BASE
+
+from megarl.benchmarks.sources import package_of
 
 LIMIT = 1.02
 DRAWS = 10_000

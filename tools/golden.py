@@ -11,7 +11,6 @@ What measures time, speed or memory is left out: see `measures_the_machine`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -19,18 +18,17 @@ import os
 import platform
 import random
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megarl.benchmarks.sources import package_of
+
 ROOT = Path(__file__).resolve().parents[1]
 BASE = "4ea36e5"
-SOURCES = ("megarl", "benchmarks", "kernels", "launchers", "recipes")
 # The base's name of a metric or recipe -> its name now.
 RENAMED: dict[str, str] = {}
 
@@ -146,24 +144,6 @@ def write_expressions(folder: Path) -> None:
         values = [(f"{a}{op}{b}", a + b if op == "+" else a * b) for a, op, b in pairs]
         rows = [{"question": "", "answer": f"<<{text}={value}>>"} for text, value in values]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-@contextlib.contextmanager
-def package_of(commit: str | None) -> Iterator[Path]:
-    """A folder in which `megarl` is the package of a commit, or of the present tree, whole as it is installed."""
-    with tempfile.TemporaryDirectory(prefix="golden") as name:
-        folder, tree = Path(name), ROOT
-        try:
-            if commit is not None:
-                tree = folder / "worktree"
-                _git("worktree", "add", "--detach", str(tree), commit)
-            for source in SOURCES:
-                target = folder / "view" / ("" if source == "megarl" else "megarl") / source
-                shutil.copytree(tree / source, target, ignore=shutil.ignore_patterns("__pycache__"))
-            yield folder / "view"
-        finally:
-            if tree != ROOT:
-                _git("worktree", "remove", "--force", str(tree))
 
 
 def numbers_of_base(commit: str, cases: list[str]) -> dict[str, list[Line]]:

@@ -1,0 +1,127 @@
+"""The history of `megarl bench --compare` as one HTML page that needs no network."""
+
+from __future__ import annotations
+
+import html
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megarl.benchmarks.noise import Judged
+
+_WIDTH, _ROW, _LEFT, _RIGHT = 720, 22, 150, 110
+_STYLE = "body{font:14px sans-serif;margin:2em;max-width:60em}table{border-collapse:collapse}td,th{padding:2px 10px}"
+_BAR, _THEN, _FLOOR = "#2471a3", "#b0b0b0", "#c0392b"
+_KIND = ("case", "dtype", "overrides", "host")
+
+
+def page(history: Sequence[Mapping[str, Any]], found: Sequence[tuple[Mapping[str, Any], Mapping[str, Judged]]]) -> str:
+    """The page.
+
+    Args:
+        history: all lines, those of `found` at the end.
+        found: the lines of this session, and how they compare.
+    """
+    parts = ["<!doctype html><meta charset='utf-8'><title>megarl bench</title>", f"<style>{_STYLE}</style>"]
+    parts.append("<h1>megarl bench</h1>")
+    for made, judged in found:
+        kind = [one for one in history if all(one[name] == made[name] for name in _KIND)]
+        same = [one for one in kind if one["layout"] == made["layout"] and one["metric"] == made["metric"]]
+        parts += [_head(made), _verdicts(judged), "<h3>Phases</h3>", _bars(made, same[-2] if len(same) > 1 else None)]
+        parts += ["<h3>Scaling</h3>", _scaling(kind), "<h3>History</h3>", _history(same)]
+    return "\n".join(parts) + "\n"
+
+
+def _head(made: Mapping[str, Any]) -> str:
+    text = f"{made['case']} {made['dtype']} on {made['host']}, commit {made['commit']}{'+' * made['changed']}"
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    return f"<h2>{html.escape(text)}</h2><p>{html.escape(versions)}</p>"
+
+
+def _verdicts(judged: Mapping[str, Judged]) -> str:
+    rows = ["<tr><th>beside<th>ratio<th>99%<th>limit<th></tr>"]
+    for name, one in judged.items():
+        verdict = "slower" if one.slower else "faster" if one.faster else "the same"
+        cells = [html.escape(name), f"{one.ratio:.3f}", f"{one.low:.3f} to {one.high:.3f}", f"{one.limit:.3f}", verdict]
+        rows.append("<tr><td>" + "<td>".join(cells) + "</tr>")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _svg(height: float, parts: Sequence[str]) -> str:
+    opened = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" font-size="12">'
+    return "\n".join([opened, *parts, "</svg>"])
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(text)}</text>'
+
+
+def _phases(made: Mapping[str, Any]) -> dict[str, float]:
+    """Median over rounds of the wall seconds of every phase, and of the step."""
+    rounds = made["rounds"]
+    names = rounds[0]["phases"]
+    found = {name: statistics.median(one["phases"].get(name, 0.0) for one in rounds) for name in names}
+    return found | {"step": statistics.median(one["wall_s"] for one in rounds)}
+
+
+def _bars(made: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    """A bar per phase, the line before in grey below it, and the floor of the step as a line."""
+    now, then = _phases(made), {} if before is None else _phases(before)
+    most = max([*now.values(), *then.values(), made["floor_s"]])
+    scale = (_WIDTH - _LEFT - _RIGHT) / most
+    parts = []
+    for number, (name, seconds) in enumerate(now.items()):
+        y = number * _ROW
+        parts.append(_text(_LEFT - 6, y + 14, name, "end"))
+        parts.append(f'<rect x="{_LEFT}" y="{y + 4}" width="{seconds * scale:.1f}" height="9" fill="{_BAR}"/>')
+        if name in then:
+            width = then[name] * scale
+            parts.append(f'<rect x="{_LEFT}" y="{y + 14}" width="{width:.1f}" height="4" fill="{_THEN}"/>')
+        parts.append(_text(_LEFT + seconds * scale + 6, y + 14, f"{seconds:.3g} s"))
+    height = len(now) * _ROW
+    x = _LEFT + made["floor_s"] * scale
+    parts.append(f'<path d="M{x:.1f} 0 V{height}" stroke="{_FLOOR}" stroke-dasharray="4 3"/>')
+    parts.append(_text(x, height + 14, f"floor of a step, {made['floor_s']:.3g} s", "middle"))
+    return _svg(height + 20, parts)
+
+
+def _curve(points: Sequence[tuple[float, float, str]], unit: str, spread: Sequence[tuple[float, float]] = ()) -> str:
+    """Points from left to right with their labels below; `spread`: least and most of each."""
+    height, top, bottom = 220, 20, 40
+    highest = max([y for _, y, _ in points] + [high for _, high in spread]) * 1.1
+    first, last = points[0][0], points[-1][0]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - first) / (last - first) if last > first else 0.5
+        return _LEFT + across * (_WIDTH - _LEFT - _RIGHT), top + (height - top - bottom) * (1 - y / highest)
+
+    placed = [place(x, y) for x, y, _ in points]
+    parts = [f'<path d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in placed)}" fill="none" stroke="{_BAR}"/>']
+    for number, ((x, y), (at, value, label)) in enumerate(zip(placed, points, strict=True)):
+        if spread:
+            ends = [place(at, end)[1] for end in spread[number]]
+            parts.append(f'<path d="M{x:.1f} {ends[0]:.1f} V{ends[1]:.1f}" stroke="{_THEN}"/>')
+        parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{_BAR}"><title>{value:.4g} {unit}</title></circle>'
+        )
+        if number in (0, len(points) - 1) or len(points) <= 8:
+            parts.append(_text(x, height - 14, label, "middle"))
+    x, y = placed[-1]
+    parts += [_text(x + 8, y + 4, f"{points[-1][1]:.4g} {unit}"), _text(6, top + 4, f"0 to {highest:.3g} {unit}")]
+    return _svg(height, parts)
+
+
+def _scaling(kind: Sequence[Mapping[str, Any]]) -> str:
+    """Tokens per second by processes, the newest line of each number."""
+    newest = {one["layout"]["nproc"]: one["tokens_per_s"] for one in kind}
+    return _curve([(n, newest[n], f"{n} processes") for n in sorted(newest)], "tokens/s")
+
+
+def _history(same: Sequence[Mapping[str, Any]]) -> str:
+    """Median seconds of each session, and the least and most of its rounds."""
+    seconds = [[one[made["metric"]] for one in made["rounds"]] for made in same]
+    days = [time.strftime("%Y-%m-%d", time.gmtime(made["time"])) for made in same]
+    labels = [f"{made['commit'][:7]} {day}" for made, day in zip(same, days, strict=True)]
+    points = [(float(at), statistics.median(rounds), labels[at]) for at, rounds in enumerate(seconds)]
+    return _curve(points, "s", [(min(rounds), max(rounds)) for rounds in seconds])
