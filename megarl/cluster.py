@@ -29,17 +29,21 @@ def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], Run
     launch = commands.add_parser(
         "launch",
         help="submit a run to a cluster",
-        description="Write the batch script of a run to its folder, and submit it. What belongs to the site stands in "
-        "~/.config/megarl/clusters.yaml (docs/launching.md).",
+        description="Write the batch script of a run to its folder, and submit it to Slurm; what belongs to the site "
+        "stands in ~/.config/megarl/clusters.yaml. Or create its objects in Kubernetes (docs/launching.md).",
     )
     launch.add_argument("recipe", metavar="RECIPE", help="a recipe file or the name of a shipped one")
     launch.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
-    launch.add_argument("--slurm", action="store_true", required=True, help="by sbatch")
+    where = launch.add_mutually_exclusive_group(required=True)
+    where.add_argument("--slurm", action="store_true", help="by sbatch")
+    where.add_argument("--kubernetes", action="store_true", help="as a JobSet or a RayJob, by kubectl")
     launch.add_argument("--job", choices=("train", "sft", "eval"), default="train", help="command (default: train)")
     launch.add_argument("--launcher", choices=("local", "torchrun", "ray"), help="default: launch.launcher")
     launch.add_argument("--run-dir", type=Path, help="run folder that all nodes see; one that holds a run is continued")
     launch.add_argument("--dry-run", action="store_true", help="print the scripts and what is wrong; submit nothing")
-    launch.set_defaults(run=lambda arguments: _launch(arguments, read_recipe(arguments)))
+    launch.set_defaults(
+        run=lambda arguments: (_kubernetes if arguments.kubernetes else _launch)(arguments, read_recipe(arguments))
+    )
     for name, run, text in (
         ("status", _status, "show how a submitted run stands"),
         ("logs", _logs, "show what a run prints"),
@@ -86,6 +90,26 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
     write_scripts(job)
     print(f"run folder: {run_dir}\njob: {submit(job)}")
     print(f"  megarl status {run_dir}\n  megarl logs -f {run_dir}\n  megarl cancel {run_dir}")
+    return 0
+
+
+def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
+    from megarl.checks.recipe import check_config
+    from megarl.config.base import raise_problems
+    from megarl.launchers.kubernetes import as_yaml, create, make_job, manifests
+
+    run_dir = None if arguments.run_dir is None else str(arguments.run_dir)
+    job = make_job(config, arguments.job, arguments.launcher, run_dir, time.strftime("%Y%m%d-%H%M%S"))
+    checked = check_config(config, launcher=job.launcher, job=arguments.job, machine=None)
+    raise_problems([check.problem() for check in checked.items if check.status == "fail"])
+    if arguments.dry_run:
+        print(as_yaml(manifests(job)) + "# Nothing was submitted.")
+        return 0
+    print(create(job))
+    space = "" if job.settings.namespace is None else f" --namespace {job.settings.namespace}"
+    kind = "rayjob" if job.launcher == "ray" else "jobset"
+    print(f"run folder in the pods: {job.run_dir}\n  kubectl get{space} {kind} {job.name}")
+    print(f"  kubectl delete{space} {kind}/{job.name} configmap/{job.name}")
     return 0
 
 

@@ -74,6 +74,45 @@ class SlurmConfig(Section):
     )  # fmt: skip
 
 
+#: A quantity of Kubernetes: `64Gi`, `500m`, `32`.
+Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?([KMGTPE]i?|m|k)?$")]
+#: A name of an object of Kubernetes.
+ObjectName = Annotated[str, Field(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]
+
+
+class KubernetesConfig(Section):
+    """What a Kubernetes cluster asks for. A node of the run is a pod."""
+
+    kind: Literal["jobset", "rayjob"] | None = Field(
+        None, description="jobset: torchrun in every pod; rayjob: a Ray cluster by KubeRay; null: rayjob for several "
+        "teams or launch.launcher=ray, else jobset"
+    )  # fmt: skip
+    image: str | None = Field(None, description="container image with megarl (Dockerfile, Dockerfile.gpu); needed")
+    claim: ObjectName | None = Field(
+        None, description="persistent volume claim that all pods can write to; run folders are there; needed"
+    )
+    mount: Annotated[str, Field(pattern=r"^/[^\s\"'\\:]+$")] = Field(
+        "/data/runs", description="where pods have the claim"
+    )
+    namespace: ObjectName | None = Field(None, description="null: the one of kubectl's context")
+    service_account: ObjectName | None = Field(None, description="of the pods; null: the namespace's")
+    image_pull_secret: ObjectName | None = Field(None, description="name of the secret that the image is pulled with")
+    queue: ObjectName | None = Field(None, description="local queue of Kueue; null: none")
+    gpus_per_node: NonNegativeInt | None = Field(
+        None, description="nvidia.com/gpu of a pod; null: its processes where cluster.device_memory_gb is set, else 0"
+    )
+    cpus_per_node: Quantity | None = Field(None, description="requested CPUs of a pod; null: none are requested")
+    memory: Quantity | None = Field(None, description="memory of a pod, requested and its limit; null: none")
+    shared_memory: Quantity = Field("16Gi", description="size of /dev/shm, which counts as memory of the pod")
+    node_selector: dict[str, str] = Field(default_factory=dict, description="labels of machines that pods may be on")
+    environment: Annotated[dict[str, str], AfterValidator(_named)] = Field(
+        default_factory=dict, description="variables of the pods; no credentials"
+    )
+    secrets: Annotated[dict[str, str], AfterValidator(_named)] = Field(
+        default_factory=dict, description="variables out of secrets of the namespace, as HF_TOKEN: my-secret/token"
+    )
+
+
 class LaunchConfig(Section):
     """How the run is started."""
 
@@ -86,3 +125,4 @@ class LaunchConfig(Section):
         "launch.slurm by cluster. null: the only one, if there is one",
     )
     slurm: SlurmConfig = Field(default_factory=SlurmConfig, description="batch jobs")
+    kubernetes: KubernetesConfig = Field(default_factory=KubernetesConfig, description="jobs of Kubernetes")

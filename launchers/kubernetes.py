@@ -1,0 +1,301 @@
+"""Manifests of Kubernetes: pure data, nothing is asked and nothing started.
+
+    ConfigMap   the resolved recipe
+    JobSet      one indexed job, a pod per node of the run: `megarl COMMAND --launcher torchrun`; ranks meet at pod 0
+    RayJob      a Ray cluster of a pod per node, its head among them: `megarl COMMAND --launcher ray` on the head
+
+Run folders are on a volume that all pods have. Secrets are named, their values are never here.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+import yaml
+
+from megarl.config.launch import KubernetesConfig
+from megarl.config.load import dump_config
+from megarl.config.run import RunConfig
+from megarl.errors import ConfigError, UnavailableError, UserError
+
+RECIPE_FOLDER, RECIPE = "/etc/megarl", "recipe.yaml"
+_WORKERS, _PORT, _NAME = "workers", 29500, 40
+_INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+_ANSWER_S = 60.0
+_CREDENTIAL = re.compile(r"(?i)token|secret|password|passwd|api_?key|credential")
+_REFERENCE = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?/[-._a-zA-Z0-9]+")
+Manifest = dict[str, Any]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines as they are read."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None),
+)
+
+
+@dataclass(frozen=True)
+class KubernetesJob:
+    """What is submitted.
+
+    Attributes:
+        config: of the run.
+        name: of the objects.
+        run_dir: its folder, as pods see it.
+        command: train, sft or eval.
+        launcher: torchrun or ray.
+    """
+
+    config: RunConfig
+    name: str
+    run_dir: PurePosixPath
+    command: str
+    launcher: str
+
+    @property
+    def settings(self) -> KubernetesConfig:
+        """The section `launch.kubernetes`."""
+        return self.config.launch.kubernetes
+
+
+def make_job(config: RunConfig, command: str, launcher: str | None, run_dir: str | None, stamp: str) -> KubernetesJob:
+    """What a recipe asks for.
+
+    Raises:
+        ConfigError: image or claim are missing, a credential stands in the recipe, the run folder is not on the claim,
+            or the kind cannot start this run.
+    """
+    settings = config.launch.kubernetes
+    for key in ("image", "claim"):
+        if getattr(settings, key) is None:
+            raise ConfigError(
+                "pods need an image with megarl, and a volume for the run folder",
+                where=f"launch.kubernetes.{key}",
+                found=None,
+                allowed="the name of one",
+                fix=f"set launch.kubernetes.{key}=NAME (docs/launching.md)",
+            )
+    _refuse_credentials(settings)
+    name = object_name(config.name, stamp)
+    mount = PurePosixPath(settings.mount)
+    folder = PurePosixPath(run_dir) if run_dir is not None else mount / config.name / stamp
+    if mount not in folder.parents or ".." in folder.parts:
+        raise ConfigError(
+            "the run folder has to be on the volume that all pods have",
+            where="--run-dir",
+            found=str(folder),
+            allowed=f"a folder below launch.kubernetes.mount={mount}",
+        )
+    return KubernetesJob(config, name, folder, command, _launcher(config, launcher))
+
+
+def _refuse_credentials(settings: KubernetesConfig) -> None:
+    """Manifests are plain text. Messages name variables, never their values."""
+    key = "launch.kubernetes.environment"
+    for name in settings.environment:
+        if _CREDENTIAL.search(name):
+            raise ConfigError(
+                "manifests are plain text, and this looks like a credential",
+                where=f"{key}.{name}",
+                allowed="variables that are no credentials",
+                fix=f"put it into a secret, and name that: launch.kubernetes.secrets.{name}=SECRET/KEY",
+            )
+    for name, place in settings.secrets.items():
+        if not _REFERENCE.fullmatch(place):
+            raise ConfigError(
+                "this names no secret",
+                where=f"launch.kubernetes.secrets.{name}",
+                allowed="SECRET/KEY: a secret of the namespace, and a key in it; never the value",
+                fix="kubectl create secret generic SECRET --from-file=KEY=FILE makes one",
+            )
+
+
+def _launcher(config: RunConfig, asked: str | None) -> str:
+    """torchrun for a JobSet, ray for a RayJob."""
+    kind, teams = config.launch.kubernetes.kind, bool(config.placement.teams or config.placement.auto)
+    named = asked or config.launch.launcher
+    found = {"jobset": "torchrun", "rayjob": "ray"}[kind] if kind else "ray" if teams or named == "ray" else "torchrun"
+    if teams and found != "ray":
+        raise ConfigError(
+            "torchrun starts one team, and this run has several",
+            where="launch.kubernetes.kind",
+            found=kind,
+            allowed="rayjob, or null",
+            fix="set launch.kubernetes.kind=rayjob",
+        )
+    if asked not in (None, found) and not (asked == "local" and found == "torchrun"):
+        raise ConfigError(
+            f"this kind of job starts its workers with {found}",
+            where="--launcher",
+            found=asked,
+            allowed=found,
+            fix="leave --launcher out, or set launch.kubernetes.kind",
+        )
+    return found
+
+
+def object_name(name: str, stamp: str) -> str:
+    """A name that Kubernetes takes: lower-case letters, digits and dashes; pods get a longer one that begins so."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "run"
+    if not plain[0].isalpha():
+        plain = f"run-{plain}"
+    return f"{plain[: _NAME - len(stamp) - 1].rstrip('-')}-{stamp}".lower()
+
+
+def manifests(job: KubernetesJob) -> list[Manifest]:
+    """The objects, in the order in which they are created."""
+    recipe = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job, queued=False)}
+    recipe["data"] = {RECIPE: dump_config(job.config)}
+    return [recipe, _ray_job(job) if job.launcher == "ray" else _job_set(job)]
+
+
+def as_yaml(objects: list[Manifest]) -> str:
+    """What kubectl takes."""
+    return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120)
+
+
+def create(job: KubernetesJob) -> str:
+    """Create the objects; what kubectl says.
+
+    Raises:
+        UserError: there is no kubectl here, or the cluster refuses.
+    """
+    if shutil.which("kubectl") is None:
+        raise UserError(
+            "kubectl is not on this machine",
+            where="megarl launch --kubernetes",
+            fix="install it, or hand what --dry-run prints to the cluster in another way",
+        )
+    text = as_yaml(manifests(job))
+    try:
+        done = subprocess.run(
+            ["kubectl", "create", "-f", "-"], input=text, capture_output=True, text=True, timeout=_ANSWER_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UnavailableError(f"the cluster gives no answer within {_ANSWER_S:.0f} s", where="kubectl") from error
+    if done.returncode:
+        raise UserError(f"the cluster refuses the job: {done.stderr.strip()}", where="kubectl create")
+    return done.stdout.strip()
+
+
+def _metadata(job: KubernetesJob, *, queued: bool = True) -> Manifest:
+    settings, found = job.settings, {"name": job.name}
+    labels = {"app.kubernetes.io/name": "megarl", "app.kubernetes.io/instance": job.name}
+    if queued and settings.queue is not None:
+        labels["kueue.x-k8s.io/queue-name"] = settings.queue
+    namespace = {} if settings.namespace is None else {"namespace": settings.namespace}
+    return {**found, **namespace, "labels": labels}
+
+
+def _arguments(job: KubernetesJob) -> list[str]:
+    """-P: a folder `kernels` or `tests` of the current folder hides no package."""
+    start = ["python", "-P", "-m", "megarl", job.command, f"{RECIPE_FOLDER}/{RECIPE}"]
+    return [*start, "--launcher", job.launcher, "--run-dir", str(job.run_dir)]
+
+
+def _job_set(job: KubernetesJob) -> Manifest:
+    nodes = job.config.cluster.nnodes
+    meet = [
+        {"name": "NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": _INDEX}}},
+        {"name": "MASTER_ADDR", "value": f"{job.name}-{_WORKERS}-0-0.{job.name}"},
+        {"name": "MASTER_PORT", "value": str(_PORT)},
+    ]
+    pod = _pod(job, {"command": _arguments(job), "env": [*(meet if nodes > 1 else []), *_environment(job)]})
+    indexed = {"parallelism": nodes, "completions": nodes, "completionMode": "Indexed", "backoffLimit": 0}
+    replicated = {"name": _WORKERS, "replicas": 1, "template": {"spec": {**indexed, "template": {"spec": pod}}}}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": _metadata(job),
+        "spec": {
+            # Ranks look for the first pod before it is ready.
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+            "failurePolicy": {"maxRestarts": job.config.cluster.max_restarts},
+            "replicatedJobs": [replicated],
+        },
+    }
+
+
+def _ray_job(job: KubernetesJob) -> Manifest:
+    """The head works like the other pods, so that a run has as many pods as nodes."""
+    import ray
+
+    head, worker = ({"spec": _pod(job, {"env": _environment(job)}, name)} for name in ("ray-head", "ray-worker"))
+    others = job.config.cluster.nnodes - 1
+    sizes = {"replicas": others, "minReplicas": others, "maxReplicas": others}
+    cluster: Manifest = {
+        "rayVersion": ray.__version__,
+        "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": head},
+    }
+    if others:
+        group = {"groupName": _WORKERS, **sizes, "rayStartParams": {}, "template": worker}
+        cluster["workerGroupSpecs"] = [group]
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": _metadata(job),
+        "spec": {
+            "entrypoint": shlex.join(_arguments(job)),
+            "shutdownAfterJobFinishes": True,
+            "backoffLimit": job.config.cluster.max_restarts,
+            "rayClusterSpec": cluster,
+        },
+    }
+
+
+def _pod(job: KubernetesJob, more: Manifest, name: str = "megarl") -> Manifest:
+    settings = job.settings
+    mounts = {"runs": settings.mount, "recipe": RECIPE_FOLDER, "shared-memory": "/dev/shm"}
+    container: Manifest = {"name": name, "image": settings.image, **more}
+    resources = _resources(job)
+    if resources:
+        container["resources"] = resources
+    container["volumeMounts"] = [{"name": key, "mountPath": path} for key, path in mounts.items()]
+    volumes = [
+        {"name": "runs", "persistentVolumeClaim": {"claimName": settings.claim}},
+        {"name": "recipe", "configMap": {"name": job.name}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shared_memory}},
+    ]
+    pod: Manifest = {"containers": [container], "volumes": volumes}
+    if name == "megarl":
+        pod["restartPolicy"] = "Never"  # KubeRay has its own for Ray's pods
+    if settings.service_account is not None:
+        pod["serviceAccountName"] = settings.service_account
+    if settings.image_pull_secret is not None:
+        pod["imagePullSecrets"] = [{"name": settings.image_pull_secret}]
+    if settings.node_selector:
+        pod["nodeSelector"] = dict(settings.node_selector)
+    return pod
+
+
+def _resources(job: KubernetesJob) -> Manifest:
+    settings, cluster = job.settings, job.config.cluster
+    gpus = settings.gpus_per_node
+    if gpus is None:
+        gpus = cluster.nproc // cluster.nnodes if cluster.device_memory_gb is not None else 0
+    requests, limits = {}, {}
+    if settings.cpus_per_node is not None:
+        requests["cpu"] = settings.cpus_per_node
+    if settings.memory is not None:
+        requests["memory"] = limits["memory"] = settings.memory
+    if gpus:
+        requests["nvidia.com/gpu"] = limits["nvidia.com/gpu"] = str(gpus)
+    return {key: value for key, value in (("requests", requests), ("limits", limits)) if value}
+
+
+def _environment(job: KubernetesJob) -> list[Manifest]:
+    settings = job.settings
+    plain = [{"name": name, "value": value} for name, value in settings.environment.items()]
+    return plain + [
+        {"name": name, "valueFrom": {"secretKeyRef": dict(zip(("name", "key"), place.split("/", 1), strict=True))}}
+        for name, place in settings.secrets.items()
+    ]

@@ -1,0 +1,223 @@
+"""Manifests: held against the published schemas, and against what torchrun and Ray need. No cluster is asked.
+
+Custom resources are held against the definitions in the folder MEGARL_CRDS (rayjobs.yaml of KubeRay, jobsets.yaml of
+JobSet) where that is set.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megarl.components import COMPONENTS
+from megarl.config.load import load_config
+from megarl.errors import ConfigError, UserError
+from megarl.launchers import kubernetes
+from tests.forked import run
+
+STAMP = "20260102-030405"
+NEEDED = ("launch.kubernetes.image=registry.example/megarl:1", "launch.kubernetes.claim=runs")
+TEAMS = "placement.teams={train: {roles: [actor], devices: 1}, draw: {roles: [rollout], devices: 1}}"
+FULL = (
+    *("launch.kubernetes.namespace=rl", "launch.kubernetes.queue=gpus", "launch.kubernetes.service_account=trainer"),
+    *("launch.kubernetes.cpus_per_node=64", "launch.kubernetes.memory=512Gi", "launch.kubernetes.shared_memory=64Gi"),
+    *("launch.kubernetes.image_pull_secret=pull", "launch.kubernetes.node_selector={gpu: h100}"),
+    "launch.kubernetes.environment={NCCL_DEBUG: WARN}",
+    "launch.kubernetes.secrets={HF_TOKEN: hub/token, WANDB_API_KEY: wandb/key}",
+)
+CASES = {
+    "one node": ("grpo_quickstart", ()),
+    "four nodes": ("grpo_qwen3_30b_a3b_32gpu", FULL),
+    "teams": ("grpo_quickstart", (TEAMS, "cluster.nproc=2", *FULL)),
+    "ray on nodes": ("grpo_qwen3_30b_a3b_32gpu", ("launch.kubernetes.kind=rayjob",)),
+}
+
+
+def made(name: str) -> list[dict[str, Any]]:
+    recipe, overrides = CASES[name]
+    return objects(recipe, *NEEDED, *overrides)
+
+
+def objects(recipe: str, *overrides: str, launcher: str | None = None, run_dir: str | None = None):
+    config = load_config(recipe, list(overrides), components=COMPONENTS)
+    return kubernetes.manifests(kubernetes.make_job(config, "train", launcher, run_dir, STAMP))
+
+
+def pods(manifest: dict[str, Any]) -> list[dict[str, Any]]:
+    """Pod templates of a job."""
+    if manifest["kind"] == "JobSet":
+        return [one["template"]["spec"]["template"] for one in manifest["spec"]["replicatedJobs"]]
+    cluster = manifest["spec"]["rayClusterSpec"]
+    return [one["template"] for one in (cluster["headGroupSpec"], *cluster.get("workerGroupSpecs", []))]
+
+
+def container(manifest: dict[str, Any], which: int = 0) -> dict[str, Any]:
+    return pods(manifest)[which]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_objects_are_what_kubernetes_publishes(case):
+    validate = pytest.importorskip("kubernetes_validate")
+    recipe, job = made(case)
+    version = validate.latest_version()
+    validate.validate(recipe, version, strict=True)
+    for pod in pods(job):
+        named = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **pod}
+        validate.validate(named, version, strict=True)
+    if job["kind"] == "JobSet":
+        for one in job["spec"]["replicatedJobs"]:
+            inner = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **one["template"]}
+            validate.validate(inner, version, strict=True)
+
+
+def strict(schema: Any) -> Any:
+    """An OpenAPI schema of a definition as JSON schema that takes no unknown key."""
+    if isinstance(schema, list):
+        return [strict(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: strict(value) for key, value in schema.items() if not key.startswith("x-kubernetes")}
+    open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in schema
+    if isinstance(schema.get("properties"), dict) and schema.get("type") == "object" and not open_ended:
+        found["additionalProperties"] = False
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_custom_resources_are_what_their_definitions_take(case):
+    jsonschema, folder = pytest.importorskip("jsonschema"), os.environ.get("MEGARL_CRDS")
+    if folder is None:
+        pytest.skip("MEGARL_CRDS names no folder with definitions")
+    _, job = made(case)
+    file = {"JobSet": "jobsets.yaml", "RayJob": "rayjobs.yaml"}[job["kind"]]
+    definition = yaml.safe_load((Path(folder) / file).read_text())["spec"]
+    group, version = job["apiVersion"].split("/")
+    assert (definition["group"], definition["names"]["kind"]) == (group, job["kind"])
+    schema = next(one for one in definition["versions"] if one["name"] == version)["schema"]["openAPIV3Schema"]
+    schema["properties"]["metadata"] = {}
+    jsonschema.validate(job, strict(schema))
+
+
+def test_ranks_of_a_jobset_meet_at_its_first_pod():
+    _, job = made("four nodes")
+    name = job["metadata"]["name"]
+    inner = job["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (inner["parallelism"], inner["completions"], inner["completionMode"]) == (4, 4, "Indexed")
+    environment = {one["name"]: one for one in container(job)["env"]}
+    assert environment["MASTER_ADDR"]["value"] == f"{name}-workers-0-0.{name}"
+    index = environment["NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
+    assert index == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert container(job)["resources"]["limits"] == {"memory": "512Gi", "nvidia.com/gpu": "8"}
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+    assert len(f"{name}-workers-0-3") <= 63
+
+
+def test_a_ray_cluster_has_a_pod_for_every_node():
+    _, job = made("ray on nodes")
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["workerGroupSpecs"][0]["replicas"] == 3
+    assert shlex.split(job["spec"]["entrypoint"])[:6] == [
+        "python",
+        "-P",
+        "-m",
+        "megarl",
+        "train",
+        "/etc/megarl/recipe.yaml",
+    ]
+    assert "--launcher ray" in job["spec"]["entrypoint"]
+    _, single = made("teams")
+    assert single["kind"] == "RayJob"
+    assert "workerGroupSpecs" not in single["spec"]["rayClusterSpec"]
+
+
+@pytest.mark.parametrize("case", ["four nodes", "teams"])
+def test_secrets_are_references(case):
+    recipe, job = made(case)
+    for which in range(len(pods(job))):
+        environment = {one["name"]: one for one in container(job, which)["env"]}
+        assert environment["HF_TOKEN"] == {
+            "name": "HF_TOKEN",
+            "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}},
+        }
+    assert "hub/token" in recipe["data"]["recipe.yaml"]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "launch.kubernetes.environment={HF_TOKEN: hf_abcdef}",
+        "launch.kubernetes.environment={MY_PASSWORD: x}",
+        "launch.kubernetes.secrets={HF_TOKEN: hf_abcdef}",
+    ],
+)
+def test_values_of_secrets_are_refused(override):
+    with pytest.raises(ConfigError, match="SECRET/KEY") as refused:
+        objects("grpo_quickstart", *NEEDED, override)
+    assert "hf_abcdef" not in str(refused.value)
+
+
+def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
+    recipe, job = made("four nodes")
+    (tmp_path / "recipe.yaml").write_text(recipe["data"]["recipe.yaml"])
+    again = load_config(str(tmp_path / "recipe.yaml"), [], components=COMPONENTS)
+    assert again == load_config(CASES["four nodes"][0], [*NEEDED, *FULL], components=COMPONENTS)
+    assert list(yaml.safe_load_all(kubernetes.as_yaml([recipe, job]))) == [recipe, job]
+    mounts = {one["mountPath"] for one in container(job)["volumeMounts"]}
+    assert mounts == {"/data/runs", "/etc/megarl", "/dev/shm"}
+    assert container(job)["command"][-1] == f"/data/runs/grpo_qwen3_30b_a3b_32gpu/{STAMP}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more", "said"),
+    [
+        ((), {}, "launch.kubernetes.image"),
+        (NEEDED[:1], {}, "launch.kubernetes.claim"),
+        (NEEDED, {"run_dir": "/home/me/run"}, "below launch.kubernetes.mount=/data/runs"),
+        (NEEDED, {"run_dir": "/data/runs/../../etc"}, "below launch.kubernetes.mount=/data/runs"),
+        ((*NEEDED, TEAMS, "cluster.nproc=2", "launch.kubernetes.kind=jobset"), {}, "rayjob"),
+        ((*NEEDED, "launch.kubernetes.kind=jobset"), {"launcher": "ray"}, "torchrun"),
+    ],
+)
+def test_what_cannot_be_is_refused(overrides, more, said):
+    with pytest.raises(ConfigError, match=said):
+        objects("grpo_quickstart", *overrides, **more)
+
+
+@pytest.mark.parametrize("name", ["grpo_qwen3_30b_a3b_32gpu_with_a_long_name", "30B!", "Ünï", "-"])
+def test_names_are_what_kubernetes_takes(name):
+    found = kubernetes.object_name(name, STAMP)
+    assert len(found) <= 40
+    assert found.endswith(STAMP)
+    assert all(sign.isascii() and (sign.isalnum() or sign == "-") for sign in found)
+    assert found[0].isalpha()
+
+
+def test_kubectl_is_handed_the_objects(tmp_path, monkeypatch):
+    config = load_config("grpo_quickstart", list(NEEDED), components=COMPONENTS)
+    job = kubernetes.make_job(config, "train", None, None, STAMP)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="kubectl is not on this machine"):
+        kubernetes.create(job)
+    program = tmp_path / "kubectl"
+    program.write_text(f'#!/bin/sh\n/bin/cat > "{tmp_path}/got"\necho "$@"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    assert kubernetes.create(job) == "create -f -"
+    assert list(yaml.safe_load_all((tmp_path / "got").read_text())) == kubernetes.manifests(job)
+    program.write_text("#!/bin/sh\necho 'no JobSet here' >&2\nexit 1\n")
+    with pytest.raises(UserError, match="no JobSet here"):
+        kubernetes.create(job)
+
+
+@pytest.mark.procs
+def test_the_command_prints_them(tmp_path):
+    done = run(["launch", "grpo_quickstart", "--kubernetes", "--dry-run", *NEEDED], tmp_path)
+    assert done.code == 0, done.output
+    found = [one for one in yaml.safe_load_all(done.output) if one]
+    assert [one["kind"] for one in found] == ["ConfigMap", "JobSet"]
+    assert "Nothing was submitted" in done.output
