@@ -178,7 +178,7 @@ def test_the_recipe_in_the_objects_is_the_one_that_is_run(tmp_path):
     [
         ((), {}, "launch.kubernetes.image"),
         (NEEDED[:1], {}, "launch.kubernetes.claim"),
-        (NEEDED, {"run_dir": "/home/me/run"}, "below launch.kubernetes.mount=/data/runs"),
+        (NEEDED, {"run_dir": "/srv/run"}, "below launch.kubernetes.mount=/data/runs"),
         (NEEDED, {"run_dir": "/data/runs/../../etc"}, "below launch.kubernetes.mount=/data/runs"),
         ((*NEEDED, TEAMS, "cluster.nproc=2", "launch.kubernetes.kind=jobset"), {}, "rayjob"),
         ((*NEEDED, "launch.kubernetes.kind=jobset"), {"launcher": "ray"}, "torchrun"),
