@@ -43,7 +43,8 @@ def with_site(config: RunConfig) -> RunConfig:
         )
     site, own = clusters[name].model_dump(), config.launch.slurm.model_dump()
     environment = {**site["environment"], **own["environment"]}
-    merged = {key: site[key] if value in (None, [], {}) else value for key, value in own.items()}
+    defaults = SlurmConfig().model_dump()
+    merged = {key: site[key] if value == defaults[key] else value for key, value in own.items()}
     slurm = SlurmConfig(**{**merged, "environment": environment})
     return config.model_copy(update={"launch": config.launch.model_copy(update={"slurm": slurm, "cluster": name})})
 

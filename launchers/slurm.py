@@ -3,6 +3,11 @@
     RUN_DIR/launch/job.sh       what sbatch takes: how many nodes, where they meet, srun of node.sh on each
     RUN_DIR/launch/node.sh      one node: modules, environment, `megarl COMMAND recipe.yaml --run-dir RUN_DIR`
     RUN_DIR/launch/recipe.yaml  the resolved recipe
+    RUN_DIR/launch/jobs.txt     number, time and nodes of each job that was submitted, tab-separated
+    RUN_DIR/launch/chain        how many jobs may still submit themselves (launch.slurm.chain)
+
+A job of a chain asks the run for a checkpoint when Slurm says that its time limit is near (`save`, which the run
+removes when it has written one), submits the next job, which begins when this one has ended, and ends.
 
 All values of a recipe that reach a shell go through `shlex.quote`; those in `#SBATCH` lines have no quotes in them:
 the configuration checks that.
@@ -15,13 +20,16 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from megarl.artifacts import batch
 from megarl.config.launch import SlurmConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
-JOB, NODE, RECIPE = "job.sh", "node.sh", "recipe.yaml"
+JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
 #: Ports of the first node where processes meet: one of these, by the number of the job.
 _PORTS = (20000, 10000)
+#: Seconds of `warn_s` that are left for the end of a job when no checkpoint comes.
+_LEFT_S = 20
 
 _MEET = """\
 # Where processes meet: the address that Slurm itself knows the first node by.
@@ -38,6 +46,43 @@ _MET = """\
 [ -n "$MASTER_ADDR" ] || {{ echo "megarl: no address of the first node, $head" >&2; exit 1; }}
 MASTER_PORT=$(({first} + SLURM_JOB_ID % {ports}))
 export MASTER_ADDR MASTER_PORT
+"""
+
+#: In place of a plain srun: `again` runs when the signal of `--signal` comes.
+_CHAIN = """\
+launch="$run_dir/launch"
+rm -f "$launch/{save}"
+{srun} &
+step=$!
+
+# Before the time limit: a checkpoint, the next job of the chain, the end.
+again() {{
+  trap '' USR1
+  left=$(cat "$launch/{chain}")
+  if [ "$left" -gt 0 ]; then
+    echo "megarl: the time limit is near: asking for a checkpoint, {wait} s at most"
+    touch "$launch/{save}"
+    for _ in $(seq {wait}); do
+      [ -e "$launch/{save}" ] || break
+      kill -0 "$step" 2> /dev/null || break
+      sleep 1
+    done
+    if [ -e "$launch/{save}" ]; then
+      echo "megarl: no checkpoint was written in time; the next job goes on from an earlier one" >&2
+    fi
+    kill -TERM "$step" 2> /dev/null || true
+    wait "$step" || true
+    next=$(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" "$launch/{job}")
+    echo $((left - 1)) > "$launch/{chain}"
+    printf '%s\\t%s\\t%s\\n' "${{next%%;*}}" "$(date '+%F %T')" "$SLURM_JOB_NUM_NODES" >> "$launch/{jobs}"
+    echo "megarl: job $next goes on"
+    exit 0
+  fi
+  echo "megarl: the time limit is near, and no job of the chain is left" >&2
+  wait "$step"
+}}
+trap again USR1
+wait "$step"
 """
 
 
@@ -67,7 +112,7 @@ class Submission:
     @property
     def folder(self) -> Path:
         """Where the scripts are."""
-        return self.run_dir / "launch"
+        return self.run_dir / batch.FOLDER
 
 
 def job_script(job: Submission) -> str:
@@ -84,7 +129,11 @@ def job_script(job: Submission) -> str:
     if cluster.nnodes > 1:
         meet = _MEET if job.slurm.interface is None else _MEET_ON.format(interface=shlex.quote(job.slurm.interface))
         text += meet + _MET.format(first=_PORTS[0], ports=_PORTS[1]) + "\n"
-    return text + "\n".join([*_srun(job), ""])
+    if not job.slurm.chain:
+        return f"{text}{_srun(job)}\n"
+    wait = max(1, job.slurm.warn_s - _LEFT_S)
+    names = {"save": batch.SAVE, "chain": CHAIN, "job": JOB, "jobs": JOBS}
+    return text + _CHAIN.format(srun=_srun(job), wait=wait, **names)
 
 
 def node_script(job: Submission) -> str:
@@ -129,10 +178,12 @@ def _options(job: Submission) -> list[str]:
             found.append(f"--{key}={_quoted(value)}")
     found.append(f"--chdir={_path(job.workdir)}")
     found.append(f"--output={_path(job.folder)}/job-%j.txt")
+    if slurm.chain:
+        found.append(f"--signal=B:USR1@{slurm.warn_s}")
     return [*found, "--open-mode=append", *map(_option, slurm.options)]
 
 
-def _srun(job: Submission) -> list[str]:
+def _srun(job: Submission) -> str:
     slurm, node = job.slurm, f'"$run_dir/launch/{NODE}"'
     options = ["--kill-on-bad-exit=1", f"--output={shlex.quote(_percent(job.folder) + '/job-%j.node-%n.txt')}"]
     start = f"bash {node}"
@@ -146,7 +197,7 @@ def _srun(job: Submission) -> list[str]:
             options += [f"--container-image={shlex.quote(slurm.image)}", f"--container-mounts={shlex.quote(mounts)}"]
     if slurm.cpus_per_node is not None:
         options.append(f"--cpus-per-task={slurm.cpus_per_node}")  # srun does not take it from sbatch since Slurm 22.05
-    return [f"srun {' '.join(options)} \\", f"  {start}"]
+    return f"srun {' '.join(options)} \\\n  {start}"
 
 
 def _name(name: str) -> str:

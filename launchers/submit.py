@@ -2,26 +2,26 @@
 
 write_scripts    job.sh, node.sh, recipe.yaml in RUN_DIR/launch
 check_cluster    sbatch is here, the partition exists, and `sbatch --test-only` takes the script
-submit           -> number of the job, kept in RUN_DIR/launch/jobs.json
+submit           -> number of the job, kept in RUN_DIR/launch/jobs.txt
 state_of         of a job that waits, runs, or has ended
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+from megarl.artifacts.batch import FOLDER
 from megarl.config.load import dump_config
 from megarl.errors import ConfigError, UnavailableError, UserError, close_matches
-from megarl.launchers.slurm import JOB, NODE, RECIPE, Submission, job_script, node_script
+from megarl.launchers.slurm import CHAIN, JOB, JOBS, NODE, RECIPE, Submission, job_script, node_script
 from megarl.processes import write_atomically
 
-JOBS = "jobs.json"
 _ANSWER_S = 60.0
 #: What sbatch says, in lower case: the key that it is about.
 _ABOUT = {
@@ -36,6 +36,14 @@ _ABOUT = {
 }
 #: States of jobs that have not ended.
 ACTIVE = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "STOPPED")
+
+
+class SubmittedJob(NamedTuple):
+    """A line of jobs.txt."""
+
+    number: str
+    submitted: str
+    nodes: str
 
 
 @dataclass(frozen=True)
@@ -90,16 +98,18 @@ def check_cluster(job: Submission) -> None:
 
 def submit(job: Submission) -> str:
     """Submit the script that `write_scripts` wrote; returns the job's number."""
+    write_atomically(job.folder / CHAIN, f"{job.slurm.chain}\n")
     number = _sbatch((job.folder / JOB).read_text(), "--parsable").strip().partition(";")[0]
-    told = {"job": number, "submitted": time.strftime("%Y-%m-%d %H:%M:%S"), "nodes": job.config.cluster.nnodes}
-    write_atomically(job.folder / JOBS, json.dumps([*jobs_of(job.run_dir), told], indent=1) + "\n")
+    with (job.folder / JOBS).open("a") as file:  # the jobs of a chain add theirs
+        file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{job.config.cluster.nnodes}\n")
     return number
 
 
-def jobs_of(run_dir: Path) -> list[dict[str, object]]:
+def jobs_of(run_dir: Path) -> list[SubmittedJob]:
     """The jobs that were submitted for a run folder, in order."""
-    file = run_dir / "launch" / JOBS
-    return list(json.loads(file.read_text())) if file.is_file() else []
+    file = run_dir / FOLDER / JOBS
+    lines = file.read_text().splitlines() if file.is_file() else []
+    return [SubmittedJob(*line.split("\t")) for line in lines]
 
 
 def state_of(number: str) -> JobState:

@@ -14,6 +14,7 @@ from megarl.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
+    from megarl.launchers.submit import SubmittedJob
 
 _LOOK_S = 0.5
 _TAIL = 20  # lines that `megarl logs` begins with
@@ -129,14 +130,13 @@ def _active_job(run_dir: Path) -> tuple[str, str] | None:
     from megarl.launchers.submit import jobs_of, state_of
 
     for told in reversed(jobs_of(run_dir)):
-        number = str(told["job"])
-        state = state_of(number)
+        state = state_of(told.number)
         if state.active:
-            return number, state.name
+            return told.number, state.name
     return None
 
 
-def _submitted(run_dir: Path) -> list[dict[str, object]]:
+def _submitted(run_dir: Path) -> list[SubmittedJob]:
     from megarl.launchers.submit import jobs_of
 
     jobs = jobs_of(run_dir)
@@ -161,9 +161,8 @@ def _status(arguments: argparse.Namespace) -> int:
     for column in ("job", "submitted", "state", "ran", "limit", "nodes"):
         table.add_column(column)
     for told in _submitted(run_dir):
-        state = state_of(str(told["job"]))
-        cells = (state.name, state.ran, state.limit, state.nodes or str(told["nodes"]))
-        table.add_row(str(told["job"]), str(told["submitted"]), *cells)
+        state = state_of(told.number)
+        table.add_row(told.number, told.submitted, state.name, state.ran, state.limit, state.nodes or told.nodes)
     Console().print(table)
     print(f"run: {_run_text(run_dir)}")
     return 0
@@ -204,12 +203,11 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 def _logs(arguments: argparse.Namespace) -> int:
     run_dir = arguments.run_dir.resolve()
-    jobs = _submitted(run_dir)
-    number = str(jobs[-1]["job"])
+    _submitted(run_dir)
     files: dict[Path, IO[str]] = {}
     while True:
         over = not arguments.follow or _active_job(run_dir) is None  # asked before reading: the last lines are shown
-        for file in [run_dir / "log.txt", *sorted((run_dir / "launch").glob(f"job-{number}.*txt"))]:
+        for file in [run_dir / "log.txt", *sorted((run_dir / "launch").glob("job-*.txt"))]:
             if file not in files and file.is_file():
                 files[file] = file.open(encoding="utf-8", errors="replace")
                 text = files[file].read().splitlines(keepends=True)[-_TAIL:]

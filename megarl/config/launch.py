@@ -51,6 +51,16 @@ class SlurmConfig(Section):
     )
     gres: Line | None = Field(None, description="sbatch --gres in place of --gpus-per-node, as `gpu:h100:8`")
     cpus_per_node: PositiveInt | None = Field(None, description="sbatch --cpus-per-task; a node has one task")
+    chain: NonNegativeInt = Field(
+        0,
+        description="further jobs that a run submits by itself, one after another, where the time limit comes before "
+        "its last step; 0: it ends there",
+    )
+    warn_s: PositiveInt = Field(
+        300,
+        description="with chain: seconds before the time limit in which the step that is under way ends and a "
+        "checkpoint is written",
+    )
     options: list[Line] = Field(default_factory=list, description="further options of sbatch, as `--exclusive`")
     modules: list[Word] = Field(default_factory=list, description="`module load` on every node")
     setup: list[str] = Field(

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from megarl.artifacts import batch
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, close_matches
 from megarl.phase import phase
@@ -84,6 +85,9 @@ class Checkpoints:
         self._under_way = UnderWay()
         self.accuracy: float | None = None
         self._withdraws = self._continues = self._begun = False
+        # A batch job asks for a checkpoint before its time limit, see megarl/launchers/slurm.py.
+        job = c.run_dir / batch.FOLDER
+        self._request = job / batch.SAVE if job.is_dir() else None
 
     def find(self, key: str, steps: int) -> int | None:
         """Step of the checkpoint to resume from, by `trainer.resume`; None: start from the beginning.
@@ -280,9 +284,10 @@ class Checkpoints:
             self.check_metric(numbers)
 
     def after_step(self, step: int, numbers: dict[str, float], accuracy: float | None, *, last: bool) -> None:
-        """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every`, or as the best one.
+        """Begin to write a checkpoint when one is due: at the last step, by `trainer.save_every`, as the best one, or
+        where the batch job asks for one.
 
-        The next steps run while it is written; after the last one it is complete.
+        The next steps run while it is written; after the last one, or when the job has asked for it, it is complete.
 
         Args:
             step: the step that is complete.
@@ -298,14 +303,20 @@ class Checkpoints:
         settings = self._c.config.trainer
         value = numbers.get(settings.best_metric or "", -math.inf)
         improved = accuracy is not None and not math.isinf(value) and value >= self.best
-        if last or due(step, settings.save_every) or (improved and settings.save_every):
+        asked = self._is_asked()
+        if last or asked or due(step, settings.save_every) or (improved and settings.save_every):
             self._save(step, numbers, accuracy, self._teams)
         elif self._teams is not None and self._world.rank == 0:
             self._teams.announce(step, None)
-        if last:
+        if last or asked:
             self._under_way.wait()
+        if asked and self._request is not None and self._world.rank == 0:
+            self._request.unlink(missing_ok=True)
         if accuracy is not None:
             self.check_metric(numbers)
+
+    def _is_asked(self) -> bool:
+        return self._request is not None and bool(self._world.broadcast_json(self._request.exists()))
 
     def check_metric(self, numbers: dict[str, float]) -> None:
         """`check_best_metric`; the checkpoint that is being written is completed before it raises."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def test_two_nodes_have_the_metrics_of_the_local_launcher(recipe, local, tmp_pat
     assert launch(recipe, run_dir, "launch.launcher=torchrun") == 0
     assert cli.main(["logs", "-f", str(run_dir)]) == 0  # until the job ends
     (job,) = jobs_of(run_dir)
-    assert state_of(str(job["job"])).name == "COMPLETED", said(run_dir)
+    assert state_of(job.number).name == "COMPLETED", said(run_dir)
     assert harness.metrics(run_dir) == local
     assert len(list((run_dir / "launch").glob("job-*.node-?.txt"))) == 2
     capsys.readouterr()
@@ -78,15 +79,38 @@ def test_a_cancelled_run_goes_on_in_its_next_job(recipe, local, tmp_path, capsys
     assert launch(recipe, run_dir) == 0
     wait(lambda: (run_dir / "metrics.jsonl").is_file() and (last_step(run_dir) or 0) > 5, "sixth step")
     assert cli.main(["cancel", str(run_dir)]) == 0
-    number = str(jobs_of(run_dir)[0]["job"])
+    number = jobs_of(run_dir)[0].number
     wait(lambda: not state_of(number).active, "end of the job")
     assert last_step(run_dir) < STEPS
     assert launch(recipe, run_dir) == 0
-    wait(lambda: not state_of(str(jobs_of(run_dir)[1]["job"])).active, "end of the second job")
+    wait(lambda: not state_of(jobs_of(run_dir)[1].number).active, "end of the second job")
     assert harness.metrics(run_dir) == local, said(run_dir)
     capsys.readouterr()
     assert cli.main(["status", str(run_dir)]) == 0
     assert "CANCELLED" in capsys.readouterr().out
+
+
+def test_a_chain_of_jobs_has_the_metrics_of_one(recipe, local, tmp_path, capsys):
+    """The signal that Slurm sends before the time limit comes from the test, which cannot wait for minutes."""
+    run_dir = tmp_path / "run"
+    reward = (recipe.parent / "reward.py").read_text()
+    slow = recipe.parent / "slow.py"  # so that no link comes to the last step before its signal
+    slow.write_text(reward.replace("closeness(samples):", "closeness(samples):\n    import time; time.sleep(0.4)"))
+    chain = ("launch.slurm.chain=2", "launch.slurm.warn_s=60", "trainer.save_every=0")
+    assert launch(recipe, run_dir, *chain, f"reward.name={slow}:closeness") == 0
+    for link in (1, 2):
+        wait(
+            lambda at=link: len(jobs_of(run_dir)) == at and (last_step(run_dir) or 0) >= 3 * at, f"step of link {link}"
+        )
+        number = jobs_of(run_dir)[-1].number
+        subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
+        wait(lambda of=number: not state_of(of).active, "end of the link")
+        assert state_of(number).name == "COMPLETED", said(run_dir)
+    wait(lambda: not state_of(jobs_of(run_dir)[-1].number).active, "end of the chain")
+    assert len(jobs_of(run_dir)) == 3
+    assert harness.metrics(run_dir) == local, said(run_dir)
+    assert (run_dir / "launch" / "chain").read_text() == "0\n"
+    assert "no checkpoint" not in said(run_dir)
 
 
 @pytest.mark.parametrize(
