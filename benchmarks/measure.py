@@ -138,9 +138,10 @@ def steps_of(lines: list[dict[str, Any]]) -> list[Step]:
 def floor_of(config: RunConfig, line: dict[str, Any], gflops: float) -> Floor:
     """The floor of a step with this line's mean lengths, at `gflops` GFLOP/s."""
     from megarl.models.config import load_hf_config
-    from megarl.tracking.flops import FlopCounter
+    from megarl.models.hf import facts_of
+    from megarl.planning.flops import FlopCounter
 
-    counter = FlopCounter.from_hf(load_hf_config(config.model))
+    counter = FlopCounter.of(facts_of(load_hf_config(config.model)))
     prompts, n = config.data.batch_size, config.rollout.sampling.n
     prompt, response = line["prompt_length/mean"], line["response_length/mean"]
     rollout = counter.generate([prompt] * prompts, [[response] * n] * prompts)

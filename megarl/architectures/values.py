@@ -54,6 +54,23 @@ def expert_width(values: Mapping[str, Any]) -> int:
     return width if expert_count(values) else values["intermediate_size"]
 
 
+def dimensions(values: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes that the tables of tensors name (`megarl.architectures.tensors`)."""
+    head, groups = head_width(values), key_value_heads(values)
+    return {
+        "one": 1,
+        "hidden": values["hidden_size"],
+        "vocab": values["vocab_size"],
+        "head": head,
+        "groups": groups,
+        "query": values["num_attention_heads"] * head,
+        "kv": groups * head,
+        "ffn": values["intermediate_size"],
+        "experts": expert_count(values),
+        "expert_ffn": expert_width(values),
+    }
+
+
 def layer_windows(values: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Keys that a query of each layer sees at most, itself included; None: all before it."""
     count, kind = values["num_hidden_layers"], ARCHITECTURES[values["model_type"]].windows

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.check import check_keys
+from megarl.architectures.sizes import COMPONENTS, Elements, elements
+from megarl.architectures.tensors import UNTIED_HEAD
 from megarl.architectures.values import (
     expert_count,
     expert_width,
     head_width,
     key_value_heads,
+    layer_windows,
     only_in_training,
     sparse_layers,
 )
@@ -53,11 +57,50 @@ class ModelFacts:
     """Keys and values that transformers obeys in training only, and this trainer does not."""
     labels: int | None = None
     """Outputs per token of a classifier, None for a language model."""
+    windows: tuple[int | None, ...] = ()
+    """Keys that a query of each layer sees at most, itself included; None, or no entries: all before it."""
 
     @property
     def is_moe(self) -> bool:
         """True for a mixture of experts."""
         return self.experts > 0
+
+    @cached_property
+    def elements(self) -> dict[str, Elements]:
+        """Parameters of each component: in one layer where layers have it, of one expert where experts have it."""
+        size = {
+            "one": 1,
+            "hidden": self.hidden,
+            "vocab": self.vocab,
+            "head": self.head_dim,
+            "query": self.heads * self.head_dim,
+            "kv": self.kv_heads * self.head_dim,
+            "ffn": self.dense_ffn if self.is_moe else self.ffn,
+            "experts": self.experts,
+            "expert_ffn": self.ffn,
+        }
+        return elements((*ARCHITECTURES[self.model_type].tensors, UNTIED_HEAD), size)
+
+    @cached_property
+    def copies(self) -> dict[str, int]:
+        """How often the model has each component: layers, experts of all layers, ends."""
+        sparse = self.layers - self.dense_layers if self.is_moe else 0
+        every = {"norms": self.layers, "attention": self.layers, "mlp": self.layers - sparse}
+        ends = {"embedding": 1, "final_norm": 1, "head": 0 if self.tied else 1}
+        return {"router": sparse, "experts": sparse * self.experts, **every, **ends}
+
+    @cached_property
+    def parameters_of(self) -> dict[str, int]:
+        """Parameters of each component in the whole model. A tied head has none of its own."""
+        return {name: self.copies[name] * self.elements[name].all for name in COMPONENTS}
+
+    @cached_property
+    def multiplied_of(self) -> dict[str, int]:
+        """Elements of matrices that one token is multiplied with: of the experts those that it meets, no embedding."""
+        times = {**self.copies, "embedding": 0, "head": 1}
+        if self.is_moe:
+            times["experts"] = times["experts"] // self.experts * self.experts_per_token
+        return {name: times[name] * self.elements[name].matrices for name in COMPONENTS}
 
     @property
     def layer_parameters(self) -> float:
@@ -65,34 +108,22 @@ class ModelFacts:
 
         The mean over all layers, where they differ.
         """
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        count = self.hidden * (2 * q + 2 * kv) + 2 * self.hidden
-        if ARCHITECTURES[self.model_type].qkv_bias:
-            count += q + 2 * kv
-        if ARCHITECTURES[self.model_type].qk_norm:
-            count += 2 * self.head_dim
-        if not self.is_moe:
-            return count + 3 * self.hidden * self.ffn
-        sparse = self.layers - self.dense_layers
-        other = sparse * self.hidden * self.experts + self.dense_layers * 3 * self.hidden * self.dense_ffn
-        return count + other / self.layers
+        return sum(self.parameters_of[name] for name in ("norms", "attention", "router", "mlp")) / self.layers
 
     @property
     def expert_parameters(self) -> float:
         """Parameters of all experts of one layer, 0 for a dense model. The mean over all layers, where they differ."""
-        return 3 * self.hidden * self.ffn * self.experts * (self.layers - self.dense_layers) / self.layers
+        return self.parameters_of["experts"] / self.layers
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model."""
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        return embeddings + self.hidden + round(self.layers * (self.layer_parameters + self.expert_parameters))
+        return sum(self.parameters_of.values())
 
     @property
     def computing_parameters(self) -> int:
         """Parameters that each token is multiplied with: no embedding, and of the experts those that it meets."""
-        experts = self.expert_parameters * self.experts_per_token / self.experts if self.is_moe else 0
-        return self.vocab * self.hidden + round(self.layers * (self.layer_parameters + experts))
+        return sum(self.multiplied_of.values())
 
 
 def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
@@ -124,6 +155,7 @@ def facts_from_config(raw: dict[str, Any], source: str) -> ModelFacts:
         dense_layers=sparse.count(False) if experts else 0,
         only_in_training=tuple(only_in_training(values).items()),
         labels=_labels(raw),
+        windows=layer_windows(values),
     )
 
 

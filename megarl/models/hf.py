@@ -148,10 +148,11 @@ def check_supported(hf: PretrainedConfig, where: str) -> None:
     Raises:
         ConfigError: as `artifacts.facts.facts_from_config`, for what transformers made of the config.
     """
-    _facts(hf, where)
+    facts_of(hf, where)
 
 
-def _facts(hf: PretrainedConfig, where: str) -> ModelFacts:
+def facts_of(hf: PretrainedConfig, where: str = "the model's config") -> ModelFacts:
+    """Sizes of a model; `where` names its config in errors. ConfigError as `check_supported`."""
     raw = {"model_type": hf.model_type, **_attributes(hf)}
     for key in ("layer_types", "quantization_config"):
         if getattr(hf, key, None) is not None:
@@ -222,6 +223,11 @@ def layer_windows(hf: PretrainedConfig) -> tuple[int | None, ...]:
     return values.layer_windows(_keys(hf))
 
 
+def dimensions(hf: PretrainedConfig) -> dict[str, int]:
+    """Sizes that the tables of tensors name."""
+    return values.dimensions(_keys(hf))
+
+
 def normalizes_experts(hf: PretrainedConfig) -> bool:
     """True when the probabilities of the chosen experts are divided by their sum."""
     return bool(_keys(hf).get("norm_topk_prob", True))  # Mixtral always does
@@ -244,4 +250,4 @@ def vision_of(hf: PretrainedConfig) -> VisionShape | None:
 
 def check_layout(hf: PretrainedConfig, parallel: ParallelConfig) -> None:
     """Refuse a layout that does not divide the model, naming the sizes that do."""
-    raise_problems(layout_problems("parallel", parallel, _facts(hf, "the model's config")))
+    raise_problems(layout_problems("parallel", parallel, facts_of(hf)))

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from megarl.algorithms.kl import KLController
     from megarl.data.batch import Batch
+    from megarl.planning.flops import FlopCounter
     from megarl.runtime.episode_scores import EpisodeScores
-    from megarl.tracking.flops import FlopCounter
     from megarl.training.forms import Form
     from megarl.training.parallel import Layout
 
@@ -103,9 +103,10 @@ class StepContext:
     @cached_property
     def flops(self) -> FlopCounter:
         """Counts what the policy computes, for `perf/flops` and with it MFU."""
-        from megarl.tracking.flops import FlopCounter
+        from megarl.models.hf import facts_of
+        from megarl.planning.flops import FlopCounter
 
-        return FlopCounter.from_hf(self.hf_config)
+        return FlopCounter.of(facts_of(self.hf_config))
 
     def count_pass(self, samples: Batch, *, train: bool = False, head: bool = True) -> None:
         """Add one pass over whole samples to `perf/flops`: forward, with `train` also backward, with the vocabulary."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import TIED_HEAD, UNTIED_HEAD, VALUE_BIAS, VALUE_HEAD, WeightRule
 from megarl.architectures.vision import LANGUAGE_MODEL
-from megarl.models.hf import expert_ffn, head_dim, moe_layers, num_experts, value_bias, vision_of
+from megarl.models.hf import dimensions, moe_layers, value_bias, vision_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,23 +53,6 @@ class Shard:
     param: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-
-
-def dimensions(hf: PretrainedConfig) -> dict[str, int]:
-    """Sizes that table entries name."""
-    head = head_dim(hf)
-    return {
-        "one": 1,
-        "hidden": hf.hidden_size,
-        "vocab": hf.vocab_size,
-        "head": head,
-        "groups": hf.num_key_value_heads,
-        "query": hf.num_attention_heads * head,
-        "kv": hf.num_key_value_heads * head,
-        "ffn": hf.intermediate_size,
-        "experts": num_experts(hf) or 0,
-        "expert_ffn": expert_ffn(hf),
-    }
 
 
 def rules(hf: PretrainedConfig, *, value_head: bool = False) -> tuple[WeightRule, ...]:

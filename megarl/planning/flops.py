@@ -1,0 +1,127 @@
+"""Floating-point operations of a decoder, dense or mixture of experts.
+
+Counted are the matrix products (2 per multiply-add): projections, MLPs or the active experts and their router, causal
+attention scores and values, and the output head. Norms, softmax, RoPE and the embedding lookup are below a percent.
+The backward pass makes two products of each (one for the input's gradient, one for the weight's), so training costs
+three forward passes (arXiv:2001.08361); recomputation is not counted, so MFU is model FLOPs utilisation
+(arXiv:2204.02311).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.artifacts.facts import ModelFacts
+
+BACKWARD = 2
+"""Products of the backward pass for each of the forward pass."""
+SCORES = "scores"
+"""Attention of queries over keys and values, which grows with the context."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs of a forward pass, and of the backward pass that follows it in training."""
+
+    forward: float
+
+    @property
+    def backward(self) -> float:
+        """Gradients of inputs and weights."""
+        return BACKWARD * self.forward
+
+    @property
+    def train(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def token_flops(facts: ModelFacts, pairs: float = 0.0) -> dict[str, Work]:
+    """FLOPs of one token in all layers, by component, those without any left out.
+
+    Args:
+        pairs: keys that its query sees, itself included, where no window hides some; 0: without attention over them.
+    """
+    found = {name: Work(2.0 * count) for name, count in facts.multiplied_of.items() if count}
+    seen = sum(each * (pairs if window is None else min(pairs, window)) for window, each in pair_flops(facts).items())
+    return found | ({SCORES: Work(seen)} if pairs else {})
+
+
+def pair_flops(facts: ModelFacts) -> dict[int | None, float]:
+    """Forward FLOPs of one (query, key) pair, over all layers of each sliding window; None: layers without one.
+
+    The score is a product of two heads, and so is what the value adds: 2 x 2 FLOPs for each element of all heads.
+    """
+    each = 4.0 * facts.heads * facts.head_dim
+    return {window: count * each for window, count in Counter(facts.windows or (None,) * facts.layers).items()}
+
+
+@dataclass(frozen=True)
+class FlopCounter:
+    """FLOPs of one model.
+
+    Attributes:
+        per_token: forward FLOPs of all layers for one token, attention over the context and output head aside.
+        per_pair: `pair_flops`.
+        per_head_token: FLOPs of the output head for one token.
+    """
+
+    per_token: float
+    per_pair: Mapping[int | None, float]
+    per_head_token: float
+
+    @classmethod
+    def of(cls, facts: ModelFacts) -> FlopCounter:
+        """Counter of a model."""
+        work = {name: part.forward for name, part in token_flops(facts).items()}
+        head = work.pop("head")
+        return cls(sum(work.values()), pair_flops(facts), head)
+
+    def forward(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
+        """One forward pass over whole sequences.
+
+        Args:
+            lengths: tokens of each sequence.
+            head_tokens: tokens that go through the output head; None: all.
+        """
+        tokens = sum(lengths)
+        scores = sum(self._scores(0, length) for length in lengths)
+        head = tokens if head_tokens is None else head_tokens
+        return tokens * self.per_token + scores + head * self.per_head_token
+
+    def train(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
+        """Forward and backward over whole sequences: three forward passes."""
+        return (1 + BACKWARD) * self.forward(lengths, head_tokens)
+
+    def generate(self, prompt_lengths: Sequence[float], response_lengths: Sequence[Sequence[float]]) -> float:
+        """Prefill of each prompt once, and decoding of its samples with a KV cache.
+
+        Args:
+            prompt_lengths: tokens of each prompt.
+            response_lengths: for each prompt the tokens of its samples.
+        """
+        total = self.forward(prompt_lengths, head_tokens=len(prompt_lengths))
+        for prompt, responses in zip(prompt_lengths, response_lengths, strict=True):
+            for response in responses:
+                decoded = max(0, response - 1)  # the prefill gives the first token
+                total += decoded * (self.per_token + self.per_head_token)
+                total += self._scores(prompt, prompt + decoded)
+        return total
+
+    def _scores(self, start: float, end: float) -> float:
+        """FLOPs of attention for the queries at positions start..end-1."""
+        return sum(each * pairs_between(start, end, window) for window, each in self.per_pair.items())
+
+
+def pairs_between(start: float, end: float, window: int | None = None) -> float:
+    """(query, key) pairs of the queries at positions start..end-1; a query sees itself and all keys before it.
+
+    Args:
+        window: keys that a query sees at most; None: all.
+    """
+    if window is None or end <= window:
+        return (end * (end + 1) - start * (start + 1)) / 2
+    full = max(0, end - max(start, window))
+    return full * window + (pairs_between(start, window) if start < window else 0)

@@ -1,0 +1,54 @@
+"""Parameters and FLOPs of published models, exactly.
+
+The file holds the fields of their config.json files that say sizes, the numbers of parameters that the hub shows for
+them (of tied models without the copy of the embeddings that some files hold), and FLOPs worked out by hand from the
+fields: 2 x rows x columns of every matrix that a token meets, and 4 x heads x width of a head for each key it sees.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.artifacts.facts import facts_from_config
+from megarl.errors import ConfigError
+from megarl.planning.flops import FlopCounter, token_flops
+
+PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
+
+
+def facts_of(name):
+    return facts_from_config(PUBLISHED[name]["config"], name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_those_that_were_published(name):
+    facts = facts_of(name)
+    assert facts.parameters == PUBLISHED[name]["parameters"]
+    assert sum(facts.parameters_of.values()) == facts.parameters
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_flops_of_a_token_by_component(name):
+    by_hand = dict(PUBLISHED[name]["forward_flops_per_token"])
+    scores = by_hand.pop("scores_at_8192")
+    work = token_flops(facts_of(name), pairs=8192)
+    assert {part: each.forward for part, each in work.items()} == by_hand | {"scores": scores}
+    assert all(each.backward == 2 * each.forward for each in work.values())
+
+
+def test_a_sequence_is_the_sum_of_its_tokens():
+    facts = facts_of("mistralai/Mistral-7B-v0.1")  # with a window
+    length = 4099
+    ends = (1, 2, 100, 4095, 4096, 4097, length)
+    sums = {end: FlopCounter.of(facts).forward([end]) for end in (*ends, *(end - 1 for end in ends))}
+    for end in ends:
+        token = sum(work.forward for work in token_flops(facts, pairs=end).values())
+        assert sums[end] - sums[end - 1] == token
+
+
+def test_architectures_that_cannot_be_loaded_are_not_counted():
+    with pytest.raises(ConfigError, match="the model's architecture is not supported"):
+        facts_from_config({"model_type": "deepseek_v3", "hidden_size": 7168}, "deepseek-ai/DeepSeek-V3")

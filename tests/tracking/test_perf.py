@@ -1,0 +1,48 @@
+import pytest
+
+from megarl.tracking.perf import known_peak, measure_peak, peak_flops, perf_metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200", "fp32", 67),
+        ("NVIDIA H20", "bf16", 148),
+        ("NVIDIA A100-SXM4-80GB", "bf16", 312),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA GH200 480GB", "bf16", 989),
+    ],
+)
+def test_known_peaks(name, dtype, tflops):
+    assert known_peak(name, dtype) == tflops * 1e12
+
+
+def test_tf32_and_unknown_devices():
+    assert known_peak("NVIDIA A100", "fp32", tf32=True) == 156e12
+    assert known_peak("Some Chip", "bf16") is None
+
+
+def test_cpu_peak_is_measured_once_and_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("megarl.device.has_cuda", lambda: False)
+    first = peak_flops("fp32")
+    assert 1e8 < first < 1e15
+    monkeypatch.setattr("megarl.tracking.perf.measure_peak", lambda dtype: 1.0)
+    assert peak_flops("fp32") == first
+    assert peak_flops("bf16") == 1.0
+    assert peak_flops("bf16", stated_tflops=2.5) == 2.5e12
+
+
+def test_measure_refuses_unknown_dtypes():
+    with pytest.raises(Exception, match="unknown dtype"):
+        measure_peak("fp7")
+
+
+def test_perf_metrics_are_per_device():
+    metrics = perf_metrics(tokens=8000, seconds=2.0, devices=4, flops=8e12, peak=10e12)
+    assert metrics["perf/throughput"] == 1000
+    assert metrics["perf/tflops"] == 1.0
+    assert metrics["perf/mfu"] == pytest.approx(0.1)
+    assert metrics["perf/max_memory_gb"] > 0
