@@ -16,7 +16,7 @@
 This is what a phase needs; what is in brackets stays as it is, there or not. For servers on devices of their own nobody
 enters `start_servers` and `publish`. Everything else leaves, where the recipe lets it: `actor.engine.offload` for the
 actor and the frozen models, `critic.engine.offload` for the critic, and always for servers that share the trainer's
-devices. The table is plain data, which the dry run's estimate of memory reads as well (`megarl.checks.memory`).
+devices. The table is plain data, which the dry run's estimate of memory reads as well (`megarl.planning.memory`).
 
 Server weights that leave are kept nowhere: the next `publish` brings the new ones, and to draw samples before it is an
 error. The embedded engine makes its cache when generation begins and gives it back when it ends, so that nothing

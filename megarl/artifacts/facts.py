@@ -66,9 +66,9 @@ class ModelFacts:
         return self.experts > 0
 
     @cached_property
-    def elements(self) -> dict[str, Elements]:
-        """Parameters of each component: in one layer where layers have it, of one expert where experts have it."""
-        size = {
+    def dimensions(self) -> dict[str, int]:
+        """Sizes that the tables of tensors name."""
+        return {
             "one": 1,
             "hidden": self.hidden,
             "vocab": self.vocab,
@@ -79,7 +79,11 @@ class ModelFacts:
             "experts": self.experts,
             "expert_ffn": self.ffn,
         }
-        return elements((*ARCHITECTURES[self.model_type].tensors, UNTIED_HEAD), size)
+
+    @cached_property
+    def elements(self) -> dict[str, Elements]:
+        """Parameters of each component: in one layer where layers have it, of one expert where experts have it."""
+        return elements((*ARCHITECTURES[self.model_type].tensors, UNTIED_HEAD), self.dimensions)
 
     @cached_property
     def copies(self) -> dict[str, int]:

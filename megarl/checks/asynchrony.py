@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.checks.checklist import Checklist
-from megarl.checks.layout import layout_key
 from megarl.config.run import RunConfig
 from megarl.dag.ahead import KEY, ORDER, experts_problems
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.errors import count
+from megarl.planning.shards import layout_key
 
 
 def check_async(config: RunConfig, placement: Placement, facts: ModelFacts | None, checks: Checklist) -> None:

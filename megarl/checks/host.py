@@ -10,23 +10,21 @@ from dataclasses import replace
 from pathlib import Path
 
 from megarl.artifacts.facts import ModelFacts
-from megarl.checks.layout import Sizes, layout_key
-from megarl.checks.memory import (
+from megarl.config.run import RunConfig
+from megarl.dag.placement import Placement, TeamPlan, begins_again
+from megarl.dag.stage import Role
+from megarl.data.frames import SIMULATOR
+from megarl.planning.memory import (
     Memory,
     Moment,
     Term,
     device_memory,
     learned_parts,
-    parameter_bytes,
     response_terms,
     server_bytes,
-    state_bytes,
     term,
 )
-from megarl.config.run import RunConfig
-from megarl.dag.placement import Placement, TeamPlan, begins_again
-from megarl.dag.stage import Role
-from megarl.data.frames import SIMULATOR
+from megarl.planning.shards import Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.store.size import object_store_bytes
 
 # A worker with torch, Megatron, transformers and MLflow loaded and a model of 2 million parameters: 0.6 to 0.7 GB.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from megarl.artifacts.facts import ModelFacts
 from megarl.artifacts.layout import (
     divisors,
@@ -18,16 +16,8 @@ from megarl.checks.checklist import Checklist
 from megarl.config.model import ParallelConfig
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement, TeamPlan
-from megarl.dag.stage import Role
 from megarl.errors import count
-
-#: Sizes of each role's model; None: not known here.
-Sizes = Mapping[Role, ModelFacts | None]
-
-
-def layout_key(config: RunConfig, role: Role) -> str:
-    """Where the layout of a role's model is said."""
-    return f"{'actor' if getattr(config, role.value).parallel is None else role.value}.parallel"
+from megarl.planning.shards import Sizes, layout_key
 
 
 def devices_key(config: RunConfig, team: TeamPlan) -> str:

@@ -12,13 +12,14 @@ from dataclasses import replace
 
 from megarl.checks.checklist import Checklist
 from megarl.checks.host import host_memory
-from megarl.checks.layout import Sizes, divides_devices
-from megarl.checks.memory import Memory, Moment, device_memory
+from megarl.checks.layout import divides_devices
 from megarl.config.run import RunConfig
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.errors import count
 from megarl.machine import Machine
+from megarl.planning.memory import Memory, Moment, device_memory
+from megarl.planning.shards import Sizes
 from megarl.store.size import LEAST, refuse_too_large
 
 _TIGHT = 0.9

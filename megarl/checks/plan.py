@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from megarl.checks.checklist import Check
 from megarl.checks.host import host_memory
 from megarl.checks.layout import divides_devices
-from megarl.checks.memory import device_memory, server_bytes
 from megarl.checks.recipe import Checked, check_config
 from megarl.config.correction import describe_correction
 from megarl.config.load import dump_config
@@ -22,6 +21,7 @@ from megarl.dag.placement import Placement, TeamPlan
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError, count
 from megarl.machine import Machine, this_machine
+from megarl.planning.memory import device_memory, server_bytes
 from megarl.store.size import handover_bytes, object_store_bytes, steps_held
 
 ROWS_SHOWN = 64

@@ -19,7 +19,7 @@ from megarl.checks.files import (
     check_reward,
 )
 from megarl.checks.graph import build, check_graph
-from megarl.checks.layout import Sizes, check_cluster, check_deadlines, check_layouts
+from megarl.checks.layout import check_cluster, check_deadlines, check_layouts
 from megarl.checks.machine import check_machine
 from megarl.checks.packages import check_packages
 from megarl.checks.placement import check_placement
@@ -33,6 +33,7 @@ from megarl.dag.graph import TaskGraph
 from megarl.dag.placement import Placement
 from megarl.dag.stage import Role
 from megarl.machine import Machine, this_machine
+from megarl.planning.shards import Sizes
 
 
 class ConfigWarning(UserWarning):

@@ -7,11 +7,11 @@ import pytest
 from megarl.artifacts.facts import model_facts
 from megarl.checks.checklist import Check
 from megarl.checks.host import host_memory
-from megarl.checks.memory import device_memory
 from megarl.checks.recipe import check_config
 from megarl.config.load import load_config
 from megarl.dag.placement import MODEL_ROLES, place, together
 from megarl.machine import Machine
+from megarl.planning.memory import device_memory
 from megarl.recipes.build import build_task_graph
 
 LAPTOP = Machine(cores=2, memory=24e9)

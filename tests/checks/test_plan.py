@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from megarl.artifacts.facts import model_facts
-from megarl.checks.memory import server_bytes, stage_parameters, state_bytes
 from megarl.checks.plan import ROWS_SHOWN, coordinates, make_plan
 from megarl.compat import sglang
 from megarl.config.load import load_config
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.training import EngineConfig
+from megarl.planning.memory import server_bytes
+from megarl.planning.shards import stage_parameters, state_bytes
 
 LAYOUTS = [
     (8, ParallelConfig(tp=2)),
@@ -63,7 +64,8 @@ def test_memory_of_servers_is_theirs(config_of):
 def test_ranks_of_a_server_share_its_weights(config_of, tp, ep):
     facts = model_facts(ModelConfig(path="Qwen/Qwen3-30B-A3B"))
     config = config_of(f"rollout.sglang.tp_size={tp}", f"rollout.sglang.ep_size={ep}", "model.dtype=bf16")
-    assert server_bytes(config, facts) == pytest.approx(30_532_122_624 * 2 / tp, rel=1e-3)
+    # Routers and norms are on all ranks.
+    assert server_bytes(config, facts) == pytest.approx(30_532_122_624 * 2 / tp, rel=2e-3)
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megarl.artifacts.facts import ModelFacts
-from megarl.checks.layout import Sizes, layout_key
 from megarl.config.model import ParallelConfig
 from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
+from megarl.planning.shards import BYTES, Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.residency import ACTOR, CRITIC, GRADIENTS, PARAMETERS, REFERENCE, SERVERS, TEACHER, WEIGHTS, needed
 
-_BYTES = {"fp32": 4, "bf16": 2}
 ROUGH = 1.5
 # Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
 _TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
@@ -94,31 +93,6 @@ class Memory:
         return list(dict.fromkeys(term for moment in self.moments for term in moment.terms))
 
 
-def stage_parameters(facts: ModelFacts, parallel: ParallelConfig) -> tuple[float, float]:
-    """(dense, expert) parameters that the fullest rank holds."""
-    layers = facts.layers / parallel.pp
-    vocabulary = facts.vocab * facts.hidden / parallel.tp
-    both_ends = parallel.pp == 1 and not facts.tied
-    dense = layers * facts.layer_parameters / parallel.tp + vocabulary * (2 if both_ends else 1)
-    return dense, layers * facts.expert_parameters / (parallel.ep * parallel.expert_tp)
-
-
-def state_bytes(
-    facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dtype: str, dp: int
-) -> dict[str, float]:
-    """Bytes of parameters, gradients (fp32) and optimizer state (fp32 moments, and masters below bf16)."""
-    dense, expert = stage_parameters(facts, parallel)
-    per_parameter = 8 + (4 if dtype == "bf16" else 0)
-    expert_ranks = parallel.expert_tp * parallel.ep * parallel.pp
-    shards = dp * parallel.cp if engine.distributed_optimizer else 1
-    expert_shards = max(1, dp * parallel.model_parallel_size // expert_ranks) if engine.distributed_optimizer else 1
-    return {
-        "parameters": (dense + expert) * _BYTES[dtype],
-        "gradients": (dense + expert) * 4,
-        "optimizer": per_parameter * (dense / shards + expert / expert_shards),
-    }
-
-
 def update_tokens(config: RunConfig, facts: ModelFacts, engine: EngineConfig, dp: int, job: str) -> int:
     """Tokens of the largest micro-batch: the budget, or the longest sequence, and never more than a rank has.
 
@@ -143,7 +117,7 @@ def activation_bytes(
     job: str = "train",
 ) -> float:
     """Bytes kept for the backward pass of the micro-batches in flight."""
-    element = _BYTES[config.model.dtype]
+    element = BYTES[config.model.dtype]
     tokens = update_tokens(config, facts, engine, dp, job) / parallel.cp
     longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
     if job == "sft":
@@ -179,7 +153,7 @@ def cache_bytes(
         sampling, rows = config.validation.sampling, _held_out(config) or config.rollout.max_running * dp * parallel.cp
     share = -(-rows * sampling.n // (dp * parallel.cp))
     tokens = config.data.max_prompt_tokens + config.response_tokens(sampling)
-    element = _BYTES[config.rollout_dtype]
+    element = BYTES[config.rollout_dtype]
     row = tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * facts.layers / parallel.pp * element
     return row, min(config.rollout.max_running, share) * row
 
@@ -236,7 +210,7 @@ def _server_weights(config: RunConfig, sizes: Sizes) -> list[Term]:
         return []
     size = server_bytes(config, _known(sizes, Role.ROLLOUT))
     # Further arguments may quantise the weights, or hold them elsewhere.
-    least = 0.0 if servers.extra_args else size / _BYTES[config.rollout_dtype] if config.sync.fp8 else size
+    least = 0.0 if servers.extra_args else size / BYTES[config.rollout_dtype] if config.sync.fp8 else size
     keys = "rollout.sglang.tp_size, rollout.sglang.ep_size"
     return [Term("a server's weights, per rank of it", size, keys, least)]
 
@@ -334,16 +308,11 @@ class _Models:
         ]
 
 
-def parameter_bytes(facts: ModelFacts, parallel: ParallelConfig, dtype: str) -> float:
-    """Bytes of a model's parameters on the fullest rank."""
-    return sum(stage_parameters(facts, parallel)) * _BYTES[dtype]
-
-
 def learned_parts(
     role: str, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dtype: str, dp: int, layout: str
 ) -> dict[str, Term]:
     """Parameters, gradients and optimizer state of a model that learns. `layout`: the key of its layout."""
-    state = state_bytes(facts, parallel, engine, dtype, dp)
+    state = state_bytes(facts, parallel, engine, dtype, dp, value_head=role == CRITIC)
     return {name: term(f"{role} {name}", size, f"the model's size, {layout}") for name, size in state.items()}
 
 

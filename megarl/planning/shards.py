@@ -1,0 +1,112 @@
+"""What one rank holds of a model: parameters, gradients and optimizer state, exactly as a layout divides them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from megarl.architectures import ARCHITECTURES
+from megarl.architectures.tensors import Part
+from megarl.artifacts.facts import ModelFacts
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.config.training import EngineConfig
+from megarl.dag.stage import Role
+
+BYTES = {"fp32": 4, "bf16": 2}
+GRADIENT = 4
+"""Bytes of a gradient: buffers are float32 whatever the parameters are."""
+STEP_BYTES = {"fp32": 8, "bf16": 12}
+"""Bytes of optimizer state per parameter: two float32 moments, and a float32 master where parameters are shorter."""
+
+#: Sizes of each role's model; None: not known here.
+Sizes = Mapping[Role, ModelFacts | None]
+
+
+def layout_key(config: RunConfig, role: Role) -> str:
+    """Where the layout of a role's model is said."""
+    return f"{'actor' if getattr(config, role.value).parallel is None else role.value}.parallel"
+
+
+def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head: bool = False) -> tuple[float, float]:
+    """(dense, expert) parameters that the fullest rank holds.
+
+    Tensor parallelism divides every matrix but the router, and biases; norms and routers are on all of its ranks. The
+    vocabulary is padded to equal rows. Pipeline stages have the same number of layers; the first has the embedding, the
+    last the final norm and the head, which a tied model holds twice when it has several stages. Where layers differ
+    (some with experts, some without) a stage is taken to have the mean.
+
+    Args:
+        value_head: one value per token in place of a vocabulary.
+    """
+    part = _elements(facts, parallel)
+    share = {"layer": 1.0, "dense": facts.copies["mlp"] / facts.layers, "moe": facts.copies["router"] / facts.layers}
+    layers = facts.layers / parallel.pp
+    first = part["embedding"]
+    last = part["final"] + (facts.hidden if value_head else part["embedding"])
+    if parallel.pp == 1:
+        ends = first + part["final"] if facts.tied and not value_head else first + last
+    else:
+        ends = max(first, last)
+    dense = layers * sum(part[name] * times for name, times in share.items()) + ends
+    return dense, layers * part["expert"] * facts.experts / parallel.ep * share["moe"]
+
+
+def _elements(facts: ModelFacts, parallel: ParallelConfig) -> dict[Part, int]:
+    """Elements of each part of the model that a rank holds: of one layer, and of one expert."""
+    size = facts.dimensions
+    found: dict[Part, int] = dict.fromkeys(("embedding", "layer", "dense", "moe", "expert", "final"), 0)
+    for rule in ARCHITECTURES[facts.model_type].tensors:
+        ways = parallel.expert_tp if rule.part == "expert" else parallel.tp
+        for source in rule.sources:
+            rows, *rest = (size[dimension] for dimension in source.shape)
+            count = rows * math.prod(rest)
+            if rule.split == "vocab":
+                count = -(-rows // ways) * math.prod(rest)
+            elif rule.split != "copy":
+                count //= ways
+            found[rule.part] += count
+    return found
+
+
+def parameter_bytes(facts: ModelFacts, parallel: ParallelConfig, dtype: str) -> float:
+    """Bytes of a model's parameters on the fullest rank."""
+    return sum(stage_parameters(facts, parallel)) * BYTES[dtype]
+
+
+def owned_parameters(
+    facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, *, value_head: bool = False
+) -> float:
+    """Parameters whose optimizer state the fullest rank holds: with the distributed optimizer a share of its own.
+
+    Dense parameters are shared among the ranks that have the same ones, which are dp * cp; experts among fewer.
+    """
+    dense, expert = stage_parameters(facts, parallel, value_head=value_head)
+    if not engine.distributed_optimizer:
+        return dense + expert
+    expert_ranks = parallel.expert_tp * parallel.ep * parallel.pp
+    expert_shards = max(1, dp * parallel.model_parallel_size // expert_ranks)
+    return dense / (dp * parallel.cp) + expert / expert_shards
+
+
+def state_bytes(
+    facts: ModelFacts,
+    parallel: ParallelConfig,
+    engine: EngineConfig,
+    dtype: str,
+    dp: int,
+    *,
+    value_head: bool = False,
+) -> dict[str, float]:
+    """Bytes of parameters, gradients (fp32) and optimizer state (fp32 moments, and masters below bf16)."""
+    held = sum(stage_parameters(facts, parallel, value_head=value_head))
+    return {
+        "parameters": held * BYTES[dtype],
+        "gradients": held * GRADIENT,
+        "optimizer": owned_parameters(facts, parallel, engine, dp, value_head=value_head) * STEP_BYTES[dtype],
+    }
+
+
+def checkpoint_bytes(facts: ModelFacts, dtype: str) -> float:
+    """Bytes of a checkpoint of a model that learns: parameters and optimizer state, each once."""
+    return facts.parameters * (BYTES[dtype] + STEP_BYTES[dtype])

@@ -1,0 +1,82 @@
+"""Parameters of a rank, against the plan by which a rank loads its weights."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig
+from megarl.models.hf import facts_of
+from megarl.models.weights.plan import Coordinate, slices_for
+from megarl.planning.shards import checkpoint_bytes, owned_parameters, stage_parameters, state_bytes
+from tests.models.tiny import ARCHITECTURES, tiny_dict
+
+LAYOUTS = [
+    {},
+    {"tp": 2},
+    {"pp": 2},
+    {"pp": 2, "vpp": 2},
+    {"tp": 2, "pp": 4},
+    {"ep": 2},
+    {"tp": 2, "ep": 4, "etp": 1},
+    {"tp": 2, "ep": 2, "etp": 2, "pp": 2},
+]
+
+
+def hf_of(model_type, **changes):
+    from megarl.config.model import ModelConfig
+    from megarl.models.hf import load_hf_config
+
+    return load_hf_config(ModelConfig(hf_config=tiny_dict(model_type, **changes)))
+
+
+def loaded(hf, parallel, *, value_head=False):
+    """(dense, expert) parameters of the fullest rank, by what it loads."""
+    found = []
+    for pp_rank, tp_rank in product(range(parallel.pp), range(parallel.tp)):
+        at = Coordinate(
+            parallel.tp, tp_rank, parallel.pp, pp_rank, parallel.vpp or 1, parallel.ep, 0, parallel.expert_tp, 0
+        )
+        shards = slices_for(hf, at, value_head=value_head)
+        sizes = [(".experts." in shard.param, math.prod(shard.shape)) for shard in shards]
+        found.append((sum(n for expert, n in sizes if not expert), sum(n for expert, n in sizes if expert)))
+    return max(found, key=sum)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_a_rank_holds_what_it_loads(model_type, tied, layout):
+    hf, parallel = hf_of(model_type, tie_word_embeddings=tied), ParallelConfig(**layout)
+    facts = facts_of(hf)
+    if not facts.is_moe and (parallel.ep > 1 or parallel.etp):
+        pytest.skip("no experts")
+    assert stage_parameters(facts, parallel) == loaded(hf, parallel)
+    assert stage_parameters(facts, parallel, value_head=True) == loaded(hf, parallel, value_head=True)
+
+
+def test_stages_with_different_layers_count_with_their_mean():
+    facts = facts_of(hf_of("qwen3_moe", mlp_only_layers=[0]))
+    whole, half = (stage_parameters(facts, ParallelConfig(pp=pp)) for pp in (1, 2))
+    assert sum(whole) == facts.parameters
+    assert half[1] == whole[1] / 2
+
+
+def test_every_rank_owns_its_share_of_the_optimizer():
+    facts, engine = facts_of(hf_of("qwen3_moe")), EngineConfig()
+    dense, expert = stage_parameters(facts, ParallelConfig(ep=4))
+    assert owned_parameters(facts, ParallelConfig(ep=4), engine, dp=8) == dense / 8 + expert / 2
+    dense, expert = stage_parameters(facts, ParallelConfig(cp=2, tp=2))
+    assert owned_parameters(facts, ParallelConfig(cp=2, tp=2), engine, dp=2) == dense / 4 + expert / 4
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("bf16", 14), ("fp32", 12)])
+def test_a_checkpoint_has_parameters_and_state_once(dtype, bytes_each):
+    facts = facts_of(hf_of("qwen3"))
+    assert checkpoint_bytes(facts, dtype) == bytes_each * facts.parameters
+    state = state_bytes(facts, ParallelConfig(), EngineConfig(), dtype, dp=1)
+    assert state["parameters"] + state["optimizer"] == checkpoint_bytes(facts, dtype)
+    assert state["gradients"] == 4 * facts.parameters
