@@ -40,7 +40,11 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head:
         value_head: one value per token in place of a vocabulary.
     """
     part = _elements(facts, parallel)
-    share = {"layer": 1.0, "dense": facts.copies["mlp"] / facts.layers, "moe": facts.copies["router"] / facts.layers}
+    share: dict[Part, float] = {
+        "layer": 1.0,
+        "dense": facts.copies["mlp"] / facts.layers,
+        "moe": facts.copies["router"] / facts.layers,
+    }
     layers = facts.layers / parallel.pp
     first = part["embedding"]
     last = part["final"] + (facts.hidden if value_head else part["embedding"])
