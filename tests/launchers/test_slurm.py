@@ -45,7 +45,7 @@ FULL = SlurmConfig(
 def submission(section: SlurmConfig, folder: Path = Path("/shared/runs/a run"), nnodes: int = 2) -> Submission:
     cluster = ClusterConfig(nproc=2 * nnodes, nnodes=nnodes)
     config = RunConfig(name="a run!", cluster=cluster, launch=LaunchConfig(slurm=section))
-    return Submission(config, folder, "train", "torchrun", Path("/home/me/my work"))
+    return Submission(config, folder, "train", "torchrun", Path("/shared/my work"))
 
 
 def shellcheck(text: str) -> None:
@@ -83,12 +83,11 @@ def test_what_the_section_says_is_in_the_script():
         "#SBATCH --job-name=a-run-", "#SBATCH --partition=gpu", "#SBATCH --account=team-a", "#SBATCH --qos=long",
         "#SBATCH --time=1-00:00:00", '#SBATCH --constraint="h100&ib"', "#SBATCH --gres=gpu:h100:4",
         "#SBATCH --cpus-per-task=96", "#SBATCH --exclusive", '#SBATCH --comment="a b"',
-        '#SBATCH --chdir="/home/me/my work"', '#SBATCH --output="/shared/runs/a run/launch"/job-%j.txt',
+        '#SBATCH --chdir="/shared/my work"', '#SBATCH --output="/shared/runs/a run/launch"/job-%j.txt',
     ):  # fmt: skip
         assert line in text.splitlines()
     assert (
-        "--container-mounts='/shared/runs/a run:/shared/runs/a run,/home/me/my work:/home/me/my work,/data:/data'"
-        in text
+        "--container-mounts='/shared/runs/a run:/shared/runs/a run,/shared/my work:/shared/my work,/data:/data'" in text
     )
     assert "--gpus-per-node" not in text
     apptainer = job_script(submission(FULL.model_copy(update={"container": "apptainer"})))

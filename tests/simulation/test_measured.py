@@ -26,7 +26,7 @@ from megarl.simulation.study import Study
 from megarl.simulation.system import read_system
 from tests.simulation.test_engine import TOKEN_S, OfWork, system
 
-RUNS = Path(__file__).parent / "runs"
+RUNS = Path(__file__).parent / "recorded"
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SETTINGS = {
     SYNCHRONOUS: (0, False, False),
