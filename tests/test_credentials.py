@@ -90,14 +90,14 @@ def test_a_run_writes_no_credentials_and_takes_them_from_the_environment_when_it
     for name in (USER, PASSWORD):
         monkeypatch.setenv(name, "another")
     recipe = tmp_path / "config.yaml"
-    uri = "https://me:secret@host:5000/x"
+    uri = "https://me:sesame@host:5000/x"
     recipe.write_text(dump_config(hide_credentials(load_config("grpo_quickstart", [f"tracking.mlflow_uri={uri}"]))))
-    assert (os.environ[USER], os.environ[PASSWORD]) == ("me", "secret")
+    assert (os.environ[USER], os.environ[PASSWORD]) == ("me", "sesame")
     assert "https://***@host:5000/x" in recipe.read_text()
-    assert "secret" not in recipe.read_text()
+    assert "sesame" not in recipe.read_text()
 
     resumed = hide_credentials(load_config(recipe))
-    assert (os.environ[USER], os.environ[PASSWORD]) == ("me", "secret")
+    assert (os.environ[USER], os.environ[PASSWORD]) == ("me", "sesame")
     assert [check for check in check_config(resumed).items if check.key == "tracking.mlflow_uri"] == []
     monkeypatch.delenv(PASSWORD)
     (check,) = [check for check in check_config(resumed).items if check.key == "tracking.mlflow_uri"]
