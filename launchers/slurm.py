@@ -15,6 +15,7 @@ the configuration checks that.
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 from dataclasses import dataclass
@@ -46,6 +47,44 @@ _MET = """\
 [ -n "$MASTER_ADDR" ] || {{ echo "megarl: no address of the first node, $head" >&2; exit 1; }}
 MASTER_PORT=$(({first} + SLURM_JOB_ID % {ports}))
 export MASTER_ADDR MASTER_PORT
+"""
+
+_TOKEN = """\
+# Who calls the job's Ray must know this; it is in no file.
+RAY_AUTH_MODE=token
+RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
+export RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0
+
+"""
+#: In place of a plain command: the first node has Ray's head and what drives the run, the others wait for its end.
+_RAY = """\
+over={over}."$SLURM_JOB_ID"
+address="$MASTER_ADDR:$MASTER_PORT"
+if [ "$SLURM_NODEID" != 0 ]; then
+  for _ in $(seq {limit}); do
+    (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
+    sleep 1
+  done
+  {ray} start --address="$address" --block &
+  node=$!
+  trap 'kill "$node" 2> /dev/null || true' EXIT
+  while kill -0 "$node" 2> /dev/null; do
+    [ ! -e "$over" ] || exit 0
+    sleep 1
+  done
+  [ -e "$over" ] && exit 0
+  echo "megarl: Ray has ended on node $SLURM_NODEID" >&2
+  exit 1
+fi
+{ray} start --head --node-ip-address="$MASTER_ADDR" --port="$MASTER_PORT" --include-dashboard=false --block &
+node=$!
+trap 'touch "$over"; kill "$node" 2> /dev/null || true' EXIT
+for _ in $(seq {limit}); do
+  (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
+  sleep 1
+done
+{nodes} "$address" {count} {limit}
+RAY_ADDRESS="$address" {command}
 """
 
 #: In place of a plain srun: `again` runs when the signal of `--signal` comes.
@@ -94,7 +133,7 @@ class Submission:
         config: of the run, with what the site's file says.
         run_dir: its folder, which all nodes see.
         command: train, sft or eval.
-        launcher: torchrun, or local on one node.
+        launcher: torchrun, ray, or local on one node.
         workdir: folder that relative paths of the recipe are in.
     """
 
@@ -129,6 +168,7 @@ def job_script(job: Submission) -> str:
     if cluster.nnodes > 1:
         meet = _MEET if job.slurm.interface is None else _MEET_ON.format(interface=shlex.quote(job.slurm.interface))
         text += meet + _MET.format(first=_PORTS[0], ports=_PORTS[1]) + "\n"
+        text += _TOKEN if job.launcher == "ray" else ""
     if not job.slurm.chain:
         return f"{text}{_srun(job)}\n"
     wait = max(1, job.slurm.warn_s - _LEFT_S)
@@ -152,7 +192,16 @@ def node_script(job: Submission) -> str:
     # -P: a folder `kernels` or `tests` of the current folder hides no package.
     command = [python, "-P", "-m", "megarl", job.command, str(job.folder / RECIPE)]
     command += ["--launcher", job.launcher, "--run-dir", str(job.run_dir)]
-    return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+    if job.launcher != "ray" or job.config.cluster.nnodes == 1:
+        return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+    return "\n".join([*lines, ""]) + _RAY.format(
+        over=shlex.quote(str(job.folder / "over")),
+        limit=math.ceil(job.config.cluster.start_timeout_s),
+        ray=shlex.join([python, "-P", "-m", "ray.scripts.scripts"]),
+        nodes=shlex.join([python, "-P", "-m", "megarl.launchers.ray_nodes"]),
+        count=job.config.cluster.nnodes,
+        command=shlex.join(command),
+    )
 
 
 def gpus_per_node(config: RunConfig) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from megarl.errors import ConfigError, UserError
+from megarl.errors import UserError
 
 if TYPE_CHECKING:
     from megarl.config.run import RunConfig
@@ -115,14 +115,6 @@ def _kubernetes(arguments: argparse.Namespace, config: RunConfig) -> int:
 
 
 def _launcher(name: str, config: RunConfig) -> str:
-    if name == "ray":
-        raise ConfigError(
-            "batch jobs do not start a Ray cluster yet",
-            where="launch.launcher",
-            found=name,
-            allowed=("torchrun", "local"),
-            fix="start Ray by hand in the job, see docs/launching.md",
-        )
     return "torchrun" if config.cluster.nnodes > 1 and name == "local" else name
 
 

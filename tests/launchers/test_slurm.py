@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,9 +73,10 @@ def test_the_scripts_of_the_recipe_for_32_gpus(name, monkeypatch):
 def test_shellcheck_finds_nothing(nnodes, container):
     section = FULL if container else FULL.model_copy(update={"image": None, "interface": None})
     section = section.model_copy(update={"container": container, "chain": 3 if container else 0})
-    job = submission(section, nnodes=nnodes)
-    shellcheck(job_script(job))
-    shellcheck(node_script(job))
+    for launcher in ("torchrun", "ray"):
+        job = replace(submission(section, nnodes=nnodes), launcher=launcher)
+        shellcheck(job_script(job))
+        shellcheck(node_script(job))
 
 
 def test_what_the_section_says_is_in_the_script():

@@ -74,6 +74,15 @@ def test_two_nodes_have_the_metrics_of_the_local_launcher(recipe, local, tmp_pat
     assert f"finished, step {STEPS} of {STEPS}" in capsys.readouterr().out
 
 
+def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(recipe, local, tmp_path):
+    run_dir = tmp_path / "run"
+    assert launch(recipe, run_dir, "launch.launcher=ray") == 0
+    (job,) = jobs_of(run_dir)
+    wait(lambda: not state_of(job.number).active, "end of the job")
+    assert state_of(job.number).name == "COMPLETED", said(run_dir)
+    assert harness.metrics(run_dir) == local
+
+
 def test_a_cancelled_run_goes_on_in_its_next_job(recipe, local, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert launch(recipe, run_dir) == 0
