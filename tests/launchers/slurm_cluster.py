@@ -42,6 +42,10 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=NO
 """
 
 
+class DoesNotRunHere(RuntimeError):
+    """Slurm or munge does not start on this machine; the message says why."""
+
+
 def missing() -> str:
     """Why there can be no Slurm here; empty: nothing."""
     if os.geteuid() != 0:
@@ -72,7 +76,11 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def cluster(folder: Path, nodes: int = 2) -> Iterator[Path]:
-    """Yields slurm.conf of a cluster that runs until the end of the block."""
+    """Yields slurm.conf of a cluster that runs until the end of the block.
+
+    Raises:
+        DoesNotRunHere: its nodes are not idle within half a minute.
+    """
     _start_munge()
     folder.mkdir(parents=True)
     (folder / "state").mkdir()
@@ -113,7 +121,7 @@ def _wait_until_idle(environment: dict[str, str], nodes: int, folder: Path) -> N
             return
         time.sleep(0.2)
     logs = "".join(file.read_text()[-2000:] for file in sorted(folder.glob("*.log")))
-    raise RuntimeError(f"Slurm's nodes are not idle within {_START_S:.0f} s: {said}\n{logs}")
+    raise DoesNotRunHere(f"Slurm's nodes are not idle within {_START_S:.0f} s: {said}\n{logs}")
 
 
 def _start_munge() -> None:
@@ -121,7 +129,9 @@ def _start_munge() -> None:
         return
     Path("/run/munge").mkdir(exist_ok=True)
     shutil.chown("/run/munge", "munge", "munge")
-    subprocess.run(["su", "-s", "/bin/sh", "munge", "-c", "munged"], check=True)
+    subprocess.run(["su", "-s", "/bin/sh", "munge", "-c", "munged"], check=False)
     until = time.monotonic() + _START_S
-    while subprocess.run(["munge", "-n"], capture_output=True, check=False).returncode and time.monotonic() < until:
+    while subprocess.run(["munge", "-n"], capture_output=True, check=False).returncode:
+        if time.monotonic() > until:
+            raise DoesNotRunHere("munged does not start")
         time.sleep(0.2)
