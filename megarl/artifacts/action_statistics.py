@@ -167,6 +167,27 @@ class DatasetStatistics:
     transitions: int = 0
     trajectories: int = 0
 
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any], where: str, bounds: Bounds = "q99") -> DatasetStatistics:
+        """Of an entry of the file, with `action`.
+
+        Raises:
+            DataError: something is missing in it; the place is named.
+        """
+        state = entry.get("proprio")
+        return cls(
+            ActionStatistics.from_json(entry["action"], f"{where}.action", bounds),
+            None if state is None else ActionStatistics.from_json(state, f"{where}.proprio", bounds),
+            int(entry.get("num_transitions", 0)),
+            int(entry.get("num_trajectories", 0)),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """An entry of the file."""
+        state = {} if self.state is None else {"proprio": self.state.to_json()}
+        sizes = {"num_transitions": self.transitions, "num_trajectories": self.trajectories}
+        return {"action": self.action.to_json(), **state, **sizes}
+
 
 @dataclass
 class StatisticsCollector:
@@ -239,25 +260,18 @@ def read_statistics(path: Path, bounds: Bounds = "q99") -> dict[str, DatasetStat
     for name, entry in content.items():
         if not isinstance(entry, dict) or "action" not in entry:
             raise DataError("there is no 'action'", where=f"{path}: {name}", allowed="a dictionary with `action`")
-        state = entry.get("proprio")
-        found[name] = DatasetStatistics(
-            ActionStatistics.from_json(entry["action"], f"{path}: {name}.action", bounds),
-            None if state is None else ActionStatistics.from_json(state, f"{path}: {name}.proprio", bounds),
-            int(entry.get("num_transitions", 0)),
-            int(entry.get("num_trajectories", 0)),
-        )
+        found[name] = DatasetStatistics.from_json(entry, f"{path}: {name}", bounds)
     return found
+
+
+def statistics_text(statistics: Mapping[str, DatasetStatistics]) -> str:
+    """Content of the file that `read_statistics`, and OpenVLA, read."""
+    return json.dumps({name: entry.to_json() for name, entry in statistics.items()}, indent=2) + "\n"
 
 
 def write_statistics(path: Path, statistics: Mapping[str, DatasetStatistics]) -> None:
     """The file that `read_statistics`, and OpenVLA, read."""
-    content: dict[str, dict[str, Any]] = {}
-    for name, entry in statistics.items():
-        content[name] = {"action": entry.action.to_json()}
-        if entry.state is not None:
-            content[name]["proprio"] = entry.state.to_json()
-        content[name] |= {"num_transitions": entry.transitions, "num_trajectories": entry.trajectories}
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    path.write_text(statistics_text(statistics), encoding="utf-8")
 
 
 def choose_statistics(

@@ -7,6 +7,7 @@ from megarl.artifacts.action_statistics import FILE, choose_statistics, read_sta
 from megarl.artifacts.facts import facts_from_config, local_folder, raw_config
 from megarl.checks.checklist import Checklist
 from megarl.config.run import RunConfig
+from megarl.data.demonstration_sources import EXPERTS
 from megarl.errors import ConfigError, UserError
 
 _LEAST_PROMPT = 2  # BOS, and the token that predicts the first action token
@@ -36,6 +37,9 @@ def _check_statistics(config: RunConfig) -> None:
     """The file beside the model: there, readable, of `robot.unnorm_key`, and of actions of `robot.dim` numbers."""
     robot, path = config.robot, config.model.path
     assert robot is not None, "a recipe with the section `robot`"
+    if robot.statistics == "demonstrations":
+        _check_shown(config)
+        return
     folder = None if path is None else local_folder(path)
     if folder is None:
         return
@@ -46,7 +50,7 @@ def _check_statistics(config: RunConfig) -> None:
             where="model.path",
             found=path,
             allowed=f"a folder with {FILE}",
-            fix="take the file from where the model comes from",
+            fix="take the file from where the model comes from, or set robot.statistics=demonstrations",
         )
     dim = choose_statistics(read_statistics(file, robot.bounds), robot.unnorm_key, "robot.unnorm_key").action.dim
     if dim != robot.dim:
@@ -56,6 +60,28 @@ def _check_statistics(config: RunConfig) -> None:
             found=robot.dim,
             allowed=str(dim),
             fix=f"set robot.dim={dim}, or choose other statistics (robot.unnorm_key)",
+        )
+
+
+def _check_shown(config: RunConfig) -> None:
+    """Statistics of demonstrations need files of them; what experts show is in the simulator's own numbers."""
+    robot, files = config.robot, config.sft.train_files or []
+    assert robot is not None, "a recipe with the section `robot`"
+    if not files or EXPERTS in files:
+        raise ConfigError(
+            "statistics of demonstrations, and not only files of them",
+            where="sft.train_files",
+            found=files,
+            allowed=f"folders and files of demonstrations, without {EXPERTS!r}",
+            fix="name them, also for a run that goes on, or set robot.statistics=model",
+        )
+    if robot.unnorm_key is not None:
+        raise ConfigError(
+            "statistics of demonstrations have no such key",
+            where="robot.unnorm_key",
+            found=robot.unnorm_key,
+            allowed="null with robot.statistics=demonstrations",
+            fix="remove it",
         )
 
 

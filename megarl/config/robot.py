@@ -54,6 +54,16 @@ class RobotConfig(Section):
         None,
         description="data set of dataset_statistics.json, beside the model, that scales actions; null: the only one",
     )
+    statistics: Literal["model", "demonstrations"] = Field(
+        "model",
+        description="what scales actions and states: model: dataset_statistics.json beside it, or, of a fresh policy, "
+        "nothing; demonstrations: statistics of the files in sft.train_files, for a new robot",
+    )
+    recorded_cameras: dict[str, str] = Field(
+        default_factory=dict,
+        description="of LeRobot's data sets: the name there of a camera that the simulator calls otherwise, as "
+        "`agentview: observation.images.image`",
+    )
     bounds: Literal["q99", "minmax"] = Field(
         "q99",
         description="which statistics of an action become -1 and 1: 1% and 99% quantiles, or smallest and largest",

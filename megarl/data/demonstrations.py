@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from megarl.errors import ConfigError, DataError, UnavailableError, choose, close_matches
-from megarl.simulators.protocol import TaskSpec
+from megarl.errors import DataError, UnavailableError
 
 FORM = "megarl.demonstration/1"
 #: Camera of the LIBERO simulator to its name in LIBERO's files.
@@ -31,9 +30,6 @@ LIBERO_CAMERAS = {"agentview": "agentview_rgb", "wrist": "eye_in_hand_rgb"}
 LIBERO_STATE = ("ee_pos", "ee_ori", "gripper_states")
 #: An arm that is told to move less than this, Euclidean norm of all numbers but the gripper's, stands still.
 STILL = 1e-4
-#: What stands in the place of files where scripted experts are to show the tasks.
-EXPERTS = "experts"
-HDF5 = (".hdf5", ".h5")
 _FRAMES = "frames."
 
 
@@ -284,78 +280,6 @@ def open_demonstrations(folder: str | Path, tasks: Iterable[str] | None = None) 
                 return found
 
         yield OpenDemonstration(facts["task"], str(path), cameras, states, actions, frame)
-
-
-def find_demonstrations(
-    sources: Iterable[str],
-    tasks: Mapping[str, TaskSpec],
-    experts: Callable[[], Iterable[Demonstration]],
-    where: str = "sft.train_files",
-) -> list[OpenDemonstration]:
-    """Demonstrations of all sources, in order, those of other tasks left out.
-
-    Args:
-        sources: `experts`, a folder that `write_demonstrations` made, or TASK=FILE.hdf5, one of LIBERO's files.
-        tasks: that a policy is to learn, by name.
-        experts: gives what scripted experts show, which is held in memory; called where they are a source.
-        where: key of the recipe that has the sources, for messages.
-
-    Raises:
-        ConfigError: a source is none of these, or names no task.
-        DataError: a file is damaged, or its actions, states or cameras are not the task's, or a source shows none of
-            the tasks.
-    """
-    found: list[OpenDemonstration] = []
-    for place, source in enumerate(sources):
-        key = f"{where}[{place}]"
-        task, equals, file = source.partition("=")
-        some: Iterable[OpenDemonstration]
-        if source == EXPERTS:
-            some = (OpenDemonstration.of(shown, f"{key}: {EXPERTS}, {n}") for n, shown in enumerate(experts()))
-        elif Path(source).expanduser().is_dir():
-            some = open_demonstrations(Path(source).expanduser(), tasks)
-        elif equals and Path(file).suffix in HDF5:
-            spec = choose(tasks, task, "there is no such task", where=key)
-            some = open_libero(Path(file).expanduser(), task, cameras=_libero_cameras(spec, key))
-        else:
-            raise _no_source(source, key)
-        fitting = [_fitting(one, tasks[one.task]) for one in some]
-        if not fitting:
-            raise DataError("no demonstration of any of the tasks", where=key, found=source, allowed=tasks)
-        found += fitting
-    return found
-
-
-def _libero_cameras(spec: TaskSpec, where: str) -> list[str]:
-    for camera in spec.cameras:
-        choose(LIBERO_CAMERAS, camera, f"LIBERO's files have no pictures of this camera of {spec.name}", where=where)
-    return list(spec.cameras)
-
-
-def _no_source(source: str, where: str) -> ConfigError:
-    path = Path(source).expanduser()
-    fix = f"write TASK={source}: the file does not know its task" if path.suffix in HDF5 else None
-    what = "these are no demonstrations" if path.exists() else "no such demonstrations"
-    near = close_matches(source, [EXPERTS])
-    if near:
-        fix = f"did you mean {near[0]!r}?"
-    allowed = f"{EXPERTS}, a folder of demonstrations, or TASK=FILE{HDF5[0]} (LIBERO)"
-    return ConfigError(what, where=where, found=source, allowed=allowed, fix=fix)
-
-
-def _fitting(one: OpenDemonstration, spec: TaskSpec) -> OpenDemonstration:
-    """Refuse a demonstration that is of another robot than its task."""
-    found = {"numbers of an action": one.actions.shape[1], "numbers of a state": one.states.shape[1]}
-    wanted = {"numbers of an action": spec.action_dim, "numbers of a state": spec.state_dim}
-    if found != wanted:
-        raise DataError(
-            f"this demonstration does not fit {spec.name}", where=one.where, found=found, allowed=f"{wanted}"
-        )
-    missing = [camera for camera in spec.cameras if camera not in one.cameras]
-    if missing:
-        what = f"this demonstration has no pictures of the camera {missing[0]!r} of {spec.name}"
-        raise DataError(what, where=one.where, found=list(one.cameras), allowed=spec.cameras)
-    return one
 
 
 def _demonstrations(folder: str | Path, tasks: Iterable[str] | None) -> Iterator[tuple[Path, dict[str, str]]]:

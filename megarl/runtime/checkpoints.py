@@ -15,6 +15,7 @@ from megarl.runtime.changes import Command, announcements
 from megarl.runtime.drawn import describe_drawn, refuse_left_out, refuse_other_drawing, steps_held
 from megarl.runtime.flow_files import left_out
 from megarl.runtime.reference import put_aside, take_up_reference
+from megarl.runtime.robots import check_same_statistics, statistics_file
 from megarl.runtime.validate import due
 from megarl.training.saving import UnderWay
 
@@ -242,6 +243,7 @@ class Checkpoints:
             c.context.surplus = read_surplus(c.context, source, parts)
         if c.context.scores is not None:
             c.context.scores.load(source)
+        check_same_statistics(c.hf_config, source)
         metric = c.config.trainer.best_metric
         same = state.get("best_metric", metric) == metric  # values of another one do not compare
         if same and state["best"] is not None and self._has(state.get("best_step")):
@@ -353,7 +355,7 @@ class Checkpoints:
                 step,
                 c.trained,
                 extra,
-                files=surplus_file(c.context) | scores_file(c.context),
+                files=surplus_file(c.context) | scores_file(c.context) | statistics_file(c.hf_config, c.layout.rank),
                 config=c.config.model_dump(mode="json"),
                 keep_last=settings.keep_last,
                 best=is_best,

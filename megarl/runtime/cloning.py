@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.data.demonstrations import EXPERTS, Demonstration, find_demonstrations, write_demonstrations
+from megarl.data.demonstration_sources import EXPERTS, find_demonstrations
+from megarl.data.demonstrations import write_demonstrations
 from megarl.data.loader import PromptLoader
 from megarl.errors import ConfigError
 from megarl.models.vla.cloning import CloningExamples
@@ -16,7 +17,6 @@ from megarl.rollout.robots.experts import ExpertCounts, demonstrate
 from megarl.runtime.setup import warn_if_repeated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -46,7 +46,7 @@ def load_calls(c: Controller, robots: Robots) -> PromptLoader:
     places = [str(folder) if source == EXPERTS else source for source in sources]
     states = body.view.states
     data = CloningExamples(
-        find_demonstrations(places, robots.tasks, _nobody),
+        find_demonstrations(places, robots.tasks, config.robot.recorded_cameras),
         robots.trials["train"].prompts,
         body.codec,
         body.view.pictures,
@@ -90,10 +90,6 @@ def _show(c: Controller, robots: Robots, folder: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
     return written
-
-
-def _nobody() -> Iterable[Demonstration]:
-    raise AssertionError("what experts show is in a folder")
 
 
 def _as_they_are(states: NDArray[np.float32]) -> NDArray[np.float32]:

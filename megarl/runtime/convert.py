@@ -57,11 +57,13 @@ def describe(folder: Path) -> str:
 
 def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard_gb: float) -> None:
     """Load a checkpoint of any layout into one process and export it."""
+    from megarl.artifacts.action_statistics import FILE, read_statistics
     from megarl.comm import own_world
     from megarl.config.load import load_config
     from megarl.data.tokenizer import load_tokenizer
     from megarl.device import DTYPES, dist_backend
     from megarl.models.weights import export_weights
+    from megarl.runtime.robots import model_statistics
     from megarl.runtime.setup import build_engine
     from megarl.training import checkpoint
     from megarl.training.parallel import init_parallel
@@ -82,6 +84,10 @@ def _convert_checkpoint(folder: Path, target: Path, dtype: str | None, max_shard
         hf_config = _config_of(config.model, checkpoint.stored_names(folder, meta))
         engine = build_engine(config, hf_config, layout, lambda chunks: None, trainable=False)
         checkpoint.load(folder, {"actor": engine}, meta)
+        if config.robot is not None:
+            kept = folder / FILE  # a checkpoint of an older version has none
+            known = read_statistics(kept) if kept.is_file() else dict([model_statistics(config, config.robot)])
+            hf_config.action_statistics = known
         tokenizer = load_tokenizer(config.model)
         export_weights(
             engine.chunks,

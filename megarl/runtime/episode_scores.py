@@ -13,6 +13,7 @@ from safetensors.torch import save
 from megarl.algorithms.progress import ProgressReport, ProgressSettings
 from megarl.algorithms.srpo import ProgressScorer
 from megarl.config.components import settings_at
+from megarl.config.embedding import EmbeddingSettings
 from megarl.data.batch import Batch
 from megarl.data.frames import END_FRAMES, FRAMES
 from megarl.device import device
@@ -62,7 +63,7 @@ class EpisodeScores:
         compared: Mapping[str, Any],
     ) -> None:
         self._embedder, self._scorer, self._coef, self._layout = embedder, scorer, coef, layout
-        self._compared = json.dumps(compared, sort_keys=True)
+        self._compared = _with_defaults(compared)
         self._learned = -1  # the step in which the embedder learned; in a later round of it embeddings must stay
 
     @classmethod
@@ -76,7 +77,7 @@ class EpisodeScores:
         reward, embedder, seed = config.robot.reward, None, config.trainer.seed
         settings = settings_at("robot.reward.srpo", reward.srpo, ProgressSettings)
         if reward.name == "progress":
-            from megarl.models.episodes import EmbeddingSettings, build_embedder
+            from megarl.models.episodes import build_embedder
 
             wanted = settings_at("robot.reward.embedding", reward.embedding, EmbeddingSettings)
             cameras, group = config.robot.cameras, layout.dp_group
@@ -137,7 +138,8 @@ class EpisodeScores:
             found: dict[str, Any] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 no mapping
             told = file.metadata()
         found |= json.loads(told["plain"])
-        before = told.get("compared", self._compared)  # an older version did not note it
+        # An older version did not note it.
+        before = _with_defaults(json.loads(told["compared"])) if "compared" in told else self._compared
         if before != self._compared:
             raise ConfigError(
                 "the checkpoint's encoder or bank of successes is of another embedding",
@@ -156,6 +158,11 @@ class EpisodeScores:
         self._scorer.load_state(state.get("scorer", {}))
         if self._embedder is not None and "embedder" in state:
             self._embedder.load_state(state["embedder"])
+
+
+def _with_defaults(compared: Mapping[str, Any]) -> str:
+    """The mapping `robot.reward.embedding` as it counts: a default that is written out is the same embedding."""
+    return json.dumps(EmbeddingSettings(**compared).model_dump(), sort_keys=True)
 
 
 def _flatten(state: Mapping[str, Any], prefix: str, tensors: dict[str, Tensor], plain: dict[str, Any]) -> None:

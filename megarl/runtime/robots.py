@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.artifacts.action_statistics import (
     FILE,
@@ -18,8 +18,10 @@ from megarl.artifacts.action_statistics import (
     DatasetStatistics,
     choose_statistics,
     read_statistics,
+    statistics_text,
 )
 from megarl.config.components import settings_at
+from megarl.data.demonstration_sources import find_demonstrations
 from megarl.data.pictures import NORMALISATIONS, PIPELINES
 from megarl.device import device, has_cuda
 from megarl.envs.robots import SimulatorPool, SimulatorSettings
@@ -27,7 +29,9 @@ from megarl.errors import ConfigError, choose
 from megarl.models.hf import vision_of
 from megarl.models.vla.actions import ActionCodec, ActionTokens, gripper_rule
 from megarl.models.vla.calls import PolicyFamily, policy_family, prompt_ids
+from megarl.models.vla.cloning import cloning_statistics
 from megarl.models.weights.files import resolve_folder
+from megarl.phase import keep_beating, phase
 from megarl.rollout.robots.episode import Episode, add_episodes
 from megarl.rollout.robots.play import EpisodeStart, PlayCounts, Player
 from megarl.rollout.robots.policy import Draw, DrawingPolicy
@@ -37,6 +41,8 @@ from megarl.simulators.wire import plain_spec, spec_of
 from megarl.training.calls import CallForm
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from megarl.architectures.vision import VisionShape
@@ -68,11 +74,11 @@ class Body:
     form: CallForm
 
 
-def body_of(config: RunConfig, hf: PretrainedConfig) -> Body:
-    """What the section `robot` and the model say; the model's exports bring the statistics of its actions from now on.
+def call_form(config: RunConfig, hf: PretrainedConfig) -> CallForm:
+    """How policy calls of the section `robot` go through the model.
 
     Raises:
-        ConfigError: they do not fit.
+        ConfigError: the model is no robot policy, or the section has a name that there is not.
     """
     robot, shape = config.robot, vision_of(hf)
     assert robot is not None, "a recipe with the section `robot`"
@@ -83,18 +89,10 @@ def body_of(config: RunConfig, hf: PretrainedConfig) -> Body:
             allowed="a model of model_type openvla",
             fix="name a robot policy, or leave the section out",
         )
-    tokens = ActionTokens.of_checkpoint(hf.policy, "the model's config.json")
-    name, data = _statistics(config, robot)
-    hf.action_statistics = {name: data}
-    codec = ActionCodec(tokens, data.action, gripper_rule(robot.gripper, "robot.gripper"))
-    _refuse_other_sizes(robot, codec, shape, data)
-    family = policy_family(robot.family, "robot.family")
-    pipeline = choose(PIPELINES, robot.pictures, "there is no such way of pictures", where="robot.pictures")
-    view = View(tuple(robot.cameras), replace(pipeline, size=shape.towers[0].image), data.state)
-    columns = tokens.columns(hf.vocab_size)
-    form = CallForm(
+    columns = _tokens(hf).columns(hf.vocab_size)
+    return CallForm(
         shape,
-        family,
+        policy_family(robot.family, "robot.family"),
         NORMALISATIONS[len(shape.towers)],
         tuple(robot.cameras),
         robot.dim,
@@ -102,11 +100,43 @@ def body_of(config: RunConfig, hf: PretrainedConfig) -> Body:
         (columns.start, columns.stop),
         robot.block_only,
     )
-    return Body(codec, family, view, form)
 
 
-def _statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStatistics]:
-    """Name and statistics of the data that the policy acts like; a fresh one acts in the units of its simulator."""
+def body_of(config: RunConfig, form: CallForm, hf: PretrainedConfig, data: DatasetStatistics) -> Body:
+    """How the policy acts whose calls are of `form`; `data`: statistics of what it acts like.
+
+    Raises:
+        ConfigError: section, model and statistics do not fit.
+    """
+    robot = config.robot
+    assert robot is not None, "a recipe with the section `robot`"
+    codec = ActionCodec(_tokens(hf), data.action, gripper_rule(robot.gripper, "robot.gripper"))
+    _refuse_other_sizes(robot, codec, form.shape, data)
+    pipeline = choose(PIPELINES, robot.pictures, "there is no such way of pictures", where="robot.pictures")
+    view = View(tuple(robot.cameras), replace(pipeline, size=form.shape.towers[0].image), data.state)
+    return Body(codec, form.family, view, form)
+
+
+def _tokens(hf: PretrainedConfig) -> ActionTokens:
+    return ActionTokens.of_checkpoint(hf.policy, "the model's config.json")
+
+
+def _statistics(config: RunConfig, layout: Layout, tasks: Mapping[str, TaskSpec]) -> tuple[str, DatasetStatistics]:
+    """Name and statistics of the data that the policy acts like.
+
+    Collective over the ranks of a team where they are those of the demonstrations: one rank reads these.
+    """
+    robot = config.robot
+    assert robot is not None, "a recipe with the section `robot`"
+    if robot.statistics == "model":
+        return model_statistics(config, robot)
+    with phase("statistics"), keep_beating():
+        told = layout.world.broadcast_json(_of_demonstrations(config, robot, tasks) if layout.rank == 0 else None)
+    return _own_name(robot), DatasetStatistics.from_json(told, "demonstrations", robot.bounds)
+
+
+def model_statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStatistics]:
+    """Those beside the model; a fresh one acts in the units of its simulator."""
     file = None if config.model.path is None else resolve_folder(config.model.path) / FILE
     if file is not None and file.is_file():
         known = read_statistics(file, robot.bounds)
@@ -118,9 +148,41 @@ def _statistics(config: RunConfig, robot: RobotConfig) -> tuple[str, DatasetStat
             where="model.path",
             found=config.model.path,
             allowed=f"a folder with {FILE}",
-            fix="take the file from where the model comes from",
+            fix="take the file from where the model comes from, or set robot.statistics=demonstrations",
         )
-    return str(robot.simulator.get("name")), DatasetStatistics(ActionStatistics.plain(robot.dim))
+    return _own_name(robot), DatasetStatistics(ActionStatistics.plain(robot.dim))
+
+
+def _own_name(robot: RobotConfig) -> str:
+    return str(robot.simulator.get("name"))
+
+
+def statistics_file(hf: PretrainedConfig, rank: int) -> dict[str, bytes]:
+    """Name and content of what a checkpoint keeps of the scale of actions; one rank of a team writes it."""
+    known = getattr(hf, "action_statistics", None)
+    return {FILE: statistics_text(known).encode()} if known and rank == 0 else {}
+
+
+def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
+    """Refuse a checkpoint whose policy acts on another scale; one of an older version does not say.
+
+    Raises:
+        ConfigError: it does.
+    """
+    known, file = getattr(hf, "action_statistics", None), folder / FILE
+    if known and file.is_file() and file.read_text(encoding="utf-8") != statistics_text(known):
+        raise ConfigError(
+            "the checkpoint's policy was trained with other statistics of actions",
+            where="robot.statistics",
+            found="those of this run differ",
+            allowed=f"the ones in {file}",
+            fix="name the model or the demonstrations of before, or start with trainer.resume=never",
+        )
+
+
+def _of_demonstrations(config: RunConfig, robot: RobotConfig, tasks: Mapping[str, TaskSpec]) -> dict[str, Any]:
+    shown = find_demonstrations(config.sft.train_files or [], tasks, robot.recorded_cameras)
+    return cloning_statistics(shown, gripper_rule(robot.gripper, "robot.gripper"), robot.bounds).to_json()
 
 
 def _refuse_other_sizes(robot: RobotConfig, codec: ActionCodec, shape: VisionShape, data: DatasetStatistics) -> None:
@@ -190,7 +252,7 @@ def open_robots(
     robot = config.robot
     if robot is None:
         return None
-    body, pool = body_of(config, hf), None
+    form, pool = call_form(config, hf), None  # a model that does not fit is refused before simulators are started
     if layout.is_lead:
         settings = settings_at("robot.simulator", robot.simulator, SimulatorSettings)
         cuda = device().index if has_cuda() else None
@@ -198,7 +260,10 @@ def open_robots(
     told = None if pool is None else [plain_spec(task) for task in pool.tasks.values()]
     tasks = {spec.name: spec for spec in map(spec_of, layout.mp_group.broadcast_json(told))}
     for task in tasks.values():
-        _refuse_other_task(robot, body.form.shape, task)
+        _refuse_other_task(robot, form.shape, task)
+    name, data = _statistics(config, layout, tasks)
+    hf.action_statistics = {name: data}  # exports of the model bring them
+    body = body_of(config, form, hf, data)
     parted = part_trials(tasks.values(), seed=config.trainer.seed, held_out=robot.held_out, trained=robot.trials)
     parted["val"] = limited(parted["val"], config.data.max_val_samples)
     prompts = {name: prompt_ids(task.instruction, body.family, tokenizer) for name, task in tasks.items()}

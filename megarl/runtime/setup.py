@@ -34,7 +34,7 @@ from megarl.rollout.engine import UnopenedEngine
 from megarl.runtime.context import StepContext
 from megarl.runtime.controller import Controller
 from megarl.runtime.episodes import build_episodes
-from megarl.runtime.robots import body_of, open_robots
+from megarl.runtime.robots import call_form, open_robots
 from megarl.runtime.roles import ActorRole, ModelRole, RolloutRole, ScorerRole
 from megarl.runtime.team import OwnTeam
 from megarl.sync.updater import NullSync
@@ -255,7 +255,7 @@ def build_engine(
 
 def form_of(config: RunConfig, hf_config: PretrainedConfig) -> Form:
     """How samples of a run become sequences of its models."""
-    return TEXT if config.robot is None else body_of(config, hf_config).form
+    return TEXT if config.robot is None else call_form(config, hf_config)
 
 
 def _train_loader(

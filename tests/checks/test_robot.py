@@ -45,6 +45,7 @@ def test_the_tiny_recipe_passes(recipe: Path) -> None:
             "robot.reward.srpo.bank",
             "cannot be compared",
         ),
+        ("robot.statistics=demonstrations", "sft.train_files", "not only files of them"),
         ("rollout.sampling.top_p=0.9", "rollout.sampling.top_p", "drawn from all of their values"),
         ("robot.chunk=30", "robot.chunk", "max_position_embeddings = 64"),
         ("validation.sampling={top_k: 5}", "validation.sampling.top_k", "drawn from all of their values"),

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megarl.data.demonstration_sources import find_demonstrations
 from megarl.data.demonstrations import (
     Demonstration,
-    find_demonstrations,
     libero_demonstrations,
     moves,
     open_demonstrations,
@@ -163,10 +163,6 @@ def spec(name: str, cameras: tuple[str, ...] = ("agentview",)) -> TaskSpec:
     return TaskSpec(name, name, 5, 10, 7, 8, dict.fromkeys(cameras, (6, 5)))
 
 
-def nobody() -> list[Demonstration]:
-    raise AssertionError("nobody named experts")
-
-
 def test_frames_of_a_folder_are_read_one_step_at_a_time(tmp_path):
     written = [demonstration(), demonstration("reach", 2, 1)]
     write_demonstrations(tmp_path, written)
@@ -193,16 +189,15 @@ def test_frames_of_liberos_file_are_read_one_step_at_a_time(libero_file):
             np.testing.assert_array_equal(np.stack(frames), expected.frames[camera])
 
 
-def test_sources_are_experts_folders_and_liberos_files_in_their_order(tmp_path, libero_file):
+def test_sources_are_folders_and_liberos_files_in_their_order(tmp_path, libero_file):
     folder = tmp_path / "shown"
     write_demonstrations(folder, [demonstration("push"), demonstration("other"), demonstration("reach", 3)])
     tasks = {name: spec(name) for name in ("push", "reach", "goal/0")}
-    sources = [f"goal/0={libero_file}", "experts", str(folder)]
-    found = find_demonstrations(sources, tasks, lambda: [demonstration("reach", 5, 2)])
-    assert [one.task for one in found] == ["goal/0"] * 11 + ["reach", "push", "reach"]
+    found = find_demonstrations([f"goal/0={libero_file}", str(folder)], tasks)
+    assert [one.task for one in found] == ["goal/0"] * 11 + ["push", "reach"]
     assert found[0].cameras == ("agentview",)
-    assert found[11].where == "sft.train_files[1]: experts, 0"
-    np.testing.assert_array_equal(found[11].frame("agentview", 4), demonstration("reach", 5, 2).frames["agentview"][4])
+    assert found[12].where == str(folder / "000002.safetensors")
+    np.testing.assert_array_equal(found[12].frame("agentview", 2), demonstration("reach", 3).frames["agentview"][2])
 
 
 @pytest.mark.parametrize(
@@ -217,7 +212,7 @@ def test_sources_are_experts_folders_and_liberos_files_in_their_order(tmp_path, 
 )
 def test_what_is_no_source_is_refused_with_its_place(source, parts):
     with pytest.raises(ConfigError) as caught:
-        find_demonstrations([source], {"push": spec("push", ("front",))}, nobody)
+        find_demonstrations([source], {"push": spec("push", ("front",))})
     for part in ["sft.train_files[0]", *parts]:
         assert part in str(caught.value)
 
@@ -229,6 +224,6 @@ def test_demonstrations_of_another_robot_are_refused_with_their_file(tmp_path):
         ({"cameras": {"wrist": (6, 5)}}, r"000000.safetensors: (.|\n)*no pictures of the camera 'wrist'"),
     ):
         with pytest.raises(DataError, match=text):
-            find_demonstrations([str(tmp_path)], {"push": replace(spec("push"), **changes)}, nobody)
+            find_demonstrations([str(tmp_path)], {"push": replace(spec("push"), **changes)})
     with pytest.raises(DataError, match="no demonstration of any of the tasks"):
-        find_demonstrations([str(tmp_path)], {"reach": spec("reach")}, nobody)
+        find_demonstrations([str(tmp_path)], {"reach": spec("reach")})

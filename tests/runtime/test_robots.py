@@ -70,6 +70,24 @@ def test_scores_by_progress_are_the_same_after_a_kill(recipe, tmp_path) -> None:
     assert harness.train(recipe, killed, *settings) == expected
 
 
+def test_refills_and_kept_successes_of_two_replicas_are_the_same_after_a_kill(recipe, tmp_path) -> None:
+    """Groups that all fail or all succeed are drawn again, what is left over waits, and a bank keeps successes."""
+    settings = (
+        "robot.reward={name: progress, srpo: {bank: 4}}",
+        "algorithm.dynamic_sampling={enabled: true, metric: success, max_rounds: 6, short: fill}",
+        "validation.before_train=false",
+    )
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    expected = harness.train(recipe, undisturbed, *settings)
+    assert max(found["sampling/rounds"] for found in expected.values()) > 1, "nothing was drawn again"
+    process = harness.start(recipe, killed, *settings)
+    harness.wait_for(lambda: at_step(killed, 2), process)
+    harness.kill(harness.workers(killed)[1])
+    harness.finish(process, timeout=60)
+    # Written out, the default embedding is the same one.
+    assert harness.train(recipe, killed, *settings, "robot.reward.embedding.points=8") == expected
+
+
 @pytest.mark.parametrize("layout", ["tp: 2", "pp: 2", "tp: 2, sp: true"])
 def test_the_layout_changes_no_episode(layout, recipe, run_dir, tmp_path) -> None:
     """The same seeds draw the same actions; what is summed in another order differs by fp32 rounding."""
@@ -114,6 +132,46 @@ def test_simulators_that_all_fail_end_the_run_with_what_they_said(recipe, tmp_pa
     assert process.returncode == 1
     assert "a joint is out of range" in output
     assert "Line" in output
+
+
+def test_with_on_error_fail_an_episode_that_could_not_be_played_ends_the_run(recipe, tmp_path) -> None:
+    once = f"robot.simulator.once={tmp_path / 'once'}"
+    process = harness.start(recipe, tmp_path / "run", "sft.steps=0", "robot.simulator.wrong=exit", once,
+                            "robot.on_error=fail")  # fmt: skip
+    output = harness.finish(process)
+    assert process.returncode == 1
+    assert "the physics engine gives up" in output
+
+
+def test_cloning_with_statistics_of_its_demonstrations_goes_on_after_a_kill(recipe, run_dir, tmp_path) -> None:
+    """Actions are scaled by what the files do; exports and converted checkpoints bring that."""
+    from tests.forked import Command, run
+
+    settings = (
+        f"sft.train_files=[{run_dir / 'demonstrations'}]",
+        "robot.statistics=demonstrations",
+        "robot.bounds=minmax",
+        "sft.steps=5",
+    )
+    for name in ("undisturbed", "killed"):
+        command = Command(["sft", recipe, *settings, "--run-dir", tmp_path / name], recipe.parent)
+        if name == "killed":
+            harness.wait_for(lambda: (tmp_path / "killed" / "checkpoints" / "step_2").is_dir(), command)
+            harness.kill(harness.workers(tmp_path / "killed")[1])
+            harness.finish(command, timeout=60)
+            command = Command(["sft", recipe, *settings, "--run-dir", tmp_path / name], recipe.parent)
+        output = harness.finish(command)
+        assert command.returncode == 0, output[-3000:]
+    expected = harness.metrics(tmp_path / "undisturbed")
+    assert harness.metrics(tmp_path / "killed") == expected
+    found = next(iter(read_statistics(tmp_path / "killed" / "hf" / "dataset_statistics.json").values()))
+    assert found.trajectories == 6
+    assert found.action.max[0] == pytest.approx(0.25), "what the expert does"
+    assert found.action.mask.all()
+    ended = run(["convert", tmp_path / "killed" / "checkpoints" / "step_5", tmp_path / "converted"], recipe.parent)
+    assert ended.code == 0, ended.output[-2000:]
+    files = [tmp_path / name / "dataset_statistics.json" for name in ("killed/hf", "converted")]
+    assert files[0].read_text() == files[1].read_text()
 
 
 def test_the_exported_policy_is_measured_again(recipe, run_dir, tmp_path) -> None:
