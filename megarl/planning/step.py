@@ -1,0 +1,502 @@
+"""One step of a recipe in closed form: seconds by phase, tokens per second, memory, weights on their way.
+
+`plan_step` is what `megarl plan` shows and its search ranks by; every number says by which formula of docs/planning.md
+it was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.artifacts.facts import ModelFacts, model_facts
+from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.node import Node
+from megarl.dag.placement import Placement, TeamPlan, place
+from megarl.dag.stage import Kind, Role
+from megarl.errors import ConfigError
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.drawing import Decoder
+from megarl.planning.flops import FlopCounter
+from megarl.planning.hardware import Hardware
+from megarl.planning.links import Links
+from megarl.planning.memory import Memory, Moment, device_memory, server_bytes
+from megarl.planning.passes import ModelPass, Part, total
+from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
+from megarl.planning.workload import Workload
+
+_FIELD_BYTES = 8.0
+"""Of a token's field between teams, as `megarl.store.size` counts them."""
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A node of the graph, or what lies between steps.
+
+    Attributes:
+        name: the node's id; `weights`, `moves` and `other` are no nodes.
+        team: that works on it.
+        parts: by formula.
+        begins: seconds after the step began.
+    """
+
+    name: str
+    team: str
+    parts: tuple[Part, ...]
+    begins: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest rank."""
+        return total(self.parts)
+
+
+@dataclass(frozen=True)
+class ServerRoom:
+    """Room of an engine or a server for keys and values. [K1]
+
+    Attributes:
+        engines: how many there are.
+        ranks: devices of each.
+        weights: bytes of weights of a device.
+        bytes: of a device, for keys and values; None: they are as many as are asked for.
+        tokens: that fit into one engine.
+        slots: samples that it decodes side by side.
+    """
+
+    engines: int
+    ranks: int
+    weights: float
+    bytes: float
+    tokens: float
+    slots: float
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step of a recipe is expected to take.
+
+    Attributes:
+        hardware: it runs on.
+        devices: that it occupies, servers' included.
+        placement: its teams.
+        phases: in the order of the graph.
+        step_s: seconds of a step. [S1]
+        tokens: of a step, prompts and responses. [S2]
+        generated: of them, drawn.
+        flops: of the policy in a step. [F2]
+        dtype: of its products.
+        memory: of the fullest rank of each team. [M1]
+        room: of what draws samples.
+        checkpoint: bytes and seconds of the machines' disks, and seconds that training stands still. [C1]
+        given: what was assumed.
+    """
+
+    hardware: Hardware
+    devices: int
+    placement: Placement
+    phases: tuple[PlannedPhase, ...]
+    step_s: float
+    tokens: float
+    generated: float
+    flops: float
+    dtype: str
+    memory: Mapping[str, Memory]
+    room: ServerRoom
+    checkpoint: tuple[float, float, float]
+    given: PlanAssumptions
+
+    def __getitem__(self, name: str) -> PlannedPhase:
+        return next(phase for phase in self.phases if phase.name == name)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, by its name."""
+        return {phase.name: phase.seconds for phase in self.phases}
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt and response tokens of a step over its seconds. [S2]"""
+        return self.tokens / self.step_s
+
+    @property
+    def per_device(self) -> float:
+        """`perf/throughput`. [S2]"""
+        return self.tokens_per_s / self.devices
+
+    @property
+    def mfu(self) -> float:
+        """`perf/mfu`. [S3]"""
+        return self.flops / self.step_s / self.devices / self.hardware.peak(self.dtype)
+
+    @property
+    def fullest(self) -> tuple[str, Moment, float]:
+        """Team, moment and bytes of the device that holds most. [M1]"""
+        found = [(team, moment, held(moment)) for team, memory in self.memory.items() for moment in memory.moments]
+        return max(found, key=lambda one: one[2])
+
+
+def held(moment: Moment) -> float:
+    """Bytes of a moment, where what adapts to the room there is has its least."""
+    return sum(part.least if part.shrinks else part.bytes for part in moment.terms)
+
+
+def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | None]:
+    """Sizes of the models that a graph works with; None: not known here.
+
+    Raises:
+        ConfigError: nothing here describes the policy.
+    """
+    facts = model_facts(config.model)
+    if facts is None:
+        raise ConfigError(
+            "formulas go by the sizes of the model, and nothing here describes it",
+            where="model.path",
+            found=config.model.path,
+            allowed="a folder, a model of the local hub cache, or a well-known name",
+            fix="download it first, or describe it by model.hf_config",
+        )
+    sizes: dict[Role, ModelFacts | None] = {Role.ACTOR: facts, Role.ROLLOUT: facts}
+    for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER):
+        if role in graph.roles:
+            path = getattr(config, role.value).path
+            sizes[role] = facts if path is None else model_facts(ModelConfig(path=path))
+    return sizes
+
+
+def server_devices(config: RunConfig) -> int:
+    """Devices of servers that are not the trainer's, those that run already included."""
+    servers = config.rollout.sglang
+    own = config.rollout.engine == "sglang" and not servers.colocated
+    return servers.count * servers.ranks if own else 0
+
+
+def occupied(config: RunConfig, placement: Placement) -> int:
+    """Devices that a run occupies: workers, but those that only ask servers, and servers of their own."""
+    asking = sum(
+        team.devices for team in placement.teams if team.roles == (Role.ROLLOUT,) and config.rollout.engine == "sglang"
+    )
+    return sum(team.devices for team in placement.teams) - asking + server_devices(config)
+
+
+@dataclass(frozen=True)
+class StepFormulas:
+    """The formulas for one recipe.
+
+    Attributes:
+        config: the recipe.
+        graph: its task graph.
+        placement: its teams; their layouts divide their workers.
+        sizes: of its models.
+        hardware: that it runs on.
+        given: what is assumed.
+    """
+
+    config: RunConfig
+    graph: TaskGraph
+    placement: Placement
+    sizes: Sizes
+    hardware: Hardware
+    given: PlanAssumptions
+
+    @cached_property
+    def work(self) -> Workload:
+        """Samples of a step."""
+        return Workload.of(self.config, self.given)
+
+    @cached_property
+    def policy(self) -> ModelFacts:
+        """Sizes of the policy."""
+        facts = self.sizes[Role.ACTOR]
+        assert facts is not None, "the policy's sizes are known where a step is planned"
+        return facts
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.hardware, self.given)
+
+    @cached_property
+    def _home(self) -> dict[str, TeamPlan]:
+        return {id: team for team in self.placement.teams for id in team.nodes}
+
+    def _team(self, role: Role) -> TeamPlan:
+        team = self.placement.of_role(role)
+        assert team is not None, "the graph works with this role"
+        return team
+
+    def model(self, role: Role) -> ModelPass:
+        """Passes of a role's model."""
+        team, config = self._team(role), self.config
+        engine = config.critic.engine if role is Role.CRITIC else config.actor.engine
+        facts = self.sizes.get(role) or self.policy
+        return ModelPass(
+            facts,
+            team.parallel,
+            team.devices,
+            engine,
+            config.model.dtype,
+            self.hardware,
+            self.given,
+            value_head=role is Role.CRITIC,
+        )
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What draws samples."""
+        config, facts = self.config, self.policy
+        if config.rollout.engine == "sglang":
+            tp, pp, ep = config.rollout.sglang.tp_size, 1, config.rollout.sglang.ep_size
+        else:
+            parallel = self._team(Role.ROLLOUT).parallel
+            tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
+        return Decoder(facts, config.rollout_dtype, tp, pp, ep, self.hardware, self.given)
+
+    @cached_property
+    def room(self) -> ServerRoom:
+        """Room for keys and values. [K1]"""
+        config, decoder = self.config, self.decoder
+        servers, work = config.rollout.sglang, self.work
+        token = decoder.key_bytes / decoder.tp / decoder.pp
+        sample = work.prompt + work.lengths.expected
+        if config.rollout.engine != "sglang":
+            team = self._team(Role.ROLLOUT)
+            engines = team.replicas * team.parallel.cp
+            weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
+            slots = float(config.rollout.max_running)
+            whole = config.data.max_prompt_tokens + work.lengths.longest
+            size = min(slots, work.number / engines) * whole * token
+            return ServerRoom(engines, decoder.tp * decoder.pp, weights, size, size / token, slots)
+        weights = server_bytes(config, self.policy)
+        fraction = servers.memory_fraction or self.given.server_memory
+        size = max(0.0, fraction * self.hardware.memory_gb * 1e9 - weights)
+        tokens = min(size / token, servers.max_total_tokens or float("inf"))
+        slots = min(float(servers.max_concurrency), max(1.0, tokens / sample))
+        return ServerRoom(servers.count, servers.ranks, weights, size, tokens, slots)
+
+    def rounds(self) -> float:
+        """Times that as many samples are drawn as a step trains on. [G4]"""
+        filters = any(node.declared.refills for node in self.graph)
+        return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
+
+    def _drawing(self, node: Node) -> list[Part]:
+        room = self.room
+        if not node.declared.resamples:  # one greedy response to every prompt
+            work = Workload(self.work.groups, 1, self.work.prompt, self.work.lengths)
+            return self.decoder.generate(work, room.engines, room.slots)
+        flows = self.config.async_.order == "as_ready"
+        parts = self.decoder.generate(self.work, room.engines, room.slots, flows=flows)
+        times = self.rounds()
+        return [Part(part.formula, part.what, part.seconds * times, part.bytes * times) for part in parts]
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    def node(self, id: str) -> list[Part]:
+        """Seconds of a node; none: it makes no pass of a model."""
+        node, kind = self.graph[id], self.graph[id].declared.kind
+        if kind is Kind.MODEL_INFERENCE and node.role is Role.ROLLOUT:
+            return self._drawing(node)
+        if kind not in (Kind.MODEL_INFERENCE, Kind.MODEL_TRAIN):
+            return []
+        model = self.model(node.role)
+        if kind is Kind.MODEL_INFERENCE:
+            return model.forward(self.work.share(model.replicas))
+        section = self.config.critic if node.role is Role.CRITIC else self.config.actor
+        mini = section.mini_batch_size or self.work.groups
+        return model.update(self.work.share(model.replicas, mini), section.ppo_epochs, max(1, self.work.groups // mini))
+
+    def weights(self) -> list[Part]:
+        """New weights for what draws samples elsewhere. [W1]"""
+        config, given, room = self.config, self.given, self.room
+        actor, team = self._team(Role.ACTOR), self._team(Role.ROLLOUT)
+        sglang = config.rollout.engine == "sglang"
+        if not sglang and team.name == actor.name:
+            return []
+        size = self.policy.parameters * BYTES[config.rollout_dtype] / room.ranks
+        # A trainer whose replica lies inside a domain hands all of it to servers there.
+        near = config.rollout.colocated or self.hardware.nodes == 1
+        inside = near and self._links.inside(actor.parallel.model_parallel_size)
+        fixed = given.push_fixed_s + (room.engines * given.server_push_ms / 1e3 if sglang else 0.0)
+        return [
+            Part("W1", "weights to every engine", size / self._links.rate(inside=inside), size),
+            Part("W1", "calls", fixed),
+        ]
+
+    def moves(self) -> list[Part]:
+        """What leaves the device while others work, and comes back. [T11]"""
+        config, parts = self.config, []
+        rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
+        if not self.hardware.gpu:
+            return []
+        for team in self.placement.teams:
+            for role in team.roles:
+                section = config.critic if role is Role.CRITIC else config.actor
+                if not section.engine.offload or role is Role.ROLLOUT:
+                    continue
+                facts = self.sizes.get(role) or self.policy
+                if role in (Role.ACTOR, Role.CRITIC):
+                    state = state_bytes(facts, team.parallel, section.engine, config.model.dtype, team.replicas)
+                    size = 2 * state["optimizer"]
+                else:
+                    size = parameter_bytes(facts, team.parallel, config.model.dtype)
+                parts.append(Part("T11", f"{role.value} to host memory and back", size / rate, size))
+        return parts
+
+    def _handed(self, id: str) -> list[Part]:
+        """What a node's team has to fetch of other teams before it begins. [H1]"""
+        mine = self._home[id].name
+        fields = sum(
+            len(one.fields)
+            for up in self.graph.parents(id)
+            for one in self.placement.given(up)
+            if mine in one.takers and self._home[up].name != mine
+        )
+        if not fields:
+            return []
+        size = self.work.tokens / self._home[id].replicas * _FIELD_BYTES * fields
+        return [Part("H1", "samples of other teams", size / self._links.rate(inside=self.hardware.nodes == 1), size)]
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def phases(self) -> tuple[list[PlannedPhase], float]:
+        """(all phases, seconds of a step). [S1]
+
+        A team works on one node at a time, in the graph's order, and a node begins when those that it waits for have
+        ended. Where generation runs ahead, the team that is busy longest sets the pace.
+        """
+        found: list[PlannedPhase] = []
+        free: dict[str, float] = {team.name: 0.0 for team in self.placement.teams}
+        busy, ends = dict(free), dict[str, float]()
+        for id in self.graph.order():
+            parts, team = [*self._handed(id), *self.node(id)], self._home[id].name
+            begins = max([free[team], *(ends[up] for up in self.graph.parents(id))])
+            ends[id] = free[team] = begins + total(parts)
+            busy[team] += total(parts)
+            if parts:
+                found.append(PlannedPhase(id, team, tuple(parts), begins))
+        actor = self._team(Role.ACTOR).name
+        at = max(free.values())
+        for name, parts in (
+            ("moves", self.moves()),
+            ("weights", self.weights()),
+            ("other", [Part("S1", "metrics, files, Python", self.given.step_s)]),
+        ):
+            if parts:
+                found.append(PlannedPhase(name, actor, tuple(parts), at))
+            at += total(parts)
+            busy[actor] += total(parts)
+        ahead = self.config.async_.max_staleness > 0
+        draws = self._team(Role.ROLLOUT).name
+        if ahead and draws != actor:
+            busy[draws] += total(self.weights())
+        return found, max(busy.values()) if ahead else at
+
+    def flops(self) -> float:
+        """Of the policy in a step, as `perf/flops` counts them. [F2]"""
+        counter, work = FlopCounter.of(self.policy), self.work
+        mean = work.lengths.expected
+        draw = counter.generate([work.prompt], [[mean] * work.samples]) * work.groups * self.rounds()
+        once = work.number * counter.forward([work.prompt + mean], head_tokens=mean)
+        passes = 0.0
+        for node in self.graph:
+            if node.role is Role.ACTOR and node.declared.kind is Kind.MODEL_TRAIN:
+                passes += 3 * self.config.actor.ppo_epochs
+            elif node.role in (Role.ACTOR, Role.REFERENCE) and node.declared.kind is Kind.MODEL_INFERENCE:
+                passes += 1
+        return draw + passes * once
+
+    def checkpoint(self) -> tuple[float, float, float]:
+        """(bytes, seconds of writing, seconds that training stands still). [C1]"""
+        config = self.config
+        size = still = 0.0
+        for role in (Role.ACTOR, Role.CRITIC):
+            team = self.placement.of_role(role)
+            if team is None:
+                continue
+            of_role = checkpoint_bytes(self.sizes.get(role) or self.policy, config.model.dtype)
+            size += of_role
+            still += of_role / team.devices / (self.hardware.host_gb_s * 1e9 * self.given.host_share)
+        machines = max(1, min(self.hardware.nodes, config.cluster.nnodes))
+        return size, size / (self.given.disk_gb_s * 1e9 * machines), still
+
+    def memory(self) -> dict[str, Memory]:
+        """Of the fullest rank of each team. [M1]"""
+        return {
+            team.name: device_memory(self.config, self.sizes, team, gpu=self.hardware.gpu)
+            for team in self.placement.teams
+        }
+
+    def plan(self) -> StepPlan:
+        """All of it."""
+        phases, step = self.phases()
+        work = self.work
+        return StepPlan(
+            self.hardware,
+            occupied(self.config, self.placement),
+            self.placement,
+            tuple(phases),
+            step,
+            work.tokens,
+            work.number * work.lengths.expected,
+            self.flops(),
+            self.config.model.dtype,
+            self.memory(),
+            self.room,
+            self.checkpoint(),
+            self.given,
+        )
+
+
+def plan_step(
+    config: RunConfig,
+    graph: TaskGraph,
+    sizes: Sizes,
+    hardware: Hardware,
+    given: PlanAssumptions | None = None,
+) -> StepPlan:
+    """What a step of a recipe takes on some hardware.
+
+    Args:
+        config: the recipe.
+        graph: its task graph, of `megarl.recipes.build.build_task_graph`.
+        sizes: of its models, of `model_sizes`.
+        hardware: of `read_hardware`, or `this_cpu`.
+        given: what is assumed; None: the defaults for the kind of device.
+
+    Raises:
+        ConfigError: a robot's recipe, whose simulators no formula knows; teams that cannot be; or a layout that does
+            not divide them.
+    """
+    if config.robot is not None:
+        raise ConfigError(
+            "formulas know language models, and most of a robot's step is its simulators' and its vision tower's",
+            where="robot",
+            found="a robot's recipe",
+            allowed="recipes of language models",
+            fix="measure it: megarl bench envs, and timing of a short run",
+        )
+    placement = place(graph, config)
+    for team in placement.teams:
+        refuse_uneven(team.devices, team.parallel, team.name)
+    return StepFormulas(config, graph, placement, sizes, hardware, given or PlanAssumptions.of(gpu=hardware.gpu)).plan()
+
+
+def refuse_uneven(devices: int, parallel: ParallelConfig, team: str) -> None:
+    """Refuse a team whose workers make no whole replicas.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    experts = parallel.expert_tp * parallel.ep * parallel.pp
+    if devices % parallel.model_parallel_size or devices % experts:
+        raise ConfigError(
+            "the layout does not divide the workers",
+            where=f"team {team}",
+            found=f"{devices} workers",
+            allowed=f"a multiple of tp * pp * cp = {parallel.model_parallel_size} and of etp * ep * pp = {experts}",
+            fix="megarl train RECIPE --dry-run names the keys",
+        )
