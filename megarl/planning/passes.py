@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from megarl.artifacts.facts import ModelFacts
 from megarl.config.model import ParallelConfig
@@ -41,6 +41,22 @@ class Part:
     what: str
     seconds: float
     bytes: float = 0.0
+
+    def times(self, number: float) -> Part:
+        """So many of them."""
+        return Part(self.formula, self.what, self.seconds * number, self.bytes * number)
+
+
+@lru_cache(maxsize=4096)
+def _stage_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head: bool) -> tuple[float, float]:
+    """Remembered, since a search asks for the same layouts with many engines."""
+    return stage_parameters(facts, parallel, value_head=value_head)
+
+
+@lru_cache(maxsize=4096)
+def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, value_head: bool) -> float:
+    """As `_stage_parameters`. `engine`: only its `distributed_optimizer` counts."""
+    return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
 
 
 def total(parts: Sequence[Part]) -> float:
@@ -121,7 +137,7 @@ class ModelPass:
         """
         times = epochs * updates
         every = [*self._passes(share, train=True), *self._reduce(share), self._optimizer()]
-        return [Part(part.formula, part.what, part.seconds * times, part.bytes * times) for part in every]
+        return [part.times(times) for part in every]
 
     def _passes(self, share: Share, *, train: bool) -> list[Part]:
         count = self.micro_batches(share)
@@ -129,7 +145,7 @@ class ModelPass:
         parts = [part for part in self._micro_batch(one, train=train) if part.seconds]
         waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
         bubble = Part("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts))
-        parts = [Part(part.formula, part.what, part.seconds * count, part.bytes * count) for part in parts]
+        parts = [part.times(count) for part in parts]
         return [*parts, *([bubble] if waits else [])]
 
     def _micro_batch(self, share: Share, *, train: bool) -> list[Part]:
@@ -237,10 +253,15 @@ class ModelPass:
         seconds = sent / self._links.rate(inside=inside) + sends * self._links.hop(inside=inside)
         return Part("T7", "between stages", seconds, sent)
 
+    @cached_property
+    def _held(self) -> tuple[float, float]:
+        """(dense, expert) parameters of the fullest rank."""
+        return _stage_parameters(self.facts, self.parallel, self.value_head)
+
     def _reduce(self, share: Share) -> list[Part]:
         """Gradients of one update, scattered in fp32, and parameters gathered; without sharding both in fp32."""
         parallel, engine = self.parallel, self.engine
-        dense, expert = stage_parameters(self.facts, parallel, value_head=self.value_head)
+        dense, expert = self._held
         each = GRADIENT + (self._element if engine.distributed_optimizer else GRADIENT)
         experts = parallel.expert_tp * parallel.ep
         groups = [(dense, self.replicas * parallel.cp, parallel.tp)]
@@ -261,7 +282,8 @@ class ModelPass:
 
     def _optimizer(self) -> Part:
         """AdamW reads gradient, master and moments, and writes master, moments and the parameter."""
-        owned = owned_parameters(self.facts, self.parallel, self.engine, self.replicas, value_head=self.value_head)
+        engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
+        owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
         moved = owned * (GRADIENT + 2 * STEP_BYTES[self.dtype] + self._element)
         rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share
         return Part("T10", "optimizer's step", moved / rate, moved)

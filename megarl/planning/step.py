@@ -6,13 +6,15 @@ it was found.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megarl.artifacts.facts import ModelFacts, model_facts
+from megarl.artifacts.layout import makes_replicas
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.run import RunConfig
+from megarl.config.training import ActorConfig, CriticConfig
 from megarl.dag.graph import TaskGraph
 from megarl.dag.node import Node
 from megarl.dag.placement import Placement, TeamPlan, place
@@ -25,9 +27,15 @@ from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
 from megarl.planning.memory import Memory, Moment, device_memory, server_bytes
 from megarl.planning.passes import ModelPass, Part, total
+from megarl.planning.schedule import Schedule
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
-from megarl.planning.workload import Workload
+from megarl.planning.workload import Share, Workload
 
+#: What does not depend on how engines and servers spend memory.
+_KEPT = (
+    *("work", "policy", "schedule", "decoder", "server_weights", "handed", "keys", "weights"),
+    *("_moved", "_home", "_links"),
+)
 _FIELD_BYTES = 8.0
 """Of a token's field between teams, as `megarl.store.size` counts them."""
 
@@ -89,9 +97,10 @@ class StepPlan:
         generated: of them, drawn.
         flops: of the policy in a step. [F2]
         dtype: of its products.
-        memory: of the fullest rank of each team. [M1]
+        filled: the fullest device of each team in each of its moments. [M1]
         room: of what draws samples.
         checkpoint: bytes and seconds of the machines' disks, and seconds that training stands still. [C1]
+        sft: one step of supervised fine-tuning, whose examples are taken to be as long as samples; none: there is none.
         given: what was assumed.
     """
 
@@ -104,9 +113,10 @@ class StepPlan:
     generated: float
     flops: float
     dtype: str
-    memory: Mapping[str, Memory]
+    filled: tuple[Filled, ...]
     room: ServerRoom
     checkpoint: tuple[float, float, float]
+    sft: tuple[Part, ...]
     given: PlanAssumptions
 
     def __getitem__(self, name: str) -> PlannedPhase:
@@ -133,10 +143,24 @@ class StepPlan:
         return self.flops / self.step_s / self.devices / self.hardware.peak(self.dtype)
 
     @property
-    def fullest(self) -> tuple[str, Moment, float]:
-        """Team, moment and bytes of the device that holds most. [M1]"""
-        found = [(team, moment, held(moment)) for team, memory in self.memory.items() for moment in memory.moments]
-        return max(found, key=lambda one: one[2])
+    def fullest(self) -> Filled:
+        """The device that holds most. [M1]"""
+        return max(self.filled, key=lambda one: one.bytes)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A device at a moment of the step.
+
+    Attributes:
+        team: whose device.
+        moment: what is held, by term.
+        bytes: of them, with the cache of a server that shares the device.
+    """
+
+    team: str
+    moment: Moment
+    bytes: float
 
 
 def held(moment: Moment) -> float:
@@ -193,6 +217,7 @@ class StepFormulas:
         sizes: of its models.
         hardware: that it runs on.
         given: what is assumed.
+        memo: passes and generation that were found before, of the same recipe in other layouts.
     """
 
     config: RunConfig
@@ -201,6 +226,13 @@ class StepFormulas:
     sizes: Sizes
     hardware: Hardware
     given: PlanAssumptions
+    memo: dict[tuple[object, ...], list[Part]] = field(default_factory=dict)
+
+    def again(self, config: RunConfig) -> StepFormulas:
+        """The formulas for a recipe that differs only in how engines and servers spend memory."""
+        other = replace(self, config=config)
+        other.__dict__.update({name: self.__dict__[name] for name in _KEPT if name in self.__dict__})
+        return other
 
     @cached_property
     def work(self) -> Workload:
@@ -219,6 +251,11 @@ class StepFormulas:
         return Links(self.hardware, self.given)
 
     @cached_property
+    def schedule(self) -> Schedule:
+        """Who works on what, and what waits for what."""
+        return Schedule.of(self.config, self.graph, self.placement)
+
+    @cached_property
     def _home(self) -> dict[str, TeamPlan]:
         return {id: team for team in self.placement.teams for id in team.nodes}
 
@@ -229,15 +266,14 @@ class StepFormulas:
 
     def model(self, role: Role) -> ModelPass:
         """Passes of a role's model."""
-        team, config = self._team(role), self.config
-        engine = config.critic.engine if role is Role.CRITIC else config.actor.engine
+        team, engine = self._team(role), self._section(role).engine
         facts = self.sizes.get(role) or self.policy
         return ModelPass(
             facts,
             team.parallel,
             team.devices,
             engine,
-            config.model.dtype,
+            self.config.model.dtype,
             self.hardware,
             self.given,
             value_head=role is Role.CRITIC,
@@ -259,24 +295,36 @@ class StepFormulas:
     @cached_property
     def room(self) -> ServerRoom:
         """Room for keys and values. [K1]"""
-        config, decoder = self.config, self.decoder
-        servers, work = config.rollout.sglang, self.work
+        decoder, work = self.decoder, self.work
         token = decoder.key_bytes / decoder.tp / decoder.pp
-        sample = work.prompt + work.lengths.expected
-        if config.rollout.engine != "sglang":
-            team = self._team(Role.ROLLOUT)
-            engines = team.replicas * team.parallel.cp
-            weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
-            slots = float(config.rollout.max_running)
-            whole = config.data.max_prompt_tokens + work.lengths.longest
-            size = min(slots, work.number / engines) * whole * token
-            return ServerRoom(engines, decoder.tp * decoder.pp, weights, size, size / token, slots)
-        weights = server_bytes(config, self.policy)
+        if self.config.rollout.engine == "embedded":
+            return self._own_room(token)
+        servers = self.config.rollout.sglang
+        weights = self.server_weights
         fraction = servers.memory_fraction or self.given.server_memory
         size = max(0.0, fraction * self.hardware.memory_gb * 1e9 - weights)
         tokens = min(size / token, servers.max_total_tokens or float("inf"))
-        slots = min(float(servers.max_concurrency), max(1.0, tokens / sample))
+        sample = work.prompt + work.lengths.expected
+        slots = float(max(1, min(servers.max_concurrency, int(tokens / sample))))
         return ServerRoom(servers.count, servers.ranks, weights, size, tokens, slots)
+
+    @cached_property
+    def server_weights(self) -> float:
+        """Bytes of weights on a device of a server."""
+        return server_bytes(self.config, self.policy)
+
+    def _own_room(self, token: float) -> ServerRoom:
+        """Of embedded engines, whose rows are as long as samples may be. `token`: bytes of a token on a rank."""
+        config, decoder, team = self.config, self.decoder, self._team(Role.ROLLOUT)
+        engines = team.replicas * team.parallel.cp
+        row = (config.data.max_prompt_tokens + self.work.lengths.longest) * token
+        slots = min(config.rollout.max_running, math.ceil(self.work.number / engines))
+        if self.hardware.gpu:
+            drawing = next(one for one in self.memory[team.name].moments if one.name == "generation")
+            left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(drawing) - row)
+            slots = max(1, min(slots, int(left / row)))
+        weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
+        return ServerRoom(engines, decoder.tp * decoder.pp, weights, slots * row, slots * row / token, float(slots))
 
     def rounds(self) -> float:
         """Times that as many samples are drawn as a step trains on. [G4]"""
@@ -284,31 +332,54 @@ class StepFormulas:
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
     def _drawing(self, node: Node) -> list[Part]:
-        room = self.room
-        if not node.declared.resamples:  # one greedy response to every prompt
-            work = Workload(self.work.groups, 1, self.work.prompt, self.work.lengths)
-            return self.decoder.generate(work, room.engines, room.slots)
-        flows = self.config.async_.order == "as_ready"
-        parts = self.decoder.generate(self.work, room.engines, room.slots, flows=flows)
-        times = self.rounds()
-        return [Part(part.formula, part.what, part.seconds * times, part.bytes * times) for part in parts]
+        room, all_of_them = self.room, node.declared.resamples  # else one greedy response to every prompt
+        decoder = self.decoder
+        key = ("draw", all_of_them, decoder.tp, decoder.pp, decoder.ep, room.engines, room.slots)
+        if key not in self.memo:
+            work = self.work if all_of_them else replace(self.work, samples=1)
+            parts = decoder.generate(work, room.engines, room.slots, flows=self.config.async_.order == "as_ready")
+            times = self.rounds() if all_of_them else 1.0
+            self.memo[key] = [part.times(times) for part in parts]
+        return self.memo[key]
 
     # -- nodes ---------------------------------------------------------------------------------------------------
 
+    @cached_property
+    def keys(self) -> dict[str, tuple[object, ...]]:
+        """Of each node that makes passes of a model: what tells them from those of other layouts."""
+        found: dict[str, tuple[object, ...]] = {}
+        for node in self.graph:
+            kind = node.declared.kind
+            if kind is Kind.MODEL_TRAIN or (kind is Kind.MODEL_INFERENCE and node.role is not Role.ROLLOUT):
+                team = self._team(node.role)
+                found[node.id] = (kind, node.role, repr(team.parallel), team.devices)
+        return found
+
     def node(self, id: str) -> list[Part]:
         """Seconds of a node; none: it makes no pass of a model."""
-        node, kind = self.graph[id], self.graph[id].declared.kind
-        if kind is Kind.MODEL_INFERENCE and node.role is Role.ROLLOUT:
+        node = self.graph[id]
+        kind, role = node.declared.kind, node.role
+        if kind is Kind.MODEL_INFERENCE and role is Role.ROLLOUT:
             return self._drawing(node)
-        if kind not in (Kind.MODEL_INFERENCE, Kind.MODEL_TRAIN):
+        if id not in self.keys:
             return []
-        model = self.model(node.role)
-        if kind is Kind.MODEL_INFERENCE:
-            return model.forward(self.work.share(model.replicas))
-        section = self.config.critic if node.role is Role.CRITIC else self.config.actor
-        mini = section.mini_batch_size or self.work.groups
-        return model.update(self.work.share(model.replicas, mini), section.ppo_epochs, max(1, self.work.groups // mini))
+        section = self._section(role)
+        key = (*self.keys[id], section.engine.micro_batch_tokens, kind is Kind.MODEL_TRAIN and section.engine.recompute)
+        if key not in self.memo:
+            model, groups = self.model(role), self.work.groups
+            mini = section.mini_batch_size or groups
+            self.memo[key] = (
+                model.update(self.work.share(model.replicas, mini), section.ppo_epochs, max(1, groups // mini))
+                if kind is Kind.MODEL_TRAIN
+                else model.forward(self.work.share(model.replicas))
+            )
+        return self.memo[key]
 
+    def _section(self, role: Role) -> ActorConfig | CriticConfig:
+        """Settings of a role's passes; frozen models have the actor's."""
+        return self.config.critic if role is Role.CRITIC else self.config.actor
+
+    @cached_property
     def weights(self) -> list[Part]:
         """New weights for what draws samples elsewhere. [W1]"""
         config, given, room = self.config, self.given, self.room
@@ -328,72 +399,74 @@ class StepFormulas:
 
     def moves(self) -> list[Part]:
         """What leaves the device while others work, and comes back. [T11]"""
-        config, parts = self.config, []
         rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
-        if not self.hardware.gpu:
-            return []
+        return [
+            Part("T11", f"{role.value} to host memory and back", size / rate, size)
+            for role, size in self._moved.items()
+            if self.hardware.gpu and self._section(role).engine.offload
+        ]
+
+    @cached_property
+    def _moved(self) -> dict[Role, float]:
+        """Bytes that go to host memory or come from it in a step, by model: optimizer state both ways, of frozen models
+        the parameters, which only come."""
+        found, dtype = {}, self.config.model.dtype
         for team in self.placement.teams:
             for role in team.roles:
-                section = config.critic if role is Role.CRITIC else config.actor
-                if not section.engine.offload or role is Role.ROLLOUT:
-                    continue
                 facts = self.sizes.get(role) or self.policy
                 if role in (Role.ACTOR, Role.CRITIC):
-                    state = state_bytes(facts, team.parallel, section.engine, config.model.dtype, team.replicas)
-                    size = 2 * state["optimizer"]
-                else:
-                    size = parameter_bytes(facts, team.parallel, config.model.dtype)
-                parts.append(Part("T11", f"{role.value} to host memory and back", size / rate, size))
-        return parts
+                    engine = self._section(role).engine
+                    found[role] = 2 * state_bytes(facts, team.parallel, engine, dtype, team.replicas)["optimizer"]
+                elif role is not Role.ROLLOUT:
+                    found[role] = parameter_bytes(facts, team.parallel, dtype)
+        return found
 
-    def _handed(self, id: str) -> list[Part]:
-        """What a node's team has to fetch of other teams before it begins. [H1]"""
-        mine = self._home[id].name
-        fields = sum(
-            len(one.fields)
-            for up in self.graph.parents(id)
-            for one in self.placement.given(up)
-            if mine in one.takers and self._home[up].name != mine
-        )
-        if not fields:
-            return []
-        size = self.work.tokens / self._home[id].replicas * _FIELD_BYTES * fields
-        return [Part("H1", "samples of other teams", size / self._links.rate(inside=self.hardware.nodes == 1), size)]
+    @cached_property
+    def handed(self) -> dict[str, list[Part]]:
+        """What the team of each node has to fetch of other teams before it begins. [H1]"""
+        rate = self._links.rate(inside=self.hardware.nodes == 1)
+        found: dict[str, list[Part]] = {id: [] for id in self.graph.order()}
+        for id in found if self.placement.separate else ():
+            mine = self._home[id]
+            fields = sum(
+                len(one.fields)
+                for up in self.graph.parents(id)
+                for one in self.placement.given(up)
+                if mine.name in one.takers and self._home[up].name != mine.name
+            )
+            if fields:
+                size = self.work.tokens / mine.replicas * _FIELD_BYTES * fields
+                found[id].append(Part("H1", "samples of other teams", size / rate, size))
+        return found
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def phases(self) -> tuple[list[PlannedPhase], float]:
-        """(all phases, seconds of a step). [S1]
+    def between(self) -> dict[str, list[Part]]:
+        """What lies between steps, by the name of its phase."""
+        other = [Part("S1", "metrics, files, Python", self.given.step_s)]
+        return {"moves": self.moves(), "weights": self.weights, "other": other}
 
-        A team works on one node at a time, in the graph's order, and a node begins when those that it waits for have
-        ended. Where generation runs ahead, the team that is busy longest sets the pace.
-        """
-        found: list[PlannedPhase] = []
-        free: dict[str, float] = {team.name: 0.0 for team in self.placement.teams}
-        busy, ends = dict(free), dict[str, float]()
-        for id in self.graph.order():
-            parts, team = [*self._handed(id), *self.node(id)], self._home[id].name
-            begins = max([free[team], *(ends[up] for up in self.graph.parents(id))])
-            ends[id] = free[team] = begins + total(parts)
-            busy[team] += total(parts)
-            if parts:
-                found.append(PlannedPhase(id, team, tuple(parts), begins))
-        actor = self._team(Role.ACTOR).name
-        at = max(free.values())
-        for name, parts in (
-            ("moves", self.moves()),
-            ("weights", self.weights()),
-            ("other", [Part("S1", "metrics, files, Python", self.given.step_s)]),
-        ):
-            if parts:
-                found.append(PlannedPhase(name, actor, tuple(parts), at))
-            at += total(parts)
-            busy[actor] += total(parts)
-        ahead = self.config.async_.max_staleness > 0
-        draws = self._team(Role.ROLLOUT).name
-        if ahead and draws != actor:
-            busy[draws] += total(self.weights())
-        return found, max(busy.values()) if ahead else at
+    def phases(self) -> tuple[list[PlannedPhase], float]:
+        """(all phases, seconds of a step). [S1]"""
+        parts = {id: [*self.handed[id], *self.node(id)] for id in self.graph.order()}
+        between = self.between()
+        seconds = {id: total(one) for id, one in parts.items()}
+        tail = sum(map(total, between.values()))
+        begins, step = self.schedule.run(seconds, tail, total(between["weights"]))
+        found = [PlannedPhase(id, self._home[id].name, tuple(one), begins[id]) for id, one in parts.items() if one]
+        at = max(begins[id] + seconds[id] for id in parts)
+        for name, one in between.items():
+            if one:
+                found.append(PlannedPhase(name, self.schedule.actor, tuple(one), at))
+                at += total(one)
+        return found, step
+
+    def step_seconds(self) -> float:
+        """Seconds of a step, without all the rest."""
+        between = self.between()
+        seconds = {id: total(self.handed[id]) + total(self.node(id)) for id in self.graph.order()}
+        tail = sum(map(total, between.values()))
+        return self.schedule.run(seconds, tail, total(between["weights"]))[1]
 
     def flops(self) -> float:
         """Of the policy in a step, as `perf/flops` counts them. [F2]"""
@@ -409,6 +482,14 @@ class StepFormulas:
                 passes += 1
         return draw + passes * once
 
+    def sft(self) -> list[Part]:
+        """One step of the cold start; none: the recipe has none."""
+        if not self.config.sft.steps:
+            return []
+        model, work = self.model(Role.ACTOR), self.work
+        share = Share(self.config.sft.batch_size / model.replicas, work.prompt, work.lengths.expected)
+        return model.update(share, 1, 1)
+
     def checkpoint(self) -> tuple[float, float, float]:
         """(bytes, seconds of writing, seconds that training stands still). [C1]"""
         config = self.config
@@ -423,12 +504,22 @@ class StepFormulas:
         machines = max(1, min(self.hardware.nodes, config.cluster.nnodes))
         return size, size / (self.given.disk_gb_s * 1e9 * machines), still
 
+    @cached_property
     def memory(self) -> dict[str, Memory]:
         """Of the fullest rank of each team. [M1]"""
         return {
             team.name: device_memory(self.config, self.sizes, team, gpu=self.hardware.gpu)
             for team in self.placement.teams
         }
+
+    def filled(self) -> list[Filled]:
+        """The fullest device of each team in each of its moments, with a cache of servers on it. [M1]"""
+        found = []
+        for team in self.placement.teams:
+            for moment in self.memory[team.name].moments:
+                shares = self.config.rollout.colocated and moment.name == "generation"
+                found.append(Filled(team.name, moment, held(moment) + (self.room.bytes if shares else 0.0)))
+        return found
 
     def plan(self) -> StepPlan:
         """All of it."""
@@ -444,9 +535,10 @@ class StepFormulas:
             work.number * work.lengths.expected,
             self.flops(),
             self.config.model.dtype,
-            self.memory(),
+            tuple(self.filled()),
             self.room,
             self.checkpoint(),
+            tuple(self.sft()),
             self.given,
         )
 
@@ -472,17 +564,22 @@ def plan_step(
             not divide them.
     """
     if config.robot is not None:
-        raise ConfigError(
-            "formulas know language models, and most of a robot's step is its simulators' and its vision tower's",
-            where="robot",
-            found="a robot's recipe",
-            allowed="recipes of language models",
-            fix="measure it: megarl bench envs, and timing of a short run",
-        )
+        raise robot_problem()
     placement = place(graph, config)
     for team in placement.teams:
         refuse_uneven(team.devices, team.parallel, team.name)
     return StepFormulas(config, graph, placement, sizes, hardware, given or PlanAssumptions.of(gpu=hardware.gpu)).plan()
+
+
+def robot_problem() -> ConfigError:
+    """Why a robot's recipe is not planned."""
+    return ConfigError(
+        "formulas know language models, and most of a robot's step is its simulators' and its vision tower's",
+        where="robot",
+        found="a robot's recipe",
+        allowed="recipes of language models",
+        fix="measure it: megarl bench envs, and the timings of a short run",
+    )
 
 
 def refuse_uneven(devices: int, parallel: ParallelConfig, team: str) -> None:
@@ -491,8 +588,8 @@ def refuse_uneven(devices: int, parallel: ParallelConfig, team: str) -> None:
     Raises:
         ConfigError: they do not.
     """
-    experts = parallel.expert_tp * parallel.ep * parallel.pp
-    if devices % parallel.model_parallel_size or devices % experts:
+    if not makes_replicas(devices, parallel):
+        experts = parallel.expert_tp * parallel.ep * parallel.pp
         raise ConfigError(
             "the layout does not divide the workers",
             where=f"team {team}",
