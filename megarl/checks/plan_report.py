@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from megarl.checks.descriptors import descriptors, group_sizes
 from megarl.checks.host import host_memory
 from megarl.config.run import RunConfig
+from megarl.planning.outcome import StepPlan
 from megarl.planning.search import FoundPlan, SearchResult, describe_layout
 from megarl.planning.shards import Sizes
-from megarl.planning.step import StepPlan
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -24,9 +24,10 @@ from megarl.planning.candidates import RECOMPUTE, Choice, Space, Spread
 from megarl.planning.drawing import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
+from megarl.planning.outcome import Filled, StepPlan, held
 from megarl.planning.passes import Part, total
 from megarl.planning.shards import Sizes, state_bytes
-from megarl.planning.step import Filled, StepFormulas, StepPlan, held
+from megarl.planning.step import StepFormulas
 from megarl.planning.workload import Workload
 
 _FRACTIONS = 20  # memory_fraction is a multiple of 1 / 20
