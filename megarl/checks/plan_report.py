@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.checks.descriptors import descriptors, group_sizes
 from megarl.checks.host import host_memory
 from megarl.config.run import RunConfig
+from megarl.planning.memory import Moment, Term
 from megarl.planning.outcome import StepPlan
 from megarl.planning.search import FoundPlan, SearchResult, describe_layout
 from megarl.planning.shards import Sizes
@@ -67,13 +68,20 @@ def figures(plan: StepPlan) -> list[Figure]:
 
 
 def tables(recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]:
-    """A plan as tables."""
-    return [
-        _phases(recipe, plan),
-        _numbers([*figures(plan), *rest]),
-        _memory(plan),
-        f"hardware: {plan.hardware.source}",
-    ]
+    """A plan as tables, and whether it fits."""
+    shown: list[Table | str] = [_phases(recipe, plan), _numbers([*figures(plan), *rest]), _memory(plan)]
+    shown.append(f"hardware: {plan.hardware.source}")
+    fullest, limit = plan.fullest, plan.hardware.memory_gb
+    if fullest.bytes > limit * 1e9:
+        keys = "; ".join(dict.fromkeys(part.keys for part in _largest(fullest.moment)))
+        size = f"{fullest.bytes / 1e9:,.1f} of {limit:.3g} GB"
+        shown.append(f"does not fit: {fullest.moment.name} holds {size}; what it goes by: {keys}")
+    return shown
+
+
+def _largest(moment: Moment) -> list[Term]:
+    """The terms that weigh most."""
+    return sorted(moment.terms, key=lambda part: -part.bytes)[:3]
 
 
 _WORDS = frozenset(("phase", "team", "what", "by", "placement", "layout", "moment", "most of it", "recompute", "unit"))
@@ -127,8 +135,7 @@ def _memory(plan: StepPlan) -> Table:
     limit = plan.hardware.memory_gb
     made = _table(f"a device, of {limit:.3g} GB", "team", "moment", "GB", "by", "most of it")
     for one in plan.filled:
-        largest = sorted(one.moment.terms, key=lambda part: -part.bytes)[:3]
-        said = ", ".join(f"{part.what} {part.bytes / 1e9:.3g}" for part in largest)
+        said = ", ".join(f"{part.what} {part.bytes / 1e9:.3g}" for part in _largest(one.moment))
         made.add_row(one.team, one.moment.name, f"{one.bytes / 1e9:.3g}", "M1", said)
     return made
 

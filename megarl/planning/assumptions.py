@@ -54,6 +54,7 @@ class PlanAssumptions:
         layer_ms: of a layer's forward pass over a micro-batch that no FLOP explains; a backward pass takes twice that.
         expert_ms: of each expert of a rank in a forward pass, in addition.
         element_bytes: moved for each element that is kept for the backward pass, in forward and backward together.
+        element_flops: of fp32 products that take as long as the work on such an element, where that is longer.
         memory_share: of the memory's speed that is reached.
         decode_ms: of a decoding step that no byte and no FLOP explains.
         decode_layer_ms: the same of each layer.
@@ -81,6 +82,7 @@ class PlanAssumptions:
     layer_ms: float = 0.1
     expert_ms: float = 0.02
     element_bytes: float = 20.0
+    element_flops: float = 0.0
     memory_share: float = 0.6
     decode_ms: float = 3.0
     decode_layer_ms: float = 0.0
@@ -113,7 +115,8 @@ CPU = PlanAssumptions(
     gemm_half_rows=20.0,
     layer_ms=0.85,
     expert_ms=0.2,
-    element_bytes=40.0,
+    element_bytes=0.0,
+    element_flops=410.0,
     memory_share=1.0,
     decode_ms=0.0,
     decode_layer_ms=0.85,

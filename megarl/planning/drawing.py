@@ -60,8 +60,9 @@ class Decoder:
 
     @cached_property
     def key_bytes(self) -> float:
-        """Keys and values of one token, in all layers."""
-        return 2 * self.facts.layers * self.facts.kv_heads * self.facts.head_dim * BYTES[self.dtype]
+        """Keys and values of one token on a rank, in all layers: a head is never divided, but copied."""
+        heads = self.facts.kv_heads / min(self.tp, self.facts.kv_heads)
+        return 2 * self.facts.layers * heads * self.facts.head_dim * BYTES[self.dtype]
 
     def step(self, running: float, context: float) -> tuple[float, float]:
         """(seconds until each of `running` samples has one token more, bytes read by a rank). [G2]
@@ -76,7 +77,7 @@ class Decoder:
             tokens = running * self.ep / self.tp if self.ep > self.tp else running
             share = 1 - (1 - facts.experts_per_token / facts.experts) ** tokens
             met += self._experts * share * self.tp / max(self.tp, self.ep)
-        read = (met * BYTES[self.dtype] + self.key_bytes * context * running) / self.tp
+        read = met * BYTES[self.dtype] / self.tp + self.key_bytes * context * running
         # Stages work in turn, so that a token waits for the bytes and products of all of them.
         peak, filled = self.hardware.peak(self.dtype) * self.tp, running / (running + given.gemm_half_rows)
         scores = sum(each * min(context, window or context) for window, each in self._counter.per_pair.items())

@@ -154,7 +154,7 @@ class ModelPass:
         passes = 3 + again if train else 1
         return [
             *self._products(share, passes, train=train),
-            Part("T2", "element-wise work", self._elementwise(share, passes, train=train)),
+            Part("T2", "element-wise work", self._elementwise(share, passes)),
             Part("T3", "fixed time of layers", passes * self._fixed()),
             self._tensor(share, passes, train=train),
             self._context(share, passes, train=train),
@@ -190,7 +190,7 @@ class ModelPass:
         """Share of the rate of large products that one of so many rows reaches."""
         return rows / (rows + self.given.gemm_half_rows)
 
-    def _elementwise(self, share: Share, passes: float, *, train: bool) -> float:
+    def _elementwise(self, share: Share, passes: float) -> float:
         facts, parallel = self.facts, self.parallel
         width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
         split = 2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width
@@ -198,8 +198,8 @@ class ModelPass:
         if not self.hardware.gpu:  # attention writes its probabilities
             elements += share.samples * facts.heads / parallel.tp * share.length**2 / parallel.cp
         elements *= facts.layers / parallel.pp
-        rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share
-        return elements * self.given.element_bytes * passes / 3 / rate
+        moved = self.given.element_bytes / (self.hardware.memory_tb_s * 1e12 * self.given.memory_share)
+        return elements * passes / 3 * max(moved, self.given.element_flops / self.hardware.peak("fp32"))
 
     def _fixed(self) -> float:
         facts, parallel = self.facts, self.parallel

@@ -235,7 +235,7 @@ class Search:
         """Bytes of keys and values of the longest sample on a rank of a server."""
         config, decoder = formulas.config, formulas.decoder
         longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
-        return decoder.key_bytes / decoder.tp * longest
+        return decoder.key_bytes * longest
 
     def _fits(self, choice: Choice, formulas: StepFormulas) -> bool:
         fullest = max(formulas.filled(), key=lambda one: one.bytes)

@@ -169,7 +169,7 @@ class StepFormulas:
     def room(self) -> ServerRoom:
         """Room for keys and values. [K1]"""
         decoder, work = self.decoder, self.work
-        token = decoder.key_bytes / decoder.tp / decoder.pp
+        token = decoder.key_bytes / decoder.pp
         if self.config.rollout.engine == "embedded":
             return self._own_room(token)
         servers = self.config.rollout.sglang
