@@ -93,7 +93,7 @@ class Decoder:
         """Two sums over the ranks of a layer, and what stages send each other, for so many rows."""
         whole = rows * self.facts.hidden * BYTES[self.dtype]
         sums = 2 * self.facts.layers
-        seconds = self._links.ring(sums * 2 * (self.tp - 1) / self.tp * whole, self.tp, steps=sums)
+        seconds = self._links.ring(sums * 2 * (self.tp - 1) / self.tp * whole, self.tp, steps=2 * sums)
         if self.pp > 1:
             inside = self._links.inside(2, self.tp)
             each = whole / self._links.rate(inside=inside) + self._links.hop(inside=inside)

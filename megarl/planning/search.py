@@ -180,7 +180,7 @@ class Search:
         size = sum(state_bytes(self._facts, parallel, engine, dtype, replicas).values())
         if size <= self.limit:
             return True
-        if self._nearest is None or size < self._nearest[0]:
+        if self._nearest is None or (self._nearest[2] is None and size < self._nearest[0]):
             choice = Choice(spread, parallel, engine.micro_batch_tokens, "full", self._hardware.gpu)
             self._nearest = (size, choice, None)
         return False
@@ -246,9 +246,9 @@ class Search:
         return not servers or formulas.room.bytes >= self._sample(formulas)
 
     def _note(self, choice: Choice, formulas: StepFormulas) -> None:
-        """Remember what came nearest to fitting."""
+        """Remember what came nearest to fitting; where the state fits, the rest counts."""
         fullest = max(formulas.filled(), key=lambda one: one.bytes)
-        if self._nearest is None or fullest.bytes < self._nearest[0]:
+        if self._nearest is None or self._nearest[2] is None or fullest.bytes < self._nearest[0]:
             self._nearest = (fullest.bytes, choice, fullest)
 
     # -- nothing found -------------------------------------------------------------------------------------------
