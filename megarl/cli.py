@@ -109,6 +109,15 @@ def build_parser() -> argparse.ArgumentParser:
     sync_bench.add_arguments(bench)
     envs.add_arguments(bench)
     bench.set_defaults(run=_bench)
+    _add_formulas(commands)
+    doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
+    doctor.set_defaults(run=_doctor)
+    _add_parity(doctor.add_subparsers(dest="check", metavar="CHECK"))
+    return parser
+
+
+def _add_formulas(commands: argparse._SubParsersAction[_Parser]) -> None:
+    """Commands that say beforehand what a run would do."""
     plan = commands.add_parser(
         "plan",
         help="what a step takes on some hardware, by formulas; with --search the layouts that are fastest",
@@ -125,10 +134,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     simulation.add_arguments(simulate)
     simulate.set_defaults(run=simulation.run)
-    doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
-    doctor.set_defaults(run=_doctor)
-    _add_parity(doctor.add_subparsers(dest="check", metavar="CHECK"))
-    return parser
 
 
 def _add_parity(checks: argparse._SubParsersAction[_Parser]) -> None:

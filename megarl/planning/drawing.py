@@ -11,7 +11,7 @@ from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.flops import FlopCounter, token_flops
 from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
-from megarl.planning.passes import Part
+from megarl.planning.passes import Cost
 from megarl.planning.shards import BYTES
 from megarl.planning.workload import Workload
 
@@ -111,7 +111,7 @@ class Decoder:
         share = self.given.expert_share if self.facts.is_moe else self.given.gemm_share
         return flops / (ranks * self.hardware.peak(self.dtype) * share * filled)
 
-    def generate(self, work: Workload, engines: int, slots: float, *, flows: bool = False) -> list[Part]:
+    def generate(self, work: Workload, engines: int, slots: float, *, flows: bool = False) -> list[Cost]:
         """What a step takes, where so many engines share its samples evenly. [G3]
 
         Of N samples of an engine at most S run side by side. Until the last S of them have begun, S run all the time:
@@ -139,8 +139,8 @@ class Decoder:
             read += (end - begin) * bytes_
         filled = self.prefill(prompts, prompt)
         return [
-            Part("G1", f"prefill of {math.ceil(prompts)} prompts", filled),
-            Part("G3", f"decoding of {math.ceil(number)} samples, {math.floor(side)} side by side", seconds, read),
+            Cost("G1", f"prefill of {math.ceil(prompts)} prompts", filled),
+            Cost("G3", f"decoding of {math.ceil(number)} samples, {math.floor(side)} side by side", seconds, read),
         ]
 
 

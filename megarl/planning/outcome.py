@@ -8,7 +8,7 @@ from megarl.dag.placement import Placement
 from megarl.planning.assumptions import PlanAssumptions
 from megarl.planning.hardware import Hardware
 from megarl.planning.memory import Moment
-from megarl.planning.passes import Part, total
+from megarl.planning.passes import Cost, total
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PlannedPhase:
 
     name: str
     team: str
-    parts: tuple[Part, ...]
+    parts: tuple[Cost, ...]
     begins: float = 0.0
 
     @property
@@ -87,7 +87,7 @@ class StepPlan:
     filled: tuple[Filled, ...]
     room: ServerRoom
     checkpoint: tuple[float, float, float]
-    sft: tuple[Part, ...]
+    sft: tuple[Cost, ...]
     given: PlanAssumptions
 
     def __getitem__(self, name: str) -> PlannedPhase:

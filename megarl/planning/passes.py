@@ -27,7 +27,7 @@ from megarl.planning.workload import Share
 
 
 @dataclass(frozen=True)
-class Part:
+class Cost:
     """Seconds of a phase by one formula, of which docs/planning.md has the derivation.
 
     Attributes:
@@ -42,9 +42,9 @@ class Part:
     seconds: float
     bytes: float = 0.0
 
-    def times(self, number: float) -> Part:
+    def times(self, number: float) -> Cost:
         """So many of them."""
-        return Part(self.formula, self.what, self.seconds * number, self.bytes * number)
+        return Cost(self.formula, self.what, self.seconds * number, self.bytes * number)
 
 
 @lru_cache(maxsize=4096)
@@ -59,7 +59,7 @@ def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp
     return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
 
 
-def total(parts: Sequence[Part]) -> float:
+def total(parts: Sequence[Cost]) -> float:
     """Seconds of them all."""
     return sum(part.seconds for part in parts)
 
@@ -123,11 +123,11 @@ class ModelPass:
             count = math.ceil(count / self.parallel.pp) * self.parallel.pp
         return count
 
-    def forward(self, share: Share) -> list[Part]:
+    def forward(self, share: Share) -> list[Cost]:
         """One forward pass over samples, with their log-probs or values."""
         return self._passes(share, train=False)
 
-    def update(self, share: Share, epochs: int, updates: int) -> list[Part]:
+    def update(self, share: Share, epochs: int, updates: int) -> list[Cost]:
         """All updates of a step.
 
         Args:
@@ -139,30 +139,30 @@ class ModelPass:
         every = [*self._passes(share, train=True), *self._reduce(share), self._optimizer()]
         return [part.times(times) for part in every]
 
-    def _passes(self, share: Share, *, train: bool) -> list[Part]:
+    def _passes(self, share: Share, *, train: bool) -> list[Cost]:
         count = self.micro_batches(share)
         one = Share(share.samples / count, share.prompt, share.response)
         parts = [part for part in self._micro_batch(one, train=train) if part.seconds]
         waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
-        bubble = Part("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts))
+        bubble = Cost("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts))
         parts = [part.times(count) for part in parts]
         return [*parts, *([bubble] if waits else [])]
 
-    def _micro_batch(self, share: Share, *, train: bool) -> list[Part]:
+    def _micro_batch(self, share: Share, *, train: bool) -> list[Cost]:
         """Of the fullest stage, which is the last one: its layers and the head."""
         again = train and self.engine.recompute == "full"
         passes = 3 + again if train else 1
         return [
             *self._products(share, passes, train=train),
-            Part("T2", "element-wise work", self._elementwise(share, passes)),
-            Part("T3", "fixed time of layers", passes * self._fixed()),
+            Cost("T2", "element-wise work", self._elementwise(share, passes)),
+            Cost("T3", "fixed time of layers", passes * self._fixed()),
             self._tensor(share, passes, train=train),
             self._context(share, passes, train=train),
             *self._experts(share, 2 + again if train else 1),
             self._pipeline(share, train=train),
         ]
 
-    def _products(self, share: Share, passes: float, *, train: bool) -> list[Part]:
+    def _products(self, share: Share, passes: float, *, train: bool) -> list[Cost]:
         facts, parallel, given = self.facts, self.parallel, self.given
         ranks = parallel.tp * parallel.cp
         peak = self.hardware.peak(self.dtype)
@@ -173,12 +173,12 @@ class ModelPass:
         once = scores / parallel.pp if train and self.engine.recompute == "selective" else 0.0
         rows = tokens / parallel.cp
         work = passes * layers + (3 if train else 1) * head + once
-        found = [Part("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
+        found = [Cost("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
         if self._expert_flops:
             rows *= facts.experts_per_token * parallel.ep * parallel.expert_tp / (parallel.tp * facts.experts)
             work = passes * tokens * self._expert_flops / parallel.pp / ranks
             rate = peak * given.expert_share * self._filled(rows)
-            found.append(Part("T1", "experts' matrix products", work / rate))
+            found.append(Cost("T1", "experts' matrix products", work / rate))
         return found
 
     def _scores(self, share: Share) -> float:
@@ -207,7 +207,7 @@ class ModelPass:
         experts = facts.experts / parallel.ep * (1 - facts.dense_layers / facts.layers) if facts.is_moe else 0
         return layers * (self.given.layer_ms + experts * self.given.expert_ms) / 1e3
 
-    def _tensor(self, share: Share, passes: float, *, train: bool) -> Part:
+    def _tensor(self, share: Share, passes: float, *, train: bool) -> Cost:
         """Megatron's two all-reduces of a layer in each direction, or as many gathers and scatters with sp."""
         facts, parallel = self.facts, self.parallel
         tp = parallel.tp
@@ -217,18 +217,18 @@ class ModelPass:
         times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)
         sent = times * sums / parallel.pp * 2 * (tp - 1) / tp * whole
         seconds = self._links.ring(sent, tp, steps=times * sums / parallel.pp * 2)
-        return Part("T4", "tensor and sequence parallel", seconds, sent)
+        return Cost("T4", "tensor and sequence parallel", seconds, sent)
 
-    def _context(self, share: Share, passes: float, *, train: bool) -> Part:
+    def _context(self, share: Share, passes: float, *, train: bool) -> Cost:
         """Keys and values of a layer are gathered; backward gathers them again and scatters their gradients."""
         facts, parallel = self.facts, self.parallel
         cp, times = parallel.cp, passes
         keys = share.tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * self._element
         sent = times * facts.layers / parallel.pp * (cp - 1) / cp * keys
         seconds = self._links.ring(sent, cp, parallel.tp, steps=times * facts.layers / parallel.pp)
-        return Part("T5", "context parallel", seconds, sent)
+        return Cost("T5", "context parallel", seconds, sent)
 
-    def _experts(self, share: Share, times: float) -> list[Part]:
+    def _experts(self, share: Share, times: float) -> list[Cost]:
         """Tokens go to their experts and back; with etp the ranks of an expert gather them and scatter their sums."""
         facts, parallel = self.facts, self.parallel
         if not facts.is_moe:
@@ -239,26 +239,26 @@ class ModelPass:
         seconds = self._links.exchange(sent, ep, etp, steps=times * layers * 2)
         gathered = times * layers * 2 * routed * (etp - 1)
         seconds += self._links.ring(gathered, etp, steps=times * layers * 2)
-        return [Part("T6", "experts: all-to-all", seconds, sent + gathered)]
+        return [Cost("T6", "experts: all-to-all", seconds, sent + gathered)]
 
-    def _pipeline(self, share: Share, *, train: bool) -> Part:
+    def _pipeline(self, share: Share, *, train: bool) -> Cost:
         """What a stage sends to the next one, and its gradient to the one before."""
         parallel = self.parallel
         if parallel.pp == 1:
-            return Part("T7", "between stages", 0.0)
+            return Cost("T7", "between stages", 0.0)
         sends = (2 if train else 1) * (parallel.vpp or 1)
         sent = sends * share.tokens / parallel.cp * self.facts.hidden * self._element / self._split_residual
         stride = self.devices // parallel.pp
         inside = self._links.inside(2, stride)
         seconds = sent / self._links.rate(inside=inside) + sends * self._links.hop(inside=inside)
-        return Part("T7", "between stages", seconds, sent)
+        return Cost("T7", "between stages", seconds, sent)
 
     @cached_property
     def _held(self) -> tuple[float, float]:
         """(dense, expert) parameters of the fullest rank."""
         return _stage_parameters(self.facts, self.parallel, self.value_head)
 
-    def _reduce(self, share: Share) -> list[Part]:
+    def _reduce(self, share: Share) -> list[Cost]:
         """Gradients of one update, scattered in fp32, and parameters gathered; without sharding both in fp32."""
         parallel, engine = self.parallel, self.engine
         dense, expert = self._held
@@ -278,12 +278,12 @@ class ModelPass:
             backward = total(self._passes(share, train=True)) * 2 / 3
             seconds -= min(hidden, backward)
             what += ", overlapped"
-        return [Part("T9", what, seconds, sent)] if seconds else []
+        return [Cost("T9", what, seconds, sent)] if seconds else []
 
-    def _optimizer(self) -> Part:
+    def _optimizer(self) -> Cost:
         """AdamW reads gradient, master and moments, and writes master, moments and the parameter."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
         moved = owned * (GRADIENT + 2 * STEP_BYTES[self.dtype] + self._element)
         rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share
-        return Part("T10", "optimizer's step", moved / rate, moved)
+        return Cost("T10", "optimizer's step", moved / rate, moved)

@@ -25,7 +25,7 @@ from megarl.planning.drawing import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
 from megarl.planning.outcome import Filled, StepPlan, held
-from megarl.planning.passes import Part, total
+from megarl.planning.passes import Cost, total
 from megarl.planning.shards import Sizes, state_bytes
 from megarl.planning.step import StepFormulas
 from megarl.planning.workload import Workload
@@ -93,7 +93,7 @@ class Search:
         self._facts = facts
         self.space = Space(config, roles_of(graph), facts, hardware)
         self.limit = given.usable_memory * hardware.memory_gb * 1e9
-        self._memo: dict[tuple[object, ...], list[Part]] = {}
+        self._memo: dict[tuple[object, ...], list[Cost]] = {}
         self._nearest: tuple[float, Choice, Filled | None] | None = None
 
     def run(self, top: int = 10) -> SearchResult:

@@ -27,7 +27,7 @@ from megarl.planning.hardware import Hardware
 from megarl.planning.links import Links
 from megarl.planning.memory import Memory, device_memory, server_bytes
 from megarl.planning.outcome import Filled, PlannedPhase, ServerRoom, StepPlan, held
-from megarl.planning.passes import ModelPass, Part, total
+from megarl.planning.passes import Cost, ModelPass, total
 from megarl.planning.schedule import Schedule
 from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
 from megarl.planning.workload import Share, Workload
@@ -99,7 +99,7 @@ class StepFormulas:
     sizes: Sizes
     hardware: Hardware
     given: PlanAssumptions
-    memo: dict[tuple[object, ...], list[Part]] = field(default_factory=dict)
+    memo: dict[tuple[object, ...], list[Cost]] = field(default_factory=dict)
 
     def again(self, config: RunConfig) -> StepFormulas:
         """The formulas for a recipe that differs only in how engines and servers spend memory."""
@@ -204,7 +204,7 @@ class StepFormulas:
         filters = any(node.declared.refills for node in self.graph)
         return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
 
-    def _drawing(self, node: Node) -> list[Part]:
+    def _drawing(self, node: Node) -> list[Cost]:
         room, all_of_them = self.room, node.declared.resamples  # else one greedy response to every prompt
         decoder = self.decoder
         key = ("draw", all_of_them, decoder.tp, decoder.pp, decoder.ep, room.engines, room.slots)
@@ -228,7 +228,7 @@ class StepFormulas:
                 found[node.id] = (kind, node.role, repr(team.parallel), team.devices)
         return found
 
-    def node(self, id: str) -> list[Part]:
+    def node(self, id: str) -> list[Cost]:
         """Seconds of a node; none: it makes no pass of a model."""
         node = self.graph[id]
         kind, role = node.declared.kind, node.role
@@ -253,7 +253,7 @@ class StepFormulas:
         return self.config.critic if role is Role.CRITIC else self.config.actor
 
     @cached_property
-    def weights(self) -> list[Part]:
+    def weights(self) -> list[Cost]:
         """New weights for what draws samples elsewhere. [W1]"""
         config, given, room = self.config, self.given, self.room
         actor, team = self._team(Role.ACTOR), self._team(Role.ROLLOUT)
@@ -266,15 +266,15 @@ class StepFormulas:
         inside = near and self._links.inside(actor.parallel.model_parallel_size)
         fixed = given.push_fixed_s + (room.engines * given.server_push_ms / 1e3 if sglang else 0.0)
         return [
-            Part("W1", "weights to every engine", size / self._links.rate(inside=inside), size),
-            Part("W1", "calls", fixed),
+            Cost("W1", "weights to every engine", size / self._links.rate(inside=inside), size),
+            Cost("W1", "calls", fixed),
         ]
 
-    def moves(self) -> list[Part]:
+    def moves(self) -> list[Cost]:
         """What leaves the device while others work, and comes back. [T11]"""
         rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
         return [
-            Part("T11", f"{role.value} to host memory and back", size / rate, size)
+            Cost("T11", f"{role.value} to host memory and back", size / rate, size)
             for role, size in self._moved.items()
             if self.hardware.gpu and self._section(role).engine.offload
         ]
@@ -296,10 +296,10 @@ class StepFormulas:
         return found
 
     @cached_property
-    def handed(self) -> dict[str, list[Part]]:
+    def handed(self) -> dict[str, list[Cost]]:
         """What the team of each node has to fetch of other teams before it begins. [H1]"""
         rate = self._links.rate(inside=self.hardware.nodes == 1)
-        found: dict[str, list[Part]] = {id: [] for id in self.graph.order()}
+        found: dict[str, list[Cost]] = {id: [] for id in self.graph.order()}
         for id in found if self.placement.separate else ():
             mine = self._home[id]
             fields = sum(
@@ -310,14 +310,14 @@ class StepFormulas:
             )
             if fields:
                 size = self.work.tokens / mine.replicas * _FIELD_BYTES * fields
-                found[id].append(Part("H1", "samples of other teams", size / rate, size))
+                found[id].append(Cost("H1", "samples of other teams", size / rate, size))
         return found
 
     # -- the step ------------------------------------------------------------------------------------------------
 
-    def between(self) -> dict[str, list[Part]]:
+    def between(self) -> dict[str, list[Cost]]:
         """What lies between steps, by the name of its phase."""
-        other = [Part("S1", "metrics, files, Python", self.given.step_s)]
+        other = [Cost("S1", "metrics, files, Python", self.given.step_s)]
         return {"moves": self.moves(), "weights": self.weights, "other": other}
 
     def phases(self) -> tuple[list[PlannedPhase], float]:
@@ -356,7 +356,7 @@ class StepFormulas:
                 passes += 1
         return draw + passes * once
 
-    def sft(self) -> list[Part]:
+    def sft(self) -> list[Cost]:
         """One step of the cold start; none: the recipe has none."""
         if not self.config.sft.steps:
             return []
