@@ -118,6 +118,9 @@ class Choice:
         if hardware.gpu:
             cluster["device_memory_gb"] = hardware.memory_gb
         placed = {"actor": actor, "rollout": rollout, "placement": placement}
+        if hardware.nodes > 1 and config.launch.launcher == "local":  # which starts processes on one machine only
+            launcher = "ray" if spread.teams or config.cluster.max_restarts else "torchrun"
+            placed["launch"] = _with(config.launch, launcher=launcher)
         return self.apply_engine(_with(config, **placed, cluster=_with(config.cluster, **cluster)), trains)
 
     def apply_engine(self, config: RunConfig, trains: Sequence[str]) -> RunConfig:

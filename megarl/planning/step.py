@@ -343,18 +343,20 @@ class StepFormulas:
         return self.schedule.run(seconds, tail, total(between["weights"]))[1]
 
     def flops(self) -> float:
-        """Of the policy in a step, as `perf/flops` counts them. [F2]"""
+        """Of a step as `perf/flops` counts them: policy, critic and reference, not a teacher. [F2]"""
         counter, work = FlopCounter.of(self.policy), self.work
         mean = work.lengths.expected
         draw = counter.generate([work.prompt], [[mean] * work.samples]) * work.groups * self.rounds()
-        once = work.number * counter.forward([work.prompt + mean], head_tokens=mean)
-        passes = 0.0
+        passes = {True: 0.0, False: 0.0}  # with a vocabulary or without
         for node in self.graph:
-            if node.role is Role.ACTOR and node.declared.kind is Kind.MODEL_TRAIN:
-                passes += 3 * self.config.actor.ppo_epochs
-            elif node.role in (Role.ACTOR, Role.REFERENCE) and node.declared.kind is Kind.MODEL_INFERENCE:
-                passes += 1
-        return draw + passes * once
+            if node.role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE):
+                times = {
+                    Kind.MODEL_TRAIN: 3.0 * self._section(node.role).ppo_epochs,
+                    Kind.MODEL_INFERENCE: 1.0,
+                }.get(node.declared.kind, 0.0)
+                passes[node.role is not Role.CRITIC] += times
+        each = {head: counter.forward([work.prompt + mean], head_tokens=mean if head else 0) for head in passes}
+        return draw + work.number * sum(times * each[head] for head, times in passes.items())
 
     def sft(self) -> list[Cost]:
         """One step of the cold start; none: the recipe has none."""

@@ -106,9 +106,10 @@ def written(tmp_path, capsys, *arguments):
     return file, file.read_text()
 
 
-def test_the_best_is_written_as_a_recipe_that_a_dry_run_accepts(tmp_path, capsys):
-    file, text = written(tmp_path, capsys, "grpo_qwen3_30b_a3b_32gpu", "--hardware", "h100x8x2")
-    assert "extends: grpo_qwen3_30b_a3b_32gpu\n" in text
+@pytest.mark.parametrize("recipe", [BIG, "grpo_qwen3_30b_a3b_32gpu"])
+def test_the_best_is_written_as_a_recipe_that_a_dry_run_accepts(recipe, tmp_path, capsys):
+    file, text = written(tmp_path, capsys, recipe, "--hardware", "h100x8x2")
+    assert f"extends: {recipe}\n" in text
     assert "nproc: 16" in text
     assert "algorithm" not in text
 

@@ -10,6 +10,7 @@ import pytest
 
 from megarl.dag.stage import Role
 from megarl.errors import ConfigError
+from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import KINDS
 from megarl.planning.outcome import held
 from megarl.planning.schedule import Schedule
@@ -64,6 +65,16 @@ def test_a_critic_scores_and_trains():
     names = planned("ppo_quickstart", hardware=TWO_CORES).seconds
     assert {"value", "critic_train", "old_logp", "actor_train"} <= set(names)
     assert names["critic_train"] == pytest.approx(names["actor_train"], rel=0.1)  # they differ in the head
+
+
+def test_flops_are_those_that_a_run_counts():
+    """F2: PPO generates, scores and trains with the policy, and scores and trains a critic without a vocabulary."""
+    overrides = ["model.dtype=fp32", "rollout.sampling.ignore_eos=true"]  # responses of exactly 6 tokens
+    plan = planned("ppo_quickstart", *overrides, hardware=TWO_CORES, assumed=["prompt_tokens=8"])
+    counter = FlopCounter.of(read("ppo_quickstart")[2][Role.ACTOR])
+    policy, critic = counter.forward([14.0], head_tokens=6), counter.forward([14.0], head_tokens=0)
+    drawn = counter.generate([8.0], [[6.0]])
+    assert plan.flops == pytest.approx(256 * (drawn + (1 + 3) * policy + (1 + 3) * critic))
 
 
 def test_dynamic_sampling_draws_as_often_as_groups_are_dropped():
