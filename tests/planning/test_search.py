@@ -125,3 +125,12 @@ def test_servers_that_a_team_asks_cannot_be_started_on_several_machines():
     best = search(BIG, *ahead).run(1).best[0]
     assert [name for name, *_ in best.choice.spread.teams] == ["train", "draw"]
     assert best.plan.devices == 8
+
+
+def test_layouts_share_out_every_batch_that_a_run_trains_on():
+    """24 prompts, mini-batches of 12, examples of 20 in the cold start: the largest number of replicas is 4."""
+    keys = ["data.batch_size=24", "actor.mini_batch_size=12", "sft.steps=1", "sft.batch_size=20"]
+    space = search(BIG, *keys, hardware=replace(H100, nodes=2)).space
+    for spread in space.spreads():
+        replicas = {spread.trainers() // one.model_parallel_size for one in space.layouts(spread)}
+        assert replicas <= {1, 2, 4}
