@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.benchmarks.matrix import Cell
+from megarl.benchmarks.matrix_view import Found, matrix_html, published_html
 from megarl.benchmarks.noise import Judged
 
 _WIDTH, _ROW, _LEFT, _RIGHT = 720, 22, 150, 110
@@ -16,15 +18,22 @@ _BAR, _THEN, _FLOOR = "#2471a3", "#b0b0b0", "#c0392b"
 _KIND = ("case", "dtype", "overrides", "host")
 
 
-def page(history: Sequence[Mapping[str, Any]], found: Sequence[tuple[Mapping[str, Any], Mapping[str, Judged]]]) -> str:
+def page(
+    history: Sequence[Mapping[str, Any]],
+    found: Found,
+    cells: Sequence[Cell] = (),
+    failed: Mapping[str, str] | None = None,
+) -> str:
     """The page.
 
     Args:
         history: all lines, those of `found` at the end.
         found: the lines of this session, and how they compare.
+        cells: of a matrix, also those that were left out.
+        failed: messages of those that failed, by name.
     """
     parts = ["<!doctype html><meta charset='utf-8'><title>megarl bench</title>", f"<style>{_STYLE}</style>"]
-    parts.append("<h1>megarl bench</h1>")
+    parts += ["<h1>megarl bench</h1>", *matrix_html(found, cells, failed or {}), *published_html(history)]
     for made, judged in found:
         kind = [one for one in history if all(one[name] == made[name] for name in _KIND)]
         same = [one for one in kind if one["layout"] == made["layout"] and one["metric"] == made["metric"]]
