@@ -4,8 +4,8 @@
     python -m megarl.benchmarks.peers.slime --case llama31_8b_h100x16 --slime-root SLIME --checkpoint DIST --python ...
 
 SLIME is a checkout, whose scripts/models/*.sh describe models; DIST is the model as its converter writes it
-(tools/convert_hf_to_torch_dist.py). Arguments are those of its commit 624b824a (2026-08-21). Its log has the tokens of a
-step and its seconds; tokens per second and GPU follow from these, prompts counted. Not run in this version.
+(tools/convert_hf_to_torch_dist.py). Arguments are those of its commit 624b824a (2026-08-21). Its log has the tokens
+of a step and its seconds; tokens per second and GPU follow from these, prompts counted. Not run in this version.
 """
 
 from __future__ import annotations

@@ -5,17 +5,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from megarl.simulation.seconds import Seconds
 
 _EPSILON = 1e-9  # seconds by which two moments are the same
 
 
-class _Sample(NamedTuple):
-    end: float  # on the clock of tokens
-    group: int
-    tokens: int
+_Sample: TypeAlias = tuple[float, int, int]  # end on the clock of tokens, group, tokens
 
 
 class ReplicaClock:
@@ -29,6 +26,7 @@ class ReplicaClock:
 
     def __init__(self, seconds: Seconds, slots: int, prompt: int) -> None:
         self._seconds, self._slots, self._prompt = seconds, slots, prompt
+        self._prompt_s = seconds.prefill(prompt)
         self._pace = [seconds.token(running) for running in range(slots + 1)]  # of a token, by samples that run
         self._running: list[_Sample] = []  # by their ends
         self._queue: deque[tuple[int, int]] = deque()  # group, tokens
@@ -51,18 +49,18 @@ class ReplicaClock:
     def add(self, group: int, tokens: Sequence[int]) -> None:
         """Begin a group whose samples will have so many tokens. Its prompt is read once."""
         self._left[group] = len(tokens)
-        self._debt += self._seconds.prefill(self._prompt)
+        self._debt += self._prompt_s
         self._queue.extend((group, one) for one in tokens)
         self._fill()
 
     def reread(self) -> None:
         """New weights: what runs is read again, prompt and tokens."""
-        read = sum(self._prompt + one.tokens - (one.end - self._clock) for one in self._running)
+        read = sum(self._prompt + tokens - (end - self._clock) for end, _, tokens in self._running)
         self._debt += self._seconds.prefill(round(read)) if self._running else 0.0
 
     def fail(self, restart_s: float) -> None:
         """The engine dies: what ran begins again after `restart_s`."""
-        self._running = sorted(one._replace(end=self._clock + one.tokens) for one in self._running)
+        self._running = sorted((self._clock + tokens, group, tokens) for _, group, tokens in self._running)
         self._debt += restart_s
 
     def until_event(self, wanted: int) -> float | None:
@@ -123,4 +121,4 @@ class ReplicaClock:
     def _fill(self) -> None:
         while self._queue and len(self._running) < self._slots:
             group, tokens = self._queue.popleft()
-            insort(self._running, _Sample(self._clock + tokens, group, tokens))
+            insort(self._running, (self._clock + tokens, group, tokens))
