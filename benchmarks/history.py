@@ -274,7 +274,8 @@ def table(made: Entry, judged: Mapping[str, Judged]) -> Table:
     seconds = _seconds(made)
     layout = made["layout"]
     made_of = f"{layout['nproc']} processes x {layout['threads']} threads"
-    title = f"{made['case']} {made['dtype']}, {made_of}: {statistics.median(seconds):.4g} s ({made['metric']})"
+    named = ", ".join(made["cell"].values()) if "cell" in made else f"{made['case']} {made['dtype']}"
+    title = f"{named}, {made_of}: {statistics.median(seconds):.4g} s ({made['metric']})"
     shown = Table(title=title, title_justify="left")
     for column in ("beside", "ratio", "99%", "limit", ""):
         shown.add_column(column, justify="left" if column in ("beside", "") else "right")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 QUIET = 0.05  # share of the machine that others may take before wall seconds are in doubt
-_NUMBERS = ("s", "least - most", "CPU-s", "x floor", "tokens/s", "per GPU", "others")
+_NUMBERS = ("s", "least-most", "CPU-s", "x floor", "tokens/s", "per GPU", "others")
 Found = Sequence[tuple[Mapping[str, Any], Mapping[str, Judged]]]
 
 
@@ -41,23 +41,28 @@ def table(name: str, found: Found) -> Table:
     first = found[0][0]
     title = f"matrix {name} on {first['host']}, {len(first['rounds'])} rounds, medians of a step"
     made_of = Table(title=title, caption=note, title_justify="left", caption_justify="left")
-    for axis in first["cell"]:
-        made_of.add_column(axis)
-    for column in _NUMBERS:
-        made_of.add_column(column, justify="right")
+    made_of.add_column(", ".join(first["cell"]), overflow="fold")
+    shown = [column for column in _NUMBERS if column != "per GPU" or first["gpus"]]
+    for column in shown:
+        made_of.add_column(column, justify="right", no_wrap=True)
     for made, _ in found:
-        made_of.add_row(*made["cell"].values(), *_numbers(made))
+        numbers = _numbers(made)
+        made_of.add_row(", ".join(made["cell"].values()), *(numbers[column] for column in shown))
     return made_of
 
 
-def _numbers(made: Mapping[str, Any]) -> list[str]:
+def _numbers(made: Mapping[str, Any]) -> dict[str, str]:
     walls = [one["wall_s"] for one in made["rounds"]]
-    wall, cpu = statistics.median(walls), statistics.median(one["cpu_s"] for one in made["rounds"])
-    gpu = f"{per_gpu(made):,.0f}" if made["gpus"] else ""
-    spread = f"{min(walls):.3g} - {max(walls):.3g}"
-    times = f"{wall / made['floor_s']:.2f}"
-    cells = [f"{wall:.3g}", spread, f"{cpu:.3g}", times, f"{made['tokens_per_s']:,.0f}", gpu]
-    return [*cells, f"{made['others_share']:.0%}"]
+    wall = statistics.median(walls)
+    return {
+        "s": f"{wall:.3g}",
+        "least-most": f"{min(walls):.3g}-{max(walls):.3g}",
+        "CPU-s": f"{statistics.median(one['cpu_s'] for one in made['rounds']):.3g}",
+        "x floor": f"{wall / made['floor_s']:.2f}",
+        "tokens/s": f"{made['tokens_per_s']:,.0f}",
+        "per GPU": f"{per_gpu(made):,.0f}" if made["gpus"] else "",
+        "others": f"{made['others_share']:.0%}",
+    }
 
 
 def published(history: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> Iterator[Table]:
@@ -88,7 +93,7 @@ def matrix_html(found: Found, cells: Sequence[Cell], failed: Mapping[str, str]) 
     for made in measured:
         width = 160 * made["tokens_per_s"] / most
         bar = f'<div style="width:{width:.0f}px;height:9px;background:#2471a3"></div>'
-        parts.append(_row("td", [*made["cell"].values(), *_numbers(made)], bar))
+        parts.append(_row("td", [*made["cell"].values(), *_numbers(made).values()], bar))
     left_out = [(cell.name, f"left out: {cell.refused}") for cell in cells if cell.refused is not None]
     left_out += [(name, f"failed: {message.splitlines()[0]}") for name, message in failed.items()]
     return _table(parts[1:], parts[0]) + [f"<p>{html.escape(f'{name}: {why}')}</p>" for name, why in left_out]

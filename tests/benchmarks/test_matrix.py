@@ -225,3 +225,23 @@ def test_the_command_measures_real_rounds_of_what_can_run(small, tmp_path):
     assert json.dumps(made["versions"]).count("torch")
     assert made["cell"] == {"model": "mini", "layout": "one", "dtype": "fp32"}
     assert (tmp_path / "history.html").is_file()
+
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md").read_text()
+
+
+def test_the_matrix_of_the_docs_is_one(tmp_path):
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    (tmp_path / "m.yaml").write_text(text)
+    made = matrix.read_matrix(str(tmp_path / "m.yaml"))
+    refused = [cell.name for cell in made.cells(starts=False) if cell.refused]
+    assert {name for name in refused if "embedded" in name} == {
+        f"{model}, tensor parallel, embedded, {dtype}, two teams" for model in "SM" for dtype in ("fp32", "bf16")
+    }
+
+
+def test_the_table_of_the_docs_has_the_published_figures():
+    for one in published.figures():
+        theirs = f"{one.tokens_per_s_per_gpu:,.0f}"
+        row = [f"{one.system}, {one.published}", one.model, one.policy, f"{one.gpus} {one.gpu}", f"{one.mean_tokens:,}"]
+        assert f"| {' | '.join([*row, f'{one.step_s:g}', theirs, 'not measured'])} |" in PAGE
