@@ -50,7 +50,7 @@ def test_two_steps_by_hand():
     listed = [[1, 1], [4, 1], [2, 2], [1, 1]]  # step 1 draws prompts 0 and 1, step 2 the others
     assert synchronous(work(2, listed), 2) == [6, 10]
     assert in_order(work(2, listed), 2) == [6, 8]
-    # k = 2: step 2 is drawn at 4, step 3 at 8, both with weights 0. Step 4 needs weights 1, which have been there since 3
+    # k = 2: step 2 is drawn at 4, step 3 at 8, both with weights 0. Step 4 needs weights 1, which are there from 3 on
     # and go at 8, before step 3 is trained: it is drawn at 9, and training waits for nothing more.
     longer = [[1, 1], [1, 1], [3, 1], [1, 1], [4, 1], [1, 1], [1, 1], [1, 1]]
     assert in_order(work(2, longer), 4, 2) == [3, 6, 10, 12]
