@@ -42,6 +42,11 @@ class ReplicaClock:
         return bool(self._running)
 
     @property
+    def load(self) -> int:
+        """Samples that run or wait for a slot."""
+        return len(self._running) + len(self._queue)
+
+    @property
     def free(self) -> int:
         """Slots that nothing waits for."""
         return max(0, self._slots - len(self._running) - len(self._queue))
@@ -68,14 +73,16 @@ class ReplicaClock:
         if not self._running:
             return None
         total, clock, running = self._debt, self._clock, len(self._running)
-        pace, over, free = self._pace, dict[int, int](), self.free
-        for end, group, _ in self._running:
+        pace, over, left = self._pace, dict[int, int](), self._left
+        # The sample after which `wanted` slots are free, or the first one where others wait for its slot.
+        last = 1 if self._queue else wanted - self.free
+        for number, (end, group, _) in enumerate(self._running, 1):
             if end != clock:
                 total += (end - clock) * pace[running]
                 clock = end
-            running, free = running - 1, free + 1
+            running -= 1
             over[group] = gone = over.get(group, 0) + 1
-            if self._queue or free == wanted or gone == self._left[group]:
+            if number == last or gone == left[group]:
                 break
         return total
 

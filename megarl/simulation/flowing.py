@@ -178,7 +178,7 @@ class _Replica:
     @property
     def _room(self) -> int:
         """Groups that could begin."""
-        return max(0, self._most - (self._s.system.slots - self._drawing.free)) // self._samples
+        return max(0, self._most - self._drawing.load) // self._samples
 
     def _begin(self) -> None:
         if not self._waiting:
