@@ -37,7 +37,7 @@ setup(
     package_dir={"megarl": "megarl", **{f"megarl.{name}": name for name in MAPPED}},
     packages=[package for folder in ["megarl", *MAPPED] for package in packages_below(folder)],
     package_data={
-        "megarl.benchmarks": ["cases/*.yaml"],
+        "megarl.benchmarks": ["cases/*.yaml", "matrices/*.yaml", "published.yaml"],
         "megarl.kernels": ["*.cpp"],
         "megarl.recipes": ["*.yaml"],
         "megarl.compat.sglang_server": ["loaders/*.py", "stand_ins/*/*/*.py"],

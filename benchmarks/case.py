@@ -10,7 +10,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megarl.benchmarks.throughput import CASES
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.errors import UserError
@@ -19,11 +18,17 @@ FOLDER = Path(__file__).parent / "cases"
 
 
 def case_file(case: str) -> Path:
-    """The recipe of case S or M, or of a case of one's own: a recipe file."""
-    path = FOLDER / f"{case}.yaml" if case in CASES else Path(case)
+    """The recipe of a case of this folder (S, M, ...), or of a case of one's own: a recipe file."""
+    path = FOLDER / f"{case}.yaml" if case in case_names() else Path(case)
     if not path.is_file():
-        raise UserError("there is no such case", where="--case", found=case, allowed=f"{', '.join(CASES)}, or a recipe")
+        allowed = f"{', '.join(case_names())}, or a recipe"
+        raise UserError("there is no such case", where="--case", found=case, allowed=allowed)
     return path
+
+
+def case_names() -> list[str]:
+    """The cases that are shipped."""
+    return sorted(file.stem for file in FOLDER.glob("*.yaml"))
 
 
 def cache_folder() -> Path:
@@ -32,7 +37,10 @@ def cache_folder() -> Path:
 
 
 def model_folder(case: str) -> Path:
-    """Hugging Face folder with the case's random weights (fp32) and tokenizer; made when it is not there yet."""
+    """Hugging Face folder with the random weights (fp32) and tokenizer of a case that has `model.hf_config`.
+
+    It is made when it is not there yet.
+    """
     config = load_config(case_file(case), ["model.dtype=fp32", "cluster.nproc=1"])
     identity = json.dumps(config.model.model_dump(mode="json"), sort_keys=True)
     folder = cache_folder() / "bench" / f"{config.name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"

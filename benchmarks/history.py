@@ -1,9 +1,9 @@
-"""`megarl bench --compare` (megarl.benchmarks.throughput): is this code slower than it was?
+"""`megarl bench --compare` and `--matrix` (megarl.benchmarks.throughput): rounds in turn, a history, and a page.
 
 A line of the history has commit, machine, versions, and the seconds of every round. Compared are CPU-seconds of a step
 (with GPUs wall seconds) with lines of the same case, dtype, settings, layout and kind of machine. Exit code 1: a case
-is slower beyond the noise that was measured (megarl.benchmarks.noise). The page has bars per phase, the floor, the
-scaling over processes and the history.
+is slower beyond the noise that was measured (megarl.benchmarks.noise), or a combination of a matrix has failed. The
+page has the matrix, published figures, bars per phase, the floor, the scaling over processes and the history.
 """
 
 from __future__ import annotations
@@ -17,22 +17,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.artifacts.jsonl import JsonlWriter, read_jsonl
+from megarl.benchmarks import matrix_view
+from megarl.benchmarks.matrix import Cell, Matrix, read_matrix
 from megarl.benchmarks.noise import Judged, apart, in_turn
 from megarl.benchmarks.program import run_program
 from megarl.benchmarks.report import host_class, phase_medians
 from megarl.benchmarks.sources import commit_now, package_of
-from megarl.errors import UserError
+from megarl.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 Entry: TypeAlias = dict[str, Any]
 #: (folder of a package, what to measure) -> the result of `megarl bench`.
 Measure: TypeAlias = Callable[[Path | None, Sequence[str]], Mapping[str, Any]]
+_ROUNDS, _LEAST = 5, 3
 _SAME = ("case", "dtype", "overrides", "layout", "host", "metric")
 
 
@@ -54,70 +59,156 @@ def measure(sources: Path | None, shape: Sequence[str]) -> Mapping[str, Any]:
 
 
 def compare(arguments: argparse.Namespace, measure_round: Measure = measure) -> int:
-    """Measure in rounds, compare, append to the history, write the page; 1: something is slower."""
+    """Measure in rounds, compare, append to the history, write the page; 1: something is slower, or failed.
+
+    Raises:
+        UserError: too few rounds for a comparison, or nothing that could run.
+    """
     from rich.console import Console
 
     from megarl.benchmarks.page import page
 
-    if arguments.rounds < 3:
-        raise UserError("noise is measured", where="--rounds", found=arguments.rounds, allowed="3 or more")
-    shapes = _shapes(arguments)
-    now, then = _rounds(shapes, arguments.rounds, arguments.base, measure_round)
+    matrix = None if arguments.matrix is None else read_matrix(arguments.matrix)
+    rounds = arguments.rounds or (_ROUNDS if matrix is None else matrix.rounds)
+    if arguments.compare and rounds < _LEAST:
+        raise UserError("noise is measured", where="--rounds", found=rounds, allowed=f"{_LEAST} or more")
+    console = Console(highlight=False)
+    cells = _cells(arguments, matrix)
+    for line in matrix_view.refusals(cells):
+        print(line, flush=True)
+    if arguments.dry_run:
+        print(matrix_view.listed(cells))
+        return 0
+    taken = [cell for cell in cells if cell.refused is None]
+    if not taken:
+        raise UserError("no combination can run here", where="--matrix", found=arguments.matrix, fix="see above")
+    measured = _rounds(taken, rounds, arguments.base, measure_round, keep_going=matrix is not None)
     history = read_jsonl(arguments.history)
-    console, slower = Console(highlight=False), False
-    writer = JsonlWriter(arguments.history)
-    found: list[tuple[Entry, dict[str, Judged]]] = []
-    for number in range(len(shapes)):
-        made = entry(now[number], baseline=arguments.set_baseline)
-        judged = beside(made, history)
-        if then[number]:
-            base = entry(then[number], baseline=False)
-            judged = {f"commit {arguments.base}, in turn": in_turn(_seconds(made), _seconds(base)), **judged}
-        writer.write(made)
-        found.append((made, judged))
-        slower = slower or any(one.slower for one in judged.values())
-    writer.close()
-    for made, judged in found:
-        console.print(table(made, judged))
+    found = _found(arguments, taken, measured, history, matrix)
+    lines = [*history, *(made for made, _ in found)]
+    _show(console, found, lines, measured, matrix, judged=arguments.compare)
     target = arguments.page or arguments.history.with_suffix(".html")
-    target.write_text(page([*history, *(made for made, _ in found)], found))
+    target.write_text(page(lines, found, cells, measured.failed))
     console.print(f"history: {arguments.history}\npage: {target}")
-    return int(slower)
+    slower = any(one.slower for _, judged in found for one in judged.values())
+    return int(slower or bool(measured.failed))
 
 
-def _shapes(arguments: argparse.Namespace) -> list[list[str]]:
-    """Arguments of a round, by case and dtype."""
+def _found(
+    arguments: argparse.Namespace,
+    cells: Sequence[Cell],
+    measured: Measured,
+    history: Sequence[Entry],
+    matrix: Matrix | None,
+) -> list[tuple[Entry, dict[str, Judged]]]:
+    """A line of each cell that came to its end, and how it compares; they are appended to the history."""
+    found = []
+    with contextlib.closing(JsonlWriter(arguments.history)) as writer:
+        for cell, (now, then) in zip(cells, measured.results, strict=True):
+            if cell.name in measured.failed:
+                continue
+            made = entry(now, baseline=arguments.set_baseline)
+            if matrix is not None:
+                made |= {"matrix": matrix.name, "cell": dict(cell.labels)}
+            judged = beside(made, history) if arguments.compare else {}
+            if then:
+                base = entry(then, baseline=False)
+                judged = {f"commit {arguments.base}, in turn": in_turn(_seconds(made), _seconds(base)), **judged}
+            writer.write(made)
+            found.append((made, judged))
+    return found
+
+
+def _show(
+    console: Console,
+    found: Sequence[tuple[Entry, dict[str, Judged]]],
+    lines: Sequence[Entry],
+    measured: Measured,
+    matrix: Matrix | None,
+    *,
+    judged: bool,
+) -> None:
+    if matrix is not None and found:
+        console.print(matrix_view.table(matrix.name, found))
+    for made, verdicts in found if judged else []:
+        console.print(table(made, verdicts))
+    for name, message in measured.failed.items():
+        print(f"failed: {name}\n{message}")
+    for shown in matrix_view.published(lines, [made["case"] for made, _ in found]):
+        console.print(shown)
+
+
+def _cells(arguments: argparse.Namespace, matrix: Matrix | None) -> list[Cell]:
+    """What to measure: a matrix, or cases by dtype."""
     from megarl.benchmarks.throughput import CASES
 
-    more = [text for option, value in _layout(arguments) if value is not None for text in (option, str(value))]
+    options = [text for option, value in _options(arguments, matrix) if value for text in (option, str(value))]
+    if matrix is not None:
+        return matrix.cells(arguments.overrides, options, starts=not arguments.dry_run)
     return [
-        ["--case", case, "--dtype", dtype, *more, *arguments.overrides]
+        Cell(["--case", case, "--dtype", dtype, *options, *arguments.overrides])
         for case in arguments.case or CASES
         for dtype in arguments.dtype or ["default"]
     ]
 
 
-def _layout(arguments: argparse.Namespace) -> list[tuple[str, int | None]]:
-    return [(f"--{name}", getattr(arguments, name)) for name in ("nproc", "threads", "steps")]
+def _options(arguments: argparse.Namespace, matrix: Matrix | None) -> list[tuple[str, object]]:
+    """Arguments of every round; those that a matrix sets by its axes are refused beside one."""
+    if matrix is not None:
+        for name in ("case", "dtype", "nproc", "threads"):
+            if getattr(arguments, name) is not None:
+                raise UserError(
+                    "a matrix says so itself",
+                    where=f"--{name}",
+                    found=getattr(arguments, name),
+                    allowed="only without --matrix",
+                    fix="write a matrix of your own: a file with `axes`, see docs/benchmarks.md",
+                )
+    steps = arguments.steps or (None if matrix is None else matrix.steps)
+    named = [(f"--{name}", getattr(arguments, name)) for name in ("nproc", "threads")]
+    return [*named, ("--steps", steps), ("--runs", arguments.runs)]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What rounds have found.
+
+    Attributes:
+        results: of the present code and of the base's, by cell.
+        failed: messages of cells that did not come to their end, by name.
+    """
+
+    results: list[tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]]
+    failed: dict[str, str]
 
 
 def _rounds(
-    shapes: Sequence[Sequence[str]], rounds: int, base: str | None, measure_round: Measure
-) -> tuple[list[list[Mapping[str, Any]]], list[list[Mapping[str, Any]]]]:
-    """Results of the present code and of the base's, by shape; who is first changes from round to round."""
-    now: list[list[Mapping[str, Any]]] = [[] for _ in shapes]
-    then: list[list[Mapping[str, Any]]] = [[] for _ in shapes]
+    cells: Sequence[Cell], rounds: int, base: str | None, measure_round: Measure, *, keep_going: bool
+) -> Measured:
+    """All cells in every round; who is first, this code or the base, changes from round to round.
+
+    Args:
+        keep_going: a cell that fails is left out of later rounds; else its error ends the measurement.
+    """
+    measured = Measured([([], []) for _ in cells], {})
     with contextlib.ExitStack() as stack:
         # Without a base the installed package is measured as it is.
-        sides = [(now, stack.enter_context(package_of(None)) if base else None)]
+        sides = [(0, stack.enter_context(package_of(None)) if base else None)]
         if base:
-            sides.append((then, stack.enter_context(package_of(base))))
+            sides.append((1, stack.enter_context(package_of(base))))
         for number in range(rounds):
-            for place, shape in enumerate(shapes):
-                for results, sources in sides if number % 2 == 0 else reversed(sides):
-                    results[place].append(measure_round(sources, shape))
+            for cell, results in zip(cells, measured.results, strict=True):
+                if cell.name in measured.failed:
+                    continue
+                try:
+                    for side, sources in sides if number % 2 == 0 else reversed(sides):
+                        results[side].append(measure_round(sources, cell.shape))
+                except WorkerError as error:
+                    if not keep_going:
+                        raise
+                    measured.failed[cell.name] = str(error)
             print(f"round {number + 1} of {rounds}", file=sys.stderr, flush=True)
-    return now, then
+    return measured
 
 
 def entry(results: Sequence[Mapping[str, Any]], *, baseline: bool) -> Entry:
@@ -138,6 +229,7 @@ def entry(results: Sequence[Mapping[str, Any]], *, baseline: bool) -> Entry:
         "floor_s": statistics.median(result["summary"]["floor_s"] for result in results),
         "others_share": max(result["others_share"] for result in results),
         "tokens_per_s": statistics.median(result["summary"]["tokens_per_s"] for result in results),
+        "gpus": first.get("gpus", 0),  # the code of a base may not tell
         "rounds": [
             {
                 "wall_s": result["summary"]["wall_s"],
@@ -182,7 +274,8 @@ def table(made: Entry, judged: Mapping[str, Judged]) -> Table:
     seconds = _seconds(made)
     layout = made["layout"]
     made_of = f"{layout['nproc']} processes x {layout['threads']} threads"
-    title = f"{made['case']} {made['dtype']}, {made_of}: {statistics.median(seconds):.4g} s ({made['metric']})"
+    named = ", ".join(made["cell"].values()) if "cell" in made else f"{made['case']} {made['dtype']}"
+    title = f"{named}, {made_of}: {statistics.median(seconds):.4g} s ({made['metric']})"
     shown = Table(title=title, title_justify="left")
     for column in ("beside", "ratio", "99%", "limit", ""):
         shown.add_column(column, justify="left" if column in ("beside", "") else "right")

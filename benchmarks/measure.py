@@ -15,6 +15,7 @@ from typing import Any
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks.case import case_file, model_folder
 from megarl.benchmarks.program import run_program
+from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
 from megarl.machine import available_cores
@@ -52,7 +53,13 @@ class Floor:
 
 
 def default_layout(config: RunConfig) -> tuple[int, int]:
-    """(processes, threads of each): one process per device or core as far as the prompts divide evenly."""
+    """(processes, threads of each): one process per device or core as far as the prompts divide evenly.
+
+    A recipe for GPUs (`cluster.device_memory_gb`) has its own layout.
+    """
+    if config.cluster.device_memory_gb is not None:
+        nproc, nnodes = config.cluster.nproc, config.cluster.nnodes
+        return nproc, config.cluster.threads or max(1, available_cores() * nnodes // nproc)
     if has_nvidia_device():
         devices = len([path for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)])
         nproc = max(n for n in range(1, devices + 1) if config.data.batch_size % n == 0)
@@ -60,6 +67,31 @@ def default_layout(config: RunConfig) -> tuple[int, int]:
     cores = available_cores()
     nproc = max(n for n in range(1, cores + 1) if config.data.batch_size % n == 0)
     return nproc, max(1, cores // nproc)
+
+
+def settle(
+    case: str,
+    *,
+    dtype: str = "default",
+    nproc: int | None = None,
+    threads: int | None = None,
+    steps: int | None = None,
+    overrides: Sequence[str] = (),
+) -> tuple[RunConfig, list[str]]:
+    """The recipe that `run_case` runs with these arguments, and what it overrides; its model is not made yet.
+
+    Raises:
+        UserError: there is no such case, or a setting that a recipe cannot have.
+    """
+    settings = [*([] if dtype == "default" else [f"model.dtype={dtype}"]), *overrides]
+    config = load_config(case_file(case), settings, components=COMPONENTS)
+    chosen = default_layout(config)
+    if nproc is not None:
+        chosen = nproc, max(1, available_cores() // nproc)
+    steps = steps or config.trainer.steps - WARM_UP
+    settings += [f"cluster.nproc={chosen[0]}", f"cluster.threads={threads or chosen[1]}"]
+    settings += [f"trainer.steps={steps + WARM_UP}"]
+    return load_config(case_file(case), settings, components=COMPONENTS), settings
 
 
 def run_case(
@@ -72,11 +104,12 @@ def run_case(
     overrides: Sequence[str] = (),
     prefix: Sequence[str] = (),
     floor: bool = True,
+    runs: Path | None = None,
 ) -> dict[str, Any]:
     """Measure a case: the report as plain data, see `benchmarks/results`.
 
     Args:
-        case: S, M, or a recipe file.
+        case: a shipped one, or a recipe file.
         dtype: fp32, bf16, or `default`: what a recipe without `model.dtype` gets.
         nproc: worker processes; None: `default_layout`.
         threads: CPU threads of each; None: the cores, shared out.
@@ -84,20 +117,17 @@ def run_case(
         overrides: `key.path=value` of the recipe.
         prefix: command to put before the measured one, such as `numactl -N 0`.
         floor: also measure the machine's rate of matrix products and add the floor.
+        runs: folder for the run folder, which all machines of the run share; None: the temporary one.
 
     Raises:
         WorkerError: the run failed; its output is in the message.
     """
-    settings = [*([] if dtype == "default" else [f"model.dtype={dtype}"]), *overrides]
-    config = load_config(case_file(case), settings)
-    chosen = default_layout(config)
-    nproc = nproc or chosen[0]
-    threads = threads or max(1, available_cores() // nproc)
-    steps = steps or config.trainer.steps - WARM_UP
-    settings += [f"cluster.nproc={nproc}", f"cluster.threads={threads}", f"trainer.steps={steps + WARM_UP}"]
-    settings += [f"model.path={model_folder(case)}", "model.hf_config=null", "model.tokenizer=null"]
-    config = load_config(case_file(case), settings)
-    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+    config, settings = settle(case, dtype=dtype, nproc=nproc, threads=threads, steps=steps, overrides=overrides)
+    if config.model.hf_config is not None:
+        settings += [f"model.path={model_folder(case)}", "model.hf_config=null", "model.tokenizer=null"]
+    if runs is not None:
+        runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-", dir=runs) as folder:
         run_dir = Path(folder)
         command = [sys.executable, "-m", "megarl", "train", str(case_file(case)), *settings, "--run-dir", folder]
         _, others_share = run_program([*prefix, *command])
@@ -107,16 +137,24 @@ def run_case(
         "case": config.name,
         "dtype": config.model.dtype,
         "overrides": list(overrides),
-        "layout": {"nproc": nproc, "threads": threads},
+        "layout": {"nproc": config.cluster.nproc, "threads": config.cluster.threads},
         "machine": machine,
+        "gpus": gpus_of(config) if machine["gpus"] else 0,
         "steps": [asdict(step) for step in steps_of(lines)],
         "others_share": others_share,
         "memory_gb": max(line["perf/total_memory_gb"] for line in lines),
     }
     if floor:
-        gflops = machine_gflops(config.model.dtype, nproc, prefix)
+        gflops = machine_gflops(config.model.dtype, config.cluster.nproc, prefix)
         result["floor"] = asdict(floor_of(config, lines[-1], gflops))
     return result
+
+
+def gpus_of(config: RunConfig) -> int:
+    """GPUs of a run: one per worker, and those of servers that share none with the workers."""
+    servers = config.rollout.sglang
+    apart = config.rollout.engine == "sglang" and not servers.colocated
+    return config.cluster.nproc + (servers.count * servers.ranks if apart else 0)
 
 
 def steps_of(lines: list[dict[str, Any]]) -> list[Step]:

@@ -8,35 +8,50 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megarl.benchmarks.matrix import Cell
+from megarl.benchmarks.matrix_view import Found, matrix_html, published_html
 from megarl.benchmarks.noise import Judged
 
 _WIDTH, _ROW, _LEFT, _RIGHT = 720, 22, 150, 110
-_STYLE = "body{font:14px sans-serif;margin:2em;max-width:60em}table{border-collapse:collapse}td,th{padding:2px 10px}"
+_STYLE = (
+    "body{font:14px sans-serif;margin:2em;max-width:72em}"
+    "table{border-collapse:collapse}td,th{padding:2px 10px;white-space:nowrap}"
+)
 _BAR, _THEN, _FLOOR = "#2471a3", "#b0b0b0", "#c0392b"
 _KIND = ("case", "dtype", "overrides", "host")
 
 
-def page(history: Sequence[Mapping[str, Any]], found: Sequence[tuple[Mapping[str, Any], Mapping[str, Judged]]]) -> str:
+def page(
+    history: Sequence[Mapping[str, Any]],
+    found: Found,
+    cells: Sequence[Cell] = (),
+    failed: Mapping[str, str] | None = None,
+) -> str:
     """The page.
 
     Args:
         history: all lines, those of `found` at the end.
         found: the lines of this session, and how they compare.
+        cells: of a matrix, also those that were left out.
+        failed: messages of those that failed, by name.
     """
     parts = ["<!doctype html><meta charset='utf-8'><title>megarl bench</title>", f"<style>{_STYLE}</style>"]
-    parts.append("<h1>megarl bench</h1>")
+    parts += ["<h1>megarl bench</h1>", *matrix_html(found, cells, failed or {}), *published_html(history)]
     for made, judged in found:
         kind = [one for one in history if all(one[name] == made[name] for name in _KIND)]
         same = [one for one in kind if one["layout"] == made["layout"] and one["metric"] == made["metric"]]
         parts += [_head(made), _verdicts(judged), "<h3>Phases</h3>", _bars(made, same[-2] if len(same) > 1 else None)]
-        parts += ["<h3>Scaling</h3>", _scaling(kind), "<h3>History</h3>", _history(same)]
+        if len({one["layout"]["nproc"] for one in kind}) > 1:
+            parts += ["<h3>Scaling</h3>", _scaling(kind)]
+        parts += ["<h3>History</h3>", _history(same)]
     return "\n".join(parts) + "\n"
 
 
 def _head(made: Mapping[str, Any]) -> str:
     text = f"{made['case']} {made['dtype']} on {made['host']}, commit {made['commit']}{'+' * made['changed']}"
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    return f"<h2>{html.escape(text)}</h2><p>{html.escape(versions)}</p>"
+    settings = " ".join(made["overrides"])
+    return f"<h2>{html.escape(text)}</h2><p>{html.escape(settings)}</p><p>{html.escape(versions)}</p>"
 
 
 def _verdicts(judged: Mapping[str, Judged]) -> str:

@@ -14,6 +14,7 @@ from megarl.benchmarks.quiet import OthersShare
 from megarl.errors import WorkerError
 
 SHOWN = 3000  # characters of its messages that an error repeats
+_GRACE_S = 20.0  # for a program that is asked to end: it ends its workers first
 
 
 def run_program(command: Sequence[str], environment: Mapping[str, str] = os.environ) -> tuple[str, float]:
@@ -25,11 +26,26 @@ def run_program(command: Sequence[str], environment: Mapping[str, str] = os.envi
         WorkerError: it ended with an exit code other than 0.
     """
     with OthersShare() as others, _sigterm_raises():
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        said = done.stderr[-SHOWN:]
-        raise WorkerError(f"{shlex.join(command)} ended with exit code {done.returncode}:\n{said}")
-    return done.stdout, others.share
+        code, output, said = _to_its_end(command, environment)
+    if code != 0:
+        raise WorkerError(f"{shlex.join(command)} ended with exit code {code}:\n{said[-SHOWN:]}")
+    return output, others.share
+
+
+def _to_its_end(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str, str]:
+    """Exit code, output and errors. Where this process is stopped meanwhile, the program may end its own programs."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as program:
+        try:
+            output, said = program.communicate()
+        except BaseException:
+            program.terminate()
+            try:
+                program.wait(_GRACE_S)
+            except subprocess.TimeoutExpired:
+                program.kill()
+            raise
+    return program.returncode, output, said
 
 
 @contextlib.contextmanager

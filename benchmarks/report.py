@@ -14,7 +14,8 @@ from rich.table import Table
 def summary(result: dict[str, Any]) -> dict[str, float]:
     """Medians over the counted steps of `megarl.benchmarks.measure.run_case`, and what follows from them.
 
-    `times_floor` is wall seconds over the floor; `mfu`, its inverse, the share of the machine's matrix-product rate.
+    `times_floor` is wall seconds over the floor; `mfu`, its inverse, the share of the machine's matrix-product rate;
+    `tokens_per_s` counts prompts and responses of all samples, and all seconds of a step.
     """
     steps, floor = result["steps"], result["floor"]
     wall = median(steps, "wall_s")

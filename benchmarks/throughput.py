@@ -14,7 +14,11 @@ cores (or GPUs). Numbers mean something only while nothing else runs.
     megarl bench --compare --set-baseline              # later ones are held against this one
     megarl bench --compare --base main --rounds 10     # this tree and a commit in turn: the sharpest comparison
 
-Exit code 1 of --compare: a case is slower beyond the noise that was measured.
+    megarl bench --matrix cpu                          # every combination of named settings, in turn
+    megarl bench --matrix h100x16 --runs /shared/bench # on GPUs, beside published figures
+    megarl bench --matrix h100x16 --dry-run            # which combinations would run
+
+Exit code 1: a case is slower beyond the noise that was measured (--compare), or a combination has failed (--matrix).
 """
 
 from __future__ import annotations
@@ -32,7 +36,10 @@ HISTORY = Path("benchmarks/history.jsonl")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `megarl bench`."""
     parser.add_argument(
-        "--case", action="append", metavar="CASE", help="S, M, or a recipe file; may be repeated (default: S and M)"
+        "--case",
+        action="append",
+        metavar="CASE",
+        help="of benchmarks/cases, or a file; repeatable (default: S, M)",
     )
     parser.add_argument(
         "--dtype",
@@ -50,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, metavar="N", help="worker processes (default: one per core or GPU)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each (default: cores, shared out)")
     parser.add_argument("--steps", type=int, metavar="N", help="counted steps (default: 10 in S, 3 in M, 500 of envs)")
+    runs = "folder for the run folders, which all machines of a run share (default: a temporary one)"
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help=runs)
     parser.add_argument(
         "--json", type=Path, metavar="PATH", help=f"folder of results, or a .json file (default: {RESULTS})"
     )
@@ -58,18 +67,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `megarl bench --compare`, see megarl.benchmarks.history."""
     parser.add_argument("--compare", action="store_true", help="measure in rounds, and beside the history (see above)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of --compare (default: 5)")
+    parser.add_argument("--matrix", metavar="MATRIX", help="a shipped matrix or a file: combinations of settings")
+    parser.add_argument("--dry-run", action="store_true", help="with --matrix: list the combinations; run nothing")
+    rounds = "of --compare and --matrix (default: 5, or what the matrix says)"
+    parser.add_argument("--rounds", type=int, metavar="N", help=rounds)
     parser.add_argument("--base", metavar="COMMIT", help="with --compare: measure this commit in turn with the tree")
     parser.add_argument("--set-baseline", action="store_true", help="later comparisons are held against this one")
     parser.add_argument(
-        "--history", type=Path, metavar="PATH", default=HISTORY, help=f"JSON lines of --compare (default: {HISTORY})"
+        "--history", type=Path, metavar="PATH", default=HISTORY, help=f"JSON lines of all rounds (default: {HISTORY})"
     )
-    parser.add_argument("--page", type=Path, metavar="PATH", help="page of --compare (default: beside the history)")
+    parser.add_argument(
+        "--page", type=Path, metavar="PATH", help="page with matrix and history (default: beside the history)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show, and save; returns the exit code."""
-    if arguments.compare:
+    if arguments.dry_run and arguments.matrix is None:
+        raise UserError(
+            "only a matrix has combinations to list",
+            where="--dry-run",
+            fix="name one with --matrix; for a case: megarl train CASE --dry-run",
+        )
+    if arguments.compare or arguments.matrix is not None:
         from megarl.benchmarks.history import compare
 
         return compare(arguments)
@@ -92,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
                 threads=arguments.threads,
                 steps=arguments.steps,
                 overrides=arguments.overrides,
+                runs=arguments.runs,
             )
             result["summary"] = summary(result)
             console.print(table(result))

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,7 @@ SYNCHRONOUS = "synchronous"
 MODES: dict[str, tuple[str, Callable[[Work, int], list[float]]]] = {
     SYNCHRONOUS: ("{max_staleness: 0}", synchronous),
     "in_order, k=1": ("{max_staleness: 1}", in_order),
+    "in_order, k=2": ("{max_staleness: 2}", partial(in_order, lag=2)),
     "as_ready, k=2": (
         "{max_staleness: 2, order: as_ready}",
         lambda work, steps: flowing(work, steps, 2, partial=False),
@@ -76,8 +79,8 @@ def recipe(work: Work, settings: str, steps: int) -> RunConfig:
     )
 
 
-def run(work: Work, settings: str, steps: int) -> dict[str, Any]:
-    """A run; when its steps ended, seconds of pushing weights, and CPU-seconds of a step.
+def run(work: Work, settings: str, steps: int, run_dir: Path) -> dict[str, Any]:
+    """A run in this new folder; when its steps ended, seconds of pushing weights, and CPU-seconds of a step.
 
     Raises:
         WorkerError: it failed; its output is on the console.
@@ -89,12 +92,11 @@ def run(work: Work, settings: str, steps: int) -> dict[str, Any]:
 
     config = recipe(work, settings, steps)
     placement = place(build_task_graph(config), config)
-    with tempfile.TemporaryDirectory(prefix="megarl-overlap-") as folder:
-        run_dir = Path(folder)
-        work.write(run_dir)
-        if run_workers("local", "megarl.benchmarks.overlap.sleeping:train", config, run_dir, placement) != 0:
-            raise WorkerError(f"the run with async={settings} has failed")
-        lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train" and line["step"]]
+    run_dir.mkdir(parents=True)
+    work.write(run_dir)
+    if run_workers("local", "megarl.benchmarks.overlap.sleeping:train", config, run_dir, placement) != 0:
+        raise WorkerError(f"the run with async={settings} has failed")
+    lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train" and line["step"]]
     pushes = [line["sync/seconds"] for line in lines if "sync/seconds" in line]
     return {
         "ends_s": [line["time"] - lines[0]["time"] for line in lines],
@@ -103,14 +105,16 @@ def run(work: Work, settings: str, steps: int) -> dict[str, Any]:
     }
 
 
-def measure(case: str, steps: int) -> dict[str, dict[str, Any]]:
-    """All modes, each in a process of its own, beside their ideal pipelines."""
+def measure(case: str, steps: int, modes: Sequence[str], runs: Path | None = None) -> dict[str, dict[str, Any]]:
+    """These modes, each in a process of its own, beside their ideal pipelines; `runs`: where their folders are kept."""
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="megarl-overlap-") as folder:
         file = Path(folder) / "measured.json"
         command = [sys.executable, "-m", "megarl.benchmarks.overlap", "--case", case, "--steps", str(steps)]
-        for name, (_, ideal) in MODES.items():
-            _, others = run_program([*command, "--mode", name, "--json", str(file)])
+        for name in modes:
+            ideal = MODES[name][1]
+            kept = (runs or Path(folder)) / re.sub(r"\W+", "_", name)
+            _, others = run_program([*command, "--inside", str(kept), "--mode", name, "--json", str(file)])
             measured = json.loads(file.read_text())
             rate, best = steps_per_minute(measured["ends_s"]), steps_per_minute(ideal(CASES[case], steps))
             print(f"{name}: {rate:.1f} steps per minute, ideal {best:.1f}", flush=True)
@@ -172,8 +176,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=int, default=16, help=f"of each run; the first {FIRST} and last {LAST} count not"
     )
-    parser.add_argument("--mode", choices=list(MODES), help="only this one, and nothing beside it")
+    parser.add_argument("--mode", choices=list(MODES), action="append", help="may be repeated (default: all)")
     parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--runs", type=Path, metavar="FOLDER", help="keep the run folders there, by mode")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)  # a run of one mode, in this process
     arguments = parser.parse_args(argv)
     if arguments.steps < FIRST + LAST + 1:
         parser.error(f"--steps {arguments.steps}: at least {FIRST + LAST + 1}, of which one counts")
@@ -183,12 +189,10 @@ def main(argv: list[str] | None = None) -> int:
     from megarl.tracking.machine import machine_info
 
     work, target = CASES[arguments.case], arguments.json
-    if arguments.mode is not None:
-        measured = run(work, MODES[arguments.mode][0], arguments.steps)
-        if target is not None:
-            save(measured, target)
+    if arguments.inside is not None:
+        save(run(work, MODES[arguments.mode[0]][0], arguments.steps, arguments.inside), target)
         return 0
-    modes = measure(arguments.case, arguments.steps)
+    modes = measure(arguments.case, arguments.steps, arguments.mode or list(MODES), arguments.runs)
     Console().print(table(arguments.case, modes))
     if target is not None:
         save({"case": arguments.case, "work": asdict(work), "machine": machine_info(), "modes": modes}, target)

@@ -1,7 +1,7 @@
 """When the steps of a run end, in seconds from its start, if nothing but the sleeps took time.
 
     synchronous   draw t with the weights t - 1, train t                        every G(t) + T
-    in order      draw t + 1 while t is trained                                 every max(G(t + 1), T)
+    in order      draw up to k steps ahead of training                          k = 1: every max(G(t + 1), T)
     flowing       groups come and go by the rules of `megarl.store.flow`        simulated
 
 T is a step of training, and G(t) what the samples of step t take on the slots that there are. A simulation jumps from
@@ -32,11 +32,47 @@ def synchronous(work: Work, steps: int) -> list[float]:
     return list(accumulate(_generation(work, step) + work.training_s for step in range(1, steps + 1)))
 
 
-def in_order(work: Work, steps: int) -> list[float]:
-    """`async.max_staleness` 1: weights are replaced when a step is trained and the next one is drawn."""
-    drawn = [_generation(work, step) for step in range(1, steps + 1)]
-    _, *ends = accumulate([drawn[0], *(max(work.training_s, seconds) for seconds in [*drawn[1:], 0.0])])
+def in_order(work: Work, steps: int, lag: int = 1) -> list[float]:
+    """`async.max_staleness` k from 1: step t is drawn with the weights t - 1 - k; see `megarl.runtime.ahead.Pushes`.
+
+    Weights go between two steps of training: v, when step v + k is drawn, and at the latest before step v + k is
+    trained. With k = 1 training waits for that after every step.
+    """
+    drawn: list[float] = []  # ends, by step; what is drawn waits only for weights that have gone
+    pushed: list[float] = []  # the moments at which weights 1, 2, ... go
+    ends: list[float] = []
+    now, last = 0.0, steps - lag  # nothing is drawn with weights from `last` on
+    for step in range(1, steps + 1):
+        while len(pushed) + 1 <= min(step - lag, last - 1):
+            now = _push(work, lag, drawn, pushed, now)
+        while len(drawn) < step:
+            _draw(work, lag, drawn, pushed)
+        now = max(now, drawn[step - 1]) + work.training_s
+        while len(pushed) < min(step, last - 1) and (lag == 1 or _is_drawn(work, lag, drawn, pushed, now)):
+            now = _push(work, lag, drawn, pushed, now)
+        ends.append(now)
     return ends
+
+
+def _draw(work: Work, lag: int, drawn: list[float], pushed: list[float]) -> None:
+    """The next step, as soon as the one before it is drawn and its weights are there."""
+    step = len(drawn) + 1
+    begin = max(drawn[-1] if drawn else 0.0, pushed[step - lag - 2] if step - lag >= 2 else 0.0)
+    drawn.append(begin + _generation(work, step))
+
+
+def _is_drawn(work: Work, lag: int, drawn: list[float], pushed: list[float], now: float) -> bool:
+    """Whether the next weights would replace none that something is drawn with."""
+    while len(drawn) < len(pushed) + 1 + lag:
+        _draw(work, lag, drawn, pushed)
+    return drawn[len(pushed) + lag] <= now
+
+
+def _push(work: Work, lag: int, drawn: list[float], pushed: list[float], now: float) -> float:
+    """Push the next weights when they may go; the moment."""
+    _is_drawn(work, lag, drawn, pushed, now)
+    pushed.append(max(now, drawn[len(pushed) + lag]))
+    return pushed[-1]
 
 
 def flowing(work: Work, steps: int, max_staleness: int, *, partial: bool) -> list[float]:

@@ -64,8 +64,10 @@ class Work:
 
 
 #: `balanced`: training takes 3 s, and so do the samples of a step, side by side, on average. `tails`: training takes
-#: 2 s, and a sample 0.9 s on average; because of a few of them the samples of a step take 5 s.
+#: 2 s, and a sample 0.9 s on average; because of a few of them the samples of a step take 5 s. `drawing`: training
+#: takes 1.5 s and the samples of a step 2.7 s, so that training waits in order, however far ahead samples are drawn.
 CASES = {
     "balanced": Work(groups=8, samples=4, slots=32, mean_s=1.0, sigma=0.6, longest=160, training_s=3.0),
     "tails": Work(groups=8, samples=4, slots=32, mean_s=0.9, sigma=1.0, longest=160, training_s=2.0),
+    "drawing": Work(groups=8, samples=4, slots=32, mean_s=0.7, sigma=0.7, longest=160, training_s=1.5),
 }

@@ -5,17 +5,14 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 from megarl.simulation.seconds import Seconds
 
 _EPSILON = 1e-9  # seconds by which two moments are the same
 
 
-class _Sample(NamedTuple):
-    end: float  # on the clock of tokens
-    group: int
-    tokens: int
+_Sample: TypeAlias = tuple[float, int, int]  # end on the clock of tokens, group, tokens
 
 
 class ReplicaClock:
@@ -29,6 +26,7 @@ class ReplicaClock:
 
     def __init__(self, seconds: Seconds, slots: int, prompt: int) -> None:
         self._seconds, self._slots, self._prompt = seconds, slots, prompt
+        self._prompt_s = seconds.prefill(prompt)
         self._pace = [seconds.token(running) for running in range(slots + 1)]  # of a token, by samples that run
         self._running: list[_Sample] = []  # by their ends
         self._queue: deque[tuple[int, int]] = deque()  # group, tokens
@@ -44,6 +42,11 @@ class ReplicaClock:
         return bool(self._running)
 
     @property
+    def load(self) -> int:
+        """Samples that run or wait for a slot."""
+        return len(self._running) + len(self._queue)
+
+    @property
     def free(self) -> int:
         """Slots that nothing waits for."""
         return max(0, self._slots - len(self._running) - len(self._queue))
@@ -51,18 +54,18 @@ class ReplicaClock:
     def add(self, group: int, tokens: Sequence[int]) -> None:
         """Begin a group whose samples will have so many tokens. Its prompt is read once."""
         self._left[group] = len(tokens)
-        self._debt += self._seconds.prefill(self._prompt)
+        self._debt += self._prompt_s
         self._queue.extend((group, one) for one in tokens)
         self._fill()
 
     def reread(self) -> None:
         """New weights: what runs is read again, prompt and tokens."""
-        read = sum(self._prompt + one.tokens - (one.end - self._clock) for one in self._running)
+        read = sum(self._prompt + tokens - (end - self._clock) for end, _, tokens in self._running)
         self._debt += self._seconds.prefill(round(read)) if self._running else 0.0
 
     def fail(self, restart_s: float) -> None:
         """The engine dies: what ran begins again after `restart_s`."""
-        self._running = sorted(one._replace(end=self._clock + one.tokens) for one in self._running)
+        self._running = sorted((self._clock + tokens, group, tokens) for _, group, tokens in self._running)
         self._debt += restart_s
 
     def until_event(self, wanted: int) -> float | None:
@@ -70,14 +73,16 @@ class ReplicaClock:
         if not self._running:
             return None
         total, clock, running = self._debt, self._clock, len(self._running)
-        pace, over, free = self._pace, dict[int, int](), self.free
-        for end, group, _ in self._running:
+        pace, over, left = self._pace, dict[int, int](), self._left
+        # The sample after which `wanted` slots are free, or the first one where others wait for its slot.
+        last = 1 if self._queue else wanted - self.free
+        for number, (end, group, _) in enumerate(self._running, 1):
             if end != clock:
                 total += (end - clock) * pace[running]
                 clock = end
-            running, free = running - 1, free + 1
+            running -= 1
             over[group] = gone = over.get(group, 0) + 1
-            if self._queue or free == wanted or gone == self._left[group]:
+            if number == last or gone == left[group]:
                 break
         return total
 
@@ -123,4 +128,4 @@ class ReplicaClock:
     def _fill(self) -> None:
         while self._queue and len(self._running) < self._slots:
             group, tokens = self._queue.popleft()
-            insort(self._running, _Sample(self._clock + tokens, group, tokens))
+            insort(self._running, (self._clock + tokens, group, tokens))

@@ -65,7 +65,7 @@ class Simulation:
         self.outcome = Simulated()
         self.servers = [ReplicaClock(seconds, system.slots, system.prompt_tokens) for _ in range(system.servers)]
         self._rng, self._seed = random.Random(seed), seed
-        self._coordinator = simpy.Resource(self.env)
+        self._answered = 0.0  # when the coordinator has answered all that it was asked
         self._tokens: dict[int, int] = {}  # of groups that have begun: all samples, prompts included
         self._blocks: dict[int, list[list[int]]] = {}  # tokens of samples, by groups
         self._events: dict[tuple[Any, ...], simpy.Event] = {}
@@ -109,12 +109,12 @@ class Simulation:
         """Ask the coordinator, and wait until it has answered."""
         if self.system.draw is None and not self.system.others:
             return
-        with self._coordinator.request() as turn:
-            yield turn
-            seconds = calls * self.seconds.call()
-            self.outcome.calls += calls
-            self._spent["coordinator"] += seconds
-            yield self.env.timeout(seconds)
+        seconds = calls * self.seconds.call()
+        self.outcome.calls += calls
+        self._spent["coordinator"] += seconds
+        # One at a time, in the order of asking: what is asked now is answered after all that was asked before.
+        self._answered = max(self._answered, self.env.now) + seconds
+        yield self.env.timeout(self._answered - self.env.now)
 
     def push(self) -> Steps:
         """New weights go to all that draw."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from collections import deque
 from collections.abc import Generator
@@ -33,7 +34,9 @@ class Flowing:
         self._flow.open(0, 0, {}, [])
         self._version = self._asked_for = self._finished = 0
         self._opened = 0  # replicas that draw nothing
-        self._gate, self._open, self._wanted = (simulation.env.event() for _ in range(3))
+        self._gate, self._open = simulation.env.event(), simulation.env.event()
+        self._wanted = False  # the trainer waits for the gate
+        self._replicas: list[_Replica] = []
         draw = system.draw
         assert draw is not None, "the checks want the rollout in a team of its own"
         # What that team does with a group after it is drawn, from what it does with its share of a step.
@@ -44,7 +47,9 @@ class Flowing:
     def start(self) -> None:
         """Begin to draw."""
         for server in self._s.servers:
-            self._s.env.process(_Replica(self, server).run())
+            replica = _Replica(self, server)
+            self._replicas.append(replica)
+            replica.process = self._s.env.process(replica.run())
 
     # -- the trainer's end, see megarl.runtime.offers ----------------------------------------------------------------
 
@@ -66,8 +71,10 @@ class Flowing:
     def after_step(self, step: int) -> Steps:
         """The weights go where they have to, or where the gate is open."""
         must = self._partial or step - self._version > self._lag or step == self._s.steps
-        if must and not self._wanted.triggered:
-            self._wanted.succeed()
+        if must and not self._wanted:
+            self._wanted = True
+            for replica in self._replicas if self._partial else []:
+                replica.wake()
         if must or self._flow.drained(self._version):
             yield from self._push(step)
 
@@ -76,7 +83,7 @@ class Flowing:
         yield from self._s.push()
         self._version, self._opened = version, 0
         gate, self._gate = self._gate, self._s.env.event()
-        self._open, self._wanted = self._s.env.event(), self._s.env.event()
+        self._open, self._wanted = self._s.env.event(), False
         gate.succeed()
 
     def _form(self) -> None:
@@ -125,8 +132,16 @@ class _Replica:
         self._waiting: deque[int] = deque()  # prompts in hand
         self._scoring: list[tuple[float, int]] = []
         self._done: list[int] = []
-        self._dry = False
+        self._dry = self._sleeps = False
+        self.process: simpy.Process | None = None
         self._failure = s.next_failure(s.system.server_devices)
+
+    def wake(self) -> None:
+        """The gate is wanted: go on, if it lets time pass."""
+        if self._sleeps:
+            assert self.process is not None, "it runs"
+            self._sleeps = False
+            self.process.interrupt()
 
     def run(self) -> Steps:
         """Draw until the weights of the last step have come."""
@@ -146,7 +161,7 @@ class _Replica:
         while True:
             while self._scoring and self._scoring[0][0] <= self._env.now + _MOMENT:
                 self._done.append(heapq.heappop(self._scoring)[1])
-            wanted, missing, room = rules._wanted.triggered, 0, 0
+            wanted, missing, room = rules._wanted, 0, 0
             if not wanted:
                 self._begin()
                 room = self._room
@@ -163,9 +178,11 @@ class _Replica:
     @property
     def _room(self) -> int:
         """Groups that could begin."""
-        return max(0, self._most - (self._s.system.slots - self._drawing.free)) // self._samples
+        return max(0, self._most - self._drawing.load) // self._samples
 
     def _begin(self) -> None:
+        if not self._waiting:
+            return
         for number in serve(self._waiting, self._room):
             self._drawing.add(number, self._s.group(number))
 
@@ -186,10 +203,11 @@ class _Replica:
         times += [self._scoring[0][0] - now] if self._scoring else []
         times += [self._pace.left_s(now)] if missing or self._done else []
         seconds = max(_MOMENT, min([*times, self._failure - now]))
-        timeout: simpy.Event = self._env.timeout(seconds)
-        if self._rules._partial and not self._rules._wanted.triggered:
-            timeout = timeout | self._rules._wanted
-        yield timeout
+        # Woken when the gate is wanted, with `partial`: a condition of two events would be most of what this costs.
+        self._sleeps = True
+        with contextlib.suppress(simpy.Interrupt):
+            yield self._env.timeout(seconds)
+        self._sleeps = False
         self._advance(self._env.now - now)
         if self._env.now >= self._failure:
             self._drawing.fail(self._s.faults.server_s)

@@ -11,6 +11,7 @@ from megarl.errors import ConfigError
 # Parameter counts as published with the models.
 PUBLISHED = {
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
     "meta-llama/Llama-3.1-70B": 70_553_706_496,
     "mistralai/Mistral-7B-v0.3": 7_248_023_552,
     "mistralai/Mixtral-8x7B-v0.1": 46_702_792_704,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -16,7 +15,6 @@ from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks import history, sources
 from megarl.benchmarks.throughput import add_arguments, add_compare_arguments
 from megarl.errors import UserError
-from tests.benchmarks.test_bench import CASES, MINI, bench
 
 
 def result(seconds: float, nproc: int = 2, gpus: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -25,7 +23,7 @@ def result(seconds: float, nproc: int = 2, gpus: tuple[str, ...] = ()) -> dict[s
     machine = {"processor": "A CPU", "cores": 2, "gpus": list(gpus), "packages": {"torch": "2.13.0"}}
     numbers = {"wall_s": seconds, "cpu_s": 2 * seconds, "floor_s": 0.5, "tokens_per_s": 100 * nproc / seconds}
     layout = {"nproc": nproc, "threads": 1}
-    case = {"case": "mini", "dtype": "fp32", "overrides": [], "layout": layout, "others_share": 0.1}
+    case = {"case": "mini", "dtype": "fp32", "overrides": [], "layout": layout, "others_share": 0.1, "gpus": len(gpus)}
     return {**case, "machine": machine, "steps": [step], "summary": numbers}
 
 
@@ -122,16 +120,3 @@ def test_an_unknown_commit_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(sources, "ROOT", tmp_path)
     with pytest.raises(UserError, match="does not know the commit"), sources.package_of("0123456"):
         pass
-
-
-@pytest.mark.procs
-def test_the_command_measures_real_rounds(tmp_path):
-    (tmp_path / "mini.yaml").write_text(MINI.format(parent=CASES / "S.yaml"))
-    shape = ["--case", str(tmp_path / "mini.yaml"), "--dtype", "fp32", "--steps", "2", "--nproc", "1", "--threads", "1"]
-    done = bench(tmp_path, *shape, "--compare", "--rounds", "3", "--history", "history.jsonl")
-    assert done.code == 0, done.output
-    (line,) = read_jsonl(tmp_path / "history.jsonl")
-    assert len(line["rounds"]) == 3
-    assert all(one["cpu_s"] > 0 and "actor_train" in one["phases"] for one in line["rounds"])
-    assert json.dumps(line["versions"]).count("torch")
-    assert (tmp_path / "history.html").is_file()

@@ -28,12 +28,15 @@ def test_a_program_that_fails_says_why() -> None:
 
 
 @pytest.mark.procs
-def test_a_program_ends_with_the_benchmark(tmp_path: Path) -> None:
+@pytest.mark.parametrize("levels", [1, 2])  # a round of --compare is a benchmark of its own
+def test_a_program_ends_with_the_benchmark(tmp_path: Path, levels: int) -> None:
     mark = tmp_path / "pid"
-    inner = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
-    outer = (
-        f"import sys; from megarl.benchmarks.program import run_program; run_program([sys.executable, '-c', {inner!r}])"
-    )
+    outer = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    for _ in range(levels):
+        outer = (
+            "import sys; from megarl.benchmarks.program import run_program; "
+            f"run_program([sys.executable, '-c', {outer!r}])"
+        )
     with subprocess.Popen([sys.executable, "-c", outer]) as bench:
         deadline = time.monotonic() + 60
         while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:

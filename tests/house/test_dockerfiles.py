@@ -62,6 +62,16 @@ def test_the_steps_on_cpus_are_those_of_the_readme_and_of_make() -> None:
     assert installs[1] == "python -m pip install -c constraints.txt -e ."
 
 
+def test_the_steps_on_gpus_are_those_of_the_readme() -> None:
+    readme = (ROOT / "README.md").read_text()
+    ran = " ".join(rest for word, rest in instructions("Dockerfile.gpu") if word == "RUN")
+    for step in ("pip install -e .", "python tools/sglang_env.py"):
+        assert step in readme
+        assert step in ran
+    assert "docker build -t megarl ." in readme
+    assert "Dockerfile.gpu" in readme
+
+
 def test_what_is_left_out_is_not_needed() -> None:
     left_out = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv", "runs"} <= set(left_out)

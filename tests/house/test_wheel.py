@@ -39,7 +39,7 @@ def test_everything_is_inside_megarl(wheel: Path) -> None:
     for folder in TOP_FOLDERS:
         expected += [f"megarl/{path.relative_to(ROOT)}" for path in (ROOT / folder).rglob("*.py")]
     expected += [f"megarl/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")]
-    expected += [f"megarl/benchmarks/cases/{path.name}" for path in (ROOT / "benchmarks/cases").glob("*.yaml")]
+    expected += [f"megarl/{path.relative_to(ROOT)}" for path in (ROOT / "benchmarks").rglob("*.yaml")]
     expected += [f"megarl/tracking/{path.name}" for path in (ROOT / "megarl/tracking").glob("report.*")]
     assert set(expected) <= set(names)
 

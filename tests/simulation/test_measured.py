@@ -31,6 +31,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SETTINGS = {
     SYNCHRONOUS: (0, False, False),
     "in_order, k=1": (1, False, False),
+    "in_order, k=2": (2, False, False),
     "as_ready, k=2": (2, True, False),
     "as_ready, k=2, partial": (2, True, True),
 }
@@ -41,11 +42,17 @@ def test_it_counts_the_same_steps_as_the_benchmark():
     assert set(SETTINGS) == set(MODES)
 
 
-@pytest.mark.parametrize("mode", SETTINGS)
-@pytest.mark.parametrize(("case", "file"), [("balanced", "overlap"), ("tails", "overlap-tails")])
-def test_eight_recorded_runs_within_a_tenth(case, file, mode):
+FILES = {"balanced": "overlap", "tails": "overlap-tails", "drawing": "overlap-drawing"}
+
+
+def recorded_modes(case: str) -> dict[str, dict[str, object]]:
+    return json.loads((RESULTS / f"{FILES[case]}-2x-amd-epyc.json").read_text())["modes"]
+
+
+@pytest.mark.parametrize(("case", "mode"), [(case, mode) for case in FILES for mode in recorded_modes(case)])
+def test_recorded_runs_within_a_tenth(case, mode):
     """Only the overhead of a step is taken from a run: the synchronous one of the case."""
-    work, recorded = CASES[case], json.loads((RESULTS / f"{file}-2x-amd-epyc.json").read_text())["modes"]
+    work, recorded = CASES[case], recorded_modes(case)
     ends, ideal = recorded[SYNCHRONOUS]["ends_s"], synchronous(work, len(recorded[SYNCHRONOUS]["ends_s"]))
     overhead = (ends[-1] - ends[0] - ideal[-1] + ideal[0]) / (len(ends) - 1) - recorded[SYNCHRONOUS]["push_s"]
     other = {"train": overhead / 2, "draw": overhead / 2}
@@ -66,9 +73,17 @@ def measured_s(run: str) -> float:
     return (counted[-1] - counted[0]) / (len(counted) - 1)
 
 
-@pytest.mark.parametrize("run", ["synchronous", "in_order"])
-def test_one_run_tells_the_seconds_of_itself_and_of_the_other(run):
-    told, config = calibrate(RUNS / "synchronous"), config_of(run)
+@pytest.mark.parametrize(
+    ("told_by", "run"),
+    [
+        ("synchronous", "synchronous"),
+        ("synchronous", "in_order"),
+        *(("drawing/synchronous", f"drawing/{run}") for run in ("synchronous", "in_order_1", "in_order_2")),
+    ],
+)
+def test_one_run_tells_the_seconds_of_itself_and_of_others(told_by, run):
+    """The first two on a machine that was busier than for the others: half a second of a step is overhead there."""
+    told, config = calibrate(RUNS / told_by), config_of(run)
     of = replace(read_system(config, build_task_graph(config)), prompt_tokens=told.prompt_tokens)
     seeds = [Simulation(of, told.seconds, told.lengths, 24, seed=seed, faults=Faults()).run() for seed in range(10)]
     assert sum(one.step_s for one in seeds) / 10 == pytest.approx(measured_s(run), rel=0.1)
@@ -139,6 +154,6 @@ def test_a_hundred_steps_on_1024_devices_take_seconds():
     overrides += ["async={max_staleness: 2, order: as_ready, partial: true}", "actor.engine.offload=false"]
     began = time.process_time()
     (row,) = Study("grpo_qwen3_8b_8gpu", tuple(overrides), devices=(1024,)).rows()
-    assert time.process_time() - began < 30
+    assert time.process_time() - began < 30  # 5 to 10 on two cores, whatever else they do
     assert row.system.devices == 1024
     assert len(row.outcome.ends) == 100

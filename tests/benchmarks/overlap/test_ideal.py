@@ -40,8 +40,8 @@ def test_samples_take_the_slot_that_is_free_first():
 def test_equal_samples_have_a_closed_formula(training):
     equal = work(training)
     assert steady(synchronous(equal, 40)) == 3 + training
-    assert steady(in_order(equal, 40)) == max(3, training)
     for lag in (1, 2, 3):
+        assert steady(in_order(equal, 40, lag)) == max(3, training)
         assert steady(flowing(equal, 40, lag, partial=True)) == max(3, training)
         assert steady(flowing(equal, 40, lag, partial=False)) == max(3, training)
 
@@ -50,6 +50,10 @@ def test_two_steps_by_hand():
     listed = [[1, 1], [4, 1], [2, 2], [1, 1]]  # step 1 draws prompts 0 and 1, step 2 the others
     assert synchronous(work(2, listed), 2) == [6, 10]
     assert in_order(work(2, listed), 2) == [6, 8]
+    # k = 2: step 2 is drawn at 4, step 3 at 8, both with weights 0. Step 4 needs weights 1, which are there from 3 on
+    # and go at 8, before step 3 is trained: it is drawn at 9, and training waits for nothing more.
+    longer = [[1, 1], [1, 1], [3, 1], [1, 1], [4, 1], [1, 1], [1, 1], [1, 1]]
+    assert in_order(work(2, longer), 4, 2) == [3, 6, 10, 12]
     # prompts 0 and 3 are through at 1, prompts 2 and 1 at 2 and 4: step 1 is of 0 and 3, and step 2 begins at 4
     assert flowing(work(2, listed, slots=8), 2, 1, partial=True) == [3, 6]
 

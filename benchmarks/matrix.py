@@ -1,0 +1,157 @@
+"""A matrix of `megarl bench`: every combination of named settings, one of each axis.
+
+    rounds: 3                          # of every combination, in turn; --rounds replaces it
+    steps: 5                           # that count; null: the case's; --steps replaces it
+    axes:
+      model:  {S: {case: S}}           # name: what it sets
+      layout:
+        data parallel: {nproc: 2}
+        tensor parallel: {nproc: 2, actor.parallel.tp: 2}
+      dtype:  {fp32: {dtype: fp32}, bf16: {dtype: bf16}}
+
+A name sets `case`, `dtype`, `nproc` and `threads`, as the arguments of `megarl bench`, and keys of the recipe. What the
+recipe's checks refuse is left out with their reason, before anything runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megarl.config.yamlio import read_yaml
+from megarl.errors import ConfigError, UserError, close_matches
+
+FOLDER = Path(__file__).parent / "matrices"
+_WORDS = ("case", "dtype", "nproc", "threads")
+_KEYS = ("rounds", "steps", "axes")
+_ROUNDS = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination.
+
+    Attributes:
+        labels: names by axis; empty for a case without a matrix.
+        shape: arguments of `megarl bench` that measure it.
+        refused: why it cannot run; None: nothing is known to stand in its way.
+    """
+
+    shape: Sequence[str]
+    labels: Mapping[str, str] = field(default_factory=dict)
+    refused: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The names of its settings."""
+        return ", ".join(self.labels.values())
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What a file says.
+
+    Attributes:
+        name: of the file.
+        rounds: of every combination.
+        steps: that count; None: the case's own.
+        axes: settings by name, by axis.
+    """
+
+    name: str
+    rounds: int
+    steps: int | None
+    axes: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+    def cells(self, overrides: Sequence[str] = (), options: Sequence[str] = (), *, starts: bool) -> list[Cell]:
+        """All combinations, the last axis fastest.
+
+        Args:
+            overrides: `key.path=value` of all of them, over their own.
+            options: further arguments of a round.
+            starts: they run here; else on another machine, and nothing of this one is held against them.
+        """
+        made = []
+        for names in itertools.product(*self.axes.values()):
+            labels = dict(zip(self.axes, names, strict=True))
+            settings: dict[str, Any] = {}
+            for axis, name in labels.items():
+                settings |= self.axes[axis][name]
+            words = {word: settings[word] for word in _WORDS if word in settings}
+            keys = [f"{key}={_as_text(value)}" for key, value in settings.items() if key not in words]
+            keys += overrides
+            refused = refusal(words, keys, starts=starts)
+            arguments = [text for word, value in words.items() for text in (f"--{word}", str(value))]
+            made.append(Cell([*arguments, *options, *keys], labels, refused))
+        return made
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def refusal(words: Mapping[str, Any], overrides: Sequence[str], *, starts: bool) -> str | None:
+    """Why a run with these settings is refused, in one line; None: it is not."""
+    from megarl.benchmarks.measure import settle
+    from megarl.checks.recipe import check_config
+    from megarl.machine import this_machine
+
+    try:
+        config, _ = settle(overrides=overrides, **words)
+        checked = check_config(config, launcher=config.launch.launcher, machine=this_machine(), starts=starts)
+    except UserError as error:
+        return _one_line(error)
+    failed = [check.problem() for check in checked.items if check.status == "fail"]
+    return _one_line(failed[0]) if failed else None
+
+
+def _one_line(error: UserError) -> str:
+    found = "" if error.found is None else f" (found {error.found!r})"
+    return " ".join(f"{error.where}: {error.what}{found}".split())
+
+
+def read_matrix(name: str) -> Matrix:
+    """A shipped matrix, or a file of one's own.
+
+    Raises:
+        UserError: there is none, or it is not made as one.
+    """
+    shipped = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+    path = FOLDER / f"{name}.yaml" if name in shipped else Path(name)
+    if not path.is_file():
+        near = close_matches(name, shipped)
+        raise UserError(
+            "there is no such matrix",
+            where="--matrix",
+            found=name,
+            allowed=f"{', '.join(shipped)}, or a file",
+            fix=f"did you mean {near[0]}?" if near else None,
+        )
+    data = read_yaml(path).data
+    if unknown := [key for key in data if key not in _KEYS]:
+        raise ConfigError("unknown key of a matrix", where=str(path), found=unknown[0], allowed=_KEYS)
+    axes = data.get("axes")
+    if not isinstance(axes, dict) or not axes:
+        raise ConfigError("a matrix has axes", where=f"{path}: axes", found=axes, allowed="settings by name, by axis")
+    for axis, named in axes.items():
+        _check_axis(f"{path}: axes.{axis}", named)
+    if not any("case" in settings for named in axes.values() for settings in named.values()):
+        raise ConfigError("no axis sets a case", where=f"{path}: axes", fix="let one of them say `S: {case: S}`")
+    rounds, steps = data.get("rounds", _ROUNDS), data.get("steps")
+    for key, value in (("rounds", rounds), ("steps", steps)):
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError("not a number of them", where=f"{path}: {key}", found=value, allowed="1 or more")
+    return Matrix(path.stem, rounds, steps, axes)
+
+
+def _check_axis(where: str, named: Any) -> None:
+    if not isinstance(named, dict) or not named:
+        raise ConfigError("an axis has settings by name", where=where, found=named, allowed="{name: {KEY: VALUE}}")
+    for name, settings in named.items():
+        if not isinstance(settings, dict):
+            allowed = f"{{KEY: VALUE}}, of {', '.join(_WORDS)} and keys of a recipe"
+            raise ConfigError("these are no settings", where=f"{where}.{name}", found=settings, allowed=allowed)

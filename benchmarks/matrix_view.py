@@ -1,0 +1,114 @@
+"""A measured matrix, what was left out of it, and published figures, as tables and for the page."""
+
+from __future__ import annotations
+
+import html
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from megarl.benchmarks.matrix import Cell
+from megarl.benchmarks.noise import Judged
+from megarl.benchmarks.published import COLUMNS, per_gpu, rows
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+QUIET = 0.05  # share of the machine that others may take before wall seconds are in doubt
+_NUMBERS = ("s", "least-most", "CPU-s", "x floor", "tokens/s", "per GPU", "others")
+Found = Sequence[tuple[Mapping[str, Any], Mapping[str, Judged]]]
+
+
+def refusals(cells: Sequence[Cell]) -> list[str]:
+    """A line for each combination that cannot run."""
+    return [f"left out: {cell.name}: {cell.refused}" for cell in cells if cell.refused is not None]
+
+
+def listed(cells: Sequence[Cell]) -> str:
+    """The combinations that would run, a line each, with the command that measures one."""
+    taken = [cell for cell in cells if cell.refused is None]
+    lines = [f"{cell.name}: megarl bench {shlex.join(cell.shape)}" for cell in taken]
+    return "\n".join([*lines, f"{len(taken)} of {len(cells)} combinations; nothing was started"])
+
+
+def table(name: str, found: Found) -> Table:
+    """A row for each combination that was measured."""
+    from rich.table import Table
+
+    doubtful = max(made["others_share"] for made, _ in found) > QUIET
+    note = "other programs took part of the machine: wall seconds are in doubt" if doubtful else ""
+    first = found[0][0]
+    title = f"matrix {name} on {first['host']}, {len(first['rounds'])} rounds, medians of a step"
+    made_of = Table(title=title, caption=note, title_justify="left", caption_justify="left")
+    made_of.add_column(", ".join(first["cell"]), overflow="fold")
+    shown = [column for column in _NUMBERS if column != "per GPU" or first["gpus"]]
+    for column in shown:
+        made_of.add_column(column, justify="right", no_wrap=True)
+    for made, _ in found:
+        numbers = _numbers(made)
+        made_of.add_row(", ".join(made["cell"].values()), *(numbers[column] for column in shown))
+    return made_of
+
+
+def _numbers(made: Mapping[str, Any]) -> dict[str, str]:
+    walls = [one["wall_s"] for one in made["rounds"]]
+    wall = statistics.median(walls)
+    return {
+        "s": f"{wall:.3g}",
+        "least-most": f"{min(walls):.3g}-{max(walls):.3g}",
+        "CPU-s": f"{statistics.median(one['cpu_s'] for one in made['rounds']):.3g}",
+        "x floor": f"{wall / made['floor_s']:.2f}",
+        "tokens/s": f"{made['tokens_per_s']:,.0f}",
+        "per GPU": f"{per_gpu(made):,.0f}" if made["gpus"] else "",
+        "others": f"{made['others_share']:.0%}",
+    }
+
+
+def published(history: Sequence[Mapping[str, Any]], cases: Sequence[str]) -> Iterator[Table]:
+    """The figures that stand beside these cases, if any do."""
+    from rich.table import Table
+
+    found = rows(history, cases)
+    if found:
+        made = Table(title="beside published figures (docs/benchmarks.md)", title_justify="left")
+        for column in COLUMNS:
+            made.add_column(column)
+        for row in found:
+            made.add_row(*row)
+        yield made
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def matrix_html(found: Found, cells: Sequence[Cell], failed: Mapping[str, str]) -> list[str]:
+    """The matrix of this session with a bar of tokens per second for each combination; nothing without a matrix."""
+    measured = [made for made, _ in found if "cell" in made]
+    if not measured:
+        return []
+    most = max(made["tokens_per_s"] for made in measured)
+    head = [*measured[0]["cell"], *_NUMBERS, ""]
+    parts = [f"<h2>Matrix {html.escape(measured[0]['matrix'])}</h2>", _row("th", head)]
+    for made in measured:
+        width = 160 * made["tokens_per_s"] / most
+        bar = f'<div style="width:{width:.0f}px;height:9px;background:#2471a3"></div>'
+        parts.append(_row("td", [*made["cell"].values(), *_numbers(made).values()], bar))
+    left_out = [(cell.name, f"left out: {cell.refused}") for cell in cells if cell.refused is not None]
+    left_out += [(name, f"failed: {message.splitlines()[0]}") for name, message in failed.items()]
+    return _table(parts[1:], parts[0]) + [f"<p>{html.escape(f'{name}: {why}')}</p>" for name, why in left_out]
+
+
+def published_html(history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """All published figures, ours beside them."""
+    parts = [_row("th", COLUMNS), *(_row("td", row) for row in rows(history))]
+    return _table(parts, "<h2>Published figures</h2>")
+
+
+def _table(parts: Sequence[str], head: str) -> list[str]:
+    return [head, f"<table>{''.join(parts)}</table>"]
+
+
+def _row(kind: str, cells: Sequence[str], more: str = "") -> str:
+    made = "".join(f"<{kind}>{html.escape(str(cell))}</{kind}>" for cell in cells)
+    return f"<tr>{made}{f'<td>{more}</td>' if more else ''}</tr>"

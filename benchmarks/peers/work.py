@@ -1,0 +1,184 @@
+"""A case in the words that a peer's command is made of, its rows as files, and the peer's run.
+
+The peers of this kind need GPUs and have an environment of their own: `--python` names its interpreter. Their commands
+and logs are read as of the commits that `verl.py` and `slime.py` name; neither was run in this version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.benchmarks.case import cache_folder
+from megarl.benchmarks.measure import WARM_UP, settle
+from megarl.benchmarks.program import run_program
+from megarl.benchmarks.report import host_class, save
+from megarl.benchmarks.throughput import RESULTS
+from megarl.config.run import RunConfig
+from megarl.errors import MegarlError, UserError, WorkerError
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a peer is to do.
+
+    Attributes:
+        config: of the case.
+        steps: of the run, the warm-up included.
+        rows: file with its prompts.
+    """
+
+    config: RunConfig
+    steps: int
+    rows: Path
+
+    @property
+    def gpus_per_node(self) -> int:
+        """Of each machine."""
+        return self.config.cluster.nproc // self.config.cluster.nnodes
+
+    @property
+    def mini_batch(self) -> int:
+        """Prompts of an update."""
+        return self.config.actor.mini_batch_size or self.config.data.batch_size
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its response, at most."""
+        return self.config.data.max_prompt_tokens + self.config.rollout.sampling.max_new_tokens
+
+    def reward(self, known: dict[str, str], peer: str) -> str:
+        """The peer's word for the reward.
+
+        Raises:
+            UserError: it has none.
+        """
+        name = self.config.reward.name
+        if name not in known:
+            raise UserError(f"{peer} has no such reward", where="reward.name", found=name, allowed=list(known))
+        return known[name]
+
+
+def work_of(case: str, peer: str, steps: int | None, rows: Path) -> Work:
+    """The work of a case.
+
+    Raises:
+        UserError: the peer's command cannot have these settings.
+    """
+    config, _ = settle(case, steps=steps)
+    no_such = [
+        ("model.path", config.model.path, config.model.path is not None, "a model in Hugging Face form"),
+        ("algorithm.pipeline", config.algorithm.pipeline, config.algorithm.pipeline == "grpo", "grpo"),
+        ("placement.teams", list(config.placement.teams), not config.placement.teams, "one team"),
+        ("rollout.engine", config.rollout.engine, config.rollout.engine == "sglang", "sglang"),
+        ("algorithm.kl.use", config.algorithm.kl.use, config.algorithm.kl.use != "reward", "none, loss"),
+    ]
+    for key, found, fits, allowed in no_such:
+        if not fits:
+            raise UserError(f"no command of {peer} is made for this", where=key, found=found, allowed=allowed)
+    return Work(config, config.trainer.steps, rows)
+
+
+def prompts(work: Work) -> list[tuple[str, Any]]:
+    """(prompt, answer) of as many rows as the run needs, in the order of the files, without a chat template."""
+    from megarl.data.render import render_prompts
+    from megarl.data.sources import load_rows
+
+    data = work.config.data
+    kwargs = {"split": "train", **data.loader_kwargs}
+    rows = [row for source in data.train_files for row in load_rows(source, kwargs)][: work.steps * data.batch_size]
+    texts = render_prompts(data, None, rows)
+    answers = [None if data.answer_key is None else row.column(data.answer_key, "data.answer_key") for row in rows]
+    return list(zip(texts, answers, strict=True))
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A program to stand beside.
+
+    Attributes:
+        name: of its package, which has to import.
+        suffix: of the file with rows.
+        command: its arguments.
+        write: rows into the file.
+        per_gpu: tokens per second and GPU of every step, from its log and the number of GPUs.
+        options: adds arguments of its own to the command line, and reads them.
+    """
+
+    name: str
+    suffix: str
+    command: Callable[[Work, argparse.Namespace], list[str]]
+    write: Callable[[Work], None]
+    per_gpu: Callable[[str, int], list[float]]
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+
+
+def main(peer: Peer, doc: str | None, argv: Sequence[str] | None = None) -> int:
+    """The command line of a peer; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m megarl.benchmarks.peers.{peer.name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--case", required=True, help="of benchmarks/cases, or a recipe file")
+    parser.add_argument("--steps", type=int, metavar="N", help="counted steps (default: the case's)")
+    parser.add_argument("--print", action="store_true", help="only print the command")
+    parser.add_argument(
+        "--python", default=sys.executable, help=f"interpreter that has {peer.name} (default: this one)"
+    )
+    folder = cache_folder() / "bench" / "peers"
+    parser.add_argument("--data", type=Path, default=folder, help=f"folder of the rows (default: {folder})")
+    parser.add_argument("--json", type=Path, help=f"file of the result (default: in {RESULTS})")
+    peer.options(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        work = work_of(arguments.case, peer.name, arguments.steps, arguments.data / f"{peer.name}{peer.suffix}")
+        command = peer.command(work, arguments)
+        if arguments.print:
+            print(shlex.join(command))
+            return 0
+        return _run(peer, work, command, arguments)
+    except MegarlError as error:
+        print(f"megarl: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespace) -> int:
+    from megarl.tracking.machine import machine_info
+
+    _check_import(peer.name, arguments.python)
+    work.rows.parent.mkdir(parents=True, exist_ok=True)
+    peer.write(work)
+    output, others_share = run_program(command)
+    found = peer.per_gpu(output, work.config.cluster.nproc)[WARM_UP:]
+    if not found:
+        raise WorkerError(f"the output of {peer.name} names no step:\n{output[-3000:]}")
+    machine = machine_info()
+    numbers = {"tokens_per_s_per_gpu": found, "median": statistics.median(found), "others_share": others_share}
+    case = work.config.name
+    path = arguments.json or RESULTS / f"{peer.name}-{case}-{host_class(machine)}.json"
+    save({"case": case, "peer": peer.name, "machine": machine, "command": command, **numbers}, path)
+    print(f"{peer.name}, {case}: {numbers['median']:,.0f} tokens/s/GPU, median of {len(found)} steps\nsaved: {path}")
+    return 0
+
+
+def _check_import(package: str, python: str) -> None:
+    try:
+        done = subprocess.run([python, "-c", f"import {package}"], capture_output=True, text=True, check=False)
+        said = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+    except OSError as error:
+        said = [str(error)]
+    if said:
+        raise UserError(
+            f"{package} does not import there",
+            where="--python",
+            found=f"{python}: {said[0]}",
+            fix="name the interpreter of its environment; --print shows the command without it",
+        )

@@ -1,0 +1,109 @@
+"""What others have published, and ours beside it: the same work on the same number of GPUs of the same kind.
+
+Tokens per second and GPU are those of whole steps: prompts and responses of all samples, over all seconds of a step and
+all GPUs, as NeMo-RL counts them. What was not measured has no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megarl.config.yamlio import read_yaml
+
+FILE = Path(__file__).parent / "published.yaml"
+NOT_MEASURED = "not measured"
+#: Keys that say how the work is done, and not what it is.
+_HOW = (
+    *("actor.parallel", "actor.engine", "reference.parallel", "rollout.parallel", "rollout.engine", "rollout.sglang"),
+    *("rollout.max_running", "rollout.cuda_graphs", "sync.", "cluster.", "launch."),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One published figure.
+
+    Attributes:
+        system: program and version.
+        published: date.
+        page: where it stands.
+        model: that is trained.
+        policy: `on`, or off by how many steps.
+        gpu: a part of the GPUs' name.
+        gpus: of the run, those of generation included.
+        tokens_per_s_per_gpu: see above.
+        step_s: seconds of a step.
+        mean_tokens: of a sample, as the page says.
+        layout: theirs.
+        recipe: theirs.
+        case: ours, with the same work.
+    """
+
+    system: str
+    published: str
+    page: str
+    model: str
+    policy: str
+    gpu: str
+    gpus: int
+    tokens_per_s_per_gpu: float
+    step_s: float
+    mean_tokens: int
+    layout: str
+    recipe: str
+    case: str
+
+    def ours(self, history: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+        """The fastest line of the newest commit that has measured the same work on such GPUs."""
+        same = [line for line in history if self._is_same(line)]
+        newest = [line for line in same if line["commit"] == same[-1]["commit"]]
+        return max(newest, key=per_gpu, default=None)
+
+    def _is_same(self, line: Mapping[str, Any]) -> bool:
+        kinds = line["machine"]["gpus"]
+        return (
+            line["case"] == self.case
+            and line["dtype"] == "bf16"
+            and line.get("gpus") == self.gpus
+            and bool(kinds)
+            and all(self.gpu in kind for kind in kinds)
+            and all(one.startswith(_HOW) for one in line["overrides"])
+        )
+
+
+def per_gpu(line: Mapping[str, Any]) -> float:
+    """Tokens per second and GPU of a line of the history; 0 without GPUs."""
+    return line["tokens_per_s"] / line["gpus"] if line.get("gpus") else 0.0
+
+
+def figures() -> list[Figure]:
+    """All published figures that we know."""
+    data = read_yaml(FILE).data
+    made = []
+    for given in data["figures"]:
+        source = data["sources"][given["source"]]
+        named = {key: source[key] for key in ("system", "published", "page")}
+        made.append(Figure(**named, **{key: value for key, value in given.items() if key != "source"}))
+    return made
+
+
+COLUMNS = ("published by", "model", "policy", "GPUs", "tokens/s/GPU", "ours", "ours / theirs")
+
+
+def rows(history: Sequence[Mapping[str, Any]], cases: Sequence[str] | None = None) -> list[tuple[str, ...]]:
+    """A row for each figure, in the order of COLUMNS; `cases`: only of these cases of ours."""
+    made: list[tuple[str, ...]] = []
+    for one in figures():
+        if cases is not None and one.case not in cases:
+            continue
+        line = one.ours(history)
+        ours = (NOT_MEASURED, "")
+        if line is not None:
+            ours = (f"{per_gpu(line):,.0f} ({line['commit']})", f"{per_gpu(line) / one.tokens_per_s_per_gpu:.2f}")
+        theirs = f"{one.tokens_per_s_per_gpu:,.0f}"
+        gpus = f"{one.gpus} x {one.gpu}"
+        made.append((f"{one.system}, {one.published}", one.model, one.policy, gpus, theirs, *ours))
+    return made
