@@ -1,13 +1,16 @@
 """Batch scripts of Slurm: pure text, nothing is asked and nothing started.
 
-    RUN_DIR/launch/job.sh       what sbatch takes: how many nodes, where they meet, srun of node.sh on each
+    RUN_DIR/launch/job.sh       what sbatch takes: the options, and `python3 -m slurm_job` on the first node
+    RUN_DIR/launch/slurm_job    copy of `megarl.launchers.slurm_job`: tests nodes, starts node.sh by srun on those that
+                                are well, and again when one is lost, submits the next job
+    RUN_DIR/launch/plan.json    what that program goes by: numbers of nodes, options of srun, limits
     RUN_DIR/launch/node.sh      one node: modules, environment, `megarl COMMAND recipe.yaml --run-dir RUN_DIR`
     RUN_DIR/launch/recipe.yaml  the resolved recipe
     RUN_DIR/launch/jobs.txt     number, time and nodes of each job that was submitted, tab-separated
     RUN_DIR/launch/chain        how many jobs may still submit themselves (launch.slurm.chain)
 
-A job of a chain asks the run for a checkpoint when Slurm says that its time limit is near (`save`, which the run
-removes when it has written one), submits the next job, which begins when this one has ended, and ends.
+A job asks the run for a checkpoint when Slurm says that its time limit is near (`save`, which the run removes when it
+has written one).
 
 All values of a recipe that reach a shell go through `shlex.quote`; those in `#SBATCH` lines have no quotes in them:
 the configuration checks that.
@@ -20,6 +23,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.artifacts import batch
 from megarl.config.launch import SlurmConfig
@@ -27,38 +31,13 @@ from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
-#: Ports of the first node where processes meet: one of these, by the number of the job.
-_PORTS = (20000, 10000)
-#: Seconds of `warn_s` that are left for the end of a job when no checkpoint comes.
-_LEFT_S = 20
+PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"
+#: The package that a job runs, copied to the run folder.
+DRIVER = "slurm_job"
 
-_MEET = """\
-# Where processes meet: the address that Slurm itself knows the first node by.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-MASTER_ADDR=$(scontrol show node --oneliner "$head" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
-"""
-_MEET_ON = """\
-# Where processes meet: the first node's address in the network {interface}.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-MASTER_ADDR=$(srun --nodes=1 --ntasks=1 --nodelist="$head" ip -4 -oneline address show dev {interface} |
-  awk 'NR == 1 {{ sub("/.*", "", $4); print $4 }}')
-"""
-_MET = """\
-[ -n "$MASTER_ADDR" ] || {{ echo "megarl: no address of the first node, $head" >&2; exit 1; }}
-MASTER_PORT=$(({first} + SLURM_JOB_ID % {ports}))
-export MASTER_ADDR MASTER_PORT
-"""
-
-_TOKEN = """\
-# Who calls the job's Ray must know this; it is in no file.
-RAY_AUTH_MODE=token
-RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-export RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0
-
-"""
 #: In place of a plain command: the first node has Ray's head and what drives the run, the others wait for its end.
 _RAY = """\
-over={over}."$SLURM_JOB_ID"
+over={over}."$MEGARL_ATTEMPT"
 address="$MASTER_ADDR:$MASTER_PORT"
 if [ "$SLURM_NODEID" != 0 ]; then
   for _ in $(seq {limit}); do
@@ -85,43 +64,6 @@ for _ in $(seq {limit}); do
 done
 {nodes} "$address" {count} {limit}
 RAY_ADDRESS="$address" {command}
-"""
-
-#: In place of a plain srun: `again` runs when the signal of `--signal` comes.
-_CHAIN = """\
-launch="$run_dir/launch"
-rm -f "$launch/{save}"
-{srun} &
-step=$!
-
-# Before the time limit: a checkpoint, the next job of the chain, the end.
-again() {{
-  trap '' USR1
-  left=$(cat "$launch/{chain}")
-  if [ "$left" -gt 0 ]; then
-    echo "megarl: the time limit is near: asking for a checkpoint, {wait} s at most"
-    touch "$launch/{save}"
-    for _ in $(seq {wait}); do
-      [ -e "$launch/{save}" ] || break
-      kill -0 "$step" 2> /dev/null || break
-      sleep 1
-    done
-    if [ -e "$launch/{save}" ]; then
-      echo "megarl: no checkpoint was written in time; the next job goes on from an earlier one" >&2
-    fi
-    kill -TERM "$step" 2> /dev/null || true
-    wait "$step" || true
-    next=$(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" "$launch/{job}")
-    echo $((left - 1)) > "$launch/{chain}"
-    printf '%s\\t%s\\t%s\\n' "${{next%%;*}}" "$(date '+%F %T')" "$SLURM_JOB_NUM_NODES" >> "$launch/{jobs}"
-    echo "megarl: job $next goes on"
-    exit 0
-  fi
-  echo "megarl: the time limit is near, and no job of the chain is left" >&2
-  wait "$step"
-}}
-trap again USR1
-wait "$step"
 """
 
 
@@ -160,29 +102,46 @@ def job_script(job: Submission) -> str:
     Raises:
         ConfigError: a path that cannot stand in a `#SBATCH` line.
     """
-    cluster = job.config.cluster
+    cluster, slurm = job.config.cluster, job.slurm
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     lines += [f"# {job.config.name}: {cluster.nproc} processes on {cluster.nnodes} nodes. By hand: sbatch {JOB}"]
-    lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}", ""]
-    text = "\n".join(lines)
-    if cluster.nnodes > 1:
-        meet = _MEET if job.slurm.interface is None else _MEET_ON.format(interface=shlex.quote(job.slurm.interface))
-        text += meet + _MET.format(first=_PORTS[0], ports=_PORTS[1]) + "\n"
-        text += _TOKEN if job.launcher == "ray" else ""
-    if not job.slurm.chain:
-        return f"{text}{_srun(job)}\n"
-    wait = max(1, job.slurm.warn_s - _LEFT_S)
-    names = {"save": batch.SAVE, "chain": CHAIN, "job": JOB, "jobs": JOBS}
-    return text + _CHAIN.format(srun=_srun(job), wait=wait, **names)
+    lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}"]
+    if slurm.image is None:  # what follows runs outside of a container
+        lines += _setup(slurm)
+    python = shlex.quote("python3" if slurm.image is not None else slurm.python or sys.executable)
+    lines += ["unset PYTHONSAFEPATH", f'cd "$run_dir/{batch.FOLDER}"', f'exec {python} -m {DRIVER} "$run_dir"', ""]
+    return "\n".join(lines)
+
+
+def plan(job: Submission) -> dict[str, Any]:
+    """What the job does, for `megarl.launchers.slurm_job`."""
+    slurm, launch, cluster = job.slurm, job.config.launch, job.config.cluster
+    tests = ["--run-dir", str(job.run_dir), "--gpus", str(gpus_per_node(job.config))]
+    tests += ["--disk-gb", f"{launch.preflight_disk_gb:g}"]
+    return {
+        "nodes": cluster.nnodes,
+        "spares": launch.spares,
+        "restarts": slurm.restarts,
+        "warn_s": slurm.warn_s,
+        "limit_s": cluster.start_timeout_s,
+        "preflight": launch.preflight,
+        "clock_s": launch.preflight_clock_s,
+        "bandwidth": launch.preflight_bandwidth,
+        "tests": tests,
+        "exclude": [text.partition("=")[2] for text in slurm.options if text.startswith("--exclude=")],
+        "srun": _srun_options(job),
+        "start": _start(job),
+        "interface": slurm.interface,
+        "ray": job.launcher == "ray" and cluster.nnodes > 1,
+        "resume": job.config.trainer.resume if job.command == "train" else None,
+    }
 
 
 def node_script(job: Submission) -> str:
-    """What srun starts once on every node."""
+    """What srun starts once on every node: the run, or with `preflight ...` its tests."""
     slurm = job.slurm
     lines = ["#!/bin/bash", f"# One node of {JOB}: its number is SLURM_NODEID.", "set -euo pipefail"]
-    lines += [f"cd {shlex.quote(str(job.workdir))}"]
-    lines += [f"module load {shlex.quote(module)}" for module in slurm.modules]
-    lines += slurm.setup
+    lines += [f"cd {shlex.quote(str(job.workdir))}", *_setup(slurm)]
     if slurm.interface is not None:
         name = shlex.quote(slurm.interface)
         lines += [f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"]
@@ -190,18 +149,24 @@ def node_script(job: Submission) -> str:
     lines += ['export NODE_RANK="$SLURM_NODEID"']
     python = slurm.python or ("python" if slurm.image is not None else sys.executable)
     # -P: a folder `kernels` or `tests` of the current folder hides no package.
+    tests = shlex.join([python, "-P", "-m", "megarl.launchers.preflight"])
+    lines += ['if [ "${1:-}" = preflight ]; then', f'  exec {tests} "${{@:2}}"', "fi"]
     command = [python, "-P", "-m", "megarl", job.command, str(job.folder / RECIPE)]
     command += ["--launcher", job.launcher, "--run-dir", str(job.run_dir)]
     if job.launcher != "ray" or job.config.cluster.nnodes == 1:
-        return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+        return "\n".join([*lines, f'exec {shlex.join(command)} "$@"', ""])
     return "\n".join([*lines, ""]) + _RAY.format(
         over=shlex.quote(str(job.folder / "over")),
         limit=math.ceil(job.config.cluster.start_timeout_s),
         ray=shlex.join([python, "-P", "-m", "ray.scripts.scripts"]),
         nodes=shlex.join([python, "-P", "-m", "megarl.launchers.ray_nodes"]),
         count=job.config.cluster.nnodes,
-        command=shlex.join(command),
+        command=shlex.join(command) + ' "$@"',
     )
+
+
+def _setup(slurm: SlurmConfig) -> list[str]:
+    return [*(f"module load {shlex.quote(module)}" for module in slurm.modules), *slurm.setup]
 
 
 def gpus_per_node(config: RunConfig) -> int:
@@ -213,8 +178,16 @@ def gpus_per_node(config: RunConfig) -> int:
 
 
 def _options(job: Submission) -> list[str]:
-    slurm, cluster = job.slurm, job.config.cluster
-    found = [f"--job-name={_name(job.config.name)}", f"--nodes={cluster.nnodes}", "--ntasks-per-node=1"]
+    slurm = job.slurm
+    found = [
+        f"--job-name={_name(job.config.name)}",
+        f"--nodes={job.config.cluster.nnodes + job.config.launch.spares}",
+        "--ntasks-per-node=1",
+    ]
+    # A run goes on from its newest checkpoint: after preemption, or the loss of the first node.
+    found.append("--requeue")
+    if job.config.launch.spares:
+        found.append("--no-kill")  # the job outlives a node, and goes on with a spare one
     if slurm.gres is not None:
         found.append(f"--gres={_quoted(slurm.gres)}")
     elif gpus := gpus_per_node(job.config):
@@ -227,26 +200,47 @@ def _options(job: Submission) -> list[str]:
             found.append(f"--{key}={_quoted(value)}")
     found.append(f"--chdir={_path(job.workdir)}")
     found.append(f"--output={_path(job.folder)}/job-%j.txt")
-    if slurm.chain:
+    if limit_minutes(slurm.time) is None or slurm.warn_s < 60 * limit_minutes(slurm.time):
         found.append(f"--signal=B:USR1@{slurm.warn_s}")
     return [*found, "--open-mode=append", *map(_option, slurm.options)]
 
 
-def _srun(job: Submission) -> str:
-    slurm, node = job.slurm, f'"$run_dir/launch/{NODE}"'
-    options = ["--kill-on-bad-exit=1", f"--output={shlex.quote(_percent(job.folder) + '/job-%j.node-%n.txt')}"]
-    start = f"bash {node}"
-    if slurm.image is not None:
-        places = [f"{place}:{place}" for place in dict.fromkeys((str(job.run_dir), str(job.workdir)))]
-        mounts = ",".join([*places, *slurm.mounts])
-        if slurm.container == "apptainer":
-            nvidia = " --nv" if gpus_per_node(job.config) else ""
-            start = f"apptainer exec{nvidia} --bind {shlex.quote(mounts)} {shlex.quote(slurm.image)} {start}"
-        else:
-            options += [f"--container-image={shlex.quote(slurm.image)}", f"--container-mounts={shlex.quote(mounts)}"]
+def limit_minutes(time: str | None) -> float | None:
+    """Minutes of a `--time` of sbatch; None: the partition's."""
+    if time is None:
+        return None
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # D-HH[:MM[:SS]]
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        return 1440.0 * int(days) + 60.0 * hours + minutes + seconds / 60
+    if len(parts) < 3:  # MM[:SS]
+        return parts[0] + [*parts, 0][1] / 60
+    return 60.0 * parts[0] + parts[1] + parts[2] / 60
+
+
+def _srun_options(job: Submission) -> list[str]:
+    """Options of every srun of node.sh."""
+    slurm, options = job.slurm, []
+    if slurm.image is not None and slurm.container != "apptainer":
+        options += [f"--container-image={slurm.image}", f"--container-mounts={_mounts(job)}"]
     if slurm.cpus_per_node is not None:
         options.append(f"--cpus-per-task={slurm.cpus_per_node}")  # srun does not take it from sbatch since Slurm 22.05
-    return f"srun {' '.join(options)} \\\n  {start}"
+    return options
+
+
+def _start(job: Submission) -> list[str]:
+    """What srun starts."""
+    slurm, start = job.slurm, ["bash", str(job.folder / NODE)]
+    if slurm.image is None or slurm.container != "apptainer":
+        return start
+    nvidia = ["--nv"] if gpus_per_node(job.config) else []
+    return ["apptainer", "exec", *nvidia, "--bind", _mounts(job), slurm.image, *start]
+
+
+def _mounts(job: Submission) -> str:
+    places = [f"{place}:{place}" for place in dict.fromkeys((str(job.run_dir), str(job.workdir)))]
+    return ",".join([*places, *job.slurm.mounts])
 
 
 def _name(name: str) -> str:

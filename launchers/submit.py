@@ -8,6 +8,7 @@ state_of         of a job that waits, runs, or has ended
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import time
@@ -17,9 +18,26 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.artifacts.batch import FOLDER
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.load import dump_config
 from megarl.errors import ConfigError, UnavailableError, UserError, close_matches
-from megarl.launchers.slurm import CHAIN, JOB, JOBS, NODE, RECIPE, Submission, job_script, node_script
+from megarl.launchers import slurm_job
+from megarl.launchers.common import process_of
+from megarl.launchers.slurm import (
+    CHAIN,
+    DRIVER,
+    EXCLUDED,
+    JOB,
+    JOBS,
+    NODE,
+    PLAN,
+    RECIPE,
+    STATE,
+    Submission,
+    job_script,
+    node_script,
+    plan,
+)
 from megarl.processes import write_atomically
 
 _ANSWER_S = 60.0
@@ -73,6 +91,9 @@ def write_scripts(job: Submission) -> Path:
     write_atomically(job.folder / RECIPE, dump_config(job.config))
     write_atomically(job.folder / NODE, node_script(job))
     write_atomically(job.folder / JOB, job_script(job))
+    write_atomically(job.folder / PLAN, json.dumps(plan(job), indent=1) + "\n")
+    source = Path(slurm_job.__file__).parent
+    shutil.copytree(source, job.folder / DRIVER, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     return job.folder / JOB
 
 
@@ -93,16 +114,29 @@ def check_cluster(job: Submission) -> None:
             allowed=partitions,
             fix=f"did you mean {close[0]}?" if close else "",
         )
-    _sbatch(job_script(job), "--test-only")
+    _sbatch(job_script(job), "--test-only", *_exclude(job))
 
 
 def submit(job: Submission) -> str:
     """Submit the script that `write_scripts` wrote; returns the job's number."""
     write_atomically(job.folder / CHAIN, f"{job.slurm.chain}\n")
-    number = _sbatch((job.folder / JOB).read_text(), "--parsable").strip().partition(";")[0]
+    state = {"failures": 0, "newest": -1, "on": [], "job": "", "process": process_of(job.run_dir)}
+    write_atomically(job.folder / STATE, json.dumps(state))
+    number = _sbatch((job.folder / JOB).read_text(), "--parsable", *_exclude(job)).strip().partition(";")[0]
     with (job.folder / JOBS).open("a") as file:  # the jobs of a chain add theirs
         file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{job.config.cluster.nnodes}\n")
     return number
+
+
+def excluded(run_dir: Path) -> dict[str, str]:
+    """Nodes that the jobs of a run leave out, and why."""
+    return {line["node"]: line["reason"] for line in read_jsonl(run_dir / FOLDER / EXCLUDED)}
+
+
+def _exclude(job: Submission) -> list[str]:
+    """Options of sbatch for the nodes that this run leaves out."""
+    names = [*plan(job)["exclude"], *excluded(job.run_dir)]
+    return [f"--exclude={','.join(names)}"] if names else []
 
 
 def jobs_of(run_dir: Path) -> list[SubmittedJob]:
