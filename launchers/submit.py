@@ -117,11 +117,16 @@ def check_cluster(job: Submission) -> None:
     _sbatch(job_script(job), "--test-only", *_exclude(job))
 
 
-def submit(job: Submission) -> str:
-    """Submit the script that `write_scripts` wrote; returns the job's number."""
-    write_atomically(job.folder / CHAIN, f"{job.slurm.chain}\n")
+def prepare(job: Submission) -> None:
+    """What the jobs of this submission know of each other."""
     state = {"failures": 0, "newest": -1, "on": [], "job": "", "process": process_of(job.run_dir)}
     write_atomically(job.folder / STATE, json.dumps(state))
+    write_atomically(job.folder / CHAIN, f"{job.slurm.chain}\n")
+
+
+def submit(job: Submission) -> str:
+    """Submit the script that `write_scripts` wrote; returns the job's number."""
+    prepare(job)
     number = _sbatch((job.folder / JOB).read_text(), "--parsable", *_exclude(job)).strip().partition(";")[0]
     with (job.folder / JOBS).open("a") as file:  # the jobs of a chain add theirs
         file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{job.config.cluster.nnodes}\n")

@@ -61,7 +61,7 @@ class Driver:
                     self.say("failed", f"the run has ended with exit code {code}; all its nodes answer")
                     return code
                 if len(self.good) >= self.plan["nodes"]:
-                    self._restart(lost)
+                    self._restart(lost, "in this job")
         except Over as over:
             return over.code
         except Refused as error:
@@ -89,7 +89,7 @@ class Driver:
             gone = self._exclude({node: state for node in before if (state := self.nodes.lost_state(node))}, "lost")
             self.say("again", f"job {self.job} runs again, for the {again}. time")
             if gone:
-                self._count_failure()
+                self._restart(gone, f"in job {self.job} again")
         known = {line["node"] for line in self.files.lines("excluded.jsonl")}
         self.good = [node for node in self.allocated if node not in known]
         if self.plan["preflight"] and self.good:
@@ -116,14 +116,18 @@ class Driver:
         self._next_job()
         raise Over(1)
 
-    def _restart(self, lost: list[str]) -> None:
-        """Note that the run starts again in this job."""
+    def _restart(self, lost: list[str], where: str) -> None:
+        """Note that the run starts again without these nodes.
+
+        Raises:
+            Over: no restart is left.
+        """
         self._count_failure()
         newest = self.files.newest()
         at = f"from the checkpoint of step {newest}"
         start = at if newest >= 0 else "there is no checkpoint yet: from the beginning"
         why = f"lost {', '.join(lost)}"
-        self.say("restart", f"{why}: the run starts again in this job, {start}")
+        self.say("restart", f"{why}: the run starts again {where}, {start}")
         file = self.files.run_dir / "restarts.jsonl"
         number = len(file.read_text().splitlines()) + 1 if file.is_file() else 1
         self.files.add(file, {"restart": number, "time": time.time(), "why": why, "start": start})

@@ -22,7 +22,7 @@ from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import ConfigError, UserError
 from megarl.launchers import slurm, submit
 from megarl.launchers.site import with_site
-from megarl.launchers.slurm import Submission, job_script, node_script
+from megarl.launchers.slurm import Submission, job_script, limit_minutes, node_script, plan
 
 GOLDEN = Path(__file__).parent / "golden"
 FULL = SlurmConfig(
@@ -43,9 +43,11 @@ FULL = SlurmConfig(
 )
 
 
-def submission(section: SlurmConfig, folder: Path = Path("/shared/runs/a run"), nnodes: int = 2) -> Submission:
+def submission(
+    section: SlurmConfig, folder: Path = Path("/shared/runs/a run"), nnodes: int = 2, spares: int = 0
+) -> Submission:
     cluster = ClusterConfig(nproc=2 * nnodes, nnodes=nnodes)
-    config = RunConfig(name="a run!", cluster=cluster, launch=LaunchConfig(slurm=section))
+    config = RunConfig(name="a run!", cluster=cluster, launch=LaunchConfig(slurm=section, spares=spares))
     return Submission(config, folder, "train", "torchrun", Path("/shared/my work"))
 
 
@@ -58,13 +60,18 @@ def shellcheck(text: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", ["job.sh", "node.sh"])
+@pytest.mark.parametrize("name", ["job.sh", "node.sh", "plan.json"])
 def test_the_scripts_of_the_recipe_for_32_gpus(name, monkeypatch):
     monkeypatch.setattr(slurm.sys, "executable", "/shared/venv/bin/python")
     config = load_config("grpo_qwen3_30b_a3b_32gpu", ["launch.slurm.partition=gpu", "launch.slurm.time=12:00:00"])
     run_dir = Path("/shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000")
     job = Submission(config, run_dir, "train", config.launch.launcher, Path("/shared/work"))
-    text = {"job.sh": job_script, "node.sh": node_script}[name](job)
+    texts = {
+        "job.sh": job_script,
+        "node.sh": node_script,
+        "plan.json": lambda job: json.dumps(plan(job), indent=1) + "\n",
+    }
+    text = texts[name](job)
     assert text == (GOLDEN / f"grpo_qwen3_30b_a3b_32gpu.{name}").read_text()
 
 
@@ -72,7 +79,7 @@ def test_the_scripts_of_the_recipe_for_32_gpus(name, monkeypatch):
 @pytest.mark.parametrize("container", [None, "pyxis", "apptainer"])
 def test_shellcheck_finds_nothing(nnodes, container):
     section = FULL if container else FULL.model_copy(update={"image": None, "interface": None})
-    section = section.model_copy(update={"container": container, "chain": 3 if container else 0})
+    section = section.model_copy(update={"container": container})
     for launcher in ("torchrun", "ray"):
         job = replace(submission(section, nnodes=nnodes), launcher=launcher)
         shellcheck(job_script(job))
@@ -88,12 +95,41 @@ def test_what_the_section_says_is_in_the_script():
         '#SBATCH --chdir="/shared/my work"', '#SBATCH --output="/shared/runs/a run/launch"/job-%j.txt',
     ):  # fmt: skip
         assert line in text.splitlines()
-    assert (
-        "--container-mounts='/shared/runs/a run:/shared/runs/a run,/shared/my work:/shared/my work,/data:/data'" in text
-    )
     assert "--gpus-per-node" not in text
-    apptainer = job_script(submission(FULL.model_copy(update={"container": "apptainer"})))
-    assert "apptainer exec --bind" in apptainer
+    assert "--no-kill" not in text
+
+
+def test_what_the_section_says_is_in_the_plan():
+    found = plan(submission(FULL))
+    mounts = "/shared/runs/a run:/shared/runs/a run,/shared/my work:/shared/my work,/data:/data"
+    assert found["srun"] == [f"--container-image={FULL.image}", f"--container-mounts={mounts}", "--cpus-per-task=96"]
+    apptainer = plan(submission(FULL.model_copy(update={"container": "apptainer", "options": ["--exclude=n[1-2]"]})))
+    assert apptainer["start"][:4] == ["apptainer", "exec", "--bind", mounts]
+    assert apptainer["exclude"] == ["n[1-2]"]
+
+
+def test_spares_are_nodes_of_a_job_that_outlives_one_of_them():
+    text = job_script(submission(FULL, spares=2))
+    assert "#SBATCH --nodes=4\n" in text
+    assert "#SBATCH --no-kill\n" in text
+
+
+@pytest.mark.parametrize(
+    ("time", "minutes"),
+    [
+        ("2", 2),
+        ("90:30", 90.5),
+        ("12:00:00", 720),
+        ("1-6", 1800),
+        ("1-00:30", 1470),
+        ("2-00:00:00", 2880),
+        (None, None),
+    ],
+)
+def test_the_warning_comes_before_the_end_of_jobs_that_are_long_enough(time, minutes):
+    assert limit_minutes(time) == minutes
+    text = job_script(submission(SlurmConfig(time=time, warn_s=150)))
+    assert ("--signal=B:USR1@150" in text) == (minutes is None or minutes > 2.5)
 
 
 def test_gpus_are_those_of_the_processes_where_the_recipe_is_for_gpus():
@@ -123,17 +159,24 @@ def test_values_come_through_a_real_shell(tmp_path, environment, name):
     program = tmp_path / "it's python"
     program.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
+        f"if 'slurm_job' in sys.argv: os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
         f"json.dump([sys.argv[1:], os.getcwd(), dict(os.environ)], open({str(seen)!r}, 'w'))\n"
     )
     program.chmod(0o755)
     section = SlurmConfig(environment=environment, python=str(program), setup=["true"])
-    config = RunConfig(name="x", cluster=ClusterConfig(nproc=2), launch=LaunchConfig(slurm=section))
-    job = Submission(config, folder, "train", "torchrun", folder)
+    launch = LaunchConfig(slurm=section, preflight=False)
+    job = Submission(
+        RunConfig(name="x", cluster=ClusterConfig(nproc=2), launch=launch), folder, "train", "torchrun", folder
+    )
     script = submit.write_scripts(job)
+    submit.prepare(job)
     # srun starts what comes after its options; sbatch starts the script.
     (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho n1\n")
+    (tmp_path / "scontrol").chmod(0o755)
     outside = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NODEID": "0", "LC_ALL": "C.UTF-8"}
+    outside |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
     subprocess.run(["bash", script], env=outside, check=True)
     arguments, where, found = json.loads(seen.read_text())
     recipe = folder / "launch" / "recipe.yaml"
