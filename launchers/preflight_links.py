@@ -63,7 +63,7 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     if local == 0:
         store.set(f"name/{node}", node_name())
     if first:
-        members = _members(store, nodes, limit_s)
+        members = members_of(store, nodes, limit_s)
         store.set("members", json.dumps(members))
     store.wait(["members"], 2 * limit)
     members = json.loads(store.get("members"))
@@ -100,7 +100,7 @@ def _process(local: int) -> subprocess.Popen[bytes]:
     )
 
 
-def _members(store: Store, nodes: int, limit_s: float) -> list[int]:
+def members_of(store: Store, nodes: int, limit_s: float) -> list[int]:
     """Nodes that have come in time."""
     end = time.monotonic() + limit_s
     missing = set(range(nodes))

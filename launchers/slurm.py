@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.artifacts import batch
-from megarl.config.launch import SlurmConfig
+from megarl.config.launch import SlurmConfig, SlurmTeamConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
+from megarl.launchers.seats import NODES_OF, resource
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
 PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"
@@ -38,13 +39,15 @@ DRIVER = "slurm_job"
 #: In place of a plain command: the first node has Ray's head and what drives the run, the others wait for its end.
 _RAY = """\
 over={over}."$MEGARL_ATTEMPT"
+kind=()
+[ -z "${{{nodes_of}:-}}" ] || kind=(--resources='{{"'"${nodes_of}"'": 1000}}')
 address="$MASTER_ADDR:$MASTER_PORT"
 if [ "$SLURM_NODEID" != 0 ]; then
   for _ in $(seq {limit}); do
     (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
     sleep 1
   done
-  {ray} start --address="$address" --block &
+  {ray} start --address="$address" "${{kind[@]}}" --block &
   node=$!
   trap 'kill "$node" 2> /dev/null || true' EXIT
   while kill -0 "$node" 2> /dev/null; do
@@ -55,7 +58,8 @@ if [ "$SLURM_NODEID" != 0 ]; then
   echo "megarl: Ray has ended on node $SLURM_NODEID" >&2
   exit 1
 fi
-{ray} start --head --node-ip-address="$MASTER_ADDR" --port="$MASTER_PORT" --include-dashboard=false --block &
+{ray} start --head --node-ip-address="$MASTER_ADDR" --port="$MASTER_PORT" --include-dashboard=false \\
+  "${{kind[@]}}" --block &
 node=$!
 trap 'touch "$over"; kill "$node" 2> /dev/null || true' EXIT
 for _ in $(seq {limit}); do
@@ -116,8 +120,17 @@ def job_script(job: Submission) -> str:
 def plan(job: Submission) -> dict[str, Any]:
     """What the job does, for `megarl.launchers.slurm_job`."""
     slurm, launch, cluster = job.slurm, job.config.launch, job.config.cluster
-    tests = ["--run-dir", str(job.run_dir), "--gpus", str(gpus_per_node(job.config))]
-    tests += ["--disk-gb", f"{launch.preflight_disk_gb:g}"]
+    tests = ["--run-dir", str(job.run_dir), "--disk-gb", f"{launch.preflight_disk_gb:g}"]
+    groups = [
+        {
+            "team": part.team,
+            "nodes": part.nodes,
+            "gpus": gpus_per_node(job.config, part),
+            "srun": _srun_options(job, part),
+            "start": _start(job, part),
+        }
+        for part in components(job.config)
+    ]
     return {
         "nodes": cluster.nnodes,
         "spares": launch.spares,
@@ -129,8 +142,7 @@ def plan(job: Submission) -> dict[str, Any]:
         "bandwidth": launch.preflight_bandwidth,
         "tests": tests,
         "exclude": [text.partition("=")[2] for text in slurm.options if text.startswith("--exclude=")],
-        "srun": _srun_options(job),
-        "start": _start(job),
+        "groups": groups,
         "interface": slurm.interface,
         "ray": job.launcher == "ray" and cluster.nnodes > 1,
         "resume": job.config.trainer.resume if job.command == "train" else None,
@@ -157,6 +169,7 @@ def node_script(job: Submission) -> str:
         return "\n".join([*lines, f'exec {shlex.join(command)} "$@"', ""])
     return "\n".join([*lines, ""]) + _RAY.format(
         over=shlex.quote(str(job.folder / "over")),
+        nodes_of=NODES_OF,
         limit=math.ceil(job.config.cluster.start_timeout_s),
         ray=shlex.join([python, "-P", "-m", "ray.scripts.scripts"]),
         nodes=shlex.join([python, "-P", "-m", "megarl.launchers.ray_nodes"]),
@@ -169,40 +182,144 @@ def _setup(slurm: SlurmConfig) -> list[str]:
     return [*(f"module load {shlex.quote(module)}" for module in slurm.modules), *slurm.setup]
 
 
-def gpus_per_node(config: RunConfig) -> int:
-    """GPUs that a node is asked for."""
-    given = config.launch.slurm.gpus_per_node
+@dataclass(frozen=True)
+class Component:
+    """Nodes of one kind.
+
+    Attributes:
+        team: that has them for itself; empty: all others.
+        nodes: how many.
+        workers: on all of them.
+        settings: options of sbatch.
+    """
+
+    team: str
+    nodes: int
+    workers: int
+    settings: SlurmConfig | SlurmTeamConfig
+
+
+def components(config: RunConfig) -> list[Component]:
+    """The nodes that all teams share, and those of teams with nodes of their own.
+
+    Raises:
+        ConfigError: `launch.slurm.teams` does not fit placement and cluster.
+    """
+    slurm, cluster = config.launch.slurm, config.cluster
+    named = config.placement.teams
+    for name, own in slurm.teams.items():
+        where = f"launch.slurm.teams.{name}"
+        if name not in named:
+            raise ConfigError("placement has no such team", where=where, found=name, allowed=sorted(named) or "none")
+        if named[name].devices % own.nodes:
+            devices = f"a divisor of placement.teams.{name}.devices = {named[name].devices}"
+            what = "its workers do not divide evenly over its nodes"
+            raise ConfigError(what, where=f"{where}.nodes", found=own.nodes, allowed=devices)
+    apart = [Component(name, own.nodes, named[name].devices, own) for name, own in slurm.teams.items()]
+    nodes, workers = sum(part.nodes for part in apart), sum(part.workers for part in apart)
+    rest = Component("", cluster.nnodes - nodes, cluster.nproc - workers, slurm)
+    if apart and (rest.nodes < 1 or rest.workers < 1 or rest.workers % rest.nodes):
+        raise ConfigError(
+            "the other teams do not divide evenly over the other nodes",
+            where="launch.slurm.teams",
+            found=f"{rest.workers} workers on {rest.nodes} of cluster.nnodes = {cluster.nnodes}",
+            allowed="at least one team and one node that are not named, and whole workers on each node",
+        )
+    return [rest, *apart]
+
+
+def check_settings(job: Submission) -> None:
+    """What would fail only on the nodes.
+
+    Raises:
+        ConfigError: nodes of teams, or a container, cannot be as they are set.
+    """
+    parts, slurm = components(job.config), job.slurm
+    if len(parts) > 1 and job.launcher != "ray":
+        what = "nodes of different kinds run teams, which takes Ray"
+        raise ConfigError(what, where="launch.slurm.teams", found=job.launcher, fix="launch.launcher=ray")
+    if len(parts) > 1 and job.config.launch.spares:
+        raise ConfigError(
+            "a heterogeneous job has no spare nodes",
+            where="launch.spares",
+            found=job.config.launch.spares,
+            allowed="0 with launch.slurm.teams",
+            fix="a job that loses a node submits the next one without it",
+        )
+    if slurm.image is None:
+        for key in ("mounts", "container"):
+            if found := getattr(slurm, key):
+                what = "this is of a container, and there is none"
+                raise ConfigError(what, where=f"launch.slurm.{key}", found=found, fix="set launch.slurm.image")
+        return
+    for mount in slurm.mounts:
+        part = mount.split(":")
+        if not 2 <= len(part) <= 3 or not all(part) or "," in mount or not part[1].startswith("/"):
+            raise ConfigError(
+                "this is no mount of a container",
+                where="launch.slurm.mounts",
+                found=mount,
+                allowed="FROM:TO or FROM:TO:ro, TO with / in front, no comma",
+            )
+    file = Path(slurm.image)
+    if (slurm.image.startswith(("/", "./")) or file.suffix in (".sif", ".sqsh")) and not (job.workdir / file).exists():
+        raise ConfigError(
+            "there is no such image",
+            where="launch.slurm.image",
+            found=slurm.image,
+            fix="name a file that all nodes see, or an image of a registry",
+        )
+
+
+def gpus_per_node(config: RunConfig, part: Component | None = None) -> int:
+    """GPUs that a node is asked for; `part`: of these nodes, else of those that the teams share."""
+    part = part or components(config)[0]
+    given = part.settings.gpus_per_node
+    if given is None and part.team:
+        given = config.launch.slurm.gpus_per_node
     if given is not None:
         return given
-    return config.cluster.nproc // config.cluster.nnodes if config.cluster.device_memory_gb is not None else 0
+    return part.workers // part.nodes if config.cluster.device_memory_gb is not None else 0
 
 
 def _options(job: Submission) -> list[str]:
-    slurm = job.slurm
-    found = [
-        f"--job-name={_name(job.config.name)}",
-        f"--nodes={job.config.cluster.nnodes + job.config.launch.spares}",
-        "--ntasks-per-node=1",
-    ]
+    """What follows `#SBATCH`; components of a heterogeneous job are divided by `hetjob`."""
+    slurm, parts = job.slurm, components(job.config)
+    found = [f"--job-name={_name(job.config.name)}", *_nodes_of(job, parts[0])]
     # A run goes on from its newest checkpoint: after preemption, or the loss of the first node.
     found.append("--requeue")
     if job.config.launch.spares:
         found.append("--no-kill")  # the job outlives a node, and goes on with a spare one
-    if slurm.gres is not None:
-        found.append(f"--gres={_quoted(slurm.gres)}")
-    elif gpus := gpus_per_node(job.config):
-        found.append(f"--gpus-per-node={gpus}")
-    if slurm.cpus_per_node is not None:
-        found.append(f"--cpus-per-task={slurm.cpus_per_node}")
-    for key in ("partition", "account", "qos", "time", "constraint"):
-        value = getattr(slurm, key)
-        if value is not None:
-            found.append(f"--{key}={_quoted(value)}")
     found.append(f"--chdir={_path(job.workdir)}")
     found.append(f"--output={_path(job.folder)}/job-%j.txt")
-    if limit_minutes(slurm.time) is None or slurm.warn_s < 60 * limit_minutes(slurm.time):
+    limit = limit_minutes(slurm.time)
+    if limit is None or slurm.warn_s < 60 * limit:
         found.append(f"--signal=B:USR1@{slurm.warn_s}")
-    return [*found, "--open-mode=append", *map(_option, slurm.options)]
+    found += ["--open-mode=append", *map(_option, slurm.options)]
+    for part in parts[1:]:
+        found += ["hetjob", *_nodes_of(job, part), "--requeue", *map(_option, slurm.options)]
+    return found
+
+
+def _nodes_of(job: Submission, part: Component) -> list[str]:
+    """Options of sbatch for one kind of nodes."""
+    own, slurm = part.settings, job.slurm
+    count = part.nodes + (0 if part.team else job.config.launch.spares)
+    found = [f"--nodes={count}", "--ntasks-per-node=1"]
+    gres = own.gres if own.gres is not None or own.gpus_per_node is not None else slurm.gres
+    if gres is not None:
+        found.append(f"--gres={_quoted(gres)}")
+    elif gpus := gpus_per_node(job.config, part):
+        found.append(f"--gpus-per-node={gpus}")
+    if (cpus := own.cpus_per_node or slurm.cpus_per_node) is not None:
+        found.append(f"--cpus-per-task={cpus}")
+    for key in ("partition", "account", "qos", "time", "constraint"):
+        value = getattr(own, key, None)
+        if value is None:
+            value = getattr(slurm, key)
+        if value is not None:
+            found.append(f"--{key}={_quoted(value)}")
+    return found
 
 
 def limit_minutes(time: str | None) -> float | None:
@@ -219,22 +336,24 @@ def limit_minutes(time: str | None) -> float | None:
     return 60.0 * parts[0] + parts[1] + parts[2] / 60
 
 
-def _srun_options(job: Submission) -> list[str]:
+def _srun_options(job: Submission, part: Component) -> list[str]:
     """Options of every srun of node.sh."""
     slurm, options = job.slurm, []
     if slurm.image is not None and slurm.container != "apptainer":
         options += [f"--container-image={slurm.image}", f"--container-mounts={_mounts(job)}"]
-    if slurm.cpus_per_node is not None:
-        options.append(f"--cpus-per-task={slurm.cpus_per_node}")  # srun does not take it from sbatch since Slurm 22.05
+    if (cpus := part.settings.cpus_per_node or slurm.cpus_per_node) is not None:
+        options.append(f"--cpus-per-task={cpus}")  # srun does not take it from sbatch since Slurm 22.05
     return options
 
 
-def _start(job: Submission) -> list[str]:
+def _start(job: Submission, part: Component) -> list[str]:
     """What srun starts."""
     slurm, start = job.slurm, ["bash", str(job.folder / NODE)]
+    if slurm.teams:
+        start = ["env", f"{NODES_OF}={resource(part.team)}", *start]
     if slurm.image is None or slurm.container != "apptainer":
         return start
-    nvidia = ["--nv"] if gpus_per_node(job.config) else []
+    nvidia = ["--nv"] if gpus_per_node(job.config, part) else []
     return ["apptainer", "exec", *nvidia, "--bind", _mounts(job), slurm.image, *start]
 
 

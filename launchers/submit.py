@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.artifacts.batch import FOLDER
 from megarl.artifacts.jsonl import read_jsonl
@@ -26,6 +26,7 @@ from megarl.launchers.common import process_of
 from megarl.launchers.slurm import (
     CHAIN,
     DRIVER,
+    EVENTS,
     EXCLUDED,
     JOB,
     JOBS,
@@ -33,6 +34,7 @@ from megarl.launchers.slurm import (
     PLAN,
     RECIPE,
     STATE,
+    TESTS,
     Submission,
     job_script,
     node_script,
@@ -114,6 +116,14 @@ def check_cluster(job: Submission) -> None:
             allowed=partitions,
             fix=f"did you mean {close[0]}?" if close else "",
         )
+    pyxis = job.slurm.image is not None and job.slurm.container != "apptainer"
+    if pyxis and "--container-image" not in _ask("srun", "--help"):
+        raise ConfigError(
+            "this Slurm starts no containers: it has no pyxis",
+            where="launch.slurm.image",
+            found=job.slurm.image,
+            fix="launch.slurm.container=apptainer where nodes have it, or no image",
+        )
     _sbatch(job_script(job), "--test-only", *_exclude(job))
 
 
@@ -136,6 +146,26 @@ def submit(job: Submission) -> str:
 def excluded(run_dir: Path) -> dict[str, str]:
     """Nodes that the jobs of a run leave out, and why."""
     return {line["node"]: line["reason"] for line in read_jsonl(run_dir / FOLDER / EXCLUDED)}
+
+
+def notes_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What has happened in the jobs of a run: time, job, kind and text of each event, in order."""
+    return read_jsonl(run_dir / FOLDER / EVENTS)
+
+
+def latest_tests(run_dir: Path) -> dict[str, str]:
+    """What the last pre-flight found, in a line for each node."""
+    folders = [file.parent for file in (run_dir / FOLDER / TESTS).glob("*/failed.json")]
+    if not folders:
+        return {}
+    folder = max(folders, key=lambda path: (path / "failed.json").stat().st_mtime)
+    bad, found = json.loads((folder / "failed.json").read_text()), {}
+    for file in sorted(folder.glob("*.json")):
+        if file.stem not in ("failed", "links"):
+            checks = json.loads(file.read_text())["checks"]
+            told = ", ".join(f"{name}: {check['reason']}" for name, check in checks.items())
+            found[file.stem] = f"failed ({bad[file.stem]})" if file.stem in bad else f"passed ({told})"
+    return found | {node: f"failed ({reason})" for node, reason in bad.items() if node not in found}
 
 
 def _exclude(job: Submission) -> list[str]:

@@ -34,8 +34,8 @@ class Driver:
     def __init__(self, run_dir: Path) -> None:
         self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]
         self.plan = self.files.plan
-        self.allocated = answer("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         self.nodes = Nodes(self.files, self.job)
+        self.allocated = list(self.nodes.group_of)
         self.good: list[str] = []
         self.attempt = 0
         self.guard: subprocess.Popen[bytes] | None = None
@@ -60,7 +60,7 @@ class Driver:
                 if not lost:
                     self.say("failed", f"the run has ended with exit code {code}; all its nodes answer")
                     return code
-                if len(self.good) >= self.plan["nodes"]:
+                if self._chosen():
                     self._restart(lost, "in this job")
         except Over as over:
             return over.code
@@ -101,20 +101,29 @@ class Driver:
         Raises:
             Over: there are too few, and the next job is submitted if there may be one.
         """
-        wanted = self.plan["nodes"]
-        if len(self.good) >= wanted:
-            return self.good[:wanted]
+        if nodes := self._chosen():
+            return nodes
         reasons = {line["node"]: line["reason"] for line in self.files.lines("excluded.jsonl")}
         told = "; ".join(f"{node}: {reasons[node]}" for node in self.allocated if node in reasons)
         self.say(
             "too few",
             f"cluster.nnodes: {len(self.good)} of the {len(self.allocated)} nodes of this job can be used\n"
-            f"  found:   {told}\n  allowed: {wanted} nodes\n  fix:     launch.spares, or repair them and remove their "
-            f"lines from {self.files.path}/excluded.jsonl",
+            f"  found:   {told}\n  allowed: {self.plan['nodes']} nodes\n"
+            f"  fix:     launch.spares, or repair them and remove their lines from {self.files.path}/excluded.jsonl",
         )
         self._count_failure()
         self._next_job()
         raise Over(1)
+
+    def _chosen(self) -> list[str]:
+        """The first good nodes of each kind; none: there are too few."""
+        chosen: list[str] = []
+        for number, group in enumerate(self.plan["groups"]):
+            mine = [node for node in self.good if self.nodes.group_of[node] == number]
+            if len(mine) < group["nodes"]:
+                return []
+            chosen += mine[: group["nodes"]]
+        return chosen
 
     def _restart(self, lost: list[str], where: str) -> None:
         """Note that the run starts again without these nodes.
@@ -163,15 +172,20 @@ class Driver:
 
     def _next_job(self) -> None:
         """Submit the job that goes on when this one has ended."""
-        script = str(self.files.path / "job.sh")
+        script = self.files.path / "job.sh"
         options = [f"--dependency=afterany:{self.job}"]
         wanted, spares = self.plan["nodes"], self.plan["spares"]
         if spares:  # a small cluster may have no spare left: the job must not wait for one
             options.append(f"--nodes={wanted}-{wanted + spares}")
-        if self._excluded():
+        if self._excluded() and len(self.plan["groups"]) == 1:
             options.append(f"--exclude={self._excluded()}")
+        elif self._excluded():  # options of the command line are those of the first component only
+            text = script.read_text()
+            script = self.files.path / "next.sh"
+            line = f"#SBATCH --exclude={self._excluded()}\n#SBATCH --ntasks-per-node=1\n"
+            script.write_text(text.replace("#SBATCH --ntasks-per-node=1\n", line))
         try:
-            number = answer("sbatch", "--parsable", *options, script).strip().partition(";")[0]
+            number = answer("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
         except Refused as error:
             self.say("ended", f"Slurm refuses the next job: {error}")
             raise Over(1) from error
@@ -212,7 +226,7 @@ class Driver:
         spare = [node for node in self.good if node not in nodes]
         told = f", spare: {', '.join(spare)}" if spare else ""
         self.say("started", f"attempt {self.attempt} of job {self.job} on {', '.join(nodes)}{told}")
-        output = f"--output={str(self.files.path).replace('%', '%%')}/job-%j.node-%n.txt"
+        output = f"--output={str(self.files.path).replace('%', '%%')}/job-%j.TEAM-%n.txt"
         return self.nodes.start(nodes, [output, "--open-mode=append"], more)
 
     def _watch(self, step: subprocess.Popen[bytes]) -> int:

@@ -42,6 +42,11 @@ class Nodes:
     def __init__(self, files: Folder, job: str) -> None:
         self._files, self._plan, self._job = files, files.plan, job
         self._steps = 0
+        #: Which of the plan's groups each node of the job is in.
+        self.group_of: dict[str, int] = {}
+        for number in range(len(self._plan["groups"])):
+            listed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}") or os.environ["SLURM_JOB_NODELIST"]
+            self.group_of.update(dict.fromkeys(answer("scontrol", "show", "hostnames", listed).split(), number))
 
     def start(self, nodes: list[str], options: list[str], more: list[str]) -> subprocess.Popen[bytes]:
         """node.sh on these nodes; a step that ends when one of its tasks fails, or one of its nodes."""
@@ -55,11 +60,20 @@ class Nodes:
         }
         if self._plan["ray"]:  # who calls the job's Ray must know the token; it is in no file
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
-        count = len(nodes)
-        place = [f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(nodes)}"]
-        command = ["srun", "--overlap", "--kill-on-bad-exit=1", "--no-kill=off", *place, *options]
-        command += [*self._plan["srun"], *self._plan["start"], *more]
+        command = ["srun"]
+        for number, group in enumerate(self._plan["groups"]):
+            mine = [node for node in nodes if self.group_of[node] == number]
+            count = [f"--nodes={len(mine)}", f"--ntasks={len(mine)}", "--ntasks-per-node=1"]
+            command += [":"] if number else []
+            command += ["--overlap", "--kill-on-bad-exit=1", "--no-kill=off", *self._group(number)]
+            command += [*count, f"--nodelist={','.join(mine)}"]
+            command += [option.replace("TEAM", group["team"] or "node") for option in options]
+            command += [*group["srun"], *group["start"], *more]
         return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
+
+    def _group(self, number: int) -> list[str]:
+        """How srun is told which component of a heterogeneous job is meant."""
+        return [f"--het-group={number}"] if len(self._plan["groups"]) > 1 else []
 
     def _address(self, node: str) -> str:
         """Where processes meet: the address of a node in `launch.slurm.interface`, else the one that Slurm calls.
@@ -91,7 +105,7 @@ class Nodes:
         """Nodes of a step that failed which do not answer, or fail their own tests, and why."""
         if self._plan["preflight"]:
             return self._test_nodes(nodes, self._results())
-        return self._ask_each(nodes, ["true"])
+        return self._ask_each({node: ["true"] for node in nodes})
 
     def _results(self) -> Path:
         """Folder for the results of one round of tests."""
@@ -117,8 +131,12 @@ class Nodes:
         return bad
 
     def _test_nodes(self, nodes: list[str], folder: Path) -> dict[str, str]:
-        asked = [*self._plan["start"], "preflight", "node", str(folder), *self._plan["tests"]]
-        bad = self._ask_each(nodes, [*self._plan["srun"], *asked])
+        asked = {}
+        for node in nodes:
+            group = self._plan["groups"][self.group_of[node]]
+            tests = ["preflight", "node", str(folder), *self._plan["tests"], "--gpus", str(group["gpus"])]
+            asked[node] = [*group["srun"], *group["start"], *tests]
+        bad = self._ask_each(asked)
         for node in nodes:
             file = folder / f"{node}.json"
             if node not in bad:
@@ -126,7 +144,7 @@ class Nodes:
                 bad.update({node: why} if why else {})
         return bad
 
-    def _ask_each(self, nodes: list[str], command: list[str]) -> dict[str, str]:
+    def _ask_each(self, commands: dict[str, list[str]]) -> dict[str, str]:
         """Run a command on each node by itself; those where it fails, or does not end in time, and why.
 
         Raises:
@@ -134,10 +152,10 @@ class Nodes:
         """
         asked = {
             node: subprocess.Popen(
-                ["srun", *ALONE, f"--nodelist={node}", *command],
+                ["srun", *ALONE, *self._group(self.group_of[node]), f"--nodelist={node}", *command],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             )
-            for node in nodes
+            for node, command in commands.items()
         }  # fmt: skip
         bad, end = {}, time.monotonic() + self._plan["limit_s"]
         for node, process in asked.items():
@@ -151,14 +169,15 @@ class Nodes:
             if process.returncode:
                 told = self.lost_state(node) or " / ".join(said[:2])[:300]
                 bad[node] = told or f"srun ended with {process.returncode}"
-        if len(bad) == len(nodes) and (here := os.environ.get("SLURMD_NODENAME")) in bad:
+        if len(bad) == len(commands) and (here := os.environ.get("SLURMD_NODENAME")) in bad:
             # This node is here: it is not the nodes that fail, but Slurm, or what node.sh does on all of them.
-            raise Refused(f"nothing can be started on any of {', '.join(nodes)}: {bad[here]}")
+            raise Refused(f"nothing can be started on any of {', '.join(commands)}: {bad[here]}")
         return bad
 
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:
         """Nodes that reach the others too slowly, or have another time."""
-        more = ["preflight", "links", str(folder), *self._plan["tests"]]
+        gpus = min(group["gpus"] for group in self._plan["groups"])
+        more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus)]
         step = self.start(nodes, [], more)
         try:
             step.wait(self._plan["limit_s"])

@@ -34,6 +34,19 @@ Word = Annotated[str, AfterValidator(_one_word)]
 Line = Annotated[str, AfterValidator(_one_line)]
 
 
+class SlurmTeamConfig(Section):
+    """Nodes of a team's own: a component of a heterogeneous job. What is null is as in launch.slurm."""
+
+    nodes: PositiveInt = Field(description="of cluster.nnodes; the team's workers divide evenly over them")
+    partition: Word | None = Field(None, description="sbatch --partition")
+    constraint: Line | None = Field(None, description="sbatch --constraint")
+    gpus_per_node: NonNegativeInt | None = Field(
+        None, description="sbatch --gpus-per-node; null: one for each worker of the team on a node, as in launch.slurm"
+    )
+    gres: Line | None = Field(None, description="sbatch --gres in place of --gpus-per-node")
+    cpus_per_node: PositiveInt | None = Field(None, description="sbatch --cpus-per-task")
+
+
 class SlurmConfig(Section):
     """What a Slurm cluster asks for. What is null or empty here is taken from the site's file (`launch.cluster`)."""
 
@@ -65,6 +78,11 @@ class SlurmConfig(Section):
         3,
         description="how often in a row a run starts again by itself after it has lost nodes, in the same job or in "
         "another; a newer checkpoint gives all of them back",
+    )
+    teams: dict[str, SlurmTeamConfig] = Field(
+        default_factory=dict,
+        description="teams of placement.teams that have nodes of their own, of other hardware (a heterogeneous job, "
+        "under Ray); the other teams share the rest",
     )
     options: list[Line] = Field(default_factory=list, description="further options of sbatch, as `--exclusive`")
     modules: list[Word] = Field(default_factory=list, description="`module load` on every node")

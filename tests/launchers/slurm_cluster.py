@@ -157,7 +157,7 @@ def _wait_until_idle(environment: dict[str, str], nodes: int, folder: Path) -> N
     while time.monotonic() < until:
         asked = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
         said = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False).stdout
-        if said.split().count("idle") == nodes:
+        if sum(line.split()[1:] == ["idle"] for line in set(said.splitlines())) == nodes:  # a line for each partition
             return
         time.sleep(0.2)
     logs = "".join(file.read_text()[-2000:] for file in sorted(folder.glob("*.log")))
