@@ -110,10 +110,16 @@ def job_script(job: Submission) -> str:
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     lines += [f"# {job.config.name}: {cluster.nproc} processes on {cluster.nnodes} nodes. By hand: sbatch {JOB}"]
     lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}"]
-    if slurm.image is None:  # what follows runs outside of a container
+    # What follows runs outside of a container. Variables that it sets go to all nodes, so it sets none without need.
+    python = "python3" if slurm.image is not None else slurm.python or sys.executable
+    if slurm.image is None and not python.startswith("/"):
         lines += _setup(slurm)
-    python = shlex.quote("python3" if slurm.image is not None else slurm.python or sys.executable)
-    lines += ["unset PYTHONSAFEPATH", f'cd "$run_dir/{batch.FOLDER}"', f'exec {python} -m {DRIVER} "$run_dir"', ""]
+    lines += [
+        "unset PYTHONSAFEPATH",
+        f'cd "$run_dir/{batch.FOLDER}"',
+        f'exec {shlex.quote(python)} -m {DRIVER} "$run_dir"',
+        "",
+    ]
     return "\n".join(lines)
 
 

@@ -60,7 +60,7 @@ def test_a_node_that_fails_its_tests_and_one_that_dies_are_replaced_by_spare_one
     slurm, recipe, local, tmp_path, capsys
 ):
     run_dir = tmp_path / "run"
-    broken = """launch.slurm.setup=['if [ "$SLURMD_NODENAME" = n1 ]; then export TMPDIR=/none; fi']"""
+    broken = """launch.slurm.setup=['if [ "$SLURMD_NODENAME" = n1 ]; then export TMPDIR=/proc; fi']"""
     assert launch(recipe, run_dir, *FEW, slow_reward(recipe, 0.4), broken, "launch.spares=2") == 0
     wait_for_step(run_dir, 4)
     slurm.lose("n3")
@@ -68,14 +68,14 @@ def test_a_node_that_fails_its_tests_and_one_that_dies_are_replaced_by_spare_one
     assert harness.metrics(run_dir) == local, said(run_dir)
     assert len(jobs_of(run_dir)) == 1
     found = excluded(run_dir)
-    assert found["n1"] == "failed its pre-flight: disk: /none: No such file or directory"
+    assert found["n1"] == "failed its pre-flight: disk: /proc: 0.0 GB free, launch.preflight_disk_gb = 1"
     assert found["n3"].startswith("lost: ")
     started = events(run_dir, "started")
     assert [text.partition(" on ")[2] for text in started] == ["n2, n3, spare: n4", "n2, n4"]
     capsys.readouterr()
     assert cli.main(["status", str(run_dir)]) == 0
     shown = capsys.readouterr().out
-    assert "disk: /none: No such file or directory" in shown
+    assert "disk: /proc: 0.0 GB free" in shown
     assert "lost n3: the run starts again in this job, from the checkpoint of step 3" in shown
 
 
