@@ -74,7 +74,10 @@ def measure(folder: Path, gpus: int, limit_s: float, local: int) -> int:
     if first:
         store.wait([f"edges/{member}" for member in members], (len(members) + 3) * limit)
         names = {member: store.get(f"name/{member}").decode() for member in members}
-        told: dict[str, Any] = {"nodes": [names[m] for m in members], "clocks": {names[m]: at for m, at in clocks.items()}}
+        told: dict[str, Any] = {
+            "nodes": [names[m] for m in members],
+            "clocks": {names[m]: at for m, at in clocks.items()},
+        }
         told["edges"] = [
             {"nodes": [names[members[a]], names[members[b]]], **found}
             for member in members
