@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from .files import ANSWER_S, LOOK_S, Folder, Refused, answer, fields_of
+from .guard import GUARD_S
 from .nodes import ALONE, Nodes, stop
 
 #: Seconds of `warn_s` that are left for the end of a job when no checkpoint comes.
@@ -39,6 +40,7 @@ class Driver:
         self.good: list[str] = []
         self.attempt = 0
         self.guard: subprocess.Popen[bytes] | None = None
+        self.guarded, self.guards = 0.0, 0  # when the last one was started, and how many there were
         self.ended = self.warned = False
 
     def run(self) -> int:
@@ -49,7 +51,6 @@ class Driver:
             self._begin()
             while True:
                 nodes = self._choose()
-                self._keep_guard()
                 code = self._watch(self._start(nodes))
                 if code == 0:
                     self.say("finished", "the run has ended")
@@ -237,6 +238,7 @@ class Driver:
         """
         while (code := step.poll()) is None:
             self.files.tell_alive()
+            self._keep_guard()
             if self.ended:
                 self.say("stopped", "stopped by SIGTERM: scancel, preemption, or the end of the time limit")
                 stop(step)
@@ -279,9 +281,12 @@ class Driver:
         """A small program on another node that watches this one; only where the job outlives a node."""
         here = os.environ.get("SLURMD_NODENAME")
         others = [node for node in reversed(self.good) if node != here]
-        if not self.plan["spares"] or not others or (self.guard is not None and self.guard.poll() is None):
+        runs = self.guard is not None and (self.guard.poll() is None or time.monotonic() < self.guarded + GUARD_S)
+        if not self.plan["spares"] or not others or runs:
             return
         self.files.tell_alive()
+        node = others[self.guards % len(others)]  # another one than before: that may be why it has ended
+        self.guarded, self.guards = time.monotonic(), self.guards + 1
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]
-        place = [*ALONE, f"--nodelist={others[0]}", f"--chdir={self.files.path}"]
+        place = [*ALONE, f"--nodelist={node}", f"--chdir={self.files.path}"]
         self.guard = subprocess.Popen(["srun", *place, *command], stdin=subprocess.DEVNULL)

@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from .files import LOOK_S, answer
+from .files import LOOK_S, Refused, answer
 
 #: A job whose driver was silent for so long goes into the queue again.
 GUARD_S = 60.0
@@ -27,6 +27,10 @@ def guard(run_dir: Path) -> int:
             if told != seen:
                 seen, since = told, time.monotonic()
         if time.monotonic() - since > GUARD_S:
-            answer("scontrol", "requeue", job)
-            return 0
+            try:
+                answer("scontrol", "requeue", job)
+                return 0
+            except Refused as error:
+                print(f"megarl: the first node is silent, and Slurm does not requeue the job: {error}", flush=True)
+                since = time.monotonic()
         time.sleep(LOOK_S)

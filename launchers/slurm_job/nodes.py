@@ -51,13 +51,10 @@ class Nodes:
     def start(self, nodes: list[str], options: list[str], more: list[str]) -> subprocess.Popen[bytes]:
         """node.sh on these nodes; a step that ends when one of its tasks fails, or one of its nodes."""
         self._steps += 1
-        port = PORTS[0] + (int(self._job) + self._steps) % PORTS[1]
-        environment = {
-            "MASTER_ADDR": self._address(nodes[0]) if len(nodes) > 1 else "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "MEGARL_NODES": str(len(nodes)),
-            "MEGARL_ATTEMPT": f"{self._job}.{self._steps}",
-        }
+        environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
+        if len(nodes) > 1:
+            port = PORTS[0] + (int(self._job) + self._steps) % PORTS[1]
+            environment.update(MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port))
         if self._plan["ray"]:  # who calls the job's Ray must know the token; it is in no file
             environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
         command = ["srun"]
@@ -84,13 +81,13 @@ class Nodes:
         name = self._plan["interface"]
         try:
             if name is None:
-                found = fields_of(answer("scontrol", "show", "node", "--oneliner", node)).get("NodeAddr", "")
+                found = fields_of(answer("scontrol", "show", "node", "--oneliner", node))["NodeAddr"]
             else:
                 asked = ["ip", "-4", "-oneline", "address", "show", "dev", name]
                 words = answer("srun", *ALONE, f"--nodelist={node}", *asked).split()
                 found = words[words.index("inet") + 1].partition("/")[0]
-        except ValueError as error:
-            raise Refused(f"the node has no address in the network {name}: {error}") from error
+        except (KeyError, ValueError) as error:
+            raise Refused(f"no address of the first node, {node}: {error}") from error
         return found
 
     def lost_state(self, node: str) -> str:
