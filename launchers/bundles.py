@@ -16,9 +16,12 @@ from megarl.config.run import RunConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
 from megarl.errors import UnavailableError
+from megarl.launchers.seats import resource
 from megarl.processes import has_nvidia_device
 
 Bundle = dict[str, float]
+#: Of the 1,000 that a node has of the resource that says whose it is.
+_SHARE = 0.001
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,30 @@ def reserve(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mappin
     worker = {"CPU": min(1.0, int(100 * share) / 100)} | ({"GPU": 1.0} if on_gpus else {})
     if not extra:
         strategy = "STRICT_PACK" if cluster.nnodes == 1 else "PACK"
-        return Reservation([worker] * cluster.nproc, strategy, worker, list(range(cluster.nproc)))
+        bundles = [worker | kind for kind in _kinds(config, teams, nodes)]
+        return Reservation(bundles, strategy, worker, list(range(cluster.nproc)))
+    if apart(config, nodes):
+        raise UnavailableError(
+            "servers on GPUs of their own and teams with nodes of their own do not go together",
+            where="launch.slurm.teams",
+            found=f"{extra} GPUs of a node for SGLang servers",
+            fix="a team of the rollout only, whose workers lend their GPUs to as many servers; or rollout.sglang.gpus",
+        )
     machine = {"CPU": round(workers * worker["CPU"], 2), "GPU": float(here)}
     places = [number // workers for number in range(cluster.nproc)]
     return Reservation([machine] * cluster.nnodes, "STRICT_SPREAD", worker, places, extra)
+
+
+def apart(config: RunConfig, nodes: Sequence[Mapping[str, float]]) -> list[str]:
+    """Teams that have nodes of this Ray cluster for themselves (launch.slurm.teams)."""
+    return [team for team in config.launch.slurm.teams if any(resource(team) in node for node in nodes)]
+
+
+def _kinds(config: RunConfig, teams: Sequence[TeamPlan], nodes: Sequence[Mapping[str, float]]) -> list[Bundle]:
+    """What binds each worker to the nodes of its team."""
+    own = apart(config, nodes)
+    names = [team.name for team in teams for _ in range(team.devices)]
+    return [{resource(name if name in own else ""): _SHARE} if own else {} for name in names]
 
 
 def _servers_here(config: RunConfig, teams: Sequence[TeamPlan]) -> int:

@@ -29,10 +29,10 @@ from megarl.credentials import PASSWORD, USER
 from megarl.dag.placement import begins_again
 from megarl.dag.stage import Role
 from megarl.errors import UnavailableError, WorkerError
-from megarl.launchers.bundles import Reservation, chooses_gpus, lends, reserve
+from megarl.launchers.bundles import Reservation, apart, chooses_gpus, lends, reserve
 from megarl.launchers.common import CAUGHT, Job, layout_environment, process_environment
 from megarl.launchers.output import Follower
-from megarl.launchers.seats import Place, ranks_of, seats
+from megarl.launchers.seats import Place, ranks_of, seats_apart
 from megarl.launchers.supervise import signal_rank
 from megarl.machine import available_cores
 from megarl.processes import FINISHED, RESTARTS, STORE, TEAM, WORKER, shared_memory_free
@@ -126,6 +126,7 @@ class RayWorkers:
         self._causes: dict[int, str] = {}
         self._group: Any = None
         self._held: Reservation
+        self._apart: list[str] = []  # teams with nodes of their own
         self._places: list[Place] = []
         self._server_places: list[Place] = []
         self._store: Any = None
@@ -181,6 +182,7 @@ class RayWorkers:
         cluster = self._job.config.cluster
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         held = self._held = reserve(self._job.config, self._job.teams, nodes)
+        self._apart = apart(self._job.config, nodes)
         self._group = ray.util.placement_group(held.bundles, strategy=held.strategy)
         if not self._group.wait(self._left()):
             raise WorkerError(
@@ -216,7 +218,7 @@ class RayWorkers:
         import ray
 
         places = ray.get([actor.place.remote() for actor in self._actors], timeout=self._left())
-        order = seats(places, self._job.teams)
+        order = seats_apart(places, self._job.teams, self._apart)
         self._actors = [self._actors[i] for i in order]
         self._bundles = [self._bundles[i] for i in order]
         self._places = [places[i] for i in order]

@@ -9,13 +9,22 @@ Ranks of a team that are on one machine are in the order of their GPUs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from megarl.dag.placement import TeamPlan
 from megarl.rollout.sglang.gpus import SERVER_GPUS, TRAINER_GPUS
 
 #: Address of a node, and the GPUs that Ray gave to a process there: numbers, or UUIDs where the node was started so.
 Place = tuple[str, list[str]]
+
+
+#: In the environment of a node of a heterogeneous job: the resource by which Ray knows whose node it is.
+NODES_OF = "MEGARL_NODES_OF"
+
+
+def resource(team: str) -> str:
+    """Name of the resource of nodes that a team has for itself; of no team: of those that the others share."""
+    return f"megarl_team_{team}" if team else "megarl_other_teams"
 
 
 def rank_order(places: Sequence[Place]) -> list[int]:
@@ -47,6 +56,17 @@ def seats(places: Sequence[Place], teams: Sequence[TeamPlan]) -> list[int]:
     for team in sorted(teams, key=lambda team: -team.devices):
         whole, rest = _choose(team.devices, team.parallel.tp * team.parallel.cp, free)
         chosen[team.name] = sorted(whole, key=order.index) + rest
+    return [index for team in teams for index in chosen[team.name]]
+
+
+def seats_apart(places: Sequence[Place], teams: Sequence[TeamPlan], apart: Collection[str]) -> list[int]:
+    """As `seats`, where processes of the teams `apart` are on nodes of their own: those of the workers' own numbers."""
+    chosen: dict[str, list[int]] = {}
+    shared = [team for team in teams if team.name not in apart]
+    for group in [*([team] for team in teams if team.name in apart), shared]:
+        mine = [number for team in group for number in range(team.first, team.first + team.devices)]
+        found = iter(mine[index] for index in seats([places[number] for number in mine], group))
+        chosen |= {team.name: [next(found) for _ in range(team.devices)] for team in group}
     return [index for team in teams for index in chosen[team.name]]
 
 

@@ -1,13 +1,16 @@
 """Batch scripts of Slurm: pure text, nothing is asked and nothing started.
 
-    RUN_DIR/launch/job.sh       what sbatch takes: how many nodes, where they meet, srun of node.sh on each
+    RUN_DIR/launch/job.sh       what sbatch takes: the options, and `python3 -m slurm_job` on the first node
+    RUN_DIR/launch/slurm_job    copy of `megarl.launchers.slurm_job`: tests nodes, starts node.sh by srun on those that
+                                are well, and again when one is lost, submits the next job
+    RUN_DIR/launch/plan.json    what that program goes by: numbers of nodes, options of srun, limits
     RUN_DIR/launch/node.sh      one node: modules, environment, `megarl COMMAND recipe.yaml --run-dir RUN_DIR`
     RUN_DIR/launch/recipe.yaml  the resolved recipe
     RUN_DIR/launch/jobs.txt     number, time and nodes of each job that was submitted, tab-separated
     RUN_DIR/launch/chain        how many jobs may still submit themselves (launch.slurm.chain)
 
-A job of a chain asks the run for a checkpoint when Slurm says that its time limit is near (`save`, which the run
-removes when it has written one), submits the next job, which begins when this one has ended, and ends.
+A job asks the run for a checkpoint when Slurm says that its time limit is near (`save`, which the run removes when it
+has written one).
 
 All values of a recipe that reach a shell go through `shlex.quote`; those in `#SBATCH` lines have no quotes in them:
 the configuration checks that.
@@ -20,52 +23,31 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.artifacts import batch
-from megarl.config.launch import SlurmConfig
+from megarl.config.launch import SlurmConfig, SlurmTeamConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
+from megarl.launchers.seats import NODES_OF, resource
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
-#: Ports of the first node where processes meet: one of these, by the number of the job.
-_PORTS = (20000, 10000)
-#: Seconds of `warn_s` that are left for the end of a job when no checkpoint comes.
-_LEFT_S = 20
+PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"
+#: The package that a job runs, copied to the run folder.
+DRIVER = "slurm_job"
 
-_MEET = """\
-# Where processes meet: the address that Slurm itself knows the first node by.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-MASTER_ADDR=$(scontrol show node --oneliner "$head" | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
-"""
-_MEET_ON = """\
-# Where processes meet: the first node's address in the network {interface}.
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
-MASTER_ADDR=$(srun --nodes=1 --ntasks=1 --nodelist="$head" ip -4 -oneline address show dev {interface} |
-  awk 'NR == 1 {{ sub("/.*", "", $4); print $4 }}')
-"""
-_MET = """\
-[ -n "$MASTER_ADDR" ] || {{ echo "megarl: no address of the first node, $head" >&2; exit 1; }}
-MASTER_PORT=$(({first} + SLURM_JOB_ID % {ports}))
-export MASTER_ADDR MASTER_PORT
-"""
-
-_TOKEN = """\
-# Who calls the job's Ray must know this; it is in no file.
-RAY_AUTH_MODE=token
-RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
-export RAY_AUTH_MODE RAY_AUTH_TOKEN RAY_USAGE_STATS_ENABLED=0
-
-"""
 #: In place of a plain command: the first node has Ray's head and what drives the run, the others wait for its end.
 _RAY = """\
-over={over}."$SLURM_JOB_ID"
+over={over}."$MEGARL_ATTEMPT"
+kind=()
+[ -z "${{{nodes_of}:-}}" ] || kind=(--resources='{{"'"${nodes_of}"'": 1000}}')
 address="$MASTER_ADDR:$MASTER_PORT"
 if [ "$SLURM_NODEID" != 0 ]; then
   for _ in $(seq {limit}); do
     (exec 3<> "/dev/tcp/$MASTER_ADDR/$MASTER_PORT") 2> /dev/null && break
     sleep 1
   done
-  {ray} start --address="$address" --block &
+  {ray} start --address="$address" "${{kind[@]}}" --block &
   node=$!
   trap 'kill "$node" 2> /dev/null || true' EXIT
   while kill -0 "$node" 2> /dev/null; do
@@ -76,7 +58,8 @@ if [ "$SLURM_NODEID" != 0 ]; then
   echo "megarl: Ray has ended on node $SLURM_NODEID" >&2
   exit 1
 fi
-{ray} start --head --node-ip-address="$MASTER_ADDR" --port="$MASTER_PORT" --include-dashboard=false --block &
+{ray} start --head --node-ip-address="$MASTER_ADDR" --port="$MASTER_PORT" --include-dashboard=false \\
+  "${{kind[@]}}" --block &
 node=$!
 trap 'touch "$over"; kill "$node" 2> /dev/null || true' EXIT
 for _ in $(seq {limit}); do
@@ -85,43 +68,6 @@ for _ in $(seq {limit}); do
 done
 {nodes} "$address" {count} {limit}
 RAY_ADDRESS="$address" {command}
-"""
-
-#: In place of a plain srun: `again` runs when the signal of `--signal` comes.
-_CHAIN = """\
-launch="$run_dir/launch"
-rm -f "$launch/{save}"
-{srun} &
-step=$!
-
-# Before the time limit: a checkpoint, the next job of the chain, the end.
-again() {{
-  trap '' USR1
-  left=$(cat "$launch/{chain}")
-  if [ "$left" -gt 0 ]; then
-    echo "megarl: the time limit is near: asking for a checkpoint, {wait} s at most"
-    touch "$launch/{save}"
-    for _ in $(seq {wait}); do
-      [ -e "$launch/{save}" ] || break
-      kill -0 "$step" 2> /dev/null || break
-      sleep 1
-    done
-    if [ -e "$launch/{save}" ]; then
-      echo "megarl: no checkpoint was written in time; the next job goes on from an earlier one" >&2
-    fi
-    kill -TERM "$step" 2> /dev/null || true
-    wait "$step" || true
-    next=$(sbatch --parsable --dependency="afterany:$SLURM_JOB_ID" "$launch/{job}")
-    echo $((left - 1)) > "$launch/{chain}"
-    printf '%s\\t%s\\t%s\\n' "${{next%%;*}}" "$(date '+%F %T')" "$SLURM_JOB_NUM_NODES" >> "$launch/{jobs}"
-    echo "megarl: job $next goes on"
-    exit 0
-  fi
-  echo "megarl: the time limit is near, and no job of the chain is left" >&2
-  wait "$step"
-}}
-trap again USR1
-wait "$step"
 """
 
 
@@ -160,29 +106,60 @@ def job_script(job: Submission) -> str:
     Raises:
         ConfigError: a path that cannot stand in a `#SBATCH` line.
     """
-    cluster = job.config.cluster
+    cluster, slurm = job.config.cluster, job.slurm
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in _options(job)), ""]
     lines += [f"# {job.config.name}: {cluster.nproc} processes on {cluster.nnodes} nodes. By hand: sbatch {JOB}"]
-    lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}", ""]
-    text = "\n".join(lines)
-    if cluster.nnodes > 1:
-        meet = _MEET if job.slurm.interface is None else _MEET_ON.format(interface=shlex.quote(job.slurm.interface))
-        text += meet + _MET.format(first=_PORTS[0], ports=_PORTS[1]) + "\n"
-        text += _TOKEN if job.launcher == "ray" else ""
-    if not job.slurm.chain:
-        return f"{text}{_srun(job)}\n"
-    wait = max(1, job.slurm.warn_s - _LEFT_S)
-    names = {"save": batch.SAVE, "chain": CHAIN, "job": JOB, "jobs": JOBS}
-    return text + _CHAIN.format(srun=_srun(job), wait=wait, **names)
+    lines += ["set -euo pipefail", f"run_dir={shlex.quote(str(job.run_dir))}"]
+    # What follows runs outside of a container. Variables that it sets go to all nodes, so it sets none without need.
+    python = "python3" if slurm.image is not None else slurm.python or sys.executable
+    if slurm.image is None and not python.startswith("/"):
+        lines += _setup(slurm)
+    lines += [
+        "unset PYTHONSAFEPATH",
+        f'cd "$run_dir/{batch.FOLDER}"',
+        f'exec {shlex.quote(python)} -m {DRIVER} "$run_dir"',
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def plan(job: Submission) -> dict[str, Any]:
+    """What the job does, for `megarl.launchers.slurm_job`."""
+    slurm, launch, cluster = job.slurm, job.config.launch, job.config.cluster
+    tests = ["--run-dir", str(job.run_dir), "--disk-gb", f"{launch.preflight_disk_gb:g}"]
+    groups = [
+        {
+            "team": part.team,
+            "nodes": part.nodes,
+            "gpus": gpus_per_node(job.config, part),
+            "srun": _srun_options(job, part),
+            "start": _start(job, part),
+        }
+        for part in components(job.config)
+    ]
+    return {
+        "nodes": cluster.nnodes,
+        "spares": launch.spares,
+        "restarts": slurm.restarts,
+        "warn_s": slurm.warn_s,
+        "limit_s": cluster.start_timeout_s,
+        "preflight": launch.preflight,
+        "clock_s": launch.preflight_clock_s,
+        "bandwidth": launch.preflight_bandwidth,
+        "tests": tests,
+        "exclude": [text.partition("=")[2] for text in slurm.options if text.startswith("--exclude=")],
+        "groups": groups,
+        "interface": slurm.interface,
+        "ray": job.launcher == "ray" and cluster.nnodes > 1,
+        "resume": job.config.trainer.resume if job.command == "train" else None,
+    }
 
 
 def node_script(job: Submission) -> str:
-    """What srun starts once on every node."""
+    """What srun starts once on every node: the run, or with `preflight ...` its tests."""
     slurm = job.slurm
     lines = ["#!/bin/bash", f"# One node of {JOB}: its number is SLURM_NODEID.", "set -euo pipefail"]
-    lines += [f"cd {shlex.quote(str(job.workdir))}"]
-    lines += [f"module load {shlex.quote(module)}" for module in slurm.modules]
-    lines += slurm.setup
+    lines += [f"cd {shlex.quote(str(job.workdir))}", *_setup(slurm)]
     if slurm.interface is not None:
         name = shlex.quote(slurm.interface)
         lines += [f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"]
@@ -190,63 +167,205 @@ def node_script(job: Submission) -> str:
     lines += ['export NODE_RANK="$SLURM_NODEID"']
     python = slurm.python or ("python" if slurm.image is not None else sys.executable)
     # -P: a folder `kernels` or `tests` of the current folder hides no package.
+    tests = shlex.join([python, "-P", "-m", "megarl.launchers.preflight"])
+    lines += ['if [ "${1:-}" = preflight ]; then', f'  exec {tests} "${{@:2}}"', "fi"]
     command = [python, "-P", "-m", "megarl", job.command, str(job.folder / RECIPE)]
     command += ["--launcher", job.launcher, "--run-dir", str(job.run_dir)]
     if job.launcher != "ray" or job.config.cluster.nnodes == 1:
-        return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+        return "\n".join([*lines, f'exec {shlex.join(command)} "$@"', ""])
     return "\n".join([*lines, ""]) + _RAY.format(
         over=shlex.quote(str(job.folder / "over")),
+        nodes_of=NODES_OF,
         limit=math.ceil(job.config.cluster.start_timeout_s),
         ray=shlex.join([python, "-P", "-m", "ray.scripts.scripts"]),
         nodes=shlex.join([python, "-P", "-m", "megarl.launchers.ray_nodes"]),
         count=job.config.cluster.nnodes,
-        command=shlex.join(command),
+        command=shlex.join(command) + ' "$@"',
     )
 
 
-def gpus_per_node(config: RunConfig) -> int:
-    """GPUs that a node is asked for."""
-    given = config.launch.slurm.gpus_per_node
+def _setup(slurm: SlurmConfig) -> list[str]:
+    return [*(f"module load {shlex.quote(module)}" for module in slurm.modules), *slurm.setup]
+
+
+@dataclass(frozen=True)
+class Component:
+    """Nodes of one kind.
+
+    Attributes:
+        team: that has them for itself; empty: all others.
+        nodes: how many.
+        workers: on all of them.
+        settings: options of sbatch.
+    """
+
+    team: str
+    nodes: int
+    workers: int
+    settings: SlurmConfig | SlurmTeamConfig
+
+
+def components(config: RunConfig) -> list[Component]:
+    """The nodes that all teams share, and those of teams with nodes of their own.
+
+    Raises:
+        ConfigError: `launch.slurm.teams` does not fit placement and cluster.
+    """
+    slurm, cluster = config.launch.slurm, config.cluster
+    named = config.placement.teams
+    for name, own in slurm.teams.items():
+        where = f"launch.slurm.teams.{name}"
+        if name not in named:
+            raise ConfigError("placement has no such team", where=where, found=name, allowed=sorted(named) or "none")
+        if named[name].devices % own.nodes:
+            devices = f"a divisor of placement.teams.{name}.devices = {named[name].devices}"
+            what = "its workers do not divide evenly over its nodes"
+            raise ConfigError(what, where=f"{where}.nodes", found=own.nodes, allowed=devices)
+    apart = [Component(name, own.nodes, named[name].devices, own) for name, own in slurm.teams.items()]
+    nodes, workers = sum(part.nodes for part in apart), sum(part.workers for part in apart)
+    rest = Component("", cluster.nnodes - nodes, cluster.nproc - workers, slurm)
+    if apart and (rest.nodes < 1 or rest.workers < 1 or rest.workers % rest.nodes):
+        raise ConfigError(
+            "the other teams do not divide evenly over the other nodes",
+            where="launch.slurm.teams",
+            found=f"{rest.workers} workers on {rest.nodes} of cluster.nnodes = {cluster.nnodes}",
+            allowed="at least one team and one node that are not named, and whole workers on each node",
+        )
+    return [rest, *apart]
+
+
+def check_settings(job: Submission) -> None:
+    """What would fail only on the nodes.
+
+    Raises:
+        ConfigError: nodes of teams, or a container, cannot be as they are set.
+    """
+    parts, slurm = components(job.config), job.slurm
+    if len(parts) > 1 and job.launcher != "ray":
+        what = "nodes of different kinds run teams, which takes Ray"
+        raise ConfigError(what, where="launch.slurm.teams", found=job.launcher, fix="launch.launcher=ray")
+    if len(parts) > 1 and job.config.launch.spares:
+        raise ConfigError(
+            "a heterogeneous job has no spare nodes",
+            where="launch.spares",
+            found=job.config.launch.spares,
+            allowed="0 with launch.slurm.teams",
+            fix="a job that loses a node submits the next one without it",
+        )
+    if slurm.image is None:
+        for key in ("mounts", "container"):
+            if found := getattr(slurm, key):
+                what = "this is of a container, and there is none"
+                raise ConfigError(what, where=f"launch.slurm.{key}", found=found, fix="set launch.slurm.image")
+        return
+    for mount in slurm.mounts:
+        part = mount.split(":")
+        if not 2 <= len(part) <= 3 or not all(part) or "," in mount or not part[1].startswith("/"):
+            raise ConfigError(
+                "this is no mount of a container",
+                where="launch.slurm.mounts",
+                found=mount,
+                allowed="FROM:TO or FROM:TO:ro, TO with / in front, no comma",
+            )
+    file = Path(slurm.image)
+    if (slurm.image.startswith(("/", "./")) or file.suffix in (".sif", ".sqsh")) and not (job.workdir / file).exists():
+        raise ConfigError(
+            "there is no such image",
+            where="launch.slurm.image",
+            found=slurm.image,
+            fix="name a file that all nodes see, or an image of a registry",
+        )
+
+
+def gpus_per_node(config: RunConfig, part: Component | None = None) -> int:
+    """GPUs that a node is asked for; `part`: of these nodes, else of those that the teams share."""
+    part = part or components(config)[0]
+    given = part.settings.gpus_per_node
+    if given is None and part.team:
+        given = config.launch.slurm.gpus_per_node
     if given is not None:
         return given
-    return config.cluster.nproc // config.cluster.nnodes if config.cluster.device_memory_gb is not None else 0
+    return part.workers // part.nodes if config.cluster.device_memory_gb is not None else 0
 
 
 def _options(job: Submission) -> list[str]:
-    slurm, cluster = job.slurm, job.config.cluster
-    found = [f"--job-name={_name(job.config.name)}", f"--nodes={cluster.nnodes}", "--ntasks-per-node=1"]
-    if slurm.gres is not None:
-        found.append(f"--gres={_quoted(slurm.gres)}")
-    elif gpus := gpus_per_node(job.config):
-        found.append(f"--gpus-per-node={gpus}")
-    if slurm.cpus_per_node is not None:
-        found.append(f"--cpus-per-task={slurm.cpus_per_node}")
-    for key in ("partition", "account", "qos", "time", "constraint"):
-        value = getattr(slurm, key)
-        if value is not None:
-            found.append(f"--{key}={_quoted(value)}")
+    """What follows `#SBATCH`; components of a heterogeneous job are divided by `hetjob`."""
+    slurm, parts = job.slurm, components(job.config)
+    found = [f"--job-name={_name(job.config.name)}", *_nodes_of(job, parts[0])]
+    # A run goes on from its newest checkpoint: after preemption, or the loss of the first node.
+    found.append("--requeue")
+    if job.config.launch.spares:
+        found.append("--no-kill")  # the job outlives a node, and goes on with a spare one
     found.append(f"--chdir={_path(job.workdir)}")
     found.append(f"--output={_path(job.folder)}/job-%j.txt")
-    if slurm.chain:
+    limit = limit_minutes(slurm.time)
+    if limit is None or slurm.warn_s < 60 * limit:
         found.append(f"--signal=B:USR1@{slurm.warn_s}")
-    return [*found, "--open-mode=append", *map(_option, slurm.options)]
+    found += ["--open-mode=append", *map(_option, slurm.options)]
+    for part in parts[1:]:
+        found += ["hetjob", *_nodes_of(job, part), "--requeue", *map(_option, slurm.options)]
+    return found
 
 
-def _srun(job: Submission) -> str:
-    slurm, node = job.slurm, f'"$run_dir/launch/{NODE}"'
-    options = ["--kill-on-bad-exit=1", f"--output={shlex.quote(_percent(job.folder) + '/job-%j.node-%n.txt')}"]
-    start = f"bash {node}"
-    if slurm.image is not None:
-        places = [f"{place}:{place}" for place in dict.fromkeys((str(job.run_dir), str(job.workdir)))]
-        mounts = ",".join([*places, *slurm.mounts])
-        if slurm.container == "apptainer":
-            nvidia = " --nv" if gpus_per_node(job.config) else ""
-            start = f"apptainer exec{nvidia} --bind {shlex.quote(mounts)} {shlex.quote(slurm.image)} {start}"
-        else:
-            options += [f"--container-image={shlex.quote(slurm.image)}", f"--container-mounts={shlex.quote(mounts)}"]
-    if slurm.cpus_per_node is not None:
-        options.append(f"--cpus-per-task={slurm.cpus_per_node}")  # srun does not take it from sbatch since Slurm 22.05
-    return f"srun {' '.join(options)} \\\n  {start}"
+def _nodes_of(job: Submission, part: Component) -> list[str]:
+    """Options of sbatch for one kind of nodes."""
+    own, slurm = part.settings, job.slurm
+    count = part.nodes + (0 if part.team else job.config.launch.spares)
+    found = [f"--nodes={count}", "--ntasks-per-node=1"]
+    gres = own.gres if own.gres is not None or own.gpus_per_node is not None else slurm.gres
+    if gres is not None:
+        found.append(f"--gres={_quoted(gres)}")
+    elif gpus := gpus_per_node(job.config, part):
+        found.append(f"--gpus-per-node={gpus}")
+    if (cpus := own.cpus_per_node or slurm.cpus_per_node) is not None:
+        found.append(f"--cpus-per-task={cpus}")
+    for key in ("partition", "account", "qos", "time", "constraint"):
+        value = getattr(own, key, None)
+        if value is None:
+            value = getattr(slurm, key)
+        if value is not None:
+            found.append(f"--{key}={_quoted(value)}")
+    return found
+
+
+def limit_minutes(time: str | None) -> float | None:
+    """Minutes of a `--time` of sbatch; None: the partition's."""
+    if time is None:
+        return None
+    days, dash, rest = time.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:  # D-HH[:MM[:SS]]
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        return 1440.0 * int(days) + 60.0 * hours + minutes + seconds / 60
+    if len(parts) < 3:  # MM[:SS]
+        return parts[0] + [*parts, 0][1] / 60
+    return 60.0 * parts[0] + parts[1] + parts[2] / 60
+
+
+def _srun_options(job: Submission, part: Component) -> list[str]:
+    """Options of every srun of node.sh."""
+    slurm, options = job.slurm, []
+    if slurm.image is not None and slurm.container != "apptainer":
+        options += [f"--container-image={slurm.image}", f"--container-mounts={_mounts(job)}"]
+    if (cpus := part.settings.cpus_per_node or slurm.cpus_per_node) is not None:
+        options.append(f"--cpus-per-task={cpus}")  # srun does not take it from sbatch since Slurm 22.05
+    return options
+
+
+def _start(job: Submission, part: Component) -> list[str]:
+    """What srun starts."""
+    slurm, start = job.slurm, ["bash", str(job.folder / NODE)]
+    if slurm.teams:
+        start = ["env", f"{NODES_OF}={resource(part.team)}", *start]
+    if slurm.image is None or slurm.container != "apptainer":
+        return start
+    nvidia = ["--nv"] if gpus_per_node(job.config, part) else []
+    return ["apptainer", "exec", *nvidia, "--bind", _mounts(job), slurm.image, *start]
+
+
+def _mounts(job: Submission) -> str:
+    places = [f"{place}:{place}" for place in dict.fromkeys((str(job.run_dir), str(job.workdir)))]
+    return ",".join([*places, *job.slurm.mounts])
 
 
 def _name(name: str) -> str:

@@ -8,18 +8,38 @@ state_of         of a job that waits, runs, or has ended
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megarl.artifacts.batch import FOLDER
+from megarl.artifacts.jsonl import read_jsonl
 from megarl.config.load import dump_config
 from megarl.errors import ConfigError, UnavailableError, UserError, close_matches
-from megarl.launchers.slurm import CHAIN, JOB, JOBS, NODE, RECIPE, Submission, job_script, node_script
+from megarl.launchers import slurm_job
+from megarl.launchers.common import process_of
+from megarl.launchers.slurm import (
+    CHAIN,
+    DRIVER,
+    EVENTS,
+    EXCLUDED,
+    JOB,
+    JOBS,
+    NODE,
+    PLAN,
+    RECIPE,
+    STATE,
+    TESTS,
+    Submission,
+    job_script,
+    node_script,
+    plan,
+)
 from megarl.processes import write_atomically
 
 _ANSWER_S = 60.0
@@ -73,6 +93,9 @@ def write_scripts(job: Submission) -> Path:
     write_atomically(job.folder / RECIPE, dump_config(job.config))
     write_atomically(job.folder / NODE, node_script(job))
     write_atomically(job.folder / JOB, job_script(job))
+    write_atomically(job.folder / PLAN, json.dumps(plan(job), indent=1) + "\n")
+    source = Path(slurm_job.__file__).parent
+    shutil.copytree(source, job.folder / DRIVER, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
     return job.folder / JOB
 
 
@@ -93,16 +116,62 @@ def check_cluster(job: Submission) -> None:
             allowed=partitions,
             fix=f"did you mean {close[0]}?" if close else "",
         )
-    _sbatch(job_script(job), "--test-only")
+    pyxis = job.slurm.image is not None and job.slurm.container != "apptainer"
+    if pyxis and "--container-image" not in _ask("srun", "--help"):
+        raise ConfigError(
+            "this Slurm starts no containers: it has no pyxis",
+            where="launch.slurm.image",
+            found=job.slurm.image,
+            fix="launch.slurm.container=apptainer where nodes have it, or no image",
+        )
+    _sbatch(job_script(job), "--test-only", *_exclude(job))
+
+
+def prepare(job: Submission) -> None:
+    """What the jobs of this submission know of each other."""
+    state = {"failures": 0, "newest": -1, "on": [], "job": "", "process": process_of(job.run_dir)}
+    write_atomically(job.folder / STATE, json.dumps(state))
+    write_atomically(job.folder / CHAIN, f"{job.slurm.chain}\n")
 
 
 def submit(job: Submission) -> str:
     """Submit the script that `write_scripts` wrote; returns the job's number."""
-    write_atomically(job.folder / CHAIN, f"{job.slurm.chain}\n")
-    number = _sbatch((job.folder / JOB).read_text(), "--parsable").strip().partition(";")[0]
+    prepare(job)
+    number = _sbatch((job.folder / JOB).read_text(), "--parsable", *_exclude(job)).strip().partition(";")[0]
     with (job.folder / JOBS).open("a") as file:  # the jobs of a chain add theirs
         file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{job.config.cluster.nnodes}\n")
     return number
+
+
+def excluded(run_dir: Path) -> dict[str, str]:
+    """Nodes that the jobs of a run leave out, and why."""
+    return {line["node"]: line["reason"] for line in read_jsonl(run_dir / FOLDER / EXCLUDED)}
+
+
+def notes_of(run_dir: Path) -> list[dict[str, Any]]:
+    """What has happened in the jobs of a run: time, job, kind and text of each event, in order."""
+    return read_jsonl(run_dir / FOLDER / EVENTS)
+
+
+def latest_tests(run_dir: Path) -> dict[str, str]:
+    """What the last pre-flight found, in a line for each node."""
+    folders = [file.parent for file in (run_dir / FOLDER / TESTS).glob("*/failed.json")]
+    if not folders:
+        return {}
+    folder = max(folders, key=lambda path: (path / "failed.json").stat().st_mtime)
+    bad, found = json.loads((folder / "failed.json").read_text()), {}
+    for file in sorted(folder.glob("*.json")):
+        if file.stem not in ("failed", "links"):
+            checks = json.loads(file.read_text())["checks"]
+            told = ", ".join(f"{name}: {check['reason']}" for name, check in checks.items())
+            found[file.stem] = f"failed ({bad[file.stem]})" if file.stem in bad else f"passed ({told})"
+    return found | {node: f"failed ({reason})" for node, reason in bad.items() if node not in found}
+
+
+def _exclude(job: Submission) -> list[str]:
+    """Options of sbatch for the nodes that this run leaves out."""
+    names = [*plan(job)["exclude"], *excluded(job.run_dir)]
+    return [f"--exclude={','.join(names)}"] if names else []
 
 
 def jobs_of(run_dir: Path) -> list[SubmittedJob]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.5
 _TAIL = 20  # lines that `megarl logs` begins with
+_NOTES = 10  # of what has happened, that `megarl status` shows
 
 
 def add_arguments(commands: Any, read_recipe: Callable[[argparse.Namespace], RunConfig]) -> None:
@@ -61,9 +62,10 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
     from megarl.checks.recipe import check_config
     from megarl.config.base import raise_problems
     from megarl.launchers.common import make_run_dir
+    from megarl.launchers.preflight import check_run_folder
     from megarl.launchers.site import with_site
-    from megarl.launchers.slurm import Submission, job_script, node_script
-    from megarl.launchers.submit import check_cluster, submit, write_scripts
+    from megarl.launchers.slurm import Submission, check_settings, job_script, node_script
+    from megarl.launchers.submit import check_cluster, excluded, submit, write_scripts
 
     config = with_site(config)
     launcher = _launcher(arguments.launcher or config.launch.launcher, config)
@@ -73,6 +75,7 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
     parent = Path(config.tracking.dir) / config.name
     run_dir = (arguments.run_dir or parent / "STAMP").resolve()
     job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
+    check_settings(job)
     if arguments.dry_run:
         print(
             f"== launch/job.sh ==\n{job_script(job)}\n== launch/node.sh ==\n{node_script(job)}\nNothing was submitted."
@@ -80,6 +83,8 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
         return 0
     check_cluster(job)
     run_dir = make_run_dir(config, arguments.run_dir, arguments.job)
+    if not (seen := check_run_folder(run_dir)).ok:
+        raise UserError("the run folder cannot be used", where="--run-dir", found=seen.reason, fix="name another")
     if (active := _active_job(run_dir)) is not None:
         raise UserError(
             "this run has a job that has not ended",
@@ -89,6 +94,8 @@ def _launch(arguments: argparse.Namespace, config: RunConfig) -> int:
         )
     job = Submission(config, run_dir, arguments.job, launcher, Path.cwd())
     write_scripts(job)
+    for node, reason in excluded(run_dir).items():
+        print(f"left out: {node}: {reason} (launch/excluded.jsonl)")
     print(f"run folder: {run_dir}\njob: {submit(job)}")
     print(f"  megarl status {run_dir}\n  megarl logs -f {run_dir}\n  megarl cancel {run_dir}")
     return 0
@@ -146,7 +153,7 @@ def _status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from megarl.launchers.submit import state_of
+    from megarl.launchers.submit import excluded, latest_tests, notes_of, state_of
 
     run_dir = arguments.run_dir.resolve()
     table = Table(title=str(run_dir))
@@ -157,6 +164,17 @@ def _status(arguments: argparse.Namespace) -> int:
         table.add_row(told.number, told.submitted, state.name, state.ran, state.limit, state.nodes or told.nodes)
     Console().print(table)
     print(f"run: {_run_text(run_dir)}")
+    notes = notes_of(run_dir)
+    restarts = sum(note["kind"] == "restart" for note in notes)
+    if notes:
+        print(f"started again after lost nodes: {restarts}")
+    for node, reason in excluded(run_dir).items():
+        print(f"left out: {node}: {reason}")
+    for node, found in latest_tests(run_dir).items():
+        print(f"pre-flight: {node}: {found}")
+    for note in notes[-_NOTES:]:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(note["time"]))
+        print(f"{at} job {note['job']}: {note['text']}")
     return 0
 
 

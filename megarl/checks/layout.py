@@ -44,7 +44,7 @@ def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) ->
             allowed=divisors(cluster.nproc),
             fix="cluster.nproc counts the processes of all machines together",
         )
-    else:
+    elif not config.launch.slurm.teams:  # these have nodes of their own, see megarl.launchers.slurm
         checks.divides("machines", "cluster.nproc", cluster.nproc, cluster.nnodes, "cluster.nproc", "cluster.nnodes")
     if launcher == "local" and cluster.nnodes > 1:
         checks.fail(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megarl.config.base import Section
 
@@ -34,6 +34,19 @@ Word = Annotated[str, AfterValidator(_one_word)]
 Line = Annotated[str, AfterValidator(_one_line)]
 
 
+class SlurmTeamConfig(Section):
+    """Nodes of a team's own: a component of a heterogeneous job. What is null is as in launch.slurm."""
+
+    nodes: PositiveInt = Field(description="of cluster.nnodes; the team's workers divide evenly over them")
+    partition: Word | None = Field(None, description="sbatch --partition")
+    constraint: Line | None = Field(None, description="sbatch --constraint")
+    gpus_per_node: NonNegativeInt | None = Field(
+        None, description="sbatch --gpus-per-node; null: one for each worker of the team on a node, as in launch.slurm"
+    )
+    gres: Line | None = Field(None, description="sbatch --gres in place of --gpus-per-node")
+    cpus_per_node: PositiveInt | None = Field(None, description="sbatch --cpus-per-task")
+
+
 class SlurmConfig(Section):
     """What a Slurm cluster asks for. What is null or empty here is taken from the site's file (`launch.cluster`)."""
 
@@ -58,8 +71,18 @@ class SlurmConfig(Section):
     )
     warn_s: PositiveInt = Field(
         300,
-        description="with chain: seconds before the time limit in which the step that is under way ends and a "
-        "checkpoint is written",
+        description="seconds before the time limit in which the step that is under way ends and a checkpoint is "
+        "written; Slurm may begin up to a minute earlier",
+    )
+    restarts: NonNegativeInt = Field(
+        3,
+        description="how often in a row a run starts again by itself after it has lost nodes, in the same job or in "
+        "another; a newer checkpoint gives all of them back",
+    )
+    teams: dict[str, SlurmTeamConfig] = Field(
+        default_factory=dict,
+        description="teams of placement.teams that have nodes of their own, of other hardware (a heterogeneous job, "
+        "under Ray); the other teams share the rest",
     )
     options: list[Line] = Field(default_factory=list, description="further options of sbatch, as `--exclusive`")
     modules: list[Word] = Field(default_factory=list, description="`module load` on every node")
@@ -128,6 +151,23 @@ class LaunchConfig(Section):
 
     launcher: Literal["local", "torchrun", "ray"] = Field(
         "local", description="what starts the workers, unless --launcher says another"
+    )
+    spares: NonNegativeInt = Field(
+        0,
+        description="nodes that a batch job has in addition to cluster.nnodes, if the cluster has them free, and that "
+        "take the place of nodes that fail",
+    )
+    preflight: bool = Field(
+        True, description="a batch job tests its nodes before it starts the run, and leaves out those that fail"
+    )
+    preflight_disk_gb: NonNegativeFloat = Field(
+        1.0, description="free GB that a node must have for the run folder, and for temporary files"
+    )
+    preflight_clock_s: PositiveFloat = Field(
+        1.0, description="seconds that the clock of a node may differ from the median of all"
+    )
+    preflight_bandwidth: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.5, description="a node fails whose all-reduce with its best neighbour is below this share of the median"
     )
     cluster: str | None = Field(
         None,

@@ -16,6 +16,10 @@ MAKERS = {"init_process_group", "new_group"}
 ALLOWED = {
     "megarl/comm.py": (MAKERS | {"group.WORLD"}, "it makes WorkerGroups"),
     "megarl/rendezvous.py": ({"init_process_group"}, "a process joins its team there"),
+    "launchers/preflight_links.py": (
+        {"init_process_group", "group.WORLD"},
+        "a program of its own: each pair of nodes is a world for the length of a measurement",
+    ),
     "benchmarks/checkpoint.py": ({"init_process_group"}, "a program of its own below torchrun"),
     "benchmarks/sync/limits.py": (MAKERS | COLLECTIVES, "two bare processes: what torch itself can do"),
     "benchmarks/sync/receiver.py": ({"init_process_group"}, "it stands for a server, which is in no team of ours"),

@@ -9,7 +9,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 _START_S = 30.0
@@ -35,11 +38,14 @@ SchedulerParameters=sched_interval=1
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 KillWait=5
+SlurmdTimeout=10
+AuthInfo=cred_expire=15
 EnforcePartLimits=ALL
 SlurmctldPort={controller}
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr={address} Port=[{first}-{last}] CPUs=2 RealMemory=1000 State=UNKNOWN
-PartitionName=debug Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=NO
+{more}
 """
+PARTITION = "PartitionName=debug Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=NO"
 
 
 class DoesNotRunHere(RuntimeError):
@@ -74,9 +80,43 @@ def _free_ports(count: int) -> list[int]:
     raise RuntimeError("no free ports")
 
 
+@dataclass(frozen=True)
+class Cluster:
+    """A Slurm that runs.
+
+    Attributes:
+        conf: its slurm.conf.
+        daemons: slurmd of each node, by name.
+    """
+
+    conf: Path
+    daemons: dict[str, subprocess.Popen[bytes]]
+
+    def lose(self, node: str) -> None:
+        """What is left of a node whose power is cut: neither its slurmd nor anything that this has started."""
+        self.daemons[node].kill()
+        self.daemons[node].wait()
+        tasks, keepers = {}, set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                own = process.environ()
+                if own.get("SLURMD_NODENAME") == node and own.get("SLURM_CONF") == str(self.conf):
+                    tasks[process] = process.parents()
+                    keepers |= {parent for parent in tasks[process] if parent.name().startswith("slurmstepd")}
+        # Nobody may live to tell of the others' end: slurmstepd would, and the child of an srun, which watches it.
+        for process in [*keepers, *sorted(tasks, key=lambda task: -len(tasks[task]))]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
 @contextlib.contextmanager
-def cluster(folder: Path, nodes: int = 2) -> Iterator[Path]:
-    """Yields slurm.conf of a cluster that runs until the end of the block.
+def cluster(folder: Path, nodes: int = 2, more: str = PARTITION) -> Iterator[Cluster]:
+    """Yields a cluster that runs until the end of the block.
+
+    Args:
+        folder: a new one for its files.
+        nodes: their number; they are n1, n2 and so on.
+        more: lines of slurm.conf.
 
     Raises:
         DoesNotRunHere: its nodes are not idle within half a minute.
@@ -89,20 +129,20 @@ def cluster(folder: Path, nodes: int = 2) -> Iterator[Path]:
     conf.write_text(
         _CONF.format(
             host=socket.gethostname(), address=address(), folder=folder, nodes=nodes, controller=controller,
-            first=ports[0], last=ports[-1],
+            first=ports[0], last=ports[-1], more=more,
         )
     )  # fmt: skip
     environment = {**os.environ, "SLURM_CONF": str(conf)}
+    daemons: dict[str, subprocess.Popen[bytes]] = {}
     started = [subprocess.Popen(["slurmctld", "-D", "-f", str(conf)], env=environment, stderr=subprocess.DEVNULL)]
     try:
-        for number in range(1, nodes + 1):
-            started.append(
-                subprocess.Popen(
-                    ["slurmd", "-D", "-f", str(conf), "-N", f"n{number}"], env=environment, stderr=subprocess.DEVNULL
-                )
+        for name in (f"n{number}" for number in range(1, nodes + 1)):
+            daemons[name] = subprocess.Popen(
+                ["slurmd", "-D", "-f", str(conf), "-N", name], env=environment, stderr=subprocess.DEVNULL
             )
+            started.append(daemons[name])
         _wait_until_idle(environment, nodes, folder)
-        yield conf
+        yield Cluster(conf, daemons)
     finally:
         for process in reversed(started):
             process.terminate()
@@ -117,7 +157,7 @@ def _wait_until_idle(environment: dict[str, str], nodes: int, folder: Path) -> N
     while time.monotonic() < until:
         asked = ["sinfo", "--noheader", "--Node", "--format=%N %T"]
         said = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False).stdout
-        if said.split().count("idle") == nodes:
+        if sum(line.split()[1:] == ["idle"] for line in set(said.splitlines())) == nodes:  # a line for each partition
             return
         time.sleep(0.2)
     logs = "".join(file.read_text()[-2000:] for file in sorted(folder.glob("*.log")))

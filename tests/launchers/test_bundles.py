@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megarl.config.launch import LaunchConfig, SlurmConfig, SlurmTeamConfig
 from megarl.config.model import ParallelConfig
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.config.sglang import SGLangConfig
@@ -14,6 +15,7 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.launchers import bundles
 from megarl.launchers.bundles import reserve
+from megarl.launchers.seats import resource
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +151,29 @@ def test_a_machine_with_a_driver_and_no_gpu_in_ray_is_refused(monkeypatch: pytes
     monkeypatch.setattr(bundles, "has_nvidia_device", lambda: True)
     with pytest.raises(ConfigError, match=r"cluster\.nproc: (?s:.*)2 missing"):
         reserve(recipe(2), teams(2), gpus(0))
+
+
+def test_workers_of_a_team_with_nodes_of_its_own_are_bound_to_these() -> None:
+    config = RunConfig(
+        name="x",
+        cluster=ClusterConfig(nproc=6, nnodes=2),
+        launch=LaunchConfig(slurm=SlurmConfig(teams={"rollout": SlurmTeamConfig(nodes=1)})),
+    )
+    nodes = [{"CPU": 64.0, "GPU": 4.0, resource(""): 1000.0}, {"CPU": 64.0, "GPU": 2.0, resource("rollout"): 1000.0}]
+    found = reserve(config, teams(4, 2, apart=True), nodes)
+    assert [[name for name in bundle if name.startswith("megarl")] for bundle in found.bundles] == [
+        *[["megarl_other_teams"]] * 4,
+        *[["megarl_team_rollout"]] * 2,
+    ]
+    # A Ray whose nodes are nobody's, such as one on a laptop: workers are anywhere.
+    plain = reserve(config, teams(4, 2, apart=True), gpus(4, 2))
+    assert all(bundle.keys() == {"CPU", "GPU"} for bundle in plain.bundles)
+
+
+def test_servers_on_more_gpus_do_not_go_with_nodes_of_teams() -> None:
+    config = recipe(4, 2, servers=2).model_copy(
+        update={"launch": LaunchConfig(slurm=SlurmConfig(teams={"critic": SlurmTeamConfig(nodes=1)}))}
+    )
+    nodes = [node | {resource(name): 1000.0} for node, name in zip(gpus(8, 8), ("", "critic"), strict=True)]
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.teams: servers on GPUs of their own"):
+        reserve(config, teams(2, 2), nodes)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megarl.config.model import ParallelConfig
 from megarl.dag.placement import TeamPlan
-from megarl.launchers.seats import ranks_of, seats
+from megarl.launchers.seats import ranks_of, seats, seats_apart
 
 
 def teams(*sizes: int, tp: int = 1) -> list[TeamPlan]:
@@ -40,6 +40,25 @@ def test_a_model_parallel_group_stays_on_one_machine() -> None:
     found = seats(places, teams(2, 2, 8, tp=4))
     actor = [places[index][0] for index in found[4:]]
     assert actor == ["0"] * 4 + ["1"] * 4
+
+
+def test_a_team_with_nodes_of_its_own_is_seated_there_whatever_its_size() -> None:
+    first, second, third = teams(4, 2, 2)
+    # Ray has put each worker on a node of its team: 0 and 1 are of the second one.
+    places = [
+        ("2", ["0"]),
+        ("2", ["1"]),
+        ("3", ["0"]),
+        ("3", ["1"]),
+        ("1", ["0"]),
+        ("0", ["0"]),
+        ("2", ["2"]),
+        ("3", ["2"]),
+    ]
+    found = seats_apart(places, [first, second, third], [second.name])
+    assert found[4:6] == [5, 4]
+    assert sorted(found) == list(range(8))
+    assert seats_apart(places, [first, second, third], []) == seats(places, [first, second, third])
 
 
 def test_workers_are_told_their_place_in_their_team() -> None:

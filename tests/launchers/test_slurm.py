@@ -20,9 +20,9 @@ from megarl.config.launch import LaunchConfig, SlurmConfig
 from megarl.config.load import load_config
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import ConfigError, UserError
-from megarl.launchers import slurm, submit
+from megarl.launchers import preflight, slurm, submit
 from megarl.launchers.site import with_site
-from megarl.launchers.slurm import Submission, job_script, node_script
+from megarl.launchers.slurm import Submission, job_script, limit_minutes, node_script, plan
 
 GOLDEN = Path(__file__).parent / "golden"
 FULL = SlurmConfig(
@@ -43,9 +43,11 @@ FULL = SlurmConfig(
 )
 
 
-def submission(section: SlurmConfig, folder: Path = Path("/shared/runs/a run"), nnodes: int = 2) -> Submission:
+def submission(
+    section: SlurmConfig, folder: Path = Path("/shared/runs/a run"), nnodes: int = 2, spares: int = 0
+) -> Submission:
     cluster = ClusterConfig(nproc=2 * nnodes, nnodes=nnodes)
-    config = RunConfig(name="a run!", cluster=cluster, launch=LaunchConfig(slurm=section))
+    config = RunConfig(name="a run!", cluster=cluster, launch=LaunchConfig(slurm=section, spares=spares))
     return Submission(config, folder, "train", "torchrun", Path("/shared/my work"))
 
 
@@ -58,21 +60,71 @@ def shellcheck(text: str) -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("name", ["job.sh", "node.sh"])
-def test_the_scripts_of_the_recipe_for_32_gpus(name, monkeypatch):
+FOR_32_GPUS = ("launch.slurm.partition=gpu", "launch.slurm.time=12:00:00")
+#: The rollout on two nodes of other hardware than the two of the other teams.
+APART = (
+    *FOR_32_GPUS,
+    "launch.launcher=ray",
+    "cluster={nproc: 24, nnodes: 4}",
+    "placement.teams={train: {roles: [actor, reference], devices: 16}, draw: {roles: [rollout], devices: 8}}",
+    "launch.slurm.teams={draw: {nodes: 2, partition: small, constraint: a100}}",
+)
+
+
+@pytest.mark.parametrize("name", ["job.sh", "node.sh", "plan.json"])
+@pytest.mark.parametrize(
+    ("golden", "keys"), [("grpo_qwen3_30b_a3b_32gpu", FOR_32_GPUS), ("teams_apart", APART)], ids=["32 GPUs", "apart"]
+)
+def test_the_scripts_of_the_recipe_for_32_gpus(golden, keys, name, monkeypatch):
     monkeypatch.setattr(slurm.sys, "executable", "/shared/venv/bin/python")
-    config = load_config("grpo_qwen3_30b_a3b_32gpu", ["launch.slurm.partition=gpu", "launch.slurm.time=12:00:00"])
+    config = load_config("grpo_qwen3_30b_a3b_32gpu", list(keys))
     run_dir = Path("/shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000")
     job = Submission(config, run_dir, "train", config.launch.launcher, Path("/shared/work"))
-    text = {"job.sh": job_script, "node.sh": node_script}[name](job)
-    assert text == (GOLDEN / f"grpo_qwen3_30b_a3b_32gpu.{name}").read_text()
+    texts = {
+        "job.sh": job_script,
+        "node.sh": node_script,
+        "plan.json": lambda job: json.dumps(plan(job), indent=1) + "\n",
+    }
+    text = texts[name](job)
+    if name != "plan.json":
+        shellcheck(text)
+    assert text == (GOLDEN / f"{golden}.{name}").read_text()
+
+
+TEAMS = "placement.teams={a: {roles: [actor, rollout], devices: 2}, b: {roles: [reference], devices: 2}}"
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["launch.slurm.teams={c: {nodes: 1}}"], r"launch\.slurm\.teams\.c(?s:.*)allowed: a, b"),
+        (["launch.slurm.teams={b: {nodes: 3}}"], r"launch\.slurm\.teams\.b\.nodes(?s:.*)devices = 2"),
+        (["launch.slurm.teams={b: {nodes: 2}}"], r"2 workers on 0 of cluster\.nnodes = 2"),
+        (["launch.slurm.teams={b: {nodes: 1}}", "launch.spares=1"], r"launch\.spares"),
+        (["launch.slurm.mounts=[/a:/b]"], r"launch\.slurm\.mounts(?s:.*)set launch\.slurm\.image"),
+        (["launch.slurm={image: x, mounts: [/a]}"], r"launch\.slurm\.mounts: this is no mount"),
+        (["launch.slurm.image=./none.sqsh"], r"launch\.slurm\.image: there is no such image"),
+    ],
+)
+def test_settings_that_would_fail_on_the_nodes_are_refused(keys, said, tmp_path):
+    config = load_config("grpo_quickstart", [TEAMS, "cluster={nproc: 4, nnodes: 2}", *keys])
+    with pytest.raises(ConfigError, match=said):
+        slurm.check_settings(Submission(config, tmp_path / "run", "train", "ray", tmp_path))
+
+
+def test_teams_with_nodes_of_their_own_take_ray(tmp_path):
+    config = load_config(
+        "grpo_quickstart", [TEAMS, "cluster={nproc: 4, nnodes: 2}", "launch.slurm.teams={b: {nodes: 1}}"]
+    )
+    with pytest.raises(ConfigError, match="which takes Ray"):
+        slurm.check_settings(Submission(config, tmp_path / "run", "train", "torchrun", tmp_path))
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
 @pytest.mark.parametrize("container", [None, "pyxis", "apptainer"])
 def test_shellcheck_finds_nothing(nnodes, container):
     section = FULL if container else FULL.model_copy(update={"image": None, "interface": None})
-    section = section.model_copy(update={"container": container, "chain": 3 if container else 0})
+    section = section.model_copy(update={"container": container})
     for launcher in ("torchrun", "ray"):
         job = replace(submission(section, nnodes=nnodes), launcher=launcher)
         shellcheck(job_script(job))
@@ -88,12 +140,42 @@ def test_what_the_section_says_is_in_the_script():
         '#SBATCH --chdir="/shared/my work"', '#SBATCH --output="/shared/runs/a run/launch"/job-%j.txt',
     ):  # fmt: skip
         assert line in text.splitlines()
-    assert (
-        "--container-mounts='/shared/runs/a run:/shared/runs/a run,/shared/my work:/shared/my work,/data:/data'" in text
-    )
     assert "--gpus-per-node" not in text
-    apptainer = job_script(submission(FULL.model_copy(update={"container": "apptainer"})))
-    assert "apptainer exec --bind" in apptainer
+    assert "--no-kill" not in text
+
+
+def test_what_the_section_says_is_in_the_plan():
+    found = plan(submission(FULL))
+    mounts = "/shared/runs/a run:/shared/runs/a run,/shared/my work:/shared/my work,/data:/data"
+    (group,) = found["groups"]
+    assert group["srun"] == [f"--container-image={FULL.image}", f"--container-mounts={mounts}", "--cpus-per-task=96"]
+    apptainer = plan(submission(FULL.model_copy(update={"container": "apptainer", "options": ["--exclude=n[1-2]"]})))
+    assert apptainer["groups"][0]["start"][:4] == ["apptainer", "exec", "--bind", mounts]
+    assert apptainer["exclude"] == ["n[1-2]"]
+
+
+def test_spares_are_nodes_of_a_job_that_outlives_one_of_them():
+    text = job_script(submission(FULL, spares=2))
+    assert "#SBATCH --nodes=4\n" in text
+    assert "#SBATCH --no-kill\n" in text
+
+
+@pytest.mark.parametrize(
+    ("time", "minutes"),
+    [
+        ("2", 2),
+        ("90:30", 90.5),
+        ("12:00:00", 720),
+        ("1-6", 1800),
+        ("1-00:30", 1470),
+        ("2-00:00:00", 2880),
+        (None, None),
+    ],
+)
+def test_the_warning_comes_before_the_end_of_jobs_that_are_long_enough(time, minutes):
+    assert limit_minutes(time) == minutes
+    text = job_script(submission(SlurmConfig(time=time, warn_s=150)))
+    assert ("--signal=B:USR1@150" in text) == (minutes is None or minutes > 2.5)
 
 
 def test_gpus_are_those_of_the_processes_where_the_recipe_is_for_gpus():
@@ -116,24 +198,31 @@ TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])
     st.dictionaries(st.from_regex(r"X_[A-Z]{1,8}", fullmatch=True), TEXT, max_size=3),
     st.text(st.sampled_from("a '$`%&!#*;(){}|<>\t~é"), min_size=1, max_size=12),
 )
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_come_through_a_real_shell(tmp_path, environment, name):
     seen, folder = tmp_path / "seen.json", tmp_path / "f" / name.strip() / "run"
     folder.mkdir(parents=True, exist_ok=True)
     program = tmp_path / "it's python"
     program.write_text(
         f"#!{sys.executable}\nimport json, os, sys\n"
+        f"if 'slurm_job' in sys.argv: os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])\n"
         f"json.dump([sys.argv[1:], os.getcwd(), dict(os.environ)], open({str(seen)!r}, 'w'))\n"
     )
     program.chmod(0o755)
     section = SlurmConfig(environment=environment, python=str(program), setup=["true"])
-    config = RunConfig(name="x", cluster=ClusterConfig(nproc=2), launch=LaunchConfig(slurm=section))
-    job = Submission(config, folder, "train", "torchrun", folder)
+    launch = LaunchConfig(slurm=section, preflight=False)
+    job = Submission(
+        RunConfig(name="x", cluster=ClusterConfig(nproc=2), launch=launch), folder, "train", "torchrun", folder
+    )
     script = submit.write_scripts(job)
+    submit.prepare(job)
     # srun starts what comes after its options; sbatch starts the script.
     (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
     (tmp_path / "srun").chmod(0o755)
+    (tmp_path / "scontrol").write_text("#!/bin/bash\necho n1\n")
+    (tmp_path / "scontrol").chmod(0o755)
     outside = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NODEID": "0", "LC_ALL": "C.UTF-8"}
+    outside |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
     subprocess.run(["bash", script], env=outside, check=True)
     arguments, where, found = json.loads(seen.read_text())
     recipe = folder / "launch" / "recipe.yaml"
@@ -225,6 +314,23 @@ def test_a_wrong_partition_and_a_missing_slurm_are_told(tmp_path, monkeypatch):
     commands(tmp_path / "none", monkeypatch)
     with pytest.raises(UserError, match="not on this machine"):
         submit.check_cluster(submission(SlurmConfig()))
+
+
+def test_a_slurm_without_pyxis_starts_no_images(tmp_path, monkeypatch):
+    commands(tmp_path / "bin", monkeypatch, sinfo="echo gpu", srun="echo --help", sbatch="exit 0")
+    with pytest.raises(ConfigError, match=r"launch\.slurm\.image(?s:.*)no pyxis"):
+        submit.check_cluster(submission(SlurmConfig(image="registry.example#megarl:1")))
+    commands(tmp_path / "bin", monkeypatch, srun="echo --container-image")
+    submit.check_cluster(submission(SlurmConfig(image="registry.example#megarl:1")))
+
+
+def test_a_run_folder_that_cannot_be_read_is_told_before_anything_is_submitted(tmp_path, monkeypatch, capsys):
+    said = tmp_path / "submitted"
+    commands(tmp_path / "bin", monkeypatch, sinfo="echo gpu", sbatch=f'[ "$1" = --test-only ] || touch {said}; echo 7')
+    monkeypatch.setattr(preflight, "check_run_folder", lambda run_dir: preflight.Check(False, f"{run_dir}: denied"))
+    assert cli.main(["launch", "grpo_quickstart", "--slurm", "--run-dir", str(tmp_path / "run")]) == 2
+    assert "run: denied" in capsys.readouterr().err
+    assert not said.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_anything_is_submitted(tmp_path, monkeypatch, capsys):

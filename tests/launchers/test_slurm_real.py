@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,8 @@ import pytest
 from megarl import cli
 from megarl.cluster import last_step
 from megarl.launchers.submit import jobs_of, state_of
-from tests.launchers import slurm_cluster
+from tests.launchers import slurm_cluster, slurm_runs
+from tests.launchers.slurm_runs import a_slurm, said, slow_reward, wait, wait_for_end, wait_for_step
 from tests.runtime import harness
 
 pytestmark = [
@@ -25,16 +24,9 @@ FEW = (f"trainer.steps={STEPS}", "trainer.save_every=5", "validation.every=10", 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def conf(tmp_path_factory):
-    with contextlib.ExitStack() as stack:
-        try:
-            file = stack.enter_context(slurm_cluster.cluster(tmp_path_factory.mktemp("slurm") / "cluster"))
-        except slurm_cluster.DoesNotRunHere as error:
-            pytest.skip(str(error))
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        patch.setenv("SLURM_CONF", str(file))
-        patch.setenv("MEGARL_CLUSTERS", str(file.parent / "none.yaml"))
-        yield file
+def slurm(tmp_path_factory):
+    with a_slurm(tmp_path_factory.mktemp("slurm") / "cluster", 2) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -48,20 +40,8 @@ def local(recipe, tmp_path_factory):
 
 
 def launch(recipe: Path, run_dir: Path, *keys: str) -> int:
-    arguments = ["launch", str(recipe), "--slurm", *FEW, "cluster.nnodes=2", "launch.slurm.partition=debug", *keys]
-    return cli.main([*arguments, "--run-dir", str(run_dir)])
-
-
-def wait(until, what: str, seconds: float = 200) -> None:
-    end = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < end, f"no {what} within {seconds} s"
-        time.sleep(0.3)
-
-
-def said(run_dir: Path) -> str:
-    files = [*(run_dir / "launch").glob("job-*.txt"), run_dir / "log.txt"]
-    return "\n".join(f"{file.name}: {file.read_text()[-3000:]}" for file in files if file.is_file())
+    """Without tests of the nodes, which test_slurm_lost.py has."""
+    return slurm_runs.launch(recipe, run_dir, *FEW, "launch.preflight=false", *keys)
 
 
 def test_two_nodes_have_the_metrics_of_the_local_launcher(recipe, local, tmp_path, capsys):
@@ -81,22 +61,20 @@ def test_two_nodes_have_the_metrics_of_the_local_launcher(recipe, local, tmp_pat
 def test_two_nodes_of_a_ray_have_the_metrics_of_the_local_launcher(recipe, local, tmp_path):
     run_dir = tmp_path / "run"
     assert launch(recipe, run_dir, "launch.launcher=ray") == 0
-    (job,) = jobs_of(run_dir)
-    wait(lambda: not state_of(job.number).active, "end of the job")
-    assert state_of(job.number).name == "COMPLETED", said(run_dir)
+    assert wait_for_end(run_dir) == "COMPLETED", said(run_dir)
     assert harness.metrics(run_dir) == local
 
 
 def test_a_cancelled_run_goes_on_in_its_next_job(recipe, local, tmp_path, capsys):
     run_dir = tmp_path / "run"
     assert launch(recipe, run_dir) == 0
-    wait(lambda: (run_dir / "metrics.jsonl").is_file() and (last_step(run_dir) or 0) > 5, "sixth step")
+    wait_for_step(run_dir, 6)
     assert cli.main(["cancel", str(run_dir)]) == 0
-    number = jobs_of(run_dir)[0].number
-    wait(lambda: not state_of(number).active, "end of the job")
+    assert wait_for_end(run_dir) == "CANCELLED"
+    assert len(jobs_of(run_dir)) == 1
     assert last_step(run_dir) < STEPS
     assert launch(recipe, run_dir) == 0
-    wait(lambda: not state_of(jobs_of(run_dir)[1].number).active, "end of the second job")
+    assert wait_for_end(run_dir) == "COMPLETED"
     assert harness.metrics(run_dir) == local, said(run_dir)
     capsys.readouterr()
     assert cli.main(["status", str(run_dir)]) == 0
@@ -106,20 +84,16 @@ def test_a_cancelled_run_goes_on_in_its_next_job(recipe, local, tmp_path, capsys
 def test_a_chain_of_jobs_has_the_metrics_of_one(recipe, local, tmp_path, capsys):
     """The signal that Slurm sends before the time limit comes from the test, which cannot wait for minutes."""
     run_dir = tmp_path / "run"
-    reward = (recipe.parent / "reward.py").read_text()
-    slow = recipe.parent / "slow.py"  # so that no link comes to the last step before its signal
-    slow.write_text(reward.replace("closeness(samples):", "closeness(samples):\n    import time; time.sleep(0.4)"))
     chain = ("launch.slurm.chain=2", "launch.slurm.warn_s=60", "trainer.save_every=0")
-    assert launch(recipe, run_dir, *chain, f"reward.name={slow}:closeness") == 0
+    assert launch(recipe, run_dir, *chain, slow_reward(recipe, 0.4)) == 0
     for link in (1, 2):
-        wait(
-            lambda at=link: len(jobs_of(run_dir)) == at and (last_step(run_dir) or 0) >= 3 * at, f"step of link {link}"
-        )
+        wait(lambda at=link: len(jobs_of(run_dir)) == at, f"link {link}")
+        wait_for_step(run_dir, 3 * link)
         number = jobs_of(run_dir)[-1].number
         subprocess.run(["scancel", "--batch", "--signal=USR1", number], check=True)
         wait(lambda of=number: not state_of(of).active, "end of the link")
         assert state_of(number).name == "COMPLETED", said(run_dir)
-    wait(lambda: not state_of(jobs_of(run_dir)[-1].number).active, "end of the chain")
+    wait_for_end(run_dir)
     assert len(jobs_of(run_dir)) == 3
     assert harness.metrics(run_dir) == local, said(run_dir)
     assert (run_dir / "launch" / "chain").read_text() == "0\n"

@@ -3,4 +3,7 @@
 set -euo pipefail
 cd /shared/work
 export NODE_RANK="$SLURM_NODEID"
-exec /shared/venv/bin/python -P -m megarl train /shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000/launch/recipe.yaml --launcher torchrun --run-dir /shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000
+if [ "${1:-}" = preflight ]; then
+  exec /shared/venv/bin/python -P -m megarl.launchers.preflight "${@:2}"
+fi
+exec /shared/venv/bin/python -P -m megarl train /shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000/launch/recipe.yaml --launcher torchrun --run-dir /shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000 "$@"

@@ -1,0 +1,212 @@
+"""Tests of a node before a run starts on it: `python -m megarl.launchers.preflight node FOLDER ...`, on every node.
+
+    node    by itself: run folder, disk, GPUs, their errors, versions                    -> FOLDER/NODE.json
+    links   all nodes together: offsets of clocks, all-reduce with both neighbours       -> FOLDER/links.json
+
+A job of Slurm runs both (`megarl.launchers.slurm_job`) and judges what they found. Each check is `{ok, reason}`; what
+cannot be asked on a machine, such as the kernel's log, passes with a reason that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.processes import write_atomically
+
+_ANSWER_S = 30.0
+#: Errors of a GPU that its driver counts since it was loaded, and whether memory could not be repaired: fields of
+#: `nvidia-smi --help-query-gpu` and `--help-query-remapped-rows`.
+_GPU_FIELDS = "index,name,ecc.errors.uncorrected.volatile.total"
+_ROW_FIELDS = "gpu_uuid,remapped_rows.pending,remapped_rows.failure"
+#: Xid errors that end in a reset of the GPU or of the machine (https://docs.nvidia.com/deploy/xid-errors): 48 and 95
+#: memory errors that were not contained, 64 no repair of memory, 74 NVLink, 79 no answer on the bus, 119, 120 and 140
+#: its own processor and memory. Others, such as 13 and 31, are mostly the program's.
+FATAL_XIDS = {48, 64, 74, 79, 95, 119, 120, 140}
+_XID = re.compile(r"\[\s*(\d+\.\d+)\].*NVRM: Xid \(([^)]*)\): (\d+)")
+_XID_AGE_S = 24 * 3600.0
+_NOT_KNOWN = ("[N/A]", "N/A", "[Not Supported]")
+
+
+class Check(NamedTuple):
+    """A result: whether the node may be used, and why not, or what was found."""
+
+    ok: bool
+    reason: str
+
+
+def node_name() -> str:
+    """How Slurm calls this node; elsewhere its host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, Check]:
+    """All checks that a node can do by itself, by name.
+
+    Args:
+        run_dir: the run folder, which all nodes share.
+        gpus: how many GPUs there must be; 0: none are asked for.
+        disk_gb: GB that must be free in the run folder, and for temporary files.
+    """
+    found = {"run folder": check_run_folder(run_dir), "disk": check_disk(run_dir, disk_gb)}
+    if gpus:
+        listed = ask("nvidia-smi", f"--query-gpu={_GPU_FIELDS}", "--format=csv,noheader,nounits")
+        rows = ask("nvidia-smi", f"--query-remapped-rows={_ROW_FIELDS}", "--format=csv,noheader,nounits")
+        found["gpus"] = check_gpus(listed, gpus)
+        found["memory errors"] = check_ecc(listed, rows)
+        found["xid"] = check_xids(ask("dmesg"), time.clock_gettime(time.CLOCK_BOOTTIME))
+    return found
+
+
+def check_run_folder(run_dir: Path) -> Check:
+    """It can be read and written from here."""
+    try:
+        next(run_dir.iterdir(), None)
+        with tempfile.TemporaryFile(dir=run_dir) as file:
+            file.write(b"x")
+    except OSError as error:
+        return Check(False, f"{run_dir}: {error.strerror or error}")
+    return Check(True, "readable and writable")
+
+
+def check_disk(run_dir: Path, disk_gb: float) -> Check:
+    """Enough of it is free."""
+    told = []
+    for folder in (str(run_dir), os.environ.get("TMPDIR") or tempfile.gettempdir()):
+        try:
+            free = shutil.disk_usage(folder).free / 1e9
+        except OSError as error:
+            return Check(False, f"{folder}: {error.strerror or error}")
+        if free < disk_gb:
+            return Check(False, f"{folder}: {free:.1f} GB free, launch.preflight_disk_gb = {disk_gb:g}")
+        told.append(f"{free:.0f} GB")
+    return Check(True, f"{' and '.join(told)} free")
+
+
+class Answer(NamedTuple):
+    """What a program printed; `error`: why it printed nothing of use."""
+
+    text: str
+    error: str = ""
+
+
+def ask(*command: str) -> Answer:
+    """Run a program that is over within half a minute."""
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_ANSWER_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except FileNotFoundError:
+        return Answer("", f"there is no {command[0]}")
+    except subprocess.TimeoutExpired:
+        return Answer("", f"{command[0]} gives no answer within {_ANSWER_S:.0f} s")
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return Answer("", f"{command[0]} ended with {done.returncode}: {said[0] if said else 'no message'}")
+    return Answer(done.stdout)
+
+
+def check_gpus(listed: Answer, wanted: int) -> Check:
+    """As many GPUs as the node was asked for are visible; a driver that does not answer has none."""
+    if listed.error:
+        return Check(False, listed.error)
+    names = [row[1] for row in _rows(listed.text, 3)]
+    if len(names) < wanted:
+        return Check(False, f"{len(names)} of {wanted} GPUs are visible")
+    return Check(True, f"{len(names)} x {names[0]}")
+
+
+def check_ecc(listed: Answer, remapped: Answer) -> Check:
+    """No memory error that was not corrected since the driver was loaded, and none that could not be repaired."""
+    if listed.error:
+        return Check(True, f"not known: {listed.error}")
+    bad = [f"GPU {row[0]}: {row[2]} uncorrected ECC errors" for row in _rows(listed.text, 3) if _count(row[2])]
+    if remapped.error:
+        told = f"; remapped rows not known: {remapped.error}"
+    else:
+        rows = _rows(remapped.text, 3)
+        bad += [f"{row[0]}: a memory row could not be remapped" for row in rows if _yes(row[2])]
+        waiting = sum(_yes(row[1]) for row in rows)
+        told = f"; {waiting} GPUs wait for a reset to remap a row" if waiting else ""
+    return Check(not bad, "; ".join(bad) if bad else f"none{told}")
+
+
+def check_xids(log: Answer, uptime_s: float) -> Check:
+    """No error within a day, by the kernel's log, that ends in a reset of a GPU.
+
+    Args:
+        log: of dmesg, with seconds since the machine was started.
+        uptime_s: the same of now.
+    """
+    if log.error:
+        return Check(True, f"not known: {log.error}")
+    found = [(float(at), bus, int(number)) for at, bus, number in _XID.findall(log.text)]
+    bad = [(bus, number) for at, bus, number in found if number in FATAL_XIDS and uptime_s - at < _XID_AGE_S]
+    if bad:
+        return Check(False, ", ".join(dict.fromkeys(f"Xid {number} of {bus}" for bus, number in bad)))
+    return Check(True, f"none of {len(found)} in the log is a fault of the machine" if found else "none")
+
+
+def _rows(text: str, columns: int) -> list[list[str]]:
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
+    return [row for row in rows if len(row) == columns]
+
+
+def _count(cell: str) -> int:
+    return int(cell) if cell.isdecimal() else 0  # GPUs without ECC say [N/A]
+
+
+def _yes(cell: str) -> bool:
+    return cell not in (*_NOT_KNOWN, "0", "No")
+
+
+def versions() -> dict[str, str]:
+    """What must be the same on all nodes."""
+    found = {"python": platform.python_version()}
+    for name in ("megarl", "torch"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Exit code 0: the results were written, whatever they are."""
+    parser = argparse.ArgumentParser(prog="preflight", description="Test this node before a run starts on it.")
+    parser.add_argument("part", choices=("node", "links"))
+    parser.add_argument("folder", type=Path, help="where results go")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--disk-gb", type=float, default=0.0)
+    parser.add_argument("--limit-s", type=float, default=60.0)
+    parser.add_argument("--local", type=int, default=0, help="number of the process on its node (links)")
+    given = parser.parse_args(arguments)
+    if given.part == "links":
+        from megarl.launchers.preflight_links import measure
+
+        return measure(given.folder, given.gpus, given.limit_s, given.local)
+    checks = {name: check._asdict() for name, check in check_node(given.run_dir, given.gpus, given.disk_gb).items()}
+    given.folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(
+        given.folder / f"{node_name()}.json",
+        json.dumps({"node": node_name(), "time": time.time(), "checks": checks, "versions": versions()}, indent=1),
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,18 @@
+"""What a batch job of Slurm does on its first node: `python3 -m slurm_job RUN_DIR` in RUN_DIR/launch.
+
+    nodes of the job, but those that are excluded or fail the pre-flight  -> the first cluster.nnodes; others are spare
+    srun node.sh on them  -> it ends well, or fails on nodes that all answer  -> the job ends
+        ^                 -> nodes are lost -> they are excluded; enough others -> again, from the newest checkpoint
+        |                                                          |
+        +----------------------------------------------------------+--> too few -> the next job, without these nodes
+    USR1     the time limit is near: a checkpoint, the next job of the chain, the end; or the job is preempted: a
+             checkpoint, and into the queue again
+    TERM     scancel, or no time is left: the end, and nothing is submitted
+
+`megarl launch` copies this folder to the run folder: it needs Python 3.9 and nothing else, so that it also runs outside
+of the container that megarl is in. For that its files import each other relatively.
+
+    driver.py    the job      nodes.py     which nodes are well
+    files.py     RUN_DIR/launch, and Slurm's commands      verdicts.py  what the results of tests mean
+    guard.py     watches the driver from another node
+"""

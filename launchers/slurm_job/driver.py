@@ -1,0 +1,292 @@
+"""One job: see the package."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from .files import ANSWER_S, LOOK_S, Folder, Refused, answer, fields_of
+from .guard import GUARD_S
+from .nodes import ALONE, Nodes, stop
+
+#: Seconds of `warn_s` that are left for the end of a job when no checkpoint comes.
+LEFT_S = 20
+
+
+class Over(Exception):
+    """The job ends with this exit code."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class Driver:
+    """One job.
+
+    Args:
+        run_dir: of the run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]
+        self.plan = self.files.plan
+        self.nodes = Nodes(self.files, self.job)
+        self.allocated = list(self.nodes.group_of)
+        self.good: list[str] = []
+        self.attempt = 0
+        self.guard: subprocess.Popen[bytes] | None = None
+        self.guarded, self.guards = 0.0, 0  # when the last one was started, and how many there were
+        self.ended = self.warned = False
+
+    def run(self) -> int:
+        """The exit code of the job."""
+        signal.signal(signal.SIGUSR1, self._on_warning)
+        signal.signal(signal.SIGTERM, self._on_end)
+        try:
+            self._begin()
+            while True:
+                nodes = self._choose()
+                code = self._watch(self._start(nodes))
+                if code == 0:
+                    self.say("finished", "the run has ended")
+                    return 0
+                if self._preempted():
+                    self._requeue("preempted; it goes on from its newest checkpoint")
+                lost = self._exclude(self.nodes.roll_call(nodes), "lost")
+                if not lost:
+                    self.say("failed", f"the run has ended with exit code {code}; all its nodes answer")
+                    return code
+                if self._chosen():
+                    self._restart(lost, "in this job")
+        except Over as over:
+            return over.code
+        except Refused as error:
+            self.say("failed", str(error))
+            return 1
+        finally:
+            if self.guard is not None:
+                self.guard.terminate()
+
+    def say(self, kind: str, text: str) -> None:
+        """Print what happens, and note it."""
+        self.files.say(self.job, kind, text)
+
+    def _on_warning(self, number: int, frame: object) -> None:
+        self.warned = True
+
+    def _on_end(self, number: int, frame: object) -> None:
+        self.ended = True
+
+    def _begin(self) -> None:
+        """Nodes that may be used; Slurm may have put the job into the queue again since it ran."""
+        again = os.environ.get("SLURM_RESTART_COUNT")
+        if again:
+            before = self.files.state()["on"] if self.files.state()["job"] == self.job else []
+            gone = self._exclude({node: state for node in before if (state := self.nodes.lost_state(node))}, "lost")
+            self.say("again", f"job {self.job} runs again, for the {again}. time")
+            if gone:
+                self._restart(gone, f"in job {self.job} again")
+        known = {line["node"] for line in self.files.lines("excluded.jsonl")}
+        self.good = [node for node in self.allocated if node not in known]
+        if self.plan["preflight"] and self.good:
+            self._exclude(self.nodes.preflight(self.good), "failed its pre-flight")
+
+    def _choose(self) -> list[str]:
+        """The nodes of the next attempt.
+
+        Raises:
+            Over: there are too few, and the next job is submitted if there may be one.
+        """
+        if nodes := self._chosen():
+            return nodes
+        reasons = {line["node"]: line["reason"] for line in self.files.lines("excluded.jsonl")}
+        told = "; ".join(f"{node}: {reasons[node]}" for node in self.allocated if node in reasons)
+        self.say(
+            "too few",
+            f"cluster.nnodes: {len(self.good)} of the {len(self.allocated)} nodes of this job can be used\n"
+            f"  found:   {told}\n  allowed: {self.plan['nodes']} nodes\n"
+            f"  fix:     launch.spares, or repair them and remove their lines from {self.files.path}/excluded.jsonl",
+        )
+        self._count_failure()
+        self._next_job()
+        raise Over(1)
+
+    def _chosen(self) -> list[str]:
+        """The first good nodes of each kind; none: there are too few."""
+        chosen: list[str] = []
+        for number, group in enumerate(self.plan["groups"]):
+            mine = [node for node in self.good if self.nodes.group_of[node] == number]
+            if len(mine) < group["nodes"]:
+                return []
+            chosen += mine[: group["nodes"]]
+        return chosen
+
+    def _restart(self, lost: list[str], where: str) -> None:
+        """Note that the run starts again without these nodes.
+
+        Raises:
+            Over: no restart is left.
+        """
+        self._count_failure()
+        newest = self.files.newest()
+        at = f"from the checkpoint of step {newest}"
+        start = at if newest >= 0 else "there is no checkpoint yet: from the beginning"
+        why = f"lost {', '.join(lost)}"
+        self.say("restart", f"{why}: the run starts again {where}, {start}")
+        file = self.files.run_dir / "restarts.jsonl"
+        number = len(file.read_text().splitlines()) + 1 if file.is_file() else 1
+        self.files.add(file, {"restart": number, "time": time.time(), "why": why, "start": start})
+
+    def _count_failure(self) -> None:
+        """One restart of the budget.
+
+        Raises:
+            Over: none is left.
+        """
+        state, newest = self.files.state(), self.files.newest()
+        failures = 1 + (0 if newest > state["newest"] else state["failures"])
+        self.files.set_state(failures=failures, newest=newest)
+        if failures > self.plan["restarts"]:
+            limit = self.plan["restarts"]
+            self.say("ended", f"no restart is left: {limit} without a new checkpoint (launch.slurm.restarts)")
+            raise Over(1)
+
+    def _exclude(self, bad: dict[str, str], what: str) -> list[str]:
+        """Leave nodes out from now on, each with a reason; returns their names."""
+        for node, reason in bad.items():
+            line = {"time": time.time(), "job": self.job, "node": node, "reason": f"{what}: {reason}"}
+            self.files.add(self.files.path / "excluded.jsonl", line)
+            self.say("excluded", f"{node} is left out from now on: {what}: {reason}")
+        self.good = [node for node in self.good if node not in bad]
+        return list(bad)
+
+    # -- other jobs
+
+    def _excluded(self) -> str:
+        names = dict.fromkeys(line["node"] for line in self.files.lines("excluded.jsonl"))
+        return ",".join([*self.plan["exclude"], *names])
+
+    def _next_job(self) -> None:
+        """Submit the job that goes on when this one has ended."""
+        script = self.files.path / "job.sh"
+        options = [f"--dependency=afterany:{self.job}"]
+        wanted, spares = self.plan["nodes"], self.plan["spares"]
+        if spares:  # a small cluster may have no spare left: the job must not wait for one
+            options.append(f"--nodes={wanted}-{wanted + spares}")
+        if self._excluded() and len(self.plan["groups"]) == 1:
+            options.append(f"--exclude={self._excluded()}")
+        elif self._excluded():  # options of the command line are those of the first component only
+            text = script.read_text()
+            script = self.files.path / "next.sh"
+            line = f"#SBATCH --exclude={self._excluded()}\n#SBATCH --ntasks-per-node=1\n"
+            script.write_text(text.replace("#SBATCH --ntasks-per-node=1\n", line))
+        try:
+            number = answer("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
+        except Refused as error:
+            self.say("ended", f"Slurm refuses the next job: {error}")
+            raise Over(1) from error
+        with (self.files.path / "jobs.txt").open("a") as file:
+            file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.plan['nodes']}\n")
+        self.say("next", f"job {number} goes on")
+
+    def _preempted(self) -> bool:
+        try:
+            told = fields_of(answer("scontrol", "show", "job", "--oneliner", self.job))
+        except Refused as error:
+            print(f"megarl: Slurm does not say whether the job is preempted: {error}", flush=True)
+            return False
+        return told.get("PreemptTime", "None") != "None"
+
+    def _requeue(self, why: str) -> None:
+        """Put this job into the queue again, which ends this program."""
+        self.say("preempted", why)
+        try:
+            answer("scontrol", "requeue", self.job)
+            time.sleep(2 * ANSWER_S)
+            print(f"megarl: Slurm has not ended job {self.job} within {2 * ANSWER_S:.0f} s", flush=True)
+        except Refused as error:
+            print(f"megarl: Slurm does not requeue the job ({error}); the next one goes on", flush=True)
+            self._next_job()
+        raise Over(1)
+
+    # -- steps
+
+    def _start(self, nodes: list[str]) -> subprocess.Popen[bytes]:
+        """The run, on these nodes."""
+        self.attempt += 1
+        (self.files.path / "save").unlink(missing_ok=True)
+        self.files.set_state(on=nodes, job=self.job)
+        resume = self.plan["resume"]
+        own = self.files.begun() and (resume == "never" or self.files.newest() >= 0)
+        more = ["trainer.resume=auto"] if resume not in (None, "auto") and own else []
+        spare = [node for node in self.good if node not in nodes]
+        told = f", spare: {', '.join(spare)}" if spare else ""
+        self.say("started", f"attempt {self.attempt} of job {self.job} on {', '.join(nodes)}{told}")
+        output = f"--output={str(self.files.path).replace('%', '%%')}/job-%j.TEAM-%n.txt"
+        return self.nodes.start(nodes, [output, "--open-mode=append"], more)
+
+    def _watch(self, step: subprocess.Popen[bytes]) -> int:
+        """The exit code of a step.
+
+        Raises:
+            Over: the job has to end.
+        """
+        while (code := step.poll()) is None:
+            self.files.tell_alive()
+            self._keep_guard()
+            if self.ended:
+                self.say("stopped", "stopped by SIGTERM: scancel, preemption, or the end of the time limit")
+                stop(step)
+                raise Over(143)
+            if self.warned:
+                self.warned = False
+                self._before_the_end(step)
+            time.sleep(LOOK_S)
+        return code
+
+    def _before_the_end(self, step: subprocess.Popen[bytes]) -> None:
+        """Slurm says that the job will end soon."""
+        preempted = self._preempted()
+        left, wait_s = int((self.files.path / "chain").read_text()), max(1, self.plan["warn_s"] - LEFT_S)
+        why = "the job is preempted" if preempted else "the time limit is near"
+        save = self.files.path / "save"
+        save.touch()
+        if not preempted and left == 0:
+            self.say("limit", f"{why}, and no job of the chain is left; a checkpoint is written")
+            return
+        self.say("limit", f"{why}: asking for a checkpoint, {wait_s} s at most")
+        end = time.monotonic() + wait_s
+        while save.exists() and step.poll() is None and time.monotonic() < end and not self.ended:
+            self.files.tell_alive()
+            time.sleep(LOOK_S)
+        if step.poll() == 0:
+            return
+        if save.exists():
+            print("megarl: no checkpoint was written in time; the run goes on from an earlier one", flush=True)
+        if self.ended:
+            return
+        stop(step)
+        if preempted:
+            self._requeue("preempted; the job goes into the queue again")
+        self._next_job()
+        (self.files.path / "chain").write_text(f"{left - 1}\n")
+        raise Over(0)
+
+    def _keep_guard(self) -> None:
+        """A small program on another node that watches this one; only where the job outlives a node."""
+        here = os.environ.get("SLURMD_NODENAME")
+        others = [node for node in reversed(self.good) if node != here]
+        runs = self.guard is not None and (self.guard.poll() is None or time.monotonic() < self.guarded + GUARD_S)
+        if not self.plan["spares"] or not others or runs:
+            return
+        self.files.tell_alive()
+        node = others[self.guards % len(others)]  # another one than before: that may be why it has ended
+        self.guarded, self.guards = time.monotonic(), self.guards + 1
+        command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]
+        place = [*ALONE, f"--nodelist={node}", f"--chdir={self.files.path}"]
+        self.guard = subprocess.Popen(["srun", *place, *command], stdin=subprocess.DEVNULL)

@@ -1,0 +1,36 @@
+"""Watches the driver of a job from another node.
+
+With --no-kill Slurm leaves the rest of a job alone when a node dies, also when that was the first one, where the job's
+script runs: the job would hold its other nodes until its time limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from .files import LOOK_S, Refused, answer
+
+#: A job whose driver was silent for so long goes into the queue again.
+GUARD_S = 60.0
+
+
+def guard(run_dir: Path) -> int:
+    """Put the job into the queue again when its driver is silent."""
+    file, job = run_dir / "launch" / "alive", os.environ["SLURM_JOB_ID"]
+    seen, since = "", time.monotonic()
+    while True:
+        with contextlib.suppress(OSError):
+            told = file.read_text()
+            if told != seen:
+                seen, since = told, time.monotonic()
+        if time.monotonic() - since > GUARD_S:
+            try:
+                answer("scontrol", "requeue", job)
+                return 0
+            except Refused as error:
+                print(f"megarl: the first node is silent, and Slurm does not requeue the job: {error}", flush=True)
+                since = time.monotonic()
+        time.sleep(LOOK_S)

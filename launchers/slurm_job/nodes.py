@@ -1,0 +1,188 @@
+"""Which nodes are well, and steps on them."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import time
+from pathlib import Path
+
+from .files import Folder, Refused, answer, fields_of
+from .verdicts import failed_checks, link_faults, odd_versions
+
+#: Seconds for a step to end after its signal.
+STOP_S = 60.0
+#: States of nodes that run nothing; those that do not answer have a star.
+LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")
+#: Ports of the first node where processes meet: one of these, by the number of the job and the step.
+PORTS = (20000, 10000)
+#: How srun starts something on one node beside whatever else the job runs there.
+ALONE = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-kill=off")
+
+
+def stop(step: subprocess.Popen[bytes]) -> None:
+    """End a step."""
+    step.terminate()
+    try:
+        step.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        step.kill()
+
+
+class Nodes:
+    """The nodes of a job.
+
+    Args:
+        files: of the run.
+        job: its number.
+    """
+
+    def __init__(self, files: Folder, job: str) -> None:
+        self._files, self._plan, self._job = files, files.plan, job
+        self._steps = 0
+        #: Which of the plan's groups each node of the job is in.
+        self.group_of: dict[str, int] = {}
+        for number in range(len(self._plan["groups"])):
+            listed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}") or os.environ["SLURM_JOB_NODELIST"]
+            self.group_of.update(dict.fromkeys(answer("scontrol", "show", "hostnames", listed).split(), number))
+
+    def start(self, nodes: list[str], options: list[str], more: list[str]) -> subprocess.Popen[bytes]:
+        """node.sh on these nodes; a step that ends when one of its tasks fails, or one of its nodes."""
+        self._steps += 1
+        environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
+        if len(nodes) > 1:
+            port = PORTS[0] + (int(self._job) + self._steps) % PORTS[1]
+            environment.update(MASTER_ADDR=self._address(nodes[0]), MASTER_PORT=str(port))
+        if self._plan["ray"]:  # who calls the job's Ray must know the token; it is in no file
+            environment.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32), RAY_USAGE_STATS_ENABLED="0")
+        command = ["srun"]
+        for number, group in enumerate(self._plan["groups"]):
+            mine = [node for node in nodes if self.group_of[node] == number]
+            count = [f"--nodes={len(mine)}", f"--ntasks={len(mine)}", "--ntasks-per-node=1"]
+            command += [":"] if number else []
+            command += ["--overlap", "--kill-on-bad-exit=1", "--no-kill=off", *self._group(number)]
+            command += [*count, f"--nodelist={','.join(mine)}"]
+            command += [option.replace("TEAM", group["team"] or "node") for option in options]
+            command += [*group["srun"], *group["start"], *more]
+        return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
+
+    def _group(self, number: int) -> list[str]:
+        """How srun is told which component of a heterogeneous job is meant."""
+        return [f"--het-group={number}"] if len(self._plan["groups"]) > 1 else []
+
+    def _address(self, node: str) -> str:
+        """Where processes meet: the address of a node in `launch.slurm.interface`, else the one that Slurm calls.
+
+        Raises:
+            Refused: there is none.
+        """
+        name = self._plan["interface"]
+        try:
+            if name is None:
+                found = fields_of(answer("scontrol", "show", "node", "--oneliner", node))["NodeAddr"]
+            else:
+                asked = ["ip", "-4", "-oneline", "address", "show", "dev", name]
+                words = answer("srun", *ALONE, f"--nodelist={node}", *asked).split()
+                found = words[words.index("inet") + 1].partition("/")[0]
+        except (KeyError, ValueError) as error:
+            raise Refused(f"no address of the first node, {node}: {error}") from error
+        return found
+
+    def lost_state(self, node: str) -> str:
+        """What Slurm says of a node that is lost; empty: it is not."""
+        try:
+            state = fields_of(answer("scontrol", "show", "node", "--oneliner", node)).get("State", "")
+        except Refused as error:
+            return str(error)
+        return f"Slurm says {state}" if state.endswith("*") or any(word in state for word in LOST) else ""
+
+    def roll_call(self, nodes: list[str]) -> dict[str, str]:
+        """Nodes of a step that failed which do not answer, or fail their own tests, and why."""
+        if self._plan["preflight"]:
+            return self._test_nodes(nodes, self._results())
+        return self._ask_each({node: ["true"] for node in nodes})
+
+    def _results(self) -> Path:
+        """Folder for the results of one round of tests."""
+        root, number = self._files.path / "preflight", 1
+        while (root / f"{self._job}-{number}").exists():
+            number += 1
+        folder = root / f"{self._job}-{number}"
+        folder.mkdir(parents=True)
+        return folder
+
+    def preflight(self, nodes: list[str]) -> dict[str, str]:
+        """Nodes that fail, with reasons."""
+        folder = self._results()
+        bad = self._test_nodes(nodes, folder)
+        well = [node for node in nodes if node not in bad]
+        versions = {node: json.loads((folder / f"{node}.json").read_text())["versions"] for node in well}
+        bad.update(odd_versions(versions))
+        well = [node for node in well if node not in bad]
+        if len(well) > 1:
+            bad.update(self._test_links(well, folder))
+        (folder / "failed.json").write_text(json.dumps(bad, indent=1))
+        self._files.say(self._job, "preflight", f"pre-flight: {len(nodes) - len(bad)} of {len(nodes)} nodes pass")
+        return bad
+
+    def _test_nodes(self, nodes: list[str], folder: Path) -> dict[str, str]:
+        asked = {}
+        for node in nodes:
+            group = self._plan["groups"][self.group_of[node]]
+            tests = ["preflight", "node", str(folder), *self._plan["tests"], "--gpus", str(group["gpus"])]
+            asked[node] = [*group["srun"], *group["start"], *tests]
+        bad = self._ask_each(asked)
+        for node in nodes:
+            file = folder / f"{node}.json"
+            if node not in bad:
+                why = failed_checks(json.loads(file.read_text())) if file.is_file() else "it left no result"
+                bad.update({node: why} if why else {})
+        return bad
+
+    def _ask_each(self, commands: dict[str, list[str]]) -> dict[str, str]:
+        """Run a command on each node by itself; those where it fails, or does not end in time, and why.
+
+        Raises:
+            Refused: it fails everywhere.
+        """
+        asked = {
+            node: subprocess.Popen(
+                ["srun", *ALONE, *self._group(self.group_of[node]), f"--nodelist={node}", *command],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            )
+            for node, command in commands.items()
+        }  # fmt: skip
+        bad, end = {}, time.monotonic() + self._plan["limit_s"]
+        for node, process in asked.items():
+            try:
+                said = process.communicate(timeout=max(0.1, end - time.monotonic()))[1].strip().splitlines()
+            except subprocess.TimeoutExpired:
+                process.kill()
+                bad[node] = f"no answer within {self._plan['limit_s']:g} s"
+                continue
+            self._files.tell_alive()
+            if process.returncode:
+                told = self.lost_state(node) or " / ".join(said[:2])[:300]
+                bad[node] = told or f"srun ended with {process.returncode}"
+        if len(bad) == len(commands) and (here := os.environ.get("SLURMD_NODENAME")) in bad:
+            # This node is here: it is not the nodes that fail, but Slurm, or what node.sh does on all of them.
+            raise Refused(f"nothing can be started on any of {', '.join(commands)}: {bad[here]}")
+        return bad
+
+    def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:
+        """Nodes that reach the others too slowly, or have another time."""
+        gpus = min(group["gpus"] for group in self._plan["groups"])
+        more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus)]
+        step = self.start(nodes, [], more)
+        try:
+            step.wait(self._plan["limit_s"])
+        except subprocess.TimeoutExpired:
+            stop(step)
+        if not (folder / "links.json").is_file():
+            told = "pre-flight: how nodes reach each other could not be measured; the run starts anyway"
+            self._files.say(self._job, "preflight", told)
+            return {}
+        found = json.loads((folder / "links.json").read_text())
+        return link_faults(found, nodes, self._plan["clock_s"], self._plan["bandwidth"])

@@ -1,0 +1,27 @@
+#!/bin/bash
+#SBATCH --job-name=grpo_qwen3_30b_a3b_32gpu
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --partition=gpu
+#SBATCH --time=12:00:00
+#SBATCH --requeue
+#SBATCH --chdir=/shared/work
+#SBATCH --output=/shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000/launch/job-%j.txt
+#SBATCH --signal=B:USR1@300
+#SBATCH --open-mode=append
+#SBATCH hetjob
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=4
+#SBATCH --partition=small
+#SBATCH --time=12:00:00
+#SBATCH --constraint=a100
+#SBATCH --requeue
+
+# grpo_qwen3_30b_a3b_32gpu: 24 processes on 4 nodes. By hand: sbatch job.sh
+set -euo pipefail
+run_dir=/shared/runs/grpo_qwen3_30b_a3b_32gpu/20260101-120000
+unset PYTHONSAFEPATH
+cd "$run_dir/launch"
+exec /shared/venv/bin/python -m slurm_job "$run_dir"

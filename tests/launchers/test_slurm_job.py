@@ -1,0 +1,289 @@
+"""What a batch job does on its first node, with stand-ins for Slurm's commands: test_slurm_lost.py has a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megarl.config.launch import LaunchConfig, SlurmConfig
+from megarl.config.run import ClusterConfig, RunConfig
+from megarl.launchers import submit
+from megarl.launchers.slurm import Submission
+from megarl.launchers.slurm_job.verdicts import failed_checks, link_faults, odd_versions, slow_nodes, wrong_clocks
+
+#: Each command of Slurm: notes how it was called, and does what WORLD (a folder) says.
+COMMANDS = r"""
+import json, os, pathlib, sys, time
+world, name, given = pathlib.Path(os.environ["WORLD"]), pathlib.Path(sys.argv[0]).name, sys.argv[1:]
+with (world / "asked").open("a") as file:
+    file.write(json.dumps([name, *given]) + "\n")
+dead = (world / "dead").read_text().split() if (world / "dead").exists() else []
+if name == "sbatch":
+    print("8")
+elif name == "scontrol" and given[:2] == ["show", "hostnames"]:
+    print("\n".join(given[2].split(",")))
+elif name == "scontrol" and given[:2] == ["show", "node"]:
+    print(f"NodeName={given[-1]} NodeAddr=10.0.0.1 State={'DOWN*' if given[-1] in dead else 'ALLOCATED'}")
+elif name == "scontrol" and given[:2] == ["show", "job"]:
+    print(f"JobId=7 PreemptTime={'2026-01-01T00:00:00' if (world / 'preempted').exists() else 'None'}")
+elif name == "scontrol" and given[0] == "requeue":
+    os.kill(int(os.environ["SLURM_DRIVER"]) if "SLURM_DRIVER" in os.environ else os.getppid(), 9)
+elif name == "srun":
+    nodes = next(o for o in given if o.startswith("--nodelist=")).partition("=")[2].split(",")
+    if given[-1] == "true":
+        if nodes[0] in dead:
+            sys.exit(f"srun: error: Task launch failed on node {nodes[0]}")
+    elif given[-1] == "guard":
+        time.sleep(60)
+    elif "preflight" in given:
+        sys.path.insert(0, str(world))
+        import tests_of_nodes
+        tests_of_nodes.do(given[given.index("preflight") + 1:], nodes)
+    else:
+        code = (world / "steps").read_text().split()
+        (world / "steps").write_text(" ".join(code[1:]))
+        if code[0] == "wait":  # as a run that is asked for a checkpoint
+            save = pathlib.Path(os.environ["RUN_DIR"]) / "launch" / "save"
+            (world / "waits").touch()
+            while not save.exists(): time.sleep(0.05)
+            save.unlink()
+            time.sleep(60)
+        dead_now = code[0].partition(":")[2]
+        if dead_now:
+            (world / "dead").write_text(dead_now)
+        sys.exit(int(code[0].partition(":")[0]))
+"""
+
+
+class World:
+    """A run folder, and what Slurm answers."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder / "world", folder / "run"
+        self.folder.mkdir()
+        for name in ("srun", "scontrol", "sbatch"):
+            file = self.folder / name
+            file.write_text(f"#!{sys.executable}{COMMANDS}")
+            file.chmod(0o755)
+
+    def begin(self, steps: str, nodes: str = "n1,n2,n3", again: str = "", **launch: object) -> subprocess.Popen[str]:
+        """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, or `wait`."""
+        chain, restarts = launch.pop("chain", 0), launch.pop("restarts", 3)
+        section = LaunchConfig(slurm=SlurmConfig(chain=chain, restarts=restarts), **{"preflight": False, **launch})
+        config = RunConfig(name="x", cluster=ClusterConfig(nproc=2, nnodes=2, start_timeout_s=20), launch=section)
+        job = Submission(config, self.run_dir, "train", "torchrun", self.run_dir)
+        if not again:
+            submit.write_scripts(job)
+            submit.prepare(job)
+        (self.folder / "steps").write_text(steps)
+        outside = {**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "WORLD": str(self.folder)}
+        outside |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": "n1"}
+        outside |= {"RUN_DIR": str(self.run_dir)} | ({"SLURM_RESTART_COUNT": again} if again else {})
+        command = [sys.executable, "-m", "slurm_job", str(self.run_dir)]
+        return subprocess.Popen(command, cwd=self.run_dir / "launch", env=outside, stdout=subprocess.PIPE, text=True)
+
+    def run(self, steps: str, nodes: str = "n1,n2,n3", **launch: object) -> tuple[int, str]:
+        """Its exit code, and what it prints."""
+        job = self.begin(steps, nodes, **launch)
+        said = job.communicate(timeout=60)[0]
+        return job.returncode, said
+
+    def asked(self, name: str, *words: str) -> list[str]:
+        """How a command was called, each call in a line, if these words were among its own."""
+        calls = [json.loads(line) for line in (self.folder / "asked").read_text().splitlines()]
+        return [" ".join(call[1:]) for call in calls if call[0] == name and set(words) <= set(call)]
+
+    def excluded(self) -> dict[str, str]:
+        return submit.excluded(self.run_dir)
+
+    def steps(self) -> list[str]:
+        """Nodes of each attempt."""
+        runs = [call for call in self.asked("srun") if call.endswith("node.sh")]
+        return [next(word for word in call.split() if word.startswith("--nodelist=")) for call in runs]
+
+
+@pytest.fixture
+def world(tmp_path):
+    return World(tmp_path)
+
+
+def test_a_run_that_ends_well_leaves_its_spare_node_in_peace(world):
+    code, said = world.run("0", spares=1)
+    assert code == 0
+    assert "attempt 1 of job 7 on n1, n2, spare: n3" in said
+    assert world.steps() == ["--nodelist=n1,n2"]
+    assert not world.asked("sbatch")
+
+
+def test_a_lost_node_is_replaced_by_the_spare_one(world):
+    (world.run_dir / "checkpoints" / "step_5").mkdir(parents=True)
+    (world.run_dir / "checkpoints" / "step_5" / "meta.json").touch()
+    code, said = world.run("1:n2 0", spares=1)
+    assert code == 0
+    assert world.steps() == ["--nodelist=n1,n2", "--nodelist=n1,n3"]
+    assert world.excluded() == {"n2": "lost: Slurm says DOWN*"}
+    assert "lost n2: the run starts again in this job, from the checkpoint of step 5" in said
+    (restart,) = map(json.loads, (world.run_dir / "restarts.jsonl").read_text().splitlines())
+    assert restart["why"] == "lost n2"
+
+
+def test_without_a_spare_node_the_next_job_goes_on_without_the_lost_one(world):
+    code, said = world.run("1:n2", nodes="n1,n2")
+    assert code == 1
+    assert "1 of the 2 nodes of this job can be used" in said
+    (call,) = world.asked("sbatch")
+    assert "--dependency=afterany:7 --exclude=n2" in call
+    assert [job.number for job in submit.jobs_of(world.run_dir)] == ["8"]
+
+
+def test_a_run_that_fails_on_nodes_that_are_well_is_not_started_again(world):
+    code, said = world.run("2")
+    assert code == 2
+    assert "exit code 2; all its nodes answer" in said
+    assert not world.asked("sbatch")
+    assert not world.excluded()
+
+
+def test_where_nothing_can_be_started_no_node_is_blamed(world):
+    (world.folder / "dead").write_text("n1 n2")
+    code, said = world.run("1", nodes="n1,n2")  # n1 is the one that the job's program runs on
+    assert code == 1
+    assert "nothing can be started on any of n1, n2" in said
+    assert not world.asked("sbatch")
+
+
+def test_restarts_are_counted_until_there_is_a_newer_checkpoint(world):
+    code, said = world.run("1:n2", restarts=0, spares=1)
+    assert code == 1
+    assert "no restart is left: 0 without a new checkpoint (launch.slurm.restarts)" in said
+
+
+def test_near_the_time_limit_a_checkpoint_is_written_and_the_next_job_submitted(world):
+    job = world.begin("wait", chain=2)
+    wait_for(world.folder / "waits")
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, said
+    assert "no checkpoint" not in said
+    assert (world.run_dir / "launch" / "chain").read_text() == "1\n"
+    assert len(world.asked("sbatch")) == 1
+
+
+def test_a_preempted_job_goes_into_the_queue_again_and_submits_nothing(world):
+    (world.folder / "preempted").touch()
+    job = world.begin("wait", chain=2)
+    wait_for(world.folder / "waits")
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == -signal.SIGKILL, said  # by the stand-in of `scontrol requeue`
+    assert world.asked("scontrol", "requeue", "7")
+    assert not world.asked("sbatch")
+    assert (world.run_dir / "launch" / "chain").read_text() == "2\n"
+
+
+def test_a_step_that_preemption_has_ended_is_no_failure(world):
+    (world.folder / "preempted").touch()
+    code, _ = world.run("143")
+    assert code == -signal.SIGKILL
+    assert world.asked("scontrol", "requeue", "7")
+
+
+def test_a_cancelled_job_submits_nothing(world):
+    job = world.begin("wait", chain=2)
+    wait_for(world.folder / "waits")
+    job.send_signal(signal.SIGTERM)
+    assert "stopped by SIGTERM" in job.communicate(timeout=60)[0]
+    assert job.returncode == 143
+    assert not world.asked("sbatch")
+
+
+def test_a_job_that_slurm_runs_again_leaves_out_the_first_node_that_it_lost(world):
+    world.run("0", nodes="n1,n2")
+    (world.folder / "dead").write_text("n1")
+    job = world.begin("0", nodes="n2,n3", again="1")
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, said
+    assert "runs again, for the 1. time" in said
+    assert world.excluded() == {"n1": "lost: Slurm says DOWN*"}
+
+
+def wait_for(file: Path) -> None:
+    end = time.monotonic() + 30
+    while not file.exists():
+        assert time.monotonic() < end, f"no {file}"
+        time.sleep(0.05)
+
+
+# -- pre-flight ---------------------------------------------------------------------------------------------------
+
+TESTS = """
+import json, pathlib
+def do(given, nodes):
+    folder = pathlib.Path(given[1])
+    if given[0] == "node":
+        bad = nodes[0] in {failing!r}
+        (folder / (nodes[0] + ".json")).write_text(json.dumps(dict(
+            checks=dict(gpus=dict(ok=not bad, reason="7 of 8 GPUs are visible")), versions=dict(torch="2"))))
+    else:
+        edges = [dict(nodes=[a, b], gb_per_s=20.0) for a, b in zip(nodes, nodes[1:])]
+        (folder / "links.json").write_text(json.dumps(dict(nodes=nodes, clocks=dict.fromkeys(nodes, 0.0), edges=edges)))
+"""
+
+
+def test_a_node_that_fails_its_tests_is_left_out(world):
+    (world.folder / "tests_of_nodes.py").write_text(TESTS.format(failing=["n1"]))
+    code, _ = world.run("0", spares=1, preflight=True)
+    assert code == 0
+    assert world.steps() == ["--nodelist=n2,n3"]
+    assert world.excluded() == {"n1": "failed its pre-flight: gpus: 7 of 8 GPUs are visible"}
+
+
+def test_with_too_few_nodes_that_pass_the_next_job_is_told_which_to_leave_out(world):
+    (world.folder / "tests_of_nodes.py").write_text(TESTS.format(failing=["n2"]))
+    code, said = world.run("0", nodes="n1,n2", preflight=True)
+    assert code == 1
+    assert "found:   n2: failed its pre-flight: gpus: 7 of 8 GPUs are visible" in said
+    assert "--exclude=n2" in world.asked("sbatch")[0]
+    assert world.steps() == []
+
+
+def test_a_failed_check_is_the_reason():
+    checks = {"disk": {"ok": False, "reason": "0.1 GB free"}, "gpus": {"ok": True, "reason": "8 x H100"}}
+    assert failed_checks({"checks": checks}) == "disk: 0.1 GB free"
+
+
+def test_the_version_that_most_nodes_have_counts():
+    found = odd_versions({"a": {"torch": "2.13"}, "b": {"torch": "2.12"}, "c": {"torch": "2.13"}})
+    assert found == {"b": "versions: torch 2.12, and 2.13 on other nodes"}
+
+
+def test_clocks_are_held_against_the_median():
+    assert wrong_clocks({"a": 0.0, "b": 0.2, "c": -7.0}, 1.0).keys() == {"c"}
+    # The first node, against which all are measured, is the wrong one.
+    assert wrong_clocks({"a": 0.0, "b": 5.0, "c": 5.1}, 1.0).keys() == {"a"}
+
+
+def edge(a: str, b: str, speed: float | None) -> dict[str, object]:
+    return {"nodes": [a, b], **({"gb_per_s": speed} if speed else {"error": "timed out"})}
+
+
+def test_a_slow_node_does_not_take_its_neighbours_with_it():
+    ring = [edge("a", "b", 20), edge("b", "c", 2), edge("c", "d", 2), edge("d", "a", 20)]
+    assert slow_nodes(ring, 0.5) == {"c": "all-reduce: 2 GB/s with its best neighbour, the median is 20"}
+    dead = [edge("a", "b", 20), edge("b", "c", None), edge("c", "d", None), edge("d", "a", 20)]
+    assert slow_nodes(dead, 0.5) == {"c": "all-reduce with d: timed out"}
+    assert slow_nodes([edge("a", "b", 0.1)], 0.5) == {}  # two nodes: nobody says what is slow
+
+
+def test_who_does_not_come_to_the_first_node_fails_unless_nobody_does():
+    found = {"nodes": ["a", "b"], "clocks": {"a": 0.0, "b": 0.0}, "edges": [edge("a", "b", 20)]}
+    assert link_faults(found, ["a", "b", "c"], 1.0, 0.5) == {"c": "links: it did not reach a in time"}
+    nobody = {"nodes": ["a"], "clocks": {"a": 0.0}, "edges": []}
+    assert link_faults(nobody, ["a", "b", "c"], 1.0, 0.5) == {"a": "links: no other node reaches it"}
