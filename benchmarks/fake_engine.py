@@ -216,9 +216,8 @@ def measure(case: FakeCase) -> dict[str, Any]:
     """Bytes of one rank.
 
     Returns:
-        parameters, gradients, optimizer; `saved`: alive after the forward pass of one micro-batch, in addition;
-        `update`: the most in addition to those three in the passes over all micro-batches; `step`: the same, in the
-        optimizer's step.
+        parameters, gradients, optimizer. In addition to these three: `saved`, alive after each forward pass of the
+        model or of a chunk of it; `left`, after the passes of all micro-batches; `update`, the most in these passes.
     """
     from megarl.config.training import EngineConfig, OptimConfig
     from megarl.device import DTYPES
@@ -245,11 +244,10 @@ def measure(case: FakeCase) -> dict[str, Any]:
                 weights=lambda chunks: None,
                 value_head=case.value_head,
             )
-            return _run(engine, storages, batch, micros, length, case)
+            return _run(engine, storages, micros, length, case)
 
 
-def _run(engine: Any, storages: Storages, batch: Any, micros: list[Any], length: int, case: FakeCase) -> dict[str, Any]:
-    from megarl.training import optimizer
+def _run(engine: Any, storages: Storages, micros: list[Any], length: int, case: FakeCase) -> dict[str, Any]:
     from megarl.training.heads import Values
 
     parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
@@ -272,19 +270,18 @@ def _run(engine: Any, storages: Storages, batch: Any, micros: list[Any], length:
     before = storages.live
     engine._schedule(micros, length, last)
     update = storages.peak - before
-    storages.reset_peak()
+    kept = storages.live - before  # buffers of Megatron, and what the last micro-batch left
     engine.optimizer.prepare_grads()
     engine.optimizer.step_with_ready_grads()
+    moments = storages.live - before - kept
     return {
         "name": case.name,
         "parameters": params,
         "gradients": grads,
-        "optimizer": storages.live - params - grads,
-        "built": built,
+        "optimizer": built - params - grads + moments,
         "saved": [live - before for live in after],
+        "left": kept,
         "update": update,
-        "step": storages.peak - storages.live,
-        "left": storages.live - before,
     }
 
 
