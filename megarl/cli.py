@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO
 from megarl import __version__, cluster
 from megarl.benchmarks import algorithms, checkpoint, envs, throughput
 from megarl.benchmarks.sync import measure as sync_bench
+from megarl.checks import plan_command as planning
 from megarl.credentials import mask
 from megarl.errors import ConfigError, MegarlError, UserError
 from megarl.simulation import command as simulation
@@ -108,6 +109,14 @@ def build_parser() -> argparse.ArgumentParser:
     sync_bench.add_arguments(bench)
     envs.add_arguments(bench)
     bench.set_defaults(run=_bench)
+    plan = commands.add_parser(
+        "plan",
+        help="what a step takes on some hardware, by formulas; with --search the layouts that are fastest",
+        description=planning.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    planning.add_arguments(plan)
+    plan.set_defaults(run=planning.run)
     simulate = commands.add_parser(
         "simulate",
         help="what a run would do with its time on other devices, links, or with other settings",

@@ -10,8 +10,15 @@ from megarl.errors import ConfigError
 def layout_problems(key: str, parallel: ParallelConfig, facts: ModelFacts) -> list[ConfigError]:
     """Everything that keeps a layout from dividing a model. `key` is the layout's dotted key, as `actor.parallel`."""
     interleaving = interleaving_problem(key, parallel)
-    found = [tensor_problem(key, parallel, facts), pipeline_problem(key, parallel, facts)]
+    found = [sequence_problem(key, parallel), tensor_problem(key, parallel, facts)]
+    found.append(pipeline_problem(key, parallel, facts))
     return [problem for problem in (interleaving, *found, *expert_problems(key, parallel, facts)) if problem]
+
+
+def makes_replicas(devices: int, parallel: ParallelConfig) -> bool:
+    """Whether so many workers make whole replicas, of the experts, too."""
+    experts = parallel.expert_tp * parallel.ep * parallel.pp
+    return devices % parallel.model_parallel_size == 0 and devices % experts == 0
 
 
 def interleaving_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
@@ -24,6 +31,19 @@ def interleaving_problem(key: str, parallel: ParallelConfig) -> ConfigError | No
         found=parallel.vpp,
         allowed="null with pp 1",
         fix=f"set {key}.pp to 2 or more, or {key}.vpp=null",
+    )
+
+
+def sequence_problem(key: str, parallel: ParallelConfig) -> ConfigError | None:
+    """Sequence parallelism without tensor parallel ranks."""
+    if not parallel.sp or parallel.tp > 1:
+        return None
+    return ConfigError(
+        "sequence parallelism splits over the tensor parallel ranks, and tp is 1",
+        where=f"{key}.sp",
+        found=True,
+        allowed="false with tp 1",
+        fix=f"set {key}.tp to 2 or more, or {key}.sp=false",
     )
 
 

@@ -7,7 +7,9 @@ from megarl.artifacts.layout import (
     divisors,
     expert_problems,
     interleaving_problem,
+    makes_replicas,
     pipeline_problem,
+    sequence_problem,
     tensor_problem,
     tensor_sizes,
     tensor_widths,
@@ -27,9 +29,7 @@ def devices_key(config: RunConfig, team: TeamPlan) -> str:
 
 def divides_devices(team: TeamPlan) -> bool:
     """Whether a team's workers make whole replicas, of the experts, too."""
-    parallel = team.parallel
-    experts = parallel.expert_tp * parallel.ep * parallel.pp
-    return team.devices % parallel.model_parallel_size == 0 and team.devices % experts == 0
+    return makes_replicas(team.devices, team.parallel)
 
 
 def check_cluster(config: RunConfig, checks: Checklist, launcher: str | None) -> None:
@@ -165,15 +165,9 @@ def _check_rules(key: str, role: str, parallel: ParallelConfig, checks: Checklis
     interleaving = interleaving_problem(key, parallel)
     if interleaving is not None:
         checks.from_error(f"{role} interleaving", interleaving)
-    if parallel.sp and parallel.tp == 1:
-        checks.fail(
-            f"{role} sequence parallel",
-            f"{key}.sp",
-            "sequence parallelism splits over the tensor parallel ranks, and tp is 1",
-            found=True,
-            allowed="false with tp 1",
-            fix=f"set {key}.tp to 2 or more, or {key}.sp=false",
-        )
+    sequence = sequence_problem(key, parallel)
+    if sequence is not None:
+        checks.from_error(f"{role} sequence parallel", sequence)
 
 
 def _check_experts_layout(nproc: int, key: str, role: str, parallel: ParallelConfig, checks: Checklist) -> None:

@@ -14,6 +14,7 @@ from megarl.config.rollout import SamplingConfig
 from megarl.config.run import RunConfig
 from megarl.config.training import OptimConfig
 from megarl.dag.placement import Placement
+from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
 
 #: Learning rates beyond which AdamW breaks fresh and trained transformers; tiny ones still learn just below.
@@ -39,12 +40,7 @@ def check_batches(config: RunConfig, placement: Placement | None, checks: Checkl
     if placement is None:
         return
     for team in placement.teams:
-        trains = [role for role in (Role.ACTOR, Role.CRITIC) if role in team.roles]
-        # Updates need equal shares; what only draws samples or scores them works on any.
-        sizes = {"data.batch_size": data.batch_size} if trains else {}
-        sizes |= {key: minis[key] for role in trains if minis[key := f"{role.value}.mini_batch_size"] is not None}
-        if Role.ACTOR in trains and config.sft.steps:
-            sizes["sft.batch_size"] = config.sft.batch_size
+        sizes = batch_sizes(config, team.roles)
         by = f"the data parallel size{f' of the team {team.name}' if placement.separate else ''}"
         for key, size in sizes.items() if divides_devices(team) else ():
             checks.divides("batch", key, size, team.replicas, key, by)

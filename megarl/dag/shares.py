@@ -51,7 +51,7 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
         weights = _measured(config, graph, held)
     elif placement.auto == "param_aware":
         weights = [_work(config, graph, team) for team in held]
-    batches = [_batch(config, team) for team in held]
+    batches = [math.gcd(*batch_sizes(config, team).values()) for team in held]
     shares = whole_replicas(nproc, sizes, weights, batches)
     if shares is None:
         near = next((n for n in range(nproc - 1, 0, -1) if whole_replicas(n, sizes, weights, batches)), None)
@@ -67,14 +67,18 @@ def share_out(config: RunConfig, graph: TaskGraph, roles: Sequence[Role]) -> dic
     return {team[0].value: (team, share) for team, share in zip(held, shares, strict=True)}
 
 
-def _batch(config: RunConfig, team: Roles) -> int:
-    """What the number of a team's replicas has to divide: the prompts of all its batches; 0: it takes any share."""
-    learns = next((role for role in team if role in (Role.ACTOR, Role.CRITIC)), None)
-    if learns is None:
-        return 0
-    of_role = (config.actor if learns is Role.ACTOR else config.critic).mini_batch_size
-    sft = config.sft.batch_size if learns is Role.ACTOR and config.sft.steps else 0
-    return math.gcd(config.data.batch_size, of_role or 0, sft)
+def batch_sizes(config: RunConfig, roles: Sequence[Role]) -> dict[str, int]:
+    """What the number of replicas of a team with these roles has to divide, by key; none: it takes any share.
+
+    Updates need equal shares; what only draws samples or scores them works on any.
+    """
+    trains = [role for role in (Role.ACTOR, Role.CRITIC) if role in roles]
+    sizes = {"data.batch_size": config.data.batch_size} if trains else {}
+    minis = {f"{role.value}.mini_batch_size": getattr(config, role.value).mini_batch_size for role in trains}
+    sizes |= {key: mini for key, mini in minis.items() if mini is not None}
+    if Role.ACTOR in trains and config.sft.steps:
+        sizes["sft.batch_size"] = config.sft.batch_size
+    return sizes
 
 
 def whole_replicas(

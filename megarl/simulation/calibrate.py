@@ -1,6 +1,6 @@
 """Seconds and lengths from a real run: its metrics, its trace, and its own configuration.
 
-response_length/mean, /max   how long samples are (megarl.simulation.lengths)
+response_length/mean, /max   how long samples are (megarl.planning.lengths)
 rollout in trace.json        seconds of a decoding step: what the slowest replica took, over what these lengths take
 timing_s/NODE                seconds of a node, as a line over the tokens of a replica where they follow them
 timing_s/weight_sync         a push of weights
@@ -22,9 +22,9 @@ from megarl.artifacts.timings import WARM_UP, read_timings
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.errors import DataError
+from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
 from megarl.simulation.drawing import ReplicaClock
-from megarl.simulation.lengths import Lengths
 from megarl.simulation.seconds import Line, Table
 from megarl.simulation.system import SimTeam, System, read_system
 

@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 
 import simpy
 
+from megarl.planning.lengths import Lengths
 from megarl.simulation.drawing import ReplicaClock
-from megarl.simulation.lengths import Lengths
 from megarl.simulation.outcome import Simulated
 from megarl.simulation.seconds import Seconds
 from megarl.simulation.system import SimTeam, System

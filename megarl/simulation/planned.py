@@ -12,20 +12,23 @@ It is one way of filling `megarl.simulation.seconds.Seconds`; measurements (mega
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role
-from megarl.errors import ConfigError, close_matches
+from megarl.errors import ConfigError
+from megarl.planning.assumptions import assume
+from megarl.planning.hardware import KINDS
 
 if TYPE_CHECKING:
     from megarl.artifacts.facts import ModelFacts
     from megarl.config.run import RunConfig
     from megarl.dag.graph import TaskGraph
-    from megarl.simulation.lengths import Lengths
+    from megarl.planning.lengths import Lengths
     from megarl.simulation.system import System
 
 _BF16 = 2
+_H100 = KINDS["h100"]
 _SAMPLE_BYTES = 8.0 * 6  # a token's fields between teams
 
 
@@ -55,13 +58,13 @@ class Assumptions:
         train_restart_s: until the actor's team is back.
     """
 
-    peak_tflops: float = 989.0
+    peak_tflops: float = _H100.bf16_tflops
     train_mfu: float = 0.35
     prefill_mfu: float = 0.4
-    memory_tb_s: float = 3.35
+    memory_tb_s: float = _H100.memory_tb_s
     read_share: float = 0.6
     decode_ms: float = 3.0
-    link_gbit: float = 400.0
+    link_gbit: float = _H100.net_gbit
     link_times: float = 1.0
     link_share: float = 0.8
     hop_us: float = 15.0
@@ -81,25 +84,7 @@ class Assumptions:
         Raises:
             ConfigError: there is no such name, or the value is no number from 0 on.
         """
-        names = [one.name for one in fields(self)]
-        changed = {}
-        for name, text in values.items():
-            if name not in names:
-                near = close_matches(name, names)
-                fix = f"did you mean {near[0]}?" if near else None
-                raise ConfigError("no such assumption", where="--assume", found=name, allowed=names, fix=fix)
-            changed[name] = _number(name, text)
-        return replace(self, **changed)
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ConfigError("this is no number", where=f"--assume {name}", found=text, allowed="a number from 0 on")
-    return value
+        return assume(self, values)
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
+from megarl.planning.assumptions import pairs
+from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
 from megarl.simulation.calibrate import Calibration, calibrate
 from megarl.simulation.engine import Faults, Simulation
-from megarl.simulation.lengths import Lengths
 from megarl.simulation.outcome import Simulated
 from megarl.simulation.planned import Assumptions, plan_seconds
 from megarl.simulation.seconds import Seconds
@@ -83,7 +84,7 @@ class Study:
         keys = [one for one in changed if "." in one.partition("=")[0]]
         named = [one for one in changed if one not in keys and one.partition("=")[0] != "async"]
         keys += [one for one in changed if one.partition("=")[0] == "async"]
-        given = Assumptions().having(_pairs([*self.assumed, *named]))
+        given = Assumptions().having(pairs([*self.assumed, *named]))
         config = load_config(_file(self.recipe), [*self.overrides, *keys], components=COMPONENTS)
         graph = build_task_graph(config)
         system = read_system(config, graph)
@@ -113,11 +114,6 @@ def _file(recipe: str) -> str:
     """The configuration of a run folder, or the recipe itself."""
     config = Path(recipe) / "config.yaml"
     return str(config) if config.is_file() else recipe
-
-
-def _pairs(texts: Sequence[str]) -> Mapping[str, str]:
-    """`name=value` by name."""
-    return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
 def losses(first: StudyRow, row: StudyRow) -> dict[str, float]:

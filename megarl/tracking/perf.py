@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 from megarl import device
-from megarl.errors import UserError
+from megarl.planning.measured import measure_peak
 
 # Dense matrix TFLOP/s from the vendors' data sheets (no sparsity): (bf16, tf32, fp32). First match wins, so a longer
 # name stands before a shorter one.
@@ -41,8 +40,6 @@ _GPUS: dict[str, tuple[float, float, float]] = {
     "MI300X": (1307, 654, 163),
     "MI250X": (383, 0, 96),
 }
-_MEASURE_S = 0.3
-_MEASURE_SIZE = 1024
 
 
 def known_peak(name: str, dtype: str, *, tf32: bool = False) -> float | None:
@@ -98,24 +95,6 @@ def _remember(path: Path, known: dict[str, float]) -> None:
         os.replace(temporary, path)
     except OSError:  # a read-only home: measure again next time
         return
-
-
-def measure_peak(dtype: str, seconds: float = _MEASURE_S) -> float:
-    """FLOP/s of the best of the square matrix products done in `seconds` on this process's device and threads."""
-    import torch
-
-    if dtype not in device.DTYPES:
-        raise UserError("unknown dtype", where="peak_flops", found=dtype, allowed=sorted(device.DTYPES))
-    a = torch.randn(_MEASURE_SIZE, _MEASURE_SIZE, device=device.device()).to(device.DTYPES[dtype])
-    out = torch.empty_like(a)
-    torch.mm(a, a, out=out)
-    device.synchronize()
-    best, end = float("inf"), time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end or best == float("inf"):
-        torch.mm(a, a, out=out)
-        device.synchronize()
-        best = min(best, time.perf_counter() - start)
-    return 2 * _MEASURE_SIZE**3 / best
 
 
 def perf_metrics(

@@ -16,11 +16,11 @@ from megarl.benchmarks.overlap.work import CASES
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.errors import ConfigError, DataError
+from megarl.planning.lengths import Lengths
 from megarl.recipes.build import build_task_graph
 from megarl.simulation import outcome
 from megarl.simulation.calibrate import calibrate
 from megarl.simulation.engine import Faults, Simulation
-from megarl.simulation.lengths import Lengths
 from megarl.simulation.seconds import Line, Table
 from megarl.simulation.study import Study
 from megarl.simulation.system import read_system

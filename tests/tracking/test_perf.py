@@ -1,6 +1,7 @@
 import pytest
 
-from megarl.tracking.perf import known_peak, measure_peak, peak_flops, perf_metrics
+from megarl.planning.measured import measure_peak
+from megarl.tracking.perf import known_peak, peak_flops, perf_metrics
 
 
 @pytest.mark.parametrize(

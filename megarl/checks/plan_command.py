@@ -1,0 +1,159 @@
+"""`megarl plan`: what a step of a recipe takes on some hardware, by formulas; nothing is started.
+
+    megarl plan RECIPE                                          # on H100s, or on this CPU where the recipe is for one
+    megarl plan RECIPE --hardware h200x8x4                      # kind x devices of a machine x machines, or a file
+    megarl plan RECIPE --hardware h100x8x128 --search           # ranks layouts and placements that fit
+    megarl plan RECIPE --search --write faster.yaml             # the best as a recipe that extends this one
+    megarl plan RECIPE --assume gemm_share=0.7 actor.parallel.tp=4
+
+Every number names its formula; docs/planning.md derives them, lists the hardware, and says what is not known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from megarl.config.run import RunConfig
+    from megarl.dag.graph import TaskGraph
+    from megarl.planning.assumptions import PlanAssumptions
+    from megarl.planning.hardware import Hardware
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `megarl plan`."""
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe file or the name of a shipped one")
+    parser.add_argument("overrides", metavar="KEY.PATH=VALUE", nargs="*", help="values that replace the recipe's")
+    kinds = (
+        "a100, h100, h200, b200, gb200, mi300x or cpu, as h100x8x4: devices of a machine, machines; or a YAML file "
+        "(default: h100 or, without cluster.device_memory_gb, this CPU measured; as many as the recipe takes)"
+    )
+    parser.add_argument("--hardware", metavar="KIND", help=kinds)
+    parser.add_argument("--search", action="store_true", help="rank layouts and placements by the seconds of a step")
+    parser.add_argument("--top", metavar="N", type=int, default=10, help="of them that are shown (default: 10)")
+    text = "with --search: write the best as a recipe that extends this one"
+    parser.add_argument("--write", metavar="FILE", type=Path, help=text)
+    assume = "an assumption; may be repeated; --assumptions lists them"
+    parser.add_argument("--assume", metavar="NAME=VALUE", action="append", default=[], help=assume)
+    parser.add_argument("--assumptions", action="store_true", help="print what formulas assume, and stop there")
+    parser.add_argument("--json", action="store_true", help="print JSON, each number with its formula")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan and show; returns the exit code."""
+    from megarl.components import COMPONENTS
+    from megarl.config.load import load_config
+    from megarl.planning.assumptions import CPU, PlanAssumptions, assume, pairs
+    from megarl.recipes.build import build_task_graph
+
+    if arguments.assumptions:
+        print(f"{'':<18}{'GPU':>8}{'CPU':>8}")
+        for one in fields(PlanAssumptions):
+            print(f"{one.name:<18}{one.default:>8g}{getattr(CPU, one.name):>8g}")
+        return 0
+    if arguments.top < 1:
+        raise UserError("a table has rows", where="--top", found=arguments.top, allowed="1 or more")
+    if arguments.write is not None and not arguments.search:
+        raise UserError("only a search has a best recipe", where="--write", found=str(arguments.write), fix="--search")
+    if arguments.write is not None and arguments.write.exists():
+        raise UserError("there is such a file", where="--write", found=str(arguments.write), fix="name another one")
+    config = load_config(arguments.recipe, arguments.overrides, components=COMPONENTS)
+    if config.robot is not None:
+        from megarl.planning.step import robot_problem
+
+        raise robot_problem()
+    graph = build_task_graph(config)
+    hardware = choose_hardware(arguments.hardware, config, graph, search=arguments.search)
+    given = assume(PlanAssumptions.of(gpu=hardware.gpu), pairs(arguments.assume))
+    if arguments.search:
+        return _search(arguments, config, graph, hardware, given)
+    return _plan(arguments, config, graph, hardware, given)
+
+
+def choose_hardware(text: str | None, config: RunConfig, graph: TaskGraph, *, search: bool) -> Hardware:
+    """What `--hardware` names, as many as the recipe takes where it does not say.
+
+    Raises:
+        ConfigError: there is no such hardware, or the recipe takes another number of devices.
+    """
+    from megarl.dag.placement import place
+    from megarl.planning.hardware import KINDS, read_hardware, this_cpu
+    from megarl.planning.step import occupied
+
+    cluster = config.cluster
+    kind, _, counts = (text or "").partition("x")
+    if kind == "cpu" or (text is None and cluster.device_memory_gb is None):
+        processes, machines = counts.partition("x")[::2] if counts else (str(cluster.nproc), "1")
+        if not processes.isdecimal() or not int(processes) or machines != "1":
+            raise ConfigError(
+                "only this machine can be measured",
+                where="--hardware",
+                found=text,
+                allowed="cpu, or cpux4x1 as 4 processes",
+            )
+        hardware, counted = this_cpu(int(processes), cluster.threads), bool(counts)
+    else:
+        hardware, counted = (KINDS["h100"], False) if text is None else read_hardware(text)
+    if counted and search:
+        return hardware
+    takes, machines_taken = occupied(config, place(graph, config)), cluster.nnodes
+    if not counted:
+        return replace(hardware, per_node=-(-takes // machines_taken), nodes=machines_taken)
+    if (takes, machines_taken) != (hardware.devices, hardware.nodes):
+        raise ConfigError(
+            f"the recipe takes {takes} devices on {machines_taken} machines",
+            where="--hardware",
+            found=f"{hardware.devices} devices on {hardware.nodes} machines",
+            allowed="as many, or --search, which finds what all of them may do",
+            fix=f"set cluster.nproc={hardware.devices} cluster.nnodes={hardware.nodes}, or add --search",
+        )
+    return hardware
+
+
+def _plan(
+    arguments: argparse.Namespace, config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions
+) -> int:
+    from rich.console import Console
+
+    from megarl.checks.plan_report import as_json, rest_of, tables
+    from megarl.planning.step import model_sizes, plan_step
+
+    sizes = model_sizes(config, graph)
+    plan = plan_step(config, graph, sizes, hardware, given)
+    rest = rest_of(config, plan, sizes)
+    if arguments.json:
+        print(json.dumps(as_json(arguments.recipe, plan, rest), indent=1))
+        return 0
+    console = Console(highlight=False)
+    for part in tables(arguments.recipe, plan, rest):
+        console.print(part)
+    return 0
+
+
+def _search(
+    arguments: argparse.Namespace, config: RunConfig, graph: TaskGraph, hardware: Hardware, given: PlanAssumptions
+) -> int:
+    from rich.console import Console
+
+    from megarl.checks.plan_report import found_as_json, found_table
+    from megarl.planning.search import Search
+    from megarl.planning.step import model_sizes
+
+    result = Search(config, graph, model_sizes(config, graph), hardware, given).run(arguments.top)
+    if arguments.json:
+        print(json.dumps(found_as_json(arguments.recipe, result), indent=1))
+    else:
+        Console(highlight=False).print(found_table(arguments.recipe, result))
+    if arguments.write is not None:
+        from megarl.checks.plan_recipe import write_recipe
+
+        write_recipe(arguments.write, arguments.recipe, result.best[0])
+        if not arguments.json:
+            print(f"wrote {arguments.write}: megarl train {arguments.write} --dry-run checks it")
+    return 0

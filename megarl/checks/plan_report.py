@@ -1,0 +1,213 @@
+"""`megarl plan` as tables and as JSON: every number with the formula that it is from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from megarl.checks.descriptors import descriptors, group_sizes
+from megarl.checks.host import host_memory
+from megarl.config.run import RunConfig
+from megarl.planning.memory import Moment, Term
+from megarl.planning.outcome import StepPlan
+from megarl.planning.search import FoundPlan, SearchResult, describe_layout
+from megarl.planning.shards import Sizes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of a plan.
+
+    Attributes:
+        name: what it is.
+        value: of it.
+        unit: of the value.
+        formula: tag of docs/planning.md.
+    """
+
+    name: str
+    value: float
+    unit: str
+    formula: str
+
+
+def rest_of(config: RunConfig, plan: StepPlan, sizes: Sizes) -> list[Figure]:
+    """What the dry run estimates, too: host memory of a machine, process groups and descriptors of a rank."""
+    host = host_memory(config, sizes, plan.placement, gpu=plan.hardware.gpu).peak
+    fullest = max(plan.placement.teams, key=lambda team: descriptors(team.devices, team.parallel))
+    return [
+        Figure("host memory of a machine", host.bytes / 1e9, "GB", "M2"),
+        Figure("process groups of a rank", len(group_sizes(fullest.devices, fullest.parallel)), "", "D1"),
+        Figure("file descriptors of a rank", descriptors(fullest.devices, fullest.parallel), "", "D1"),
+    ]
+
+
+def figures(plan: StepPlan) -> list[Figure]:
+    """The numbers of a step that belong to no phase."""
+    room, (size, seconds, still) = plan.room, plan.checkpoint
+    return [
+        Figure("step", plan.step_s, "s", "S1"),
+        Figure("tokens of a step", plan.tokens, "tokens", "S2"),
+        Figure("tokens per second", plan.tokens_per_s, "tokens/s", "S2"),
+        Figure("tokens per second and device", plan.per_device, "tokens/s", "S2"),
+        Figure("MFU", 100 * plan.mfu, "%", "S3"),
+        Figure("fullest device", plan.fullest.bytes / 1e9, "GB", "M1"),
+        Figure("engines that draw", room.engines, "", "K1"),
+        Figure("weights on a device of theirs", room.weights / 1e9, "GB", "K1"),
+        Figure("room for keys and values on it", room.bytes / 1e9, "GB", "K1"),
+        Figure("tokens that fit into an engine", room.tokens, "tokens", "K1"),
+        Figure("samples side by side", room.slots, "", "K1"),
+        Figure("checkpoint", size / 1e9, "GB", "C1"),
+        Figure("writing it", seconds, "s", "C1"),
+        Figure("standing still for it", still, "s", "C1"),
+        *([Figure("a step of sft", sum(part.seconds for part in plan.sft), "s", "T8")] if plan.sft else []),
+    ]
+
+
+def tables(recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]:
+    """A plan as tables, and whether it fits."""
+    shown: list[Table | str] = [_phases(recipe, plan), _numbers([*figures(plan), *rest]), _memory(plan)]
+    shown.append(f"hardware: {plan.hardware.source}")
+    fullest, limit = plan.fullest, plan.hardware.memory_gb
+    if fullest.bytes > limit * 1e9:
+        keys = "; ".join(dict.fromkeys(part.keys for part in _largest(fullest.moment)))
+        size = f"{fullest.bytes / 1e9:,.1f} of {limit:.3g} GB"
+        shown.append(f"does not fit: {fullest.moment.name} holds {size}; what it goes by: {keys}")
+    return shown
+
+
+def _largest(moment: Moment) -> list[Term]:
+    """The terms that weigh most."""
+    return sorted(moment.terms, key=lambda part: -part.bytes)[:3]
+
+
+_WORDS = frozenset(("phase", "team", "what", "by", "placement", "layout", "moment", "most of it", "recompute", "unit"))
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left")
+    for column in columns:
+        words = column in (
+            "phase",
+            "team",
+            "what",
+            "by",
+            "placement",
+            "layout",
+            "moment",
+            "most of it",
+            "recompute",
+            "",
+        )
+        made.add_column(column, justify="left" if words else "right", overflow="fold")
+    return made
+
+
+def _phases(recipe: str, plan: StepPlan) -> Table:
+    title = f"{recipe} on {plan.hardware.describe()}: {plan.step_s:.3g} s a step, by formulas"
+    made = _table(title, "phase", "team", "s", "of the step", "GB", "by", "what")
+    for phase in plan.phases:
+        made.add_row(phase.name, phase.team, f"{phase.seconds:.3g}", f"{phase.seconds / plan.step_s:.0%}", "", "", "")
+        for part in phase.parts:
+            size = _short(part.bytes / 1e9) if part.bytes else ""
+            made.add_row("", "", f"{part.seconds:.3g}", "", size, part.formula, part.what)
+    return made
+
+
+def _numbers(numbers: list[Figure]) -> Table:
+    made = _table("", "what", "value", "unit", "by")
+    for one in numbers:
+        made.add_row(one.name, _short(one.value), one.unit, one.formula)
+    return made
+
+
+def _short(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+def _memory(plan: StepPlan) -> Table:
+    limit = plan.hardware.memory_gb
+    made = _table(f"a device, of {limit:.3g} GB", "team", "moment", "GB", "by", "most of it")
+    for one in plan.filled:
+        said = ", ".join(f"{part.what} {part.bytes / 1e9:.3g}" for part in _largest(one.moment))
+        made.add_row(one.team, one.moment.name, f"{one.bytes / 1e9:.3g}", "M1", said)
+    return made
+
+
+def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
+    """A plan as plain data."""
+    return {
+        "recipe": recipe,
+        "hardware": asdict(plan.hardware),
+        "devices": plan.devices,
+        "numbers": [asdict(one) for one in (*figures(plan), *rest)],
+        "phases": [
+            {
+                "name": phase.name,
+                "team": phase.team,
+                "begins_s": phase.begins,
+                "seconds": phase.seconds,
+                "formula": "S1",
+                "parts": [asdict(part) for part in phase.parts],
+            }
+            for phase in plan.phases
+        ],
+        "memory": [
+            {
+                "team": one.team,
+                "moment": one.moment.name,
+                "bytes": one.bytes,
+                "formula": "M1",
+                "terms": [{"what": part.what, "bytes": part.bytes, "keys": part.keys} for part in one.moment.terms],
+            }
+            for one in plan.filled
+        ],
+        "assumptions": asdict(plan.given),
+    }
+
+
+def found_table(recipe: str, result: SearchResult) -> Table:
+    """The best of a search."""
+    hardware = result.best[0].plan.hardware
+    without = f", {result.without_room} do not fit" if result.without_room else ""
+    title = f"{recipe} on {hardware.describe()}: {result.compared} layouts in placements{without}; by S1, S2, S3, M1"
+    columns = ("s a step", "tokens/s/dev", "MFU", "GB", "placement", "layout", "micro-batch", "recompute", "offload")
+    made = _table(title, *columns)
+    for one in result.best:
+        plan, choice = one.plan, one.choice
+        layout = describe_layout(choice.parallel, choice.spread.trainers())
+        cells = [f"{plan.step_s:.3g}", f"{plan.per_device:.0f}", f"{plan.mfu:.1%}", f"{plan.fullest.bytes / 1e9:.1f}"]
+        cells += [choice.spread.describe(), layout, str(choice.micro_batch_tokens), choice.recompute]
+        made.add_row(*cells, "yes" if choice.offload else "no")
+    return made
+
+
+def found_as_json(recipe: str, result: SearchResult) -> dict[str, Any]:
+    """The best of a search as plain data."""
+
+    def one(found: FoundPlan) -> dict[str, Any]:
+        choice = found.choice
+        return {
+            "numbers": [asdict(figure) for figure in figures(found.plan)],
+            "placement": choice.spread.describe(),
+            "layout": choice.parallel.model_dump(),
+            "micro_batch_tokens": choice.micro_batch_tokens,
+            "recompute": choice.recompute,
+            "offload": choice.offload,
+            "memory_fraction": choice.memory_fraction,
+        }
+
+    hardware = asdict(result.best[0].plan.hardware)
+    return {
+        "recipe": recipe,
+        "hardware": hardware,
+        "compared": result.compared,
+        "without_room": result.without_room,
+        "best": [one(found) for found in result.best],
+    }

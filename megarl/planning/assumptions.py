@@ -1,0 +1,130 @@
+"""What the formulas of `megarl plan` take for granted, by name; each can be set with `--assume NAME=VALUE`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from megarl.errors import ConfigError, close_matches
+
+T = TypeVar("T")
+
+
+def assume(base: T, values: Mapping[str, str]) -> T:
+    """A dataclass of numbers with some of them replaced by name.
+
+    Raises:
+        ConfigError: there is no such name, or the value is no number from 0 on.
+    """
+    names = [one.name for one in fields(base)]  # type: ignore[arg-type]
+    changed: dict[str, Any] = {}
+    for name, text in values.items():
+        if name not in names:
+            near = close_matches(name, names)
+            fix = f"did you mean {near[0]}?" if near else None
+            raise ConfigError("no such assumption", where="--assume", found=name, allowed=names, fix=fix)
+        changed[name] = _number(name, text)
+    return replace(base, **changed)  # type: ignore[type-var]
+
+
+def pairs(texts: Sequence[str]) -> dict[str, str]:
+    """`name=value` by name."""
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError("this is no number", where=f"--assume {name}", found=text, allowed="a number from 0 on")
+    return value
+
+
+@dataclass(frozen=True)
+class PlanAssumptions:
+    """Shares of the hardware's peak that are reached, fixed times, and what a recipe does not say. Defaults: a GPU.
+
+    Attributes:
+        gemm_share: of the peak that large matrix products reach.
+        expert_share: of the peak that the products of experts reach.
+        gemm_half_rows: rows at which a product reaches half of that.
+        layer_ms: of a layer's forward pass over a micro-batch that no FLOP explains; a backward pass takes twice that.
+        expert_ms: of each expert of a rank in a forward pass, in addition.
+        element_bytes: moved for each element that is kept for the backward pass, in forward and backward together.
+        element_flops: of fp32 products that take as long as the work on such an element, where that is longer.
+        memory_share: of the memory's speed that is reached.
+        decode_ms: of a decoding step that no byte and no FLOP explains.
+        decode_layer_ms: the same of each layer.
+        node_share: of the links inside a machine that is reached.
+        node_hop_us: latency of a step of a ring inside a machine.
+        link_share: of the link to other machines that is reached.
+        hop_us: latency of a step of a ring between machines.
+        overlap_share: of gradients' reduction that the backward pass hides, with overlap_grad_reduce.
+        host_share: of the link to host memory that is reached.
+        server_memory: share of a GPU that a server takes where the recipe names none.
+        server_push_ms: calls of a server for new weights.
+        push_fixed_s: of new weights, whatever their size.
+        step_s: of a step, in no phase: metrics, files, Python.
+        disk_gb_s: that a machine writes a checkpoint with.
+        prompt_tokens: of a prompt; 0: half of the longest.
+        mean_tokens: of a response; 0: a quarter of the longest, or all of it with ignore_eos.
+        sigma: of the logarithm of a response's tokens.
+        kept_groups: share of groups that dynamic sampling keeps.
+        usable_memory: share of a device's memory that the search fills.
+    """
+
+    gemm_share: float = 0.6
+    expert_share: float = 0.4
+    gemm_half_rows: float = 256.0
+    layer_ms: float = 0.1
+    expert_ms: float = 0.02
+    element_bytes: float = 20.0
+    element_flops: float = 0.0
+    memory_share: float = 0.6
+    decode_ms: float = 3.0
+    decode_layer_ms: float = 0.0
+    node_share: float = 0.7
+    node_hop_us: float = 3.0
+    link_share: float = 0.8
+    hop_us: float = 15.0
+    overlap_share: float = 0.8
+    host_share: float = 0.8
+    server_memory: float = 0.85
+    server_push_ms: float = 5.0
+    push_fixed_s: float = 0.5
+    step_s: float = 0.5
+    disk_gb_s: float = 2.0
+    prompt_tokens: float = 0.0
+    mean_tokens: float = 0.0
+    sigma: float = 0.8
+    kept_groups: float = 0.6
+    usable_memory: float = 0.9
+
+    @classmethod
+    def of(cls, *, gpu: bool) -> PlanAssumptions:
+        """The defaults for a kind of device. Those of a CPU are fitted to measured steps: docs/planning.md."""
+        return cls() if gpu else CPU
+
+
+CPU = PlanAssumptions(
+    gemm_share=1.0,
+    expert_share=1.0,
+    gemm_half_rows=20.0,
+    layer_ms=0.85,
+    expert_ms=0.2,
+    element_bytes=0.0,
+    element_flops=410.0,
+    memory_share=1.0,
+    decode_ms=0.0,
+    decode_layer_ms=0.85,
+    node_share=0.5,
+    node_hop_us=150.0,
+    link_share=0.8,
+    hop_us=300.0,
+    push_fixed_s=0.05,
+    step_s=0.01,
+    disk_gb_s=0.445,
+)

@@ -1,0 +1,361 @@
+"""What `megarl plan --search` may choose: placements, layouts, and how the engine spends its memory.
+
+    Spread      who has which devices, and what draws samples     one team | servers apart | a team that draws
+    Choice      a spread, the actor's layout, micro-batches, recomputation, offloading
+
+Whatever else a recipe says stays as it is: the batch, the algorithm, the engine that draws, and how far it runs ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.artifacts.layout import divisors, layout_problems, makes_replicas, tensor_sizes
+from megarl.config.base import Section
+from megarl.config.model import ParallelConfig
+from megarl.config.placement import TeamConfig
+from megarl.config.run import RunConfig
+from megarl.dag.shares import batch_sizes
+from megarl.dag.stage import Role
+from megarl.errors import ConfigError
+from megarl.planning.hardware import Hardware
+from megarl.planning.step import server_devices
+
+_MICRO_BATCHES = (0.5, 1, 2, 4)
+"""Of the recipe's budget."""
+RECOMPUTE = ("none", "selective", "full")
+"""Each takes longer than the one before it."""
+_CONTEXT = 1024
+"""Tokens of a sequence that a context-parallel rank has at least."""
+_EIGHTHS = 8
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Who has which devices.
+
+    Attributes:
+        workers: of all teams.
+        servers: that are started; 0: none are, or the recipe's stay.
+        tp_size: ranks of each.
+        colocated: on the trainer's devices.
+        teams: devices of each team by name, with its roles; none: one team.
+        drawing: the layout of a team that only draws with an embedded engine.
+    """
+
+    workers: int
+    servers: int = 0
+    tp_size: int = 1
+    colocated: bool = False
+    teams: tuple[tuple[str, tuple[str, ...], int], ...] = ()
+    drawing: ParallelConfig | None = None
+
+    def trainers(self) -> int:
+        """Workers of the actor's team."""
+        return next((devices for _, roles, devices in self.teams if Role.ACTOR.value in roles), self.workers)
+
+    def describe(self) -> str:
+        """In a few words."""
+        if self.teams:
+            said = " + ".join(f"{name} {devices}" for name, _, devices in self.teams)
+        else:
+            said = f"{self.workers} together"
+        if self.drawing is not None and self.drawing.tp > 1:
+            said += f" of tp {self.drawing.tp}"
+        if self.servers:
+            said += f", {self.servers} servers of tp {self.tp_size} {'on them' if self.colocated else 'apart'}"
+        return said
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One recipe that the search compares.
+
+    Attributes:
+        spread: who has which devices.
+        parallel: the actor's layout.
+        micro_batch_tokens: of the engines that train.
+        recompute: of these.
+        offload: of these.
+        memory_fraction: of servers on the trainer's devices; None: as in the recipe.
+    """
+
+    spread: Spread
+    parallel: ParallelConfig
+    micro_batch_tokens: int
+    recompute: str
+    offload: bool
+    memory_fraction: float | None = field(default=None, compare=False)
+
+    def apply(self, config: RunConfig, hardware: Hardware, trains: Sequence[str]) -> RunConfig:
+        """The recipe with these choices. `trains`: roles that train."""
+        spread = self.spread
+        actor = _with(config.actor, parallel=self.parallel)
+        rollout = config.rollout
+        if spread.servers:
+            servers = _with(
+                rollout.sglang,
+                servers=spread.servers,
+                tp_size=spread.tp_size,
+                ep_size=math.gcd(rollout.sglang.ep_size, spread.tp_size),
+                colocated=spread.colocated,
+                memory_fraction=rollout.sglang.memory_fraction if spread.colocated else None,
+                gpus=None,
+            )
+            rollout = _with(rollout, sglang=servers)
+        if spread.drawing is not None:
+            rollout = _with(rollout, parallel=spread.drawing)
+        teams = {
+            name: TeamConfig.model_validate({"roles": roles, "devices": devices})
+            for name, roles, devices in spread.teams
+        }
+        placement = _with(config.placement, teams=teams, auto=None, measured=None)
+        cluster: dict[str, Any] = {"nproc": spread.workers, "nnodes": hardware.nodes}
+        if hardware.gpu:
+            cluster["device_memory_gb"] = hardware.memory_gb
+        placed = {"actor": actor, "rollout": rollout, "placement": placement}
+        return self.apply_engine(_with(config, **placed, cluster=_with(config.cluster, **cluster)), trains)
+
+    def apply_engine(self, config: RunConfig, trains: Sequence[str]) -> RunConfig:
+        """A recipe with this spread and layout already, with the rest of the choices."""
+        engine = {
+            "micro_batch_tokens": self.micro_batch_tokens,
+            "recompute": self.recompute,
+            "offload": self.offload,
+        }
+        changed: dict[str, Any] = {}
+        for role in trains:
+            section = getattr(config, role)
+            changed[role] = _with(section, engine=_with(section.engine, **engine))
+        if self.memory_fraction is not None:
+            servers = _with(config.rollout.sglang, memory_fraction=self.memory_fraction)
+            changed["rollout"] = _with(config.rollout, sglang=servers)
+        return _with(config, **changed)
+
+
+def _with(section: Any, **values: Any) -> Any:
+    assert isinstance(section, Section)
+    return section.model_copy(update=values)
+
+
+@dataclass(frozen=True)
+class Space:
+    """All choices for a recipe on some hardware.
+
+    Attributes:
+        config: the recipe.
+        roles: models that its graph works with.
+        facts: sizes of the policy.
+        hardware: whose devices are all used.
+    """
+
+    config: RunConfig
+    roles: tuple[Role, ...]
+    facts: ModelFacts
+    hardware: Hardware
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        """Roles that train."""
+        return tuple(role.value for role in (Role.ACTOR, Role.CRITIC) if role in self.roles)
+
+    def __iter__(self) -> Iterator[Choice]:
+        """Every one of them, whether or not it fits into memory."""
+        for spread in self.spreads():
+            for parallel in self.layouts(spread):
+                for tokens, recompute, offload in self.engines(spread):
+                    yield Choice(spread, parallel, tokens, recompute, offload)
+
+    # -- spreads -------------------------------------------------------------------------------------------------
+
+    def spreads(self) -> list[Spread]:
+        """Who may have which devices.
+
+        Raises:
+            ConfigError: none can be with this recipe.
+        """
+        config, hardware = self.config, self.hardware
+        ahead = config.async_.max_staleness > 0
+        if config.rollout.engine == "sglang":
+            found = self._running() if config.rollout.sglang.urls else self._servers(ahead=ahead)
+        elif ahead:
+            found = self._drawing()
+        else:
+            found = [Spread(hardware.devices)]
+        if not ahead and config.placement.teams and config.launch.launcher != "torchrun":
+            found += self._as_given()
+        return [spread for spread in found if spread.workers % hardware.nodes == 0]
+
+    def _servers(self, *, ahead: bool) -> list[Spread]:
+        """Servers that the run starts: the same number on each machine, on its devices or on some of their own."""
+        hardware, nodes, each = self.hardware, self.hardware.nodes, self.hardware.per_node
+        sizes = [tp for tp in divisors(each) if self.facts.heads % tp == 0]
+        if not ahead:
+            together = [Spread(each * nodes, each // tp * nodes, tp, colocated=True) for tp in sizes]
+            apart = [
+                Spread((each - tp * many) * nodes, many * nodes, tp)
+                for tp in sizes
+                for many in range(1, each // tp + 1)
+                if each - tp * many > 0
+            ]
+            return together + apart
+        if nodes > 1:
+            raise ConfigError(
+                "servers of a team that draws by itself are started on one machine only",
+                where="async.max_staleness",
+                found=f"{self.config.async_.max_staleness}, on {hardware.nodes} machines",
+                allowed="0, one machine, rollout.engine=embedded, or servers that run already (rollout.sglang.urls)",
+                fix="start the servers by themselves and name them in rollout.sglang.urls",
+            )
+        asks = self._asking()
+        return [
+            Spread(each - tp * many + asks, many, tp, teams=self._two_teams(each - tp * many, asks))
+            for tp in sizes
+            for many in range(1, each // tp + 1)
+            if each - tp * many > 0
+        ]
+
+    def _asking(self) -> int:
+        """Workers that ask servers."""
+        teams = self.config.placement.teams.values()
+        return next((team.devices for team in teams if team.roles == [Role.ROLLOUT.value]), 1)
+
+    def _running(self) -> list[Spread]:
+        """Servers that run already keep their devices."""
+        taken = server_devices(self.config)
+        left = self.hardware.devices - taken
+        if left < 1:
+            raise ConfigError(
+                "servers that run already take all devices",
+                where="--hardware",
+                found=f"{self.hardware.describe()}, {taken} of them servers'",
+                allowed="hardware with devices for training, too",
+                fix="count both in --hardware",
+            )
+        if self.config.async_.max_staleness:
+            asks = self._asking()
+            return [Spread(left + asks, teams=self._two_teams(left, asks))]
+        return [Spread(left)]
+
+    def _drawing(self) -> list[Spread]:
+        """A team that draws with embedded engines, and one that trains."""
+        hardware = self.hardware
+        step = max(1, hardware.devices // _EIGHTHS)
+        found = []
+        for draws in range(step, hardware.devices, step):
+            for tp in tensor_sizes(self.facts):
+                if tp <= hardware.per_node and draws % tp == 0:
+                    teams = self._two_teams(hardware.devices - draws, draws)
+                    found.append(Spread(hardware.devices, teams=teams, drawing=ParallelConfig(tp=tp)))
+        return found
+
+    def _two_teams(self, trains: int, draws: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+        """With the names that the recipe has for them."""
+        teams = self.config.placement.teams
+        names = {role: name for name, team in teams.items() for role in team.roles}
+        rest = tuple(role.value for role in self.roles if role is not Role.ROLLOUT)
+        train, draw = names.get("actor", "train"), names.get("rollout", "draw")
+        return ((train, rest, trains), (draw if draw != train else "draw", (Role.ROLLOUT.value,), draws))
+
+    def _as_given(self) -> list[Spread]:
+        """The recipe's teams, which share the devices in whole eighths, or as few as there are."""
+        teams = [(name, tuple(team.roles)) for name, team in self.config.placement.teams.items()]
+        if len(teams) < 2 or self.config.rollout.engine != "embedded":
+            return []
+        step = max(1, self.hardware.devices // _EIGHTHS)
+        return [
+            Spread(
+                self.hardware.devices,
+                teams=tuple((name, roles, share) for (name, roles), share in zip(teams, shares, strict=True)),
+            )
+            for shares in _shares(self.hardware.devices, len(teams), step)
+        ]
+
+    # -- layouts -------------------------------------------------------------------------------------------------
+
+    def layouts(self, spread: Spread) -> list[ParallelConfig]:
+        """Layouts of the actor that divide the model, the workers and the batches."""
+        facts, devices = self.facts, spread.trainers()
+        longest = self.config.data.max_prompt_tokens + self.config.response_tokens(self.config.rollout.sampling)
+        contexts = [cp for cp in _powers(devices) if cp == 1 or longest // cp >= _CONTEXT]
+        found = []
+        for tp in tensor_sizes(facts):
+            for pp in divisors(facts.layers):
+                for cp in contexts:
+                    if tp * pp * cp > devices or devices % (tp * pp * cp) or tp > self.hardware.joined:
+                        continue
+                    if not self._shares_batches(devices // (tp * pp * cp), spread):
+                        continue
+                    for experts in self._experts(tp, devices // pp):
+                        chunks = [vpp for vpp in (2, 4) if pp > 1 and facts.layers % (pp * vpp) == 0]
+                        for vpp in (None, *chunks):
+                            one = ParallelConfig(
+                                tp=tp, pp=pp, vpp=vpp, cp=cp, sp=tp > 1 and not facts.is_moe, **experts
+                            )
+                            if makes_replicas(devices, one) and not layout_problems("actor.parallel", one, facts):
+                                found.append(one)
+        return [one for one in found if self._fits_others(one, spread)]
+
+    def _experts(self, tp: int, ranks: int) -> list[Mapping[str, Any]]:
+        """How experts may be divided, over the ranks of a stage: by their number, or also by their width."""
+        if not self.facts.is_moe:
+            return [{}]
+        sizes = [ep for ep in _powers(ranks) if self.facts.experts % ep == 0]
+        found: list[Mapping[str, Any]] = [{"ep": ep} for ep in sizes]
+        return found + [{"ep": ep, "etp": tp} for ep in sizes if tp > 1 and ep > 1 and ranks % (ep * tp) == 0]
+
+    def _shares_batches(self, replicas: int, spread: Spread) -> bool:
+        """Updates need equal shares, as the checks of a recipe have it."""
+        roles = next((roles for _, roles, _ in spread.teams if Role.ACTOR.value in roles), None)
+        held = self.roles if roles is None else [Role(role) for role in roles]
+        return all(size % replicas == 0 for size in batch_sizes(self.config, held).values())
+
+    def _fits_others(self, parallel: ParallelConfig, spread: Spread) -> bool:
+        """Teams without the actor that have its layout are whole replicas of it, and share their own batches."""
+        for _, roles, devices in spread.teams:
+            held = [Role(role) for role in roles]
+            if Role.ACTOR in held or (held == [Role.ROLLOUT] and self.config.rollout.engine != "embedded"):
+                continue
+            own = spread.drawing if held == [Role.ROLLOUT] and spread.drawing else None
+            layout = own or getattr(self.config, roles[0]).parallel or parallel
+            if not makes_replicas(devices, layout):
+                return False
+            replicas = devices // layout.model_parallel_size
+            if any(size % replicas for size in batch_sizes(self.config, held).values()):
+                return False
+        return True
+
+    # -- engines -------------------------------------------------------------------------------------------------
+
+    def engines(self, spread: Spread) -> list[tuple[int, str, bool]]:
+        """Tokens of a micro-batch, recomputation, offloading."""
+        return [(tokens, recompute, offload) for tokens, offload in self.budgets(spread) for recompute in RECOMPUTE]
+
+    def budgets(self, spread: Spread) -> list[tuple[int, bool]]:
+        """Tokens of a micro-batch, offloading."""
+        given = self.config.actor.engine
+        tokens = sorted({max(1, int(given.micro_batch_tokens * times)) for times in _MICRO_BATCHES})
+        # Nothing takes turns with an actor that has its team for itself; a CPU has nowhere else to put anything.
+        by_itself = bool(spread.teams) and spread.teams[0][1] == (Role.ACTOR.value,)
+        offloads = [given.offload] if not self.hardware.gpu else [False] if by_itself else [False, True]
+        return [(number, offload) for number in tokens for offload in offloads]
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to `most`."""
+    return [1 << place for place in range(most.bit_length()) if 1 << place <= most]
+
+
+def _shares(devices: int, teams: int, step: int) -> Iterator[tuple[int, ...]]:
+    """All ways to share out devices in multiples of `step`, at least one each."""
+    if teams == 1:
+        if devices >= step:
+            yield (devices,)
+        return
+    for first in range(step, devices, step):
+        for rest in _shares(devices - first, teams - 1, step):
+            yield (first, *rest)

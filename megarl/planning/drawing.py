@@ -1,0 +1,150 @@
+"""Seconds of generation: an engine or a server that decodes samples side by side, prompts first."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.flops import FlopCounter, token_flops
+from megarl.planning.hardware import Hardware
+from megarl.planning.links import Links
+from megarl.planning.passes import Part
+from megarl.planning.shards import BYTES
+from megarl.planning.workload import Workload
+
+_POINTS = 32
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """One engine or server: the ranks that decode the same samples.
+
+    Attributes:
+        facts: sizes of the model.
+        dtype: of weights, keys and values.
+        tp: ranks that share every layer.
+        pp: stages, which work one after the other.
+        ep: ranks that share the experts of a layer.
+        hardware: that it runs on.
+        given: what is assumed.
+    """
+
+    facts: ModelFacts
+    dtype: str
+    tp: int
+    pp: int
+    ep: int
+    hardware: Hardware
+    given: PlanAssumptions
+
+    @cached_property
+    def _counter(self) -> FlopCounter:
+        return FlopCounter.of(self.facts)
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.hardware, self.given)
+
+    @cached_property
+    def _experts(self) -> float:
+        """Parameters of all experts."""
+        return self.facts.layers * self.facts.expert_parameters
+
+    @cached_property
+    def _expert_flops(self) -> float:
+        work = token_flops(self.facts).get("experts")
+        return work.forward if work is not None else 0.0
+
+    @cached_property
+    def key_bytes(self) -> float:
+        """Keys and values of one token on a rank, in all layers: a head is never divided, but copied."""
+        heads = self.facts.kv_heads / min(self.tp, self.facts.kv_heads)
+        return 2 * self.facts.layers * heads * self.facts.head_dim * BYTES[self.dtype]
+
+    def step(self, running: float, context: float) -> tuple[float, float]:
+        """(seconds until each of `running` samples has one token more, bytes read by a rank). [G2]
+
+        Args:
+            running: samples side by side.
+            context: tokens that each of them has, on average.
+        """
+        facts, given, rate = self.facts, self.given, self.hardware.memory_tb_s * 1e12 * self.given.memory_share
+        met = facts.parameters - self._experts
+        if self._experts:
+            tokens = running * self.ep / self.tp if self.ep > self.tp else running
+            share = 1 - (1 - facts.experts_per_token / facts.experts) ** tokens
+            met += self._experts * share * self.tp / max(self.tp, self.ep)
+        read = met * BYTES[self.dtype] / self.tp + self.key_bytes * context * running
+        # Stages work in turn, so that a token waits for the bytes and products of all of them.
+        peak, filled = self.hardware.peak(self.dtype) * self.tp, running / (running + given.gemm_half_rows)
+        scores = sum(each * min(context, window or context) for window, each in self._counter.per_pair.items())
+        dense = self._counter.per_token + self._counter.per_head_token - self._expert_flops + scores
+        compute = running * dense / (peak * given.gemm_share * filled)
+        if self._expert_flops:
+            rows = running * facts.experts_per_token / facts.experts
+            compute += running * self._expert_flops / (peak * given.expert_share * rows / (rows + given.gemm_half_rows))
+        seconds = given.decode_ms / 1e3 + facts.layers * given.decode_layer_ms / 1e3 + max(read / rate, compute)
+        return seconds + self._meeting(running), read
+
+    def _meeting(self, rows: float) -> float:
+        """Two sums over the ranks of a layer, and what stages send each other, for so many rows."""
+        whole = rows * self.facts.hidden * BYTES[self.dtype]
+        sums = 2 * self.facts.layers
+        seconds = self._links.ring(sums * 2 * (self.tp - 1) / self.tp * whole, self.tp, steps=2 * sums)
+        if self.pp > 1:
+            inside = self._links.inside(2, self.tp)
+            each = whole / self._links.rate(inside=inside) + self._links.hop(inside=inside)
+            seconds += self.pp * each
+        return seconds
+
+    def prefill(self, prompts: float, tokens: float) -> float:
+        """Seconds for so many prompts of so many tokens each. [G1]"""
+        if not prompts:
+            return 0.0
+        flops = prompts * self._counter.forward([tokens], head_tokens=1)
+        ranks = self.tp
+        rows = prompts * tokens
+        filled = rows / (rows + self.given.gemm_half_rows)
+        share = self.given.expert_share if self.facts.is_moe else self.given.gemm_share
+        return flops / (ranks * self.hardware.peak(self.dtype) * share * filled)
+
+    def generate(self, work: Workload, engines: int, slots: float, *, flows: bool = False) -> list[Part]:
+        """What a step takes, where so many engines share its samples evenly. [G3]
+
+        Of N samples of an engine at most S run side by side. Until the last S of them have begun, S run all the time:
+        (N - S) / S x mean tokens steps. Then they end one by one: after t steps N x P(length > t) are left.
+
+        Args:
+            work: samples of a step.
+            engines: that share them.
+            slots: samples that one of them decodes side by side.
+            flows: samples of the next steps follow at once, so that none ends with idle slots.
+        """
+        number = work.number / engines
+        prompts = work.groups / engines
+        side = max(1.0, min(slots, number))
+        lengths, prompt = work.lengths, work.prompt
+        full = number if flows else number - side
+        steps = full / side * lengths.expected
+        each, bytes_ = self.step(side, prompt + lengths.expected / 2)
+        seconds, read = steps * each, steps * bytes_
+        for begin, end in [] if flows else steps_of(lengths.longest_of(side)):
+            middle = (begin + end) / 2
+            running = max(1.0, side * lengths.above(middle)) if lengths.sigma else side
+            each, bytes_ = self.step(running, prompt + middle)
+            seconds += (end - begin) * each
+            read += (end - begin) * bytes_
+        filled = self.prefill(prompts, prompt)
+        return [
+            Part("G1", f"prefill of {math.ceil(prompts)} prompts", filled),
+            Part("G3", f"decoding of {math.ceil(number)} samples, {math.floor(side)} side by side", seconds, read),
+        ]
+
+
+def steps_of(last: float) -> list[tuple[float, float]]:
+    """Intervals that cover the steps from 0 to `last`."""
+    width = last / _POINTS
+    return [(at * width, (at + 1) * width) for at in range(_POINTS)]

@@ -1,0 +1,255 @@
+"""Devices, their memory and their links, from data sheets, and of this machine measured.
+
+h100x8x4        kind x devices of a machine x machines
+my_gpus.yaml    another kind: a mapping with the fields of `Hardware`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megarl.errors import ConfigError, close_matches
+
+_SPEC = re.compile(r"([a-z]+\d*[a-z]*)(?:x(\d+)x(\d+))?")
+_WHERE = "--hardware"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of device, and how many there are. Rates are peaks of one device, one way.
+
+    Attributes:
+        name: of the kind.
+        bf16_tflops: dense matrix products in bf16.
+        fp32_tflops: the same in fp32, without TF32.
+        memory_gb: of a device.
+        memory_tb_s: of its memory.
+        node_gb_s: of its link to others of its domain.
+        net_gbit: of its link to other machines.
+        per_node: devices of a machine.
+        source: where these numbers are from.
+        fp8_tflops: dense matrix products in fp8; 0: it has none.
+        host_gb_s: of its link to host memory.
+        domain: devices that the fast links join; 0: those of a machine.
+        nodes: machines.
+        gpu: False: processes on CPU cores.
+    """
+
+    name: str
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gb: float
+    memory_tb_s: float
+    node_gb_s: float
+    net_gbit: float
+    per_node: int
+    source: str
+    fp8_tflops: float = 0.0
+    host_gb_s: float = 55.0
+    domain: int = 0
+    nodes: int = 1
+    gpu: bool = True
+
+    @property
+    def devices(self) -> int:
+        """Of all machines."""
+        return self.per_node * self.nodes
+
+    @property
+    def joined(self) -> int:
+        """Devices that the fast links join."""
+        return self.domain or self.per_node
+
+    def peak(self, dtype: str) -> float:
+        """FLOP/s of a device for products in fp32 or bf16."""
+        return (self.fp32_tflops if dtype == "fp32" else self.bf16_tflops) * 1e12
+
+    def describe(self) -> str:
+        """As it is asked for."""
+        return f"{self.name}x{self.per_node}x{self.nodes}"
+
+
+#: Dense rates, without sparsity. The links of a data sheet are both ways together: here is half of them.
+KINDS: Mapping[str, Hardware] = {
+    one.name: one
+    for one in (
+        Hardware(
+            name="a100",
+            bf16_tflops=312.0,
+            fp32_tflops=19.5,
+            memory_gb=80.0,
+            memory_tb_s=2.039,
+            node_gb_s=300.0,
+            net_gbit=200.0,
+            per_node=8,
+            host_gb_s=32.0,
+            source="NVIDIA A100 Tensor Core GPU data sheet (80GB SXM); network: DGX A100 data sheet",
+        ),
+        Hardware(
+            name="h100",
+            bf16_tflops=989.0,
+            fp8_tflops=1979.0,
+            fp32_tflops=67.0,
+            memory_gb=80.0,
+            memory_tb_s=3.35,
+            node_gb_s=450.0,
+            net_gbit=400.0,
+            per_node=8,
+            host_gb_s=64.0,
+            source="NVIDIA H100 Tensor Core GPU data sheet (SXM); network: DGX H100 data sheet",
+        ),
+        Hardware(
+            name="h200",
+            bf16_tflops=989.0,
+            fp8_tflops=1979.0,
+            fp32_tflops=67.0,
+            memory_gb=141.0,
+            memory_tb_s=4.8,
+            node_gb_s=450.0,
+            net_gbit=400.0,
+            per_node=8,
+            host_gb_s=64.0,
+            source="NVIDIA H200 Tensor Core GPU data sheet (SXM); network: DGX H200 data sheet",
+        ),
+        Hardware(
+            name="b200",
+            bf16_tflops=2250.0,
+            fp8_tflops=4500.0,
+            fp32_tflops=75.0,
+            memory_gb=180.0,
+            memory_tb_s=8.0,
+            node_gb_s=900.0,
+            net_gbit=400.0,
+            per_node=8,
+            host_gb_s=64.0,
+            source="NVIDIA DGX B200 data sheet, an eighth of a system",
+        ),
+        Hardware(
+            name="gb200",
+            bf16_tflops=2500.0,
+            fp8_tflops=5000.0,
+            fp32_tflops=80.0,
+            memory_gb=186.0,
+            memory_tb_s=8.0,
+            node_gb_s=900.0,
+            net_gbit=400.0,
+            per_node=4,
+            domain=72,
+            host_gb_s=225.0,
+            source="NVIDIA GB200 NVL72 data sheet, a 72nd of a rack",
+        ),
+        Hardware(
+            name="mi300x",
+            bf16_tflops=1307.0,
+            fp8_tflops=2614.0,
+            fp32_tflops=163.0,
+            memory_gb=192.0,
+            memory_tb_s=5.3,
+            node_gb_s=448.0,
+            net_gbit=400.0,
+            per_node=8,
+            host_gb_s=64.0,
+            source="AMD Instinct MI300X data sheet and platform data sheet (seven Infinity Fabric links)",
+        ),
+    )
+}
+
+
+def read_hardware(text: str) -> tuple[Hardware, bool]:
+    """(what `--hardware` names, whether it says how many there are).
+
+    Raises:
+        ConfigError: no such kind or file, or a file with other keys or values than `Hardware` has.
+    """
+    found = _SPEC.fullmatch(text.lower())
+    if found is not None and found[1] in KINDS:
+        kind = KINDS[found[1]]
+        if found[2] is None:
+            return kind, False
+        per_node, nodes = int(found[2]), int(found[3])
+        if not per_node or not nodes:
+            raise ConfigError("machines and their devices are 1 or more", where=_WHERE, found=text, allowed="h100x8x4")
+        return replace(kind, per_node=per_node, nodes=nodes), True
+    file = Path(text).expanduser()
+    if file.is_file():
+        return _read_file(file), True
+    near = close_matches(text.lower().partition("x")[0], list(KINDS))
+    raise ConfigError(
+        "there is no such hardware",
+        where=_WHERE,
+        found=text,
+        allowed=f"{', '.join(KINDS)}, cpu; with x devices of a machine x machines, as h100x8x4; or a YAML file",
+        fix=f"did you mean {near[0]}?" if near else "docs/planning.md says what the file of another kind holds",
+    )
+
+
+def _read_file(file: Path) -> Hardware:
+    """A kind from a file; every key and value is checked.
+
+    Raises:
+        ConfigError: says which key.
+    """
+    from megarl.config.yamlio import read_yaml
+
+    values: dict[str, Any] = read_yaml(file).data
+    known = {one.name: one for one in fields(Hardware)}
+    for name, value in values.items():
+        where = f"{file}: {name}"
+        if name not in known:
+            near = close_matches(name, list(known))
+            fix = f"did you mean {near[0]}?" if near else None
+            raise ConfigError("hardware has no such key", where=str(file), found=name, allowed=list(known), fix=fix)
+        kind = known[name].type
+        if kind == "str":
+            right, allowed = isinstance(value, str) and bool(value.strip()), "text"
+        elif kind == "bool":
+            right, allowed = isinstance(value, bool), "true or false"
+        else:
+            number = isinstance(value, int if kind == "int" else (int, float)) and not isinstance(value, bool)
+            least = 0 if known[name].default == 0 else 1 if kind == "int" else 1e-9
+            right = number and least <= value < float("inf")
+            allowed = f"{'an integer' if kind == 'int' else 'a number'} {'from' if least in (0, 1) else 'above'} "
+            allowed += f"{least if least in (0, 1) else 0}"
+        if not right:
+            raise ConfigError("this cannot be", where=where, found=value, allowed=allowed)
+        values[name] = float(value) if kind == "float" else value
+    missing = [name for name, one in known.items() if one.default is MISSING and name not in values]
+    if missing:
+        raise ConfigError("keys are missing", where=str(file), found=list(values), allowed=missing, fix="add them")
+    return Hardware(**values)
+
+
+def this_cpu(processes: int, threads: int | None = None) -> Hardware:
+    """This machine as so many devices, measured now; takes about a second.
+
+    Args:
+        processes: that share its cores.
+        threads: of each; None: an equal share of the cores.
+    """
+    from megarl.machine import available_cores, host_memory
+    from megarl.planning.measured import measure_cores
+
+    cores = available_cores()
+    used = min(threads or cores / processes, cores / processes)  # more threads than cores work in turn
+    bf16, fp32, copied = (rate * used for rate in measure_cores())
+    return Hardware(
+        name="cpu",
+        bf16_tflops=bf16 / 1e12,
+        fp32_tflops=fp32 / 1e12,
+        memory_gb=host_memory() / processes / 1e9,
+        memory_tb_s=copied / 1e12,
+        node_gb_s=_GLOO_GB_S,
+        net_gbit=8 * _GLOO_GB_S,
+        per_node=processes,
+        host_gb_s=copied / 1e9,
+        source=f"measured now on one core, times {used:g} for each process: products of 1024 x 1024, copies of 64 MB",
+        gpu=False,
+    )
+
+
+_GLOO_GB_S = 4.3
+"""400 MB by gloo broadcast took 0.094 s on two cores: docs/performance.md."""

@@ -1,0 +1,87 @@
+"""How many tokens samples have: log-normal, as responses of language models roughly are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
+
+import numpy as np
+
+_EULER = 0.5772156649015329
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a response, log-normal and cut off.
+
+    Attributes:
+        mean: tokens, if none were cut off.
+        sigma: standard deviation of the logarithm; 0: all have `mean` tokens.
+        longest: tokens of a response, at most.
+    """
+
+    mean: float
+    sigma: float
+    longest: int
+
+    def draw(self, seed: tuple[int, ...], groups: int, samples: int) -> list[list[int]]:
+        """Tokens of the samples of so many groups, which follow from the seed."""
+        found = np.random.default_rng(seed).lognormal(self._mu, self.sigma, (groups, samples))
+        return np.clip(np.rint(found), 1, self.longest).astype(int).tolist()
+
+    @classmethod
+    def of(cls, mean: float, longest_seen: float, samples: int, longest: int) -> Lengths:
+        """The lengths with this mean, and this mean of the longest of `samples`.
+
+        The largest of n log-normal values lies about where the distribution has e^-gamma / n above it.
+        """
+        z = _largest_of(samples)
+        spread = math.log(max(1.0, longest_seen / mean))
+        # log(max / mean) = sigma z - sigma^2 / 2: the smaller root, or the vertex where no sigma has it
+        sigma = z - math.sqrt(max(0.0, z * z - 2 * spread))
+        return cls(mean, sigma, longest)
+
+    @property
+    def _mu(self) -> float:
+        """Mean of the logarithm."""
+        return math.log(self.mean) - self.sigma**2 / 2
+
+    @cached_property
+    def expected(self) -> float:
+        """Mean of what is left after the cut."""
+        return self._moment(1)
+
+    @cached_property
+    def variation(self) -> float:
+        """Standard deviation over mean, after the cut."""
+        return math.sqrt(max(0.0, self._moment(2) / self.expected**2 - 1))
+
+    def above(self, tokens: float) -> float:
+        """Share of the responses that have more than so many tokens."""
+        if tokens >= self.longest:
+            return 0.0
+        if not self.sigma:
+            return float(tokens < self.mean)
+        return 1.0 if tokens <= 0 else 1 - _NORMAL.cdf((math.log(tokens) - self._mu) / self.sigma)
+
+    def longest_of(self, samples: float) -> float:
+        """About the mean of the longest of so many responses."""
+        if samples < 2:
+            return self.expected
+        return min(self.longest, math.exp(self._mu + self.sigma * _largest_of(samples)))
+
+    def _moment(self, power: int) -> float:
+        """E[min(X, longest)^power]: below the cut E[X^p; X < L] = e^(p mu + p^2 s^2 / 2) Phi(z - p s), above it L^p."""
+        if not self.sigma:
+            return min(self.mean, self.longest) ** power
+        z = (math.log(self.longest) - self._mu) / self.sigma
+        below = math.exp(power * self._mu + (power * self.sigma) ** 2 / 2) * _NORMAL.cdf(z - power * self.sigma)
+        return below + self.longest**power * (1 - _NORMAL.cdf(z))
+
+
+def _largest_of(samples: float) -> float:
+    """Where a standard normal distribution has e^-gamma / n above it."""
+    return _NORMAL.inv_cdf(1 - math.exp(-_EULER) / max(samples, 2))

@@ -1,0 +1,139 @@
+"""What a plan of a step says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.dag.placement import Placement
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.hardware import Hardware
+from megarl.planning.memory import Moment
+from megarl.planning.passes import Part, total
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A node of the graph, or what lies between steps.
+
+    Attributes:
+        name: the node's id; `weights`, `moves` and `other` are no nodes.
+        team: that works on it.
+        parts: by formula.
+        begins: seconds after the step began.
+    """
+
+    name: str
+    team: str
+    parts: tuple[Part, ...]
+    begins: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Of the slowest rank."""
+        return total(self.parts)
+
+
+@dataclass(frozen=True)
+class ServerRoom:
+    """Room of an engine or a server for keys and values. [K1]
+
+    Attributes:
+        engines: how many there are.
+        ranks: devices of each.
+        weights: bytes of weights of a device.
+        bytes: of a device, for keys and values; None: they are as many as are asked for.
+        tokens: that fit into one engine.
+        slots: samples that it decodes side by side.
+    """
+
+    engines: int
+    ranks: int
+    weights: float
+    bytes: float
+    tokens: float
+    slots: float
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step of a recipe is expected to take.
+
+    Attributes:
+        hardware: it runs on.
+        devices: that it occupies, servers' included.
+        placement: its teams.
+        phases: in the order of the graph.
+        step_s: seconds of a step. [S1]
+        tokens: of a step, prompts and responses. [S2]
+        generated: of them, drawn.
+        flops: of the policy in a step. [F2]
+        dtype: of its products.
+        filled: the fullest device of each team in each of its moments. [M1]
+        room: of what draws samples.
+        checkpoint: bytes and seconds of the machines' disks, and seconds that training stands still. [C1]
+        sft: one step of supervised fine-tuning, whose examples are taken to be as long as samples; none: there is none.
+        given: what was assumed.
+    """
+
+    hardware: Hardware
+    devices: int
+    placement: Placement
+    phases: tuple[PlannedPhase, ...]
+    step_s: float
+    tokens: float
+    generated: float
+    flops: float
+    dtype: str
+    filled: tuple[Filled, ...]
+    room: ServerRoom
+    checkpoint: tuple[float, float, float]
+    sft: tuple[Part, ...]
+    given: PlanAssumptions
+
+    def __getitem__(self, name: str) -> PlannedPhase:
+        return next(phase for phase in self.phases if phase.name == name)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, by its name."""
+        return {phase.name: phase.seconds for phase in self.phases}
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Prompt and response tokens of a step over its seconds. [S2]"""
+        return self.tokens / self.step_s
+
+    @property
+    def per_device(self) -> float:
+        """`perf/throughput`. [S2]"""
+        return self.tokens_per_s / self.devices
+
+    @property
+    def mfu(self) -> float:
+        """`perf/mfu`. [S3]"""
+        return self.flops / self.step_s / self.devices / self.hardware.peak(self.dtype)
+
+    @property
+    def fullest(self) -> Filled:
+        """The device that holds most. [M1]"""
+        return max(self.filled, key=lambda one: one.bytes)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A device at a moment of the step.
+
+    Attributes:
+        team: whose device.
+        moment: what is held, by term.
+        bytes: of them, with the cache of a server that shares the device.
+    """
+
+    team: str
+    moment: Moment
+    bytes: float
+
+
+def held(moment: Moment) -> float:
+    """Bytes of a moment, where what adapts to the room there is has its least."""
+    return sum(part.least if part.shrinks else part.bytes for part in moment.terms)

@@ -1,0 +1,289 @@
+"""Seconds of a pass of a model over samples: forward, or forward and backward, as a layout divides it.
+
+    micro-batch of one stage   products [T1], element-wise work [T2], fixed time [T3],
+                               communication of tp and sp [T4], cp [T5], ep and etp [T6], pp [T7]
+    a pass                     micro-batches and the bubble of the pipeline [T8]
+    an update                  a pass, reduction of gradients [T9], the optimizer's step [T10]
+
+docs/planning.md derives each of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from megarl.artifacts.facts import ModelFacts
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.flops import FlopCounter, token_flops
+from megarl.planning.hardware import Hardware
+from megarl.planning.links import Links
+from megarl.planning.shards import BYTES, GRADIENT, STEP_BYTES, owned_parameters, stage_parameters
+from megarl.planning.workload import Share
+
+
+@dataclass(frozen=True)
+class Part:
+    """Seconds of a phase by one formula, of which docs/planning.md has the derivation.
+
+    Attributes:
+        formula: its tag there.
+        what: they go to.
+        seconds: of the fullest rank, in one step.
+        bytes: that this rank sends, reads or writes for it; 0: it is no matter of bytes.
+    """
+
+    formula: str
+    what: str
+    seconds: float
+    bytes: float = 0.0
+
+    def times(self, number: float) -> Part:
+        """So many of them."""
+        return Part(self.formula, self.what, self.seconds * number, self.bytes * number)
+
+
+@lru_cache(maxsize=4096)
+def _stage_parameters(facts: ModelFacts, parallel: ParallelConfig, value_head: bool) -> tuple[float, float]:
+    """Remembered, since a search asks for the same layouts with many engines."""
+    return stage_parameters(facts, parallel, value_head=value_head)
+
+
+@lru_cache(maxsize=4096)
+def _owned(facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, value_head: bool) -> float:
+    """As `_stage_parameters`. `engine`: only its `distributed_optimizer` counts."""
+    return owned_parameters(facts, parallel, engine, dp, value_head=value_head)
+
+
+def total(parts: Sequence[Part]) -> float:
+    """Seconds of them all."""
+    return sum(part.seconds for part in parts)
+
+
+@dataclass(frozen=True)
+class ModelPass:
+    """One model in one layout on one team.
+
+    Attributes:
+        facts: sizes of the model.
+        parallel: its layout.
+        devices: of its team.
+        engine: memory and speed.
+        dtype: of its parameters.
+        hardware: that it runs on.
+        given: what is assumed.
+        value_head: it gives one value per token.
+    """
+
+    facts: ModelFacts
+    parallel: ParallelConfig
+    devices: int
+    engine: EngineConfig
+    dtype: str
+    hardware: Hardware
+    given: PlanAssumptions
+    value_head: bool = False
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.hardware, self.given)
+
+    @property
+    def replicas(self) -> int:
+        """Data-parallel size."""
+        return self.devices // self.parallel.model_parallel_size
+
+    @cached_property
+    def _counter(self) -> FlopCounter:
+        return FlopCounter.of(self.facts)
+
+    @cached_property
+    def _expert_flops(self) -> float:
+        work = token_flops(self.facts).get("experts")
+        return work.forward if work is not None else 0.0
+
+    @property
+    def _split_residual(self) -> int:
+        """Ranks that share the residual stream of a sequence."""
+        return self.parallel.tp if self.parallel.sp or self.facts.is_moe else 1
+
+    @property
+    def _element(self) -> int:
+        return BYTES[self.dtype]
+
+    def micro_batches(self, share: Share) -> int:
+        """How many a replica makes of its samples: whole samples up to the budget of tokens, at least one. [T8]"""
+        each = max(1.0, self.engine.micro_batch_tokens // share.length)
+        count = max(1, math.ceil(share.samples / each))
+        if self.parallel.vpp:
+            count = math.ceil(count / self.parallel.pp) * self.parallel.pp
+        return count
+
+    def forward(self, share: Share) -> list[Part]:
+        """One forward pass over samples, with their log-probs or values."""
+        return self._passes(share, train=False)
+
+    def update(self, share: Share, epochs: int, updates: int) -> list[Part]:
+        """All updates of a step.
+
+        Args:
+            share: of one update.
+            epochs: passes over the samples.
+            updates: optimizer steps in each of them.
+        """
+        times = epochs * updates
+        every = [*self._passes(share, train=True), *self._reduce(share), self._optimizer()]
+        return [part.times(times) for part in every]
+
+    def _passes(self, share: Share, *, train: bool) -> list[Part]:
+        count = self.micro_batches(share)
+        one = Share(share.samples / count, share.prompt, share.response)
+        parts = [part for part in self._micro_batch(one, train=train) if part.seconds]
+        waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
+        bubble = Part("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts))
+        parts = [part.times(count) for part in parts]
+        return [*parts, *([bubble] if waits else [])]
+
+    def _micro_batch(self, share: Share, *, train: bool) -> list[Part]:
+        """Of the fullest stage, which is the last one: its layers and the head."""
+        again = train and self.engine.recompute == "full"
+        passes = 3 + again if train else 1
+        return [
+            *self._products(share, passes, train=train),
+            Part("T2", "element-wise work", self._elementwise(share, passes)),
+            Part("T3", "fixed time of layers", passes * self._fixed()),
+            self._tensor(share, passes, train=train),
+            self._context(share, passes, train=train),
+            *self._experts(share, 2 + again if train else 1),
+            self._pipeline(share, train=train),
+        ]
+
+    def _products(self, share: Share, passes: float, *, train: bool) -> list[Part]:
+        facts, parallel, given = self.facts, self.parallel, self.given
+        ranks = parallel.tp * parallel.cp
+        peak = self.hardware.peak(self.dtype)
+        tokens, scores = share.tokens, self._scores(share)
+        layers = (tokens * (self._counter.per_token - self._expert_flops) + scores) / parallel.pp
+        head_tokens = share.samples * share.response
+        head = head_tokens * (2 * facts.hidden if self.value_head else self._counter.per_head_token)
+        once = scores / parallel.pp if train and self.engine.recompute == "selective" else 0.0
+        rows = tokens / parallel.cp
+        work = passes * layers + (3 if train else 1) * head + once
+        found = [Part("T1", "matrix products", work / ranks / (peak * given.gemm_share * self._filled(rows)))]
+        if self._expert_flops:
+            rows *= facts.experts_per_token * parallel.ep * parallel.expert_tp / (parallel.tp * facts.experts)
+            work = passes * tokens * self._expert_flops / parallel.pp / ranks
+            rate = peak * given.expert_share * self._filled(rows)
+            found.append(Part("T1", "experts' matrix products", work / rate))
+        return found
+
+    def _scores(self, share: Share) -> float:
+        """FLOPs of attention over the context, in all layers."""
+        whole = self._counter.forward([share.length], head_tokens=0)
+        return share.samples * (whole - share.length * self._counter.per_token)
+
+    def _filled(self, rows: float) -> float:
+        """Share of the rate of large products that one of so many rows reaches."""
+        return rows / (rows + self.given.gemm_half_rows)
+
+    def _elementwise(self, share: Share, passes: float) -> float:
+        facts, parallel = self.facts, self.parallel
+        width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
+        split = 2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width
+        elements = share.tokens / parallel.cp * (4 * facts.hidden / self._split_residual + split / parallel.tp)
+        if not self.hardware.gpu:  # attention writes its probabilities
+            elements += share.samples * facts.heads / parallel.tp * share.length**2 / parallel.cp
+        elements *= facts.layers / parallel.pp
+        moved = self.given.element_bytes / (self.hardware.memory_tb_s * 1e12 * self.given.memory_share)
+        return elements * passes / 3 * max(moved, self.given.element_flops / self.hardware.peak("fp32"))
+
+    def _fixed(self) -> float:
+        facts, parallel = self.facts, self.parallel
+        layers = facts.layers / parallel.pp
+        experts = facts.experts / parallel.ep * (1 - facts.dense_layers / facts.layers) if facts.is_moe else 0
+        return layers * (self.given.layer_ms + experts * self.given.expert_ms) / 1e3
+
+    def _tensor(self, share: Share, passes: float, *, train: bool) -> Part:
+        """Megatron's two all-reduces of a layer in each direction, or as many gathers and scatters with sp."""
+        facts, parallel = self.facts, self.parallel
+        tp = parallel.tp
+        whole = share.tokens / parallel.cp * facts.hidden * self._element
+        sums = 2 * facts.layers - (facts.layers - facts.dense_layers if facts.is_moe else 0)  # experts: T6
+        # Forward and backward each; recomputing adds a forward; with sp a backward pass gathers its input again.
+        times = (2 + (passes == 4) if train else 1) + (0.5 if train and self._split_residual > 1 else 0.0)
+        sent = times * sums / parallel.pp * 2 * (tp - 1) / tp * whole
+        seconds = self._links.ring(sent, tp, steps=times * sums / parallel.pp * 2)
+        return Part("T4", "tensor and sequence parallel", seconds, sent)
+
+    def _context(self, share: Share, passes: float, *, train: bool) -> Part:
+        """Keys and values of a layer are gathered; backward gathers them again and scatters their gradients."""
+        facts, parallel = self.facts, self.parallel
+        cp, times = parallel.cp, passes
+        keys = share.tokens * 2 * facts.kv_heads * facts.head_dim / parallel.tp * self._element
+        sent = times * facts.layers / parallel.pp * (cp - 1) / cp * keys
+        seconds = self._links.ring(sent, cp, parallel.tp, steps=times * facts.layers / parallel.pp)
+        return Part("T5", "context parallel", seconds, sent)
+
+    def _experts(self, share: Share, times: float) -> list[Part]:
+        """Tokens go to their experts and back; with etp the ranks of an expert gather them and scatter their sums."""
+        facts, parallel = self.facts, self.parallel
+        if not facts.is_moe:
+            return []
+        ep, etp, layers = parallel.ep, parallel.expert_tp, (facts.layers - facts.dense_layers) / parallel.pp
+        routed = share.tokens / (parallel.cp * parallel.tp) * facts.experts_per_token * facts.hidden * self._element
+        sent = times * layers * 2 * routed * (ep - 1) / ep
+        seconds = self._links.exchange(sent, ep, etp, steps=times * layers * 2)
+        gathered = times * layers * 2 * routed * (etp - 1)
+        seconds += self._links.ring(gathered, etp, steps=times * layers * 2)
+        return [Part("T6", "experts: all-to-all", seconds, sent + gathered)]
+
+    def _pipeline(self, share: Share, *, train: bool) -> Part:
+        """What a stage sends to the next one, and its gradient to the one before."""
+        parallel = self.parallel
+        if parallel.pp == 1:
+            return Part("T7", "between stages", 0.0)
+        sends = (2 if train else 1) * (parallel.vpp or 1)
+        sent = sends * share.tokens / parallel.cp * self.facts.hidden * self._element / self._split_residual
+        stride = self.devices // parallel.pp
+        inside = self._links.inside(2, stride)
+        seconds = sent / self._links.rate(inside=inside) + sends * self._links.hop(inside=inside)
+        return Part("T7", "between stages", seconds, sent)
+
+    @cached_property
+    def _held(self) -> tuple[float, float]:
+        """(dense, expert) parameters of the fullest rank."""
+        return _stage_parameters(self.facts, self.parallel, self.value_head)
+
+    def _reduce(self, share: Share) -> list[Part]:
+        """Gradients of one update, scattered in fp32, and parameters gathered; without sharding both in fp32."""
+        parallel, engine = self.parallel, self.engine
+        dense, expert = self._held
+        each = GRADIENT + (self._element if engine.distributed_optimizer else GRADIENT)
+        experts = parallel.expert_tp * parallel.ep
+        groups = [(dense, self.replicas * parallel.cp, parallel.tp)]
+        if expert:
+            groups.append((expert, max(1, self.devices // (experts * parallel.pp)), experts))
+        sent = sum(held * each * (size - 1) / size for held, size, _ in groups)
+        seconds = sum(
+            self._links.ring(held * each * (size - 1) / size, size, stride, steps=2) for held, size, stride in groups
+        )
+        what = "reduction of gradients"
+        if engine.overlap_grad_reduce and seconds:
+            # The scatter is hidden, as far as there is a backward pass to hide it; the gather follows the update.
+            hidden = seconds * GRADIENT / each * self.given.overlap_share
+            backward = total(self._passes(share, train=True)) * 2 / 3
+            seconds -= min(hidden, backward)
+            what += ", overlapped"
+        return [Part("T9", what, seconds, sent)] if seconds else []
+
+    def _optimizer(self) -> Part:
+        """AdamW reads gradient, master and moments, and writes master, moments and the parameter."""
+        engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
+        owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
+        moved = owned * (GRADIENT + 2 * STEP_BYTES[self.dtype] + self._element)
+        rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share
+        return Part("T10", "optimizer's step", moved / rate, moved)

@@ -1,0 +1,68 @@
+"""When the nodes of a step begin and end, given their seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.placement import Placement
+from megarl.dag.stage import Role
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who works on what, and what waits for what.
+
+    Attributes:
+        nodes: of each node in the graph's order: id, team, and those that it waits for.
+        actor: the team of the actor.
+        draws: the team that draws samples.
+        ahead: generation runs ahead of training.
+    """
+
+    nodes: tuple[tuple[str, str, tuple[str, ...]], ...]
+    actor: str
+    draws: str
+    ahead: bool
+
+    @classmethod
+    def of(cls, config: RunConfig, graph: TaskGraph, placement: Placement) -> Schedule:
+        """That of a recipe."""
+        home = {id: team.name for team in placement.teams for id in team.nodes}
+        actor, draws = placement.of_role(Role.ACTOR), placement.of_role(Role.ROLLOUT)
+        assert actor is not None, "every run trains an actor"
+        assert draws is not None, "every run draws samples"
+        nodes = tuple((id, home[id], tuple(graph.parents(id))) for id in graph.order())
+        return cls(nodes, actor.name, draws.name, config.async_.max_staleness > 0)
+
+    def run(self, seconds: Mapping[str, float], between: float, pause: float) -> tuple[dict[str, float], float]:
+        """(when each node begins, seconds of a step). [S1]
+
+        A team works on one node at a time, in the graph's order, and a node begins when those that it waits for have
+        ended; then comes what lies between steps. Where generation runs ahead, the team that is busy longest sets the
+        pace.
+
+        Args:
+            seconds: of the nodes that take any.
+            between: seconds of the actor's team after the last node.
+            pause: of them, seconds that another team which draws waits, too.
+        """
+        free: dict[str, float] = {}
+        busy: dict[str, float] = {}
+        begins: dict[str, float] = {}
+        ends: dict[str, float] = {}
+        for id, team, waits in self.nodes:
+            begin = free.get(team, 0.0)
+            for other in waits:
+                begin = max(begin, ends[other])
+            begins[id], takes = begin, seconds.get(id, 0.0)
+            ends[id] = free[team] = begin + takes
+            busy[team] = busy.get(team, 0.0) + takes
+        if not self.ahead:
+            return begins, max(free.values()) + between
+        busy[self.actor] += between
+        if self.draws != self.actor:
+            busy[self.draws] += pause
+        return begins, max(busy.values())

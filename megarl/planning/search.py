@@ -1,0 +1,297 @@
+"""The layouts and placements of a recipe on some hardware, ranked by the seconds of a step that formulas give.
+
+For each placement and layout the fastest way to spend memory that fits is found; what cannot fit, because parameters,
+gradients and optimizer state do not, is left out at once.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megarl.config.model import ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.placement import Placement, place, roles_of
+from megarl.dag.stage import Role
+from megarl.errors import ConfigError
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.candidates import RECOMPUTE, Choice, Space, Spread
+from megarl.planning.drawing import Decoder
+from megarl.planning.flops import FlopCounter
+from megarl.planning.hardware import Hardware
+from megarl.planning.outcome import Filled, StepPlan, held
+from megarl.planning.passes import Part, total
+from megarl.planning.shards import Sizes, state_bytes
+from megarl.planning.step import StepFormulas
+from megarl.planning.workload import Workload
+
+_FRACTIONS = 20  # memory_fraction is a multiple of 1 / 20
+_MOST = 0.9
+
+
+@dataclass(frozen=True)
+class FoundPlan:
+    """A choice that fits.
+
+    Attributes:
+        choice: what it is.
+        config: the recipe with it.
+        plan: its step.
+    """
+
+    choice: Choice
+    config: RunConfig
+    plan: StepPlan
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+        best: fastest first.
+        compared: layouts in placements that were looked at.
+        without_room: of them, those that did not fit into memory.
+    """
+
+    best: tuple[FoundPlan, ...]
+    compared: int
+    without_room: int
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A choice and what its step takes."""
+
+    step_s: float
+    choice: Choice
+    formulas: StepFormulas
+
+
+class Search:
+    """Compares the choices of one recipe.
+
+    Args:
+        config: the recipe.
+        graph: its task graph.
+        sizes: of its models.
+        hardware: all of whose devices are used.
+        given: what is assumed.
+    """
+
+    def __init__(
+        self, config: RunConfig, graph: TaskGraph, sizes: Sizes, hardware: Hardware, given: PlanAssumptions
+    ) -> None:
+        facts = sizes[Role.ACTOR]
+        assert facts is not None, "the policy's sizes are known where a step is planned"
+        self._config, self._graph, self._sizes, self._hardware, self._given = config, graph, sizes, hardware, given
+        self._facts = facts
+        self.space = Space(config, roles_of(graph), facts, hardware)
+        self.limit = given.usable_memory * hardware.memory_gb * 1e9
+        self._memo: dict[tuple[object, ...], list[Part]] = {}
+        self._nearest: tuple[float, Choice, Filled | None] | None = None
+
+    def run(self, top: int = 10) -> SearchResult:
+        """The fastest choices that fit, at most one of each placement and layout.
+
+        Raises:
+            ConfigError: none divides the recipe, or none fits into memory.
+        """
+        best: list[_Timed] = []
+        compared = without_room = 0
+        floors = {spread: self.floor(spread) for spread in self.space.spreads()}
+        for spread in sorted(floors, key=floors.__getitem__):
+            for parallel in self.space.layouts(spread):
+                compared += 1
+                bound = best[-1].step_s if len(best) == top else math.inf
+                if floors[spread] >= bound:
+                    continue
+                found = self._fastest(spread, parallel, bound)
+                if found is None:
+                    without_room += 1
+                elif found.step_s < bound:
+                    bisect.insort(best, found, key=lambda one: one.step_s)
+                    del best[top:]
+        if not compared:
+            raise self._undivided()
+        if not best:
+            raise self._without_room(compared)
+        made = tuple(FoundPlan(one.choice, one.formulas.config, one.formulas.plan()) for one in best)
+        return SearchResult(made, compared, without_room)
+
+    def floor(self, spread: Spread) -> float:
+        """Seconds that no layout of a placement is below. [S4]
+
+        Products of training at their peak, and what servers take that have all the room they can use.
+        """
+        given, config = self._given, self._config
+        rate = self._hardware.peak(config.model.dtype) * max(given.gemm_share, given.expert_share)
+        trains, draws = self._training_flops / (rate * spread.trainers()), 0.0
+        if spread.servers:
+            servers, work = config.rollout.sglang, Workload.of(config, given)
+            ep = math.gcd(servers.ep_size, spread.tp_size)
+            decoder = Decoder(self._facts, config.rollout_dtype, spread.tp_size, 1, ep, self._hardware, given)
+            flows = config.async_.order == "as_ready"
+            draws = total(decoder.generate(work, spread.servers, servers.max_concurrency, flows=flows))
+        return max(trains, draws) if config.async_.max_staleness else trains + draws
+
+    @cached_property
+    def _training_flops(self) -> float:
+        """Of the actor's updates of a step, without the head."""
+        work, config = Workload.of(self._config, self._given), self._config
+        once = FlopCounter.of(self._facts).forward([work.prompt + work.lengths.expected], head_tokens=0)
+        return 3 * config.actor.ppo_epochs * work.number * once
+
+    def _fastest(self, spread: Spread, parallel: ParallelConfig, bound: float) -> _Timed | None:
+        """The fastest choice of a placement and layout that fits; one that is no faster than `bound` need not fit.
+
+        Recomputing more takes longer, so that it is looked at only where less of it does not fit.
+        """
+        if not self._state_fits(spread, parallel):
+            return None
+        waiting = [(one.step_s, number, one) for number, one in enumerate(self._timed(spread, parallel))]
+        heapq.heapify(waiting)
+        number = len(waiting)
+        while waiting:
+            _, _, one = heapq.heappop(waiting)
+            if one.step_s >= bound or self._fits(one.choice, one.formulas):
+                return one
+            after = RECOMPUTE.index(one.choice.recompute) + 1
+            if after < len(RECOMPUTE):
+                more = self._retimed(replace(one.choice, recompute=RECOMPUTE[after]), one.formulas)
+                number += 1
+                heapq.heappush(waiting, (more.step_s, number, more))
+        return None
+
+    def _retimed(self, choice: Choice, formulas: StepFormulas) -> _Timed:
+        """A choice of the same placement and layout as `formulas`."""
+        other = formulas.again(choice.apply_engine(formulas.config, self.space.trains))
+        return _Timed(other.step_seconds(), choice, other)
+
+    def _state_fits(self, spread: Spread, parallel: ParallelConfig) -> bool:
+        """Parameters, gradients and optimizer state of the actor are on the device together whatever is chosen."""
+        replicas = spread.trainers() // parallel.model_parallel_size
+        engine, dtype = self._config.actor.engine, self._config.model.dtype
+        size = sum(state_bytes(self._facts, parallel, engine, dtype, replicas).values())
+        if size <= self.limit:
+            return True
+        if self._nearest is None or (self._nearest[2] is None and size < self._nearest[0]):
+            choice = Choice(spread, parallel, engine.micro_batch_tokens, "full", self._hardware.gpu)
+            self._nearest = (size, choice, None)
+        return False
+
+    def _timed(self, spread: Spread, parallel: ParallelConfig) -> Iterator[_Timed]:
+        """Every choice of a placement and layout without recomputation, with what its step takes."""
+        first: StepFormulas | None = None
+        fractions: dict[bool, float | None] = {}
+        for tokens, offload in self.space.budgets(spread):
+            choice = Choice(spread, parallel, tokens, RECOMPUTE[0], offload)
+            if first is None:
+                config = choice.apply(self._config, self._hardware, self.space.trains)
+                first = self._formulas(config, place(self._graph, config))
+                first.step_seconds()  # so that what is the same for all of them is found once
+            if offload not in fractions:
+                again = first.again(choice.apply_engine(first.config, self.space.trains))
+                fractions[offload] = self._fraction(again)
+                if fractions[offload] == 0:
+                    self._note(choice, again)
+            if fractions[offload] != 0:
+                yield self._retimed(replace(choice, memory_fraction=fractions[offload]), first)
+
+    def timed(self, choice: Choice) -> tuple[float, StepFormulas] | None:
+        """(seconds of a step, its formulas) of one choice, with the cache that its servers have room for; None: it does
+        not fit into memory."""
+        config = choice.apply(self._config, self._hardware, self.space.trains)
+        fraction = self._fraction(self._formulas(config, place(self._graph, config)))
+        if fraction == 0:
+            return None
+        config = replace(choice, memory_fraction=fraction).apply_engine(config, self.space.trains)
+        formulas = self._formulas(config, place(self._graph, config))
+        return (formulas.step_seconds(), formulas) if self._fits(choice, formulas) else None
+
+    def _formulas(self, config: RunConfig, placement: Placement) -> StepFormulas:
+        return StepFormulas(config, self._graph, placement, self._sizes, self._hardware, self._given, self._memo)
+
+    def _fraction(self, formulas: StepFormulas) -> float | None:
+        """`memory_fraction` of servers on the trainer's devices: what other parts leave while samples are drawn.
+
+        None: servers do not share devices. 0: nothing is left for weights and a cache of one sample.
+        """
+        if not formulas.config.rollout.colocated:
+            return None
+        team = next(team for team in formulas.placement.teams if Role.ROLLOUT in team.roles)
+        moment = next(one for one in formulas.memory[team.name].moments if one.name == "generation")
+        weights, memory = formulas.server_weights, self._hardware.memory_gb * 1e9
+        left = (self.limit - (held(moment) - weights)) / memory
+        fraction = min(_MOST, math.floor(left * _FRACTIONS) / _FRACTIONS)
+        return fraction if fraction * memory >= weights + self._sample(formulas) else 0.0
+
+    def _sample(self, formulas: StepFormulas) -> float:
+        """Bytes of keys and values of the longest sample on a rank of a server."""
+        config, decoder = formulas.config, formulas.decoder
+        longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
+        return decoder.key_bytes * longest
+
+    def _fits(self, choice: Choice, formulas: StepFormulas) -> bool:
+        fullest = max(formulas.filled(), key=lambda one: one.bytes)
+        if fullest.bytes > self.limit:
+            self._note(choice, formulas)
+            return False
+        servers = choice.spread.servers and not choice.spread.colocated and self._hardware.gpu
+        return not servers or formulas.room.bytes >= self._sample(formulas)
+
+    def _note(self, choice: Choice, formulas: StepFormulas) -> None:
+        """Remember what came nearest to fitting; where the state fits, the rest counts."""
+        fullest = max(formulas.filled(), key=lambda one: one.bytes)
+        if self._nearest is None or self._nearest[2] is None or fullest.bytes < self._nearest[0]:
+            self._nearest = (fullest.bytes, choice, fullest)
+
+    # -- nothing found -------------------------------------------------------------------------------------------
+
+    def _undivided(self) -> ConfigError:
+        config, hardware = self._config, self._hardware
+        minis = {"data.batch_size": config.data.batch_size, "actor.mini_batch_size": config.actor.mini_batch_size}
+        minis |= {"sft.batch_size": config.sft.batch_size if config.sft.steps else None}
+        said = ", ".join(f"{key}={size}" for key, size in minis.items() if size)
+        return ConfigError(
+            "no layout divides the devices, the model and the batches",
+            where="--search",
+            found=f"{hardware.describe()}: {hardware.devices} devices; {self._facts.layers} layers, "
+            f"{self._facts.heads} heads, {self._facts.kv_heads} key/value heads; {said}",
+            allowed="replicas of tp * pp * cp devices, whose number divides all batches",
+            fix="other batch sizes, or another number of devices",
+        )
+
+    def _without_room(self, compared: int) -> ConfigError:
+        assert self._nearest is not None, "what does not fit was noted"
+        size, choice, fullest = self._nearest
+        if fullest is None:
+            what = "parameters, gradients and optimizer state of the actor"
+            keys = "more devices, or ones with more memory"
+        else:
+            largest = sorted(fullest.moment.terms, key=lambda part: -part.bytes)[:3]
+            what = f"{fullest.moment.name}: " + ", ".join(f"{one.what} {one.bytes / 1e9:,.1f} GB" for one in largest)
+            keys = "; ".join(dict.fromkeys(one.keys for one in largest)) + "; or more devices"
+        parallel = describe_layout(choice.parallel, choice.spread.trainers())
+        return ConfigError(
+            f"none of {compared} layouts fits into memory; the nearest ({parallel}, {choice.spread.describe()}) holds "
+            f"{size / 1e9:,.1f} GB: {what}",
+            where="--search",
+            found=f"{size / 1e9:,.1f} GB",
+            allowed=f"{self.limit / 1e9:,.1f} GB: usable_memory {self._given.usable_memory:g} of "
+            f"{self._hardware.memory_gb:g} GB",
+            fix=f"what would help: {keys}",
+        )
+
+
+def describe_layout(parallel: ParallelConfig, devices: int) -> str:
+    """A layout in a few words, without what is 1."""
+    sizes = {"tp": parallel.tp, "pp": parallel.pp, "vpp": parallel.vpp, "cp": parallel.cp, "ep": parallel.ep}
+    sizes |= {"etp": parallel.etp, "dp": devices // parallel.model_parallel_size}
+    said = " ".join(f"{name}{size}" for name, size in sizes.items() if size not in (None, 1) or name == "dp")
+    return f"{said} sp" if parallel.sp else said

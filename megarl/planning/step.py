@@ -1,0 +1,473 @@
+"""One step of a recipe in closed form: seconds by phase, tokens per second, memory, weights on their way.
+
+`plan_step` is what `megarl plan` shows and its search ranks by; every number says by which formula of docs/planning.md
+it was found.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from megarl.artifacts.facts import ModelFacts, model_facts
+from megarl.artifacts.layout import makes_replicas
+from megarl.config.model import ModelConfig, ParallelConfig
+from megarl.config.run import RunConfig
+from megarl.config.training import ActorConfig, CriticConfig
+from megarl.dag.graph import TaskGraph
+from megarl.dag.node import Node
+from megarl.dag.placement import Placement, TeamPlan, place
+from megarl.dag.stage import Kind, Role
+from megarl.errors import ConfigError
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.drawing import Decoder
+from megarl.planning.flops import FlopCounter
+from megarl.planning.hardware import Hardware
+from megarl.planning.links import Links
+from megarl.planning.memory import Memory, device_memory, server_bytes
+from megarl.planning.outcome import Filled, PlannedPhase, ServerRoom, StepPlan, held
+from megarl.planning.passes import ModelPass, Part, total
+from megarl.planning.schedule import Schedule
+from megarl.planning.shards import BYTES, Sizes, checkpoint_bytes, parameter_bytes, state_bytes
+from megarl.planning.workload import Share, Workload
+
+#: What does not depend on how engines and servers spend memory.
+_KEPT = (
+    *("work", "policy", "schedule", "decoder", "server_weights", "handed", "keys", "weights"),
+    *("_moved", "_home", "_links"),
+)
+_FIELD_BYTES = 8.0
+"""Of a token's field between teams, as `megarl.store.size` counts them."""
+
+
+def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | None]:
+    """Sizes of the models that a graph works with; None: not known here.
+
+    Raises:
+        ConfigError: nothing here describes the policy.
+    """
+    facts = model_facts(config.model)
+    if facts is None:
+        raise ConfigError(
+            "formulas go by the sizes of the model, and nothing here describes it",
+            where="model.path",
+            found=config.model.path,
+            allowed="a folder, a model of the local hub cache, or a well-known name",
+            fix="download it first, or describe it by model.hf_config",
+        )
+    sizes: dict[Role, ModelFacts | None] = {Role.ACTOR: facts, Role.ROLLOUT: facts}
+    for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER):
+        if role in graph.roles:
+            path = getattr(config, role.value).path
+            sizes[role] = facts if path is None else model_facts(ModelConfig(path=path))
+    return sizes
+
+
+def server_devices(config: RunConfig) -> int:
+    """Devices of servers that are not the trainer's, those that run already included."""
+    servers = config.rollout.sglang
+    own = config.rollout.engine == "sglang" and not servers.colocated
+    return servers.count * servers.ranks if own else 0
+
+
+def occupied(config: RunConfig, placement: Placement) -> int:
+    """Devices that a run occupies: workers, but those that only ask servers, and servers of their own."""
+    asking = sum(
+        team.devices for team in placement.teams if team.roles == (Role.ROLLOUT,) and config.rollout.engine == "sglang"
+    )
+    return sum(team.devices for team in placement.teams) - asking + server_devices(config)
+
+
+@dataclass(frozen=True)
+class StepFormulas:
+    """The formulas for one recipe.
+
+    Attributes:
+        config: the recipe.
+        graph: its task graph.
+        placement: its teams; their layouts divide their workers.
+        sizes: of its models.
+        hardware: that it runs on.
+        given: what is assumed.
+        memo: passes and generation that were found before, of the same recipe in other layouts.
+    """
+
+    config: RunConfig
+    graph: TaskGraph
+    placement: Placement
+    sizes: Sizes
+    hardware: Hardware
+    given: PlanAssumptions
+    memo: dict[tuple[object, ...], list[Part]] = field(default_factory=dict)
+
+    def again(self, config: RunConfig) -> StepFormulas:
+        """The formulas for a recipe that differs only in how engines and servers spend memory."""
+        other = replace(self, config=config)
+        other.__dict__.update({name: self.__dict__[name] for name in _KEPT if name in self.__dict__})
+        return other
+
+    @cached_property
+    def work(self) -> Workload:
+        """Samples of a step."""
+        return Workload.of(self.config, self.given)
+
+    @cached_property
+    def policy(self) -> ModelFacts:
+        """Sizes of the policy."""
+        facts = self.sizes[Role.ACTOR]
+        assert facts is not None, "the policy's sizes are known where a step is planned"
+        return facts
+
+    @cached_property
+    def _links(self) -> Links:
+        return Links(self.hardware, self.given)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Who works on what, and what waits for what."""
+        return Schedule.of(self.config, self.graph, self.placement)
+
+    @cached_property
+    def _home(self) -> dict[str, TeamPlan]:
+        return {id: team for team in self.placement.teams for id in team.nodes}
+
+    def _team(self, role: Role) -> TeamPlan:
+        team = self.placement.of_role(role)
+        assert team is not None, "the graph works with this role"
+        return team
+
+    def model(self, role: Role) -> ModelPass:
+        """Passes of a role's model."""
+        team, engine = self._team(role), self._section(role).engine
+        facts = self.sizes.get(role) or self.policy
+        return ModelPass(
+            facts,
+            team.parallel,
+            team.devices,
+            engine,
+            self.config.model.dtype,
+            self.hardware,
+            self.given,
+            value_head=role is Role.CRITIC,
+        )
+
+    # -- generation ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """What draws samples."""
+        config, facts = self.config, self.policy
+        if config.rollout.engine == "sglang":
+            tp, pp, ep = config.rollout.sglang.tp_size, 1, config.rollout.sglang.ep_size
+        else:
+            parallel = self._team(Role.ROLLOUT).parallel
+            tp, pp, ep = parallel.tp, parallel.pp, parallel.ep
+        return Decoder(facts, config.rollout_dtype, tp, pp, ep, self.hardware, self.given)
+
+    @cached_property
+    def room(self) -> ServerRoom:
+        """Room for keys and values. [K1]"""
+        decoder, work = self.decoder, self.work
+        token = decoder.key_bytes / decoder.pp
+        if self.config.rollout.engine == "embedded":
+            return self._own_room(token)
+        servers = self.config.rollout.sglang
+        weights = self.server_weights
+        fraction = servers.memory_fraction or self.given.server_memory
+        size = max(0.0, fraction * self.hardware.memory_gb * 1e9 - weights)
+        tokens = min(size / token, servers.max_total_tokens or float("inf"))
+        sample = work.prompt + work.lengths.expected
+        slots = float(max(1, min(servers.max_concurrency, int(tokens / sample))))
+        return ServerRoom(servers.count, servers.ranks, weights, size, tokens, slots)
+
+    @cached_property
+    def server_weights(self) -> float:
+        """Bytes of weights on a device of a server."""
+        return server_bytes(self.config, self.policy)
+
+    def _own_room(self, token: float) -> ServerRoom:
+        """Of embedded engines, whose rows are as long as samples may be. `token`: bytes of a token on a rank."""
+        config, decoder, team = self.config, self.decoder, self._team(Role.ROLLOUT)
+        engines = team.replicas * team.parallel.cp
+        row = (config.data.max_prompt_tokens + self.work.lengths.longest) * token
+        slots = min(config.rollout.max_running, math.ceil(self.work.number / engines))
+        if self.hardware.gpu:
+            drawing = next(one for one in self.memory[team.name].moments if one.name == "generation")
+            left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(drawing) - row)
+            slots = max(1, min(slots, int(left / row)))
+        weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
+        return ServerRoom(engines, decoder.tp * decoder.pp, weights, slots * row, slots * row / token, float(slots))
+
+    def rounds(self) -> float:
+        """Times that as many samples are drawn as a step trains on. [G4]"""
+        filters = any(node.declared.refills for node in self.graph)
+        return 1 / self.given.kept_groups if filters and self.config.algorithm.dynamic_sampling.enabled else 1.0
+
+    def _drawing(self, node: Node) -> list[Part]:
+        room, all_of_them = self.room, node.declared.resamples  # else one greedy response to every prompt
+        decoder = self.decoder
+        key = ("draw", all_of_them, decoder.tp, decoder.pp, decoder.ep, room.engines, room.slots)
+        if key not in self.memo:
+            work = self.work if all_of_them else replace(self.work, samples=1)
+            parts = decoder.generate(work, room.engines, room.slots, flows=self.config.async_.order == "as_ready")
+            times = self.rounds() if all_of_them else 1.0
+            self.memo[key] = [part.times(times) for part in parts]
+        return self.memo[key]
+
+    # -- nodes ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def keys(self) -> dict[str, tuple[object, ...]]:
+        """Of each node that makes passes of a model: what tells them from those of other layouts."""
+        found: dict[str, tuple[object, ...]] = {}
+        for node in self.graph:
+            kind = node.declared.kind
+            if kind is Kind.MODEL_TRAIN or (kind is Kind.MODEL_INFERENCE and node.role is not Role.ROLLOUT):
+                team = self._team(node.role)
+                found[node.id] = (kind, node.role, repr(team.parallel), team.devices)
+        return found
+
+    def node(self, id: str) -> list[Part]:
+        """Seconds of a node; none: it makes no pass of a model."""
+        node = self.graph[id]
+        kind, role = node.declared.kind, node.role
+        if kind is Kind.MODEL_INFERENCE and role is Role.ROLLOUT:
+            return self._drawing(node)
+        if id not in self.keys:
+            return []
+        section = self._section(role)
+        key = (*self.keys[id], section.engine.micro_batch_tokens, kind is Kind.MODEL_TRAIN and section.engine.recompute)
+        if key not in self.memo:
+            model, groups = self.model(role), self.work.groups
+            mini = section.mini_batch_size or groups
+            self.memo[key] = (
+                model.update(self.work.share(model.replicas, mini), section.ppo_epochs, max(1, groups // mini))
+                if kind is Kind.MODEL_TRAIN
+                else model.forward(self.work.share(model.replicas))
+            )
+        return self.memo[key]
+
+    def _section(self, role: Role) -> ActorConfig | CriticConfig:
+        """Settings of a role's passes; frozen models have the actor's."""
+        return self.config.critic if role is Role.CRITIC else self.config.actor
+
+    @cached_property
+    def weights(self) -> list[Part]:
+        """New weights for what draws samples elsewhere. [W1]"""
+        config, given, room = self.config, self.given, self.room
+        actor, team = self._team(Role.ACTOR), self._team(Role.ROLLOUT)
+        sglang = config.rollout.engine == "sglang"
+        if not sglang and team.name == actor.name:
+            return []
+        size = self.policy.parameters * BYTES[config.rollout_dtype] / room.ranks
+        # A trainer whose replica lies inside a domain hands all of it to servers there.
+        near = config.rollout.colocated or self.hardware.nodes == 1
+        inside = near and self._links.inside(actor.parallel.model_parallel_size)
+        fixed = given.push_fixed_s + (room.engines * given.server_push_ms / 1e3 if sglang else 0.0)
+        return [
+            Part("W1", "weights to every engine", size / self._links.rate(inside=inside), size),
+            Part("W1", "calls", fixed),
+        ]
+
+    def moves(self) -> list[Part]:
+        """What leaves the device while others work, and comes back. [T11]"""
+        rate = self.hardware.host_gb_s * 1e9 * self.given.host_share
+        return [
+            Part("T11", f"{role.value} to host memory and back", size / rate, size)
+            for role, size in self._moved.items()
+            if self.hardware.gpu and self._section(role).engine.offload
+        ]
+
+    @cached_property
+    def _moved(self) -> dict[Role, float]:
+        """Bytes that go to host memory or come from it in a step, by model: optimizer state both ways, of frozen models
+        the parameters, which only come."""
+        found: dict[Role, float] = {}
+        dtype = self.config.model.dtype
+        for team in self.placement.teams:
+            for role in team.roles:
+                facts = self.sizes.get(role) or self.policy
+                if role in (Role.ACTOR, Role.CRITIC):
+                    engine = self._section(role).engine
+                    found[role] = 2 * state_bytes(facts, team.parallel, engine, dtype, team.replicas)["optimizer"]
+                elif role is not Role.ROLLOUT:
+                    found[role] = parameter_bytes(facts, team.parallel, dtype)
+        return found
+
+    @cached_property
+    def handed(self) -> dict[str, list[Part]]:
+        """What the team of each node has to fetch of other teams before it begins. [H1]"""
+        rate = self._links.rate(inside=self.hardware.nodes == 1)
+        found: dict[str, list[Part]] = {id: [] for id in self.graph.order()}
+        for id in found if self.placement.separate else ():
+            mine = self._home[id]
+            fields = sum(
+                len(one.fields)
+                for up in self.graph.parents(id)
+                for one in self.placement.given(up)
+                if mine.name in one.takers and self._home[up].name != mine.name
+            )
+            if fields:
+                size = self.work.tokens / mine.replicas * _FIELD_BYTES * fields
+                found[id].append(Part("H1", "samples of other teams", size / rate, size))
+        return found
+
+    # -- the step ------------------------------------------------------------------------------------------------
+
+    def between(self) -> dict[str, list[Part]]:
+        """What lies between steps, by the name of its phase."""
+        other = [Part("S1", "metrics, files, Python", self.given.step_s)]
+        return {"moves": self.moves(), "weights": self.weights, "other": other}
+
+    def phases(self) -> tuple[list[PlannedPhase], float]:
+        """(all phases, seconds of a step). [S1]"""
+        parts = {id: [*self.handed[id], *self.node(id)] for id in self.graph.order()}
+        between = self.between()
+        seconds = {id: total(one) for id, one in parts.items()}
+        tail = sum(map(total, between.values()))
+        begins, step = self.schedule.run(seconds, tail, total(between["weights"]))
+        found = [PlannedPhase(id, self._home[id].name, tuple(one), begins[id]) for id, one in parts.items() if one]
+        at = max(begins[id] + seconds[id] for id in parts)
+        for name, one in between.items():
+            if one:
+                found.append(PlannedPhase(name, self.schedule.actor, tuple(one), at))
+                at += total(one)
+        return found, step
+
+    def step_seconds(self) -> float:
+        """Seconds of a step, without all the rest."""
+        between = self.between()
+        seconds = {id: total(self.handed[id]) + total(self.node(id)) for id in self.graph.order()}
+        tail = sum(map(total, between.values()))
+        return self.schedule.run(seconds, tail, total(between["weights"]))[1]
+
+    def flops(self) -> float:
+        """Of the policy in a step, as `perf/flops` counts them. [F2]"""
+        counter, work = FlopCounter.of(self.policy), self.work
+        mean = work.lengths.expected
+        draw = counter.generate([work.prompt], [[mean] * work.samples]) * work.groups * self.rounds()
+        once = work.number * counter.forward([work.prompt + mean], head_tokens=mean)
+        passes = 0.0
+        for node in self.graph:
+            if node.role is Role.ACTOR and node.declared.kind is Kind.MODEL_TRAIN:
+                passes += 3 * self.config.actor.ppo_epochs
+            elif node.role in (Role.ACTOR, Role.REFERENCE) and node.declared.kind is Kind.MODEL_INFERENCE:
+                passes += 1
+        return draw + passes * once
+
+    def sft(self) -> list[Part]:
+        """One step of the cold start; none: the recipe has none."""
+        if not self.config.sft.steps:
+            return []
+        model, work = self.model(Role.ACTOR), self.work
+        share = Share(self.config.sft.batch_size / model.replicas, work.prompt, work.lengths.expected)
+        return model.update(share, 1, 1)
+
+    def checkpoint(self) -> tuple[float, float, float]:
+        """(bytes, seconds of writing, seconds that training stands still). [C1]"""
+        config = self.config
+        size = still = 0.0
+        for role in (Role.ACTOR, Role.CRITIC):
+            team = self.placement.of_role(role)
+            if team is None:
+                continue
+            of_role = checkpoint_bytes(self.sizes.get(role) or self.policy, config.model.dtype)
+            size += of_role
+            still += of_role / team.devices / (self.hardware.host_gb_s * 1e9 * self.given.host_share)
+        machines = max(1, min(self.hardware.nodes, config.cluster.nnodes))
+        return size, size / (self.given.disk_gb_s * 1e9 * machines), still
+
+    @cached_property
+    def memory(self) -> dict[str, Memory]:
+        """Of the fullest rank of each team. [M1]"""
+        return {
+            team.name: device_memory(self.config, self.sizes, team, gpu=self.hardware.gpu)
+            for team in self.placement.teams
+        }
+
+    def filled(self) -> list[Filled]:
+        """The fullest device of each team in each of its moments, with a cache of servers on it. [M1]"""
+        found = []
+        for team in self.placement.teams:
+            for moment in self.memory[team.name].moments:
+                shares = self.config.rollout.colocated and moment.name == "generation"
+                found.append(Filled(team.name, moment, held(moment) + (self.room.bytes if shares else 0.0)))
+        return found
+
+    def plan(self) -> StepPlan:
+        """All of it."""
+        phases, step = self.phases()
+        work = self.work
+        return StepPlan(
+            self.hardware,
+            occupied(self.config, self.placement),
+            self.placement,
+            tuple(phases),
+            step,
+            work.tokens,
+            work.number * work.lengths.expected,
+            self.flops(),
+            self.config.model.dtype,
+            tuple(self.filled()),
+            self.room,
+            self.checkpoint(),
+            tuple(self.sft()),
+            self.given,
+        )
+
+
+def plan_step(
+    config: RunConfig,
+    graph: TaskGraph,
+    sizes: Sizes,
+    hardware: Hardware,
+    given: PlanAssumptions | None = None,
+) -> StepPlan:
+    """What a step of a recipe takes on some hardware.
+
+    Args:
+        config: the recipe.
+        graph: its task graph, of `megarl.recipes.build.build_task_graph`.
+        sizes: of its models, of `model_sizes`.
+        hardware: of `read_hardware`, or `this_cpu`.
+        given: what is assumed; None: the defaults for the kind of device.
+
+    Raises:
+        ConfigError: a robot's recipe, whose simulators no formula knows; teams that cannot be; or a layout that does
+            not divide them.
+    """
+    if config.robot is not None:
+        raise robot_problem()
+    placement = place(graph, config)
+    for team in placement.teams:
+        refuse_uneven(team.devices, team.parallel, team.name)
+    return StepFormulas(config, graph, placement, sizes, hardware, given or PlanAssumptions.of(gpu=hardware.gpu)).plan()
+
+
+def robot_problem() -> ConfigError:
+    """Why a robot's recipe is not planned."""
+    return ConfigError(
+        "formulas know language models, and most of a robot's step is its simulators' and its vision tower's",
+        where="robot",
+        found="a robot's recipe",
+        allowed="recipes of language models",
+        fix="measure it: megarl bench envs, and the timings of a short run",
+    )
+
+
+def refuse_uneven(devices: int, parallel: ParallelConfig, team: str) -> None:
+    """Refuse a team whose workers make no whole replicas.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if not makes_replicas(devices, parallel):
+        experts = parallel.expert_tp * parallel.ep * parallel.pp
+        raise ConfigError(
+            "the layout does not divide the workers",
+            where=f"team {team}",
+            found=f"{devices} workers",
+            allowed=f"a multiple of tp * pp * cp = {parallel.model_parallel_size} and of etp * ep * pp = {experts}",
+            fix="megarl train RECIPE --dry-run names the keys",
+        )

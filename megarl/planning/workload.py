@@ -1,0 +1,87 @@
+"""What a step of a recipe computes: samples, their tokens, and what one replica gets of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megarl.config.run import RunConfig
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Share:
+    """Samples of the fullest replica.
+
+    Attributes:
+        samples: number of them.
+        prompt: tokens of a prompt.
+        response: mean tokens of their responses.
+    """
+
+    samples: float
+    prompt: float
+    response: float
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a sample."""
+        return self.prompt + self.response
+
+    @property
+    def tokens(self) -> float:
+        """Of all samples."""
+        return self.samples * self.length
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Samples of one step.
+
+    Attributes:
+        groups: prompts.
+        samples: of a group.
+        prompt: tokens of a prompt.
+        lengths: of responses.
+        even: replicas get equal tokens (`placement.share=tokens`).
+    """
+
+    groups: int
+    samples: int
+    prompt: float
+    lengths: Lengths
+    even: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, given: PlanAssumptions) -> Workload:
+        """Of a step of `megarl train`. An episode of several turns counts as one response of all its tokens."""
+        sampling = config.rollout.sampling
+        longest = config.response_tokens(sampling)
+        fixed = sampling.ignore_eos and not given.mean_tokens
+        mean = given.mean_tokens or (longest if fixed else longest / 4)
+        prompt = given.prompt_tokens or config.data.max_prompt_tokens / 2
+        lengths = Lengths(mean, 0.0 if fixed else given.sigma, longest)
+        return cls(config.data.batch_size, sampling.n, prompt, lengths, config.placement.share == "tokens")
+
+    @property
+    def number(self) -> int:
+        """Samples of a step."""
+        return self.groups * self.samples
+
+    @property
+    def tokens(self) -> float:
+        """Prompt and response tokens of a step."""
+        return self.number * (self.prompt + self.lengths.expected)
+
+    def share(self, replicas: int, groups: int | None = None) -> Share:
+        """What the fullest of `replicas` gets of `groups` prompts (None: all of a step).
+
+        The tokens of n samples vary by v / sqrt(n) of their mean, and the largest of R such sums lies about
+        sqrt(2 ln R) standard deviations above it.
+        """
+        number = (groups or self.groups) * self.samples / replicas
+        mean = self.lengths.expected
+        if not self.even and replicas > 1:
+            mean *= 1 + self.lengths.variation * math.sqrt(2 * math.log(replicas) / max(number, 1))
+        return Share(number, self.prompt, min(mean, self.lengths.longest))

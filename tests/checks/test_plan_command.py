@@ -1,0 +1,161 @@
+"""`megarl plan` as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megarl import cli
+from megarl.components import COMPONENTS
+from megarl.config.load import load_config
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
+BIG = "grpo_qwen3_8b_8gpu"
+
+
+def run(capsys, *arguments):
+    """(exit code, what was printed, what was complained about)."""
+    code = cli.main(["plan", *arguments])
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_tables_name_phases_memory_and_hardware(capsys):
+    code, shown, _ = run(capsys, BIG)
+    assert code == 0
+    for words in ("actor_train", "matrix products", "MFU", "fullest device", "file descriptors", "NVIDIA H100"):
+        assert words in shown
+    assert "does not fit" not in shown
+
+
+def test_what_does_not_fit_is_said(capsys):
+    _, shown, _ = run(capsys, BIG, "actor.engine.micro_batch_tokens=262144", "actor.engine.offload=false")
+    assert "does not fit: the actor's update holds" in shown
+    assert "actor.engine.micro_batch_tokens" in shown
+
+
+def numbers_of(value):
+    """Every mapping that holds a number which the formulas found."""
+    if isinstance(value, dict):
+        if value.keys() & {"value", "seconds", "bytes"} and "keys" not in value:
+            yield value
+        for inner in value.values():
+            yield from numbers_of(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from numbers_of(inner)
+
+
+@pytest.mark.parametrize("recipe", [BIG, "grpo_qwen3_30b_a3b_32gpu", "ppo_quickstart"])
+def test_every_number_in_json_has_a_formula_that_is_derived(recipe, capsys):
+    code, shown, _ = run(capsys, recipe, "--json", "--hardware", "h100")
+    assert code == 0
+    found = list(numbers_of(json.loads(shown)))
+    assert len(found) > 20
+    derived = set(re.findall(r"^\| ([A-Z]\d+) \|", DOCS.read_text(), re.MULTILINE))
+    assert {one["formula"] for one in found} <= derived
+
+
+def test_an_assumption_changes_the_plan_and_is_said(capsys):
+    _, before, _ = run(capsys, BIG, "--json")
+    _, after, _ = run(capsys, BIG, "--json", "--assume", "gemm_share=0.3")
+    assert json.loads(after)["assumptions"]["gemm_share"] == 0.3
+    step = [
+        next(one["value"] for one in json.loads(text)["numbers"] if one["name"] == "step") for text in (before, after)
+    ]
+    assert step[0] < step[1]
+
+
+def test_assumptions_are_listed_and_documented(capsys):
+    _, shown, _ = run(capsys, BIG, "--assumptions")
+    names = [line.split()[0] for line in shown.splitlines()[1:]]
+    assert "gemm_share" in names
+    text = DOCS.read_text()
+    assert [name for name in names if f"`{name}`" not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        ([BIG, "--hardware", "h200x8x2"], "cluster.nproc=16 cluster.nnodes=2"),
+        ([BIG, "--hardware", "h300"], "there is no such hardware"),
+        ([BIG, "--hardware", "cpux2x3"], "only this machine can be measured"),
+        ([BIG, "--assume", "speed=3"], "no such assumption"),
+        ([BIG, "--top", "0"], "--top"),
+        ([BIG, "--write", "/tmp/never.yaml"], "--search"),
+        (["srpo_metaworld"], "simulators"),
+        (["no_such_recipe"], "no_such_recipe"),
+        ([BIG, "model.path=nobody/nothing"], "nothing here describes it"),
+        ([BIG, "--hardware", "a100x1x1", "--search"], "fits into memory"),
+    ],
+)
+def test_mistakes_are_the_users_to_fix(arguments, part, capsys):
+    code, _, complaint = run(capsys, *arguments)
+    assert code == 2
+    assert part in complaint
+
+
+def written(tmp_path, capsys, *arguments):
+    """The recipe that a search wrote, as text, and its path."""
+    file = tmp_path / "best.yaml"
+    code, _, complaint = run(capsys, *arguments, "--search", "--write", str(file))
+    assert (code, complaint) == (0, "")
+    return file, file.read_text()
+
+
+def test_the_best_is_written_as_a_recipe_that_a_dry_run_accepts(tmp_path, capsys):
+    file, text = written(tmp_path, capsys, "grpo_qwen3_30b_a3b_32gpu", "--hardware", "h100x8x2")
+    assert "extends: grpo_qwen3_30b_a3b_32gpu\n" in text
+    assert "nproc: 16" in text
+    assert "algorithm" not in text
+
+    assert cli.main(["train", str(file), "--dry-run"]) == 0
+    assert "0 fail" in capsys.readouterr().out
+
+
+def test_overrides_are_part_of_what_is_written(tmp_path, capsys):
+    file, _ = written(tmp_path, capsys, BIG, "--hardware", "h100x8x2", "data.batch_size=256")
+    assert load_config(file, components=COMPONENTS).data.batch_size == 256
+
+
+def test_a_recipe_of_ones_own_is_named_from_where_the_file_is(tmp_path, capsys):
+    (tmp_path / "recipes").mkdir()
+    own = tmp_path / "recipes" / "mine.yaml"
+    own.write_text("extends: grpo_qwen3_8b_8gpu\ndata: {batch_size: 64}\nactor: {mini_batch_size: 64}\n")
+    (tmp_path / "found").mkdir()
+    file, text = written(tmp_path / "found", capsys, str(own))
+    assert "extends: ../recipes/mine.yaml\n" in text
+    assert load_config(file, components=COMPONENTS).data.batch_size == 64
+
+
+def test_teams_that_are_gone_are_replaced(tmp_path, capsys):
+    """The recipe's teams take turns in one team where that is faster."""
+    own = tmp_path / "mine.yaml"
+    teams = "{learn: {roles: [actor, rollout], devices: 4}, judge: {roles: [reference], devices: 4}}"
+    own.write_text(
+        "extends: grpo_qwen3_8b_8gpu\nrollout: {engine: embedded}\nlaunch: {launcher: ray}\n"
+        f"placement: {{teams: {teams}}}\n"
+    )
+    file, text = written(tmp_path, capsys, str(own))
+    config = load_config(file, components=COMPONENTS)
+    assert (not config.placement.teams) == ("!replace" in text)
+    assert cli.main(["train", str(file), "--dry-run"]) == 0
+
+
+def test_an_existing_file_is_not_written_over(tmp_path, capsys):
+    file = tmp_path / "best.yaml"
+    file.write_text("mine\n")
+    code, _, complaint = run(capsys, BIG, "--search", "--write", str(file))
+    assert (code, file.read_text()) == (2, "mine\n")
+    assert "there is such a file" in complaint
+
+
+def test_a_search_as_json(capsys):
+    code, shown, _ = run(capsys, BIG, "--search", "--top", "3", "--json")
+    found = json.loads(shown)
+    assert code == 0
+    assert len(found["best"]) == 3
+    assert found["best"][0]["layout"]["tp"] >= 1

@@ -1,0 +1,110 @@
+"""Seconds of generation, against numbers worked out by hand and against batches that are walked token by token."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+
+import pytest
+
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.drawing import Decoder
+from megarl.planning.lengths import Lengths
+from megarl.planning.passes import total
+from megarl.planning.workload import Workload
+from tests.planning.planned import H100, IDEAL
+from tests.planning.test_passes import DENSE, EXPERTS
+
+
+def decoder(facts=DENSE, given=IDEAL, tp=1, pp=1, ep=1):
+    return Decoder(facts, "bf16", tp, pp, ep, H100, given)
+
+
+def test_a_step_reads_weights_and_caches():
+    """G2: 2 bytes of each parameter; 2 x 8 layers x 8 heads x 64 x 2 bytes of keys and values for each token."""
+    seconds, read = decoder().step(4, 1000)
+    assert read == pytest.approx(2 * DENSE.parameters + 4 * 1000 * 2 * 8 * 8 * 64 * 2)
+    assert seconds == pytest.approx(read / 3.35e12)
+
+
+def test_a_large_batch_is_bound_by_its_products():
+    """G2: 50,000 samples with a context of one token."""
+    seconds, _ = decoder().step(50_000, 1)
+    flops = 2 * DENSE.computing_parameters + 4 * DENSE.layers * 16 * 64
+    assert seconds == pytest.approx(50_000 * flops / 989e12)
+
+
+def test_ranks_share_weights_and_copy_heads():
+    """Eight key/value heads on 16 ranks: each rank has one of them, as on 8."""
+    assert decoder(tp=2).key_bytes == decoder().key_bytes / 2
+    assert decoder(tp=16).key_bytes == decoder(tp=8).key_bytes
+
+
+def test_few_samples_meet_few_experts():
+    """Of 32 experts a token meets 4: one sample reads 1/8 of them, many read all."""
+    every = 2 * EXPERTS.parameters_of["experts"]
+    rest = 2 * EXPERTS.parameters - every
+    assert decoder(EXPERTS).step(1, 0)[1] == pytest.approx(rest + every / 8)
+    assert decoder(EXPERTS).step(4096, 0)[1] == pytest.approx(rest + every)
+
+
+def test_a_prompt_is_read_once_for_all_its_samples():
+    lengths = Lengths(100.0, 0.0, 100)
+    parts = [decoder().generate(Workload(8, n, 500.0, lengths), 2, 64) for n in (1, 4)]
+    first, second = (next(part for part in found if part.formula == "G1") for found in parts)
+    assert first.seconds == second.seconds
+
+
+def walked(lengths, prompt, number, slots, seed):
+    """Seconds of a batch in which a sample that ends makes room for the next one, token by token."""
+    waiting = [length for group in lengths.draw((seed,), 1, number) for length in group]
+    one, at, now, running = decoder(given=PlanAssumptions()), 0.0, 0, []
+    while waiting or running:
+        while waiting and len(running) < slots:
+            heapq.heappush(running, now + waiting.pop())
+        context = prompt + lengths.expected / 2
+        steps = max(1, running[0] - now)
+        at += steps * one.step(len(running), context)[0]
+        now += steps
+        while running and running[0] <= now:
+            heapq.heappop(running)
+    return at
+
+
+@pytest.mark.parametrize(
+    ("lengths", "number", "slots"),
+    [
+        (Lengths(200.0, 0.0, 200), 64, 64),
+        (Lengths(300.0, 0.6, 2048), 64, 64),
+        (Lengths(300.0, 0.8, 1024), 512, 64),
+        (Lengths(100.0, 1.0, 4096), 256, 128),
+    ],
+)
+def test_decoding_takes_what_a_walk_takes(lengths, number, slots):
+    """G3 is a mean over batches: 20 of them, within a tenth; the longest sample of a batch varies by more."""
+    walks = [walked(lengths, 200.0, number, slots, seed) for seed in range(20)]
+    found = decoder(given=PlanAssumptions()).generate(Workload(number, 1, 200.0, lengths), 1, slots)
+    decoding = next(part for part in found if part.formula == "G3")
+    assert decoding.seconds == pytest.approx(sum(walks) / len(walks), rel=0.1)
+
+
+def test_samples_that_follow_at_once_leave_no_slot_idle():
+    work = Workload(256, 1, 200.0, Lengths(300.0, 0.8, 1024))
+    one = decoder(given=PlanAssumptions())
+    assert total(one.generate(work, 1, 64, flows=True)) < total(one.generate(work, 1, 64))
+
+
+def test_more_engines_and_more_slots_are_never_slower():
+    work = Workload(1024, 8, 200.0, Lengths(300.0, 0.8, 1024))
+    one = decoder(given=PlanAssumptions())
+    by_engines = [total(one.generate(work, engines, 64)) for engines in (1, 2, 4, 8, 64, 512)]
+    by_slots = [total(one.generate(work, 4, slots)) for slots in (1, 4, 16, 64, 256)]
+    assert by_engines == sorted(by_engines, reverse=True)
+    assert by_slots == sorted(by_slots, reverse=True)
+
+
+def test_ranks_meet_twice_in_a_layer():
+    """G2 on two ranks: 16 sums of one row of 1,024 elements, each 2 steps of a ring."""
+    given = replace(IDEAL, node_hop_us=5.0)
+    slower, faster = (decoder(given=each, tp=2).step(1, 0)[0] for each in (given, IDEAL))
+    assert slower - faster == pytest.approx(16 * 2 * 5e-6)

@@ -1,0 +1,203 @@
+"""Seconds of passes, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from megarl.artifacts.facts import facts_from_config
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.flops import FlopCounter
+from megarl.planning.hardware import KINDS
+from megarl.planning.passes import ModelPass, total
+from megarl.planning.shards import owned_parameters, stage_parameters
+from megarl.planning.workload import Share
+from tests.planning.planned import H100, IDEAL, TWO_CORES, seconds_by
+
+DENSE = facts_from_config(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 4096,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+    "here",
+)
+EXPERTS = facts_from_config(
+    {
+        "model_type": "qwen3_moe",
+        "hidden_size": 1024,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 4096,
+        "moe_intermediate_size": 512,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "vocab_size": 32000,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+    "here",
+)
+SHARE = Share(64, 256.0, 768.0)
+
+
+def model(facts=DENSE, devices=8, given=IDEAL, hardware=H100, engine=None, **parallel):
+    engine = EngineConfig(**({"micro_batch_tokens": 8192} | (engine or {})))
+    return ModelPass(facts, ParallelConfig(**parallel), devices, engine, "bf16", hardware, given)
+
+
+def part(parts, formula):
+    return next(one for one in parts if one.formula == formula)
+
+
+@pytest.mark.parametrize("facts", [DENSE, EXPERTS], ids=["dense", "experts"])
+def test_products_are_the_flops_of_the_model_over_its_ranks(facts):
+    """T1. With everything ideal a pass takes what `FlopCounter` counts, the head for response tokens only."""
+    one = FlopCounter.of(facts).forward([1024.0], head_tokens=768.0)
+    for parallel, devices in (({}, 8), ({"tp": 2}, 8), ({"tp": 2, "cp": 2}, 8)):
+        ranks = model(devices=devices, **parallel).parallel.model_parallel_size
+        found = seconds_by(model(facts, devices, **parallel).forward(SHARE))["T1"]
+        assert found == pytest.approx(64 * one / ranks / 989e12)
+        found = seconds_by(model(facts, devices, **parallel).update(SHARE, 1, 1))["T1"]
+        assert found == pytest.approx(3 * 64 * one / ranks / 989e12)
+
+
+def test_recomputation_adds_a_forward_pass_of_the_layers():
+    """T1: full: 4 passes of the layers; selective: attention over the context once more."""
+    counter = FlopCounter.of(DENSE)
+    layers, head = counter.forward([1024.0], head_tokens=0), 768.0 * counter.per_head_token
+    scores = layers - 1024 * counter.per_token
+    for mode, flops in (
+        ("none", 3 * (layers + head)),
+        ("full", 4 * layers + 3 * head),
+        ("selective", 3 * (layers + head) + scores),
+    ):
+        found = seconds_by(model(engine={"recompute": mode}).update(SHARE, 1, 1))["T1"]
+        assert found == pytest.approx(64 * flops / 989e12), mode
+
+
+def test_thin_products_are_slower():
+    given = replace(IDEAL, gemm_half_rows=8192.0)
+    wide, thin = model().forward(SHARE), model(given=given).forward(SHARE)
+    assert seconds_by(thin)["T1"] == pytest.approx(2 * seconds_by(wide)["T1"])  # micro-batches of 8,192 rows
+
+
+def test_elements_are_counted_as_memory_counts_them():
+    """T2: (4 h + 2 (q + k) + 3 f) elements of a token and layer, 20 bytes each in a training pass."""
+    given = replace(IDEAL, element_bytes=20.0)
+    elements = 64 * 1024 * 8 * (4 * 1024 + 2 * (16 + 8) * 64 + 3 * 4096)
+    assert seconds_by(model(given=given).update(SHARE, 1, 1))["T2"] == pytest.approx(elements * 20 / 3.35e12)
+    assert seconds_by(model(given=given).forward(SHARE))["T2"] == pytest.approx(elements * 20 / 3 / 3.35e12)
+
+
+def test_on_a_cpu_the_probabilities_count_too():
+    given = replace(IDEAL, element_flops=100.0)
+    elements = 64 * 8 * (1024 * (4 * 1024 + 2 * (16 + 8) * 64 + 3 * 4096) + 16 * 1024**2)
+    found = seconds_by(model(given=given, hardware=TWO_CORES).update(SHARE, 1, 1))["T2"]
+    assert found == pytest.approx(elements * 100 / TWO_CORES.peak("fp32"))
+
+
+@pytest.mark.parametrize(("sp", "sums"), [(False, 2), (True, 2.5)])
+def test_tensor_parallel_ranks_sum_twice_in_a_layer_and_direction(sp, sums):
+    """T4: 2 sums of tokens x hidden each way; a ring sends 2 (n - 1) / n of what it sums; sp gathers once more."""
+    found = part(model(tp=4, sp=sp).update(SHARE, 1, 1), "T4")
+    sent = sums * 2 * 8 * (2 * 3 / 4) * 64 * 1024 * 1024 * 2
+    assert found.bytes == pytest.approx(sent)
+    assert found.seconds == pytest.approx(sent / 450e9)
+
+
+def test_context_parallel_ranks_gather_keys_and_values():
+    """T5: forward gathers, backward gathers and scatters: 3 times (n - 1) / n of all keys and values."""
+    found = part(model(cp=4).update(SHARE, 1, 1), "T5")
+    assert found.bytes == pytest.approx(3 * 8 * 3 / 4 * 64 * 1024 * 2 * 8 * 64 * 2)
+
+
+def test_experts_send_tokens_there_and_back():
+    """T6: 4 experts of each token, there and back, forward and backward; a 4th of them stays."""
+    found = part(model(EXPERTS, ep=4).update(SHARE, 1, 1), "T6")
+    assert found.bytes == pytest.approx(2 * 8 * 2 * 64 * 1024 * 4 * 1024 * 2 * 3 / 4)
+
+
+def test_what_leaves_the_machine_takes_the_slower_link():
+    """L2: of 15 others 7 are inside: 8/15 go out at 50 GB/s."""
+    parts = model(EXPERTS, devices=16, hardware=replace(H100, nodes=2), ep=16).forward(SHARE)
+    found = part(parts, "T6")
+    assert found.seconds == pytest.approx(found.bytes * 8 / 15 / 50e9)
+
+
+@pytest.mark.parametrize(("vpp", "waits"), [(None, 3), (2, 1.5)])
+def test_the_bubble_is_the_stages_that_wait(vpp, waits):
+    """T8: pp - 1 micro-batches' time, divided by the chunks."""
+    parts = model(pp=4, vpp=vpp).forward(SHARE)
+    rest = total([one for one in parts if one.formula != "T8"])
+    assert part(parts, "T8").seconds == pytest.approx(waits / 8 * rest)  # 8 micro-batches of 8 samples
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parallel", "count"),
+    [(8192, {}, 8), (4096, {}, 16), (500, {}, 64), (10**6, {}, 1), (12000, {"pp": 4, "vpp": 2}, 8)],
+)
+def test_micro_batches_hold_whole_samples(tokens, parallel, count):
+    """A sample of 1,024 tokens that is longer than the budget is one by itself; chunks want a multiple of pp."""
+    assert model(engine={"micro_batch_tokens": tokens}, **parallel).micro_batches(SHARE) == count
+
+
+def test_gradients_are_scattered_and_parameters_gathered():
+    """T9: 4 + 2 bytes of each parameter of a rank, (n - 1) / n of them."""
+    dense, _ = stage_parameters(DENSE, ParallelConfig(tp=2))
+    found = part(model(tp=2).update(SHARE, 1, 1), "T9")
+    assert found.bytes == pytest.approx(dense * 6 * 3 / 4)
+    assert found.seconds == pytest.approx(dense * 6 * 3 / 4 / 450e9)
+    whole = part(model(tp=2, engine={"distributed_optimizer": False}).update(SHARE, 1, 1), "T9")
+    assert whole.bytes == pytest.approx(dense * 8 * 3 / 4)
+
+
+def test_experts_are_reduced_among_fewer():
+    dense, expert = stage_parameters(EXPERTS, ParallelConfig(ep=4))
+    found = part(model(EXPERTS, ep=4).update(SHARE, 1, 1), "T9")
+    assert found.bytes == pytest.approx(dense * 6 * 7 / 8 + expert * 6 * 1 / 2)
+
+
+def test_overlap_hides_the_scatter_only():
+    given = replace(IDEAL, overlap_share=1.0)
+    shown = part(model(tp=2, given=given).update(SHARE, 1, 1), "T9").seconds
+    hidden = part(model(tp=2, given=given, engine={"overlap_grad_reduce": True}).update(SHARE, 1, 1), "T9").seconds
+    assert hidden == pytest.approx(shown * 2 / 6)
+
+
+def test_the_optimizer_moves_30_bytes_of_each_parameter_that_a_rank_owns():
+    """T10: gradient 4, master and moments 12 read and 12 written, parameter 2."""
+    engine = EngineConfig()
+    owned = owned_parameters(DENSE, ParallelConfig(tp=2), engine, 4)
+    found = part(model(tp=2).update(SHARE, 1, 1), "T10")
+    assert found.bytes == pytest.approx(owned * 30)
+    assert found.seconds == pytest.approx(owned * 30 / 3.35e12)
+
+
+def test_every_update_of_every_epoch_counts():
+    once, six = model(tp=2).update(SHARE, 1, 1), model(tp=2).update(SHARE, 3, 2)
+    assert total(six) == pytest.approx(6 * total(once))
+
+
+def test_a_rack_joins_more_ranks_than_a_machine():
+    """Eight gb200 are on two machines, and all links between them are fast."""
+    gb200 = replace(KINDS["gb200"], nodes=2)
+    found = part(model(tp=2, hardware=gb200).update(SHARE, 1, 1), "T9")
+    assert found.seconds == pytest.approx(found.bytes / 900e9)
+
+
+def test_defaults_make_everything_slower_than_the_ideal():
+    assert total(model(tp=2, given=PlanAssumptions()).update(SHARE, 1, 1)) > total(model(tp=2).update(SHARE, 1, 1))

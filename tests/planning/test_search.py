@@ -1,0 +1,127 @@
+"""The search: it finds what comparing everything finds, what it finds fits, and it is quick."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from megarl.dag.placement import place
+from megarl.errors import ConfigError
+from megarl.planning.assumptions import PlanAssumptions
+from megarl.planning.hardware import KINDS
+from megarl.planning.search import Search
+from megarl.planning.step import occupied, plan_step
+from tests.checks.conftest import check_config
+from tests.planning.planned import H100, TWO_CORES, read
+
+BIG = "grpo_qwen3_8b_8gpu"
+LARGEST = "grpo_qwen3_30b_a3b_32gpu"
+
+
+def search(name, *overrides, hardware=H100, **given):
+    config, graph, sizes = read(name, *overrides)
+    return Search(config, graph, sizes, hardware, replace(PlanAssumptions.of(gpu=hardware.gpu), **given))
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "hardware"),
+    [
+        (BIG, [], H100),
+        (BIG, ["rollout.sampling.max_new_tokens=16384", "actor.engine.micro_batch_tokens=32768"], H100),
+        (BIG, ["rollout.engine=embedded"], replace(H100, per_node=4)),
+        ("grpo_quickstart", [], TWO_CORES),
+        ("grpo_async_quickstart", ["model.dtype=bf16"], replace(H100, per_node=4)),
+    ],
+    ids=["servers", "long", "embedded", "cpu", "ahead"],
+)
+def test_the_best_is_the_best_of_all(name, overrides, hardware):
+    """Every choice is timed and held against memory by itself."""
+    asked = search(name, *overrides, hardware=hardware)
+    every = [found[0] for found in map(asked.timed, asked.space) if found is not None]
+
+    best = search(name, *overrides, hardware=hardware).run(3).best
+
+    assert best[0].plan.step_s == pytest.approx(min(every))
+    assert [one.plan.step_s for one in best] == sorted(one.plan.step_s for one in best)
+
+
+@pytest.mark.parametrize(("name", "nodes"), [(BIG, 1), (BIG, 4), (LARGEST, 4)])
+def test_what_it_finds_fits_divides_and_takes_all_devices(name, nodes):
+    hardware = replace(H100, nodes=nodes)
+    for found in search(name, hardware=hardware).run(5).best:
+        assert found.plan.fullest.bytes <= 0.9 * 80e9
+        graph = read(name)[1]
+        assert occupied(found.config, place(graph, found.config)) == hardware.devices
+        failed = [check.message for check in check_config(found.config).items if check.status == "fail"]
+        assert failed == []
+
+
+def test_a_plan_of_what_it_finds_says_the_same():
+    """Nothing of the search's memory of other layouts is in its numbers."""
+    _, graph, sizes = read(BIG)
+    best = search(BIG).run(1).best[0]
+    assert plan_step(best.config, graph, sizes, H100).step_s == pytest.approx(best.plan.step_s)
+
+
+def test_less_memory_is_never_faster():
+    seconds = [search(BIG, usable_memory=share).run(1).best[0].plan.step_s for share in (0.95, 0.7, 0.5)]
+    assert seconds == sorted(seconds)
+
+
+def test_no_layout_is_below_the_floor_of_its_placement():
+    """S4 leaves out placements, so that it must not be above what any of them takes."""
+    asked = search(BIG)
+    for found in search(BIG).run(100).best:
+        assert asked.floor(found.choice.spread) <= found.plan.step_s
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        (LARGEST, ["data.batch_size=1024", "actor.mini_batch_size=1024"]),
+        (BIG, ["data.batch_size=1024", "actor.mini_batch_size=512"]),
+    ],
+)
+def test_1024_devices_take_seconds(name, overrides):
+    """1 CPU-second on a quiet machine; other programs make CPU-seconds longer, so that 10 are allowed."""
+    hardware = replace(KINDS["h100"], nodes=128)
+    before = time.process_time()
+    result = search(name, *overrides, hardware=hardware).run()
+    assert time.process_time() - before < 10
+    assert result.compared > 100
+    assert result.best[0].plan.devices == 1024
+
+
+def test_where_nothing_fits_the_largest_and_what_would_help_are_named():
+    small = replace(H100, per_node=2, memory_gb=40.0)
+    with pytest.raises(ConfigError, match=r"none of \d+ layouts fits") as caught:
+        search(BIG, hardware=small).run()
+    assert "optimizer" in str(caught.value)
+    assert "more devices" in str(caught.value)
+
+
+def test_where_activations_are_what_does_not_fit_their_keys_are_named():
+    long = ["rollout.sampling.max_new_tokens=39000", "actor.engine.micro_batch_tokens=4000000"]
+    with pytest.raises(ConfigError) as caught:
+        search(BIG, *long, hardware=replace(H100, per_node=4, memory_gb=70.0)).run()
+    assert "micro_batch_tokens" in str(caught.value) or "max_new_tokens" in str(caught.value)
+
+
+def test_where_nothing_divides_the_sizes_are_named():
+    keys = ["data.batch_size=1", "actor.mini_batch_size=1", "rollout.engine=embedded"]
+    with pytest.raises(ConfigError, match=r"data\.batch_size=1"):
+        search(BIG, *keys, hardware=replace(H100, per_node=5)).run()
+
+
+def test_servers_that_a_team_asks_cannot_be_started_on_several_machines():
+    ahead = ["async.max_staleness=1", "rollout.sglang.colocated=false"]
+    ahead.append(
+        "placement.teams={train: {roles: [actor, reference], devices: 7}, draw: {roles: [rollout], devices: 1}}"
+    )
+    with pytest.raises(ConfigError, match="urls"):
+        search(BIG, *ahead, hardware=replace(H100, nodes=2)).run()
+    best = search(BIG, *ahead).run(1).best[0]
+    assert [name for name, *_ in best.choice.spread.teams] == ["train", "draw"]
+    assert best.plan.devices == 8

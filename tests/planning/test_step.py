@@ -1,0 +1,186 @@
+"""A step of whole recipes: what adds up, what grows with what, and measured steps."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megarl.dag.stage import Role
+from megarl.errors import ConfigError
+from megarl.planning.hardware import KINDS
+from megarl.planning.outcome import held
+from megarl.planning.schedule import Schedule
+from megarl.planning.step import occupied
+from tests.planning.planned import H100, TWO_CORES, planned, read
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+BIG = "grpo_qwen3_8b_8gpu"
+
+
+def cluster(nodes):
+    """The recipe on more machines, with as many servers, and a batch that all replicas share."""
+    size = 8 * nodes
+    keys = [f"cluster.nproc={size}", f"cluster.nnodes={nodes}", f"rollout.sglang.servers={size}"]
+    return [*keys, "data.batch_size=1024", "actor.mini_batch_size=1024"], replace(KINDS["h100"], nodes=nodes)
+
+
+def test_one_team_does_one_thing_after_the_other():
+    plan = planned(BIG)
+    assert plan.step_s == pytest.approx(sum(phase.seconds for phase in plan.phases))
+    assert [phase.name for phase in plan.phases] == [
+        *("rollout", "old_logp", "ref_logp", "actor_train"),
+        *("moves", "weights", "other"),
+    ]
+    assert plan.tokens_per_s == pytest.approx(plan.tokens / plan.step_s)
+    assert plan.per_device == pytest.approx(plan.tokens_per_s / 8)
+
+
+def test_every_number_has_a_formula():
+    for phase in planned("grpo_qwen3_30b_a3b_32gpu", hardware=replace(KINDS["h100"], nodes=4)).phases:
+        assert phase.parts
+        assert all(part.formula for part in phase.parts)
+
+
+def test_a_pipeline_of_teams_goes_at_the_pace_of_the_busiest():
+    plan = planned("grpo_async_quickstart", hardware=TWO_CORES)
+    busy = {team: sum(phase.seconds for phase in plan.phases if phase.team == team) for team in ("train", "draw")}
+    assert plan.step_s == pytest.approx(max(busy["train"], busy["draw"] + plan["weights"].seconds))
+
+
+def test_teams_that_wait_for_each_other_work_at_the_same_time_where_they_can():
+    """S1: `score` and `train` need `draw`; `train` needs both, and `score` is a team of its own."""
+    nodes = (("draw", "a", ()), ("score", "b", ("draw",)), ("old", "a", ("draw",)), ("train", "a", ("score", "old")))
+    begins, step = Schedule(nodes, "a", "a", ahead=False).run(
+        {"draw": 3.0, "score": 5.0, "old": 2.0, "train": 4.0}, 0.5, 0.0
+    )
+    assert begins == {"draw": 0.0, "score": 3.0, "old": 3.0, "train": 8.0}
+    assert step == 12.5
+
+
+def test_a_critic_scores_and_trains():
+    names = planned("ppo_quickstart", hardware=TWO_CORES).seconds
+    assert {"value", "critic_train", "old_logp", "actor_train"} <= set(names)
+    assert names["critic_train"] == pytest.approx(names["actor_train"], rel=0.1)  # they differ in the head
+
+
+def test_dynamic_sampling_draws_as_often_as_groups_are_dropped():
+    every = planned("dapo_quickstart", hardware=TWO_CORES, assumed=["kept_groups=1"])
+    half = planned("dapo_quickstart", hardware=TWO_CORES, assumed=["kept_groups=0.5"])
+    assert half.seconds["rollout"] == pytest.approx(2 * every.seconds["rollout"])
+    assert half.seconds["actor_train"] == every.seconds["actor_train"]
+
+
+def test_a_cold_start_has_seconds_of_its_own():
+    assert planned("grpo_quickstart", hardware=TWO_CORES).sft
+    assert not planned("grpo_quickstart", "sft.steps=0", hardware=TWO_CORES).sft
+
+
+def test_a_robot_is_refused():
+    with pytest.raises(ConfigError, match="simulators"):
+        planned("srpo_metaworld", hardware=TWO_CORES)
+
+
+def test_a_layout_that_does_not_divide_is_refused():
+    with pytest.raises(ConfigError, match="does not divide the workers"):
+        planned(BIG, "actor.parallel.tp=3")
+
+
+def test_more_devices_are_never_slower_at_equal_layout():
+    plans = []
+    for nodes in (1, 2, 4, 8, 16):
+        overrides, hardware = cluster(nodes)
+        plans.append(planned(BIG, *overrides, hardware=hardware))
+    for phase in ("rollout", "ref_logp", "actor_train"):
+        seconds = [plan.seconds[phase] for plan in plans]
+        assert seconds == sorted(seconds, reverse=True), phase
+    assert [plan.step_s for plan in plans] == sorted((plan.step_s for plan in plans), reverse=True)
+
+
+def test_recomputing_takes_longer_and_needs_less():
+    plans = [planned(BIG, f"actor.engine.recompute={mode}") for mode in ("none", "selective", "full")]
+    seconds = [plan.seconds["actor_train"] for plan in plans]
+    update = [held(plan.filled[0].moment) for plan in plans]
+    assert seconds == sorted(seconds)
+    assert seconds[0] < seconds[-1]
+    assert update == sorted(update, reverse=True)
+    assert update[0] > update[-1]
+
+
+@pytest.mark.parametrize("name", ["memory_tb_s", "bf16_tflops", "node_gb_s", "host_gb_s"])
+def test_better_hardware_is_faster(name):
+    """Each of these rates is part of some phase of this recipe."""
+    better = replace(H100, **{name: 2 * getattr(H100, name)})
+    assert planned(BIG, hardware=better).step_s < planned(BIG).step_s
+
+
+def test_longer_responses_take_longer():
+    seconds = [planned(BIG, assumed=[f"mean_tokens={mean}"]).step_s for mean in (100, 200, 400, 800)]
+    assert seconds == sorted(seconds)
+
+
+def test_servers_have_what_the_recipe_gives_them():
+    """K1: 0.6 x 80 GB less 16.4 GB of weights; 144 KiB of keys and values for each token of Qwen3-8B."""
+    room = planned(BIG).room
+    assert room.bytes == pytest.approx(0.6 * 80e9 - room.weights)
+    assert room.weights == pytest.approx(2 * 8.19e9, rel=0.01)
+    assert room.tokens == pytest.approx(room.bytes / (2 * 36 * 8 * 128 * 2))
+    assert room.slots == 128
+
+
+def test_a_small_cache_lets_fewer_samples_run():
+    tight = planned(BIG, "rollout.sglang.memory_fraction=0.25")
+    assert tight.room.slots < 128
+    assert tight.seconds["rollout"] > planned(BIG).seconds["rollout"]
+
+
+def test_a_cache_on_the_trainers_device_counts_there():
+    plan = planned(BIG)
+    drawing = next(one for one in plan.filled if one.moment.name == "generation")
+    assert drawing.bytes == pytest.approx(held(drawing.moment) + plan.room.bytes)
+
+
+def test_a_checkpoint_is_14_bytes_of_each_parameter():
+    """C1: bf16 with fp32 masters and two moments."""
+    size, seconds, _ = planned(BIG).checkpoint
+    sizes = read(BIG)[2]
+    assert size == 14 * sizes[Role.ACTOR].parameters
+    assert seconds == pytest.approx(size / 2e9)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "devices"),
+    [
+        ([], 8),
+        (["rollout.sglang.colocated=false"], 16),
+        (["rollout.engine=embedded"], 8),
+    ],
+)
+def test_servers_of_their_own_occupy_devices(overrides, devices):
+    from megarl.dag.placement import place
+
+    config, graph, _ = read(BIG, *overrides)
+    assert occupied(config, place(graph, config)) == devices
+
+
+@pytest.mark.parametrize("case", ["S", "M"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_measured_steps_of_the_benchmark_lie_within_a_fifth(case, dtype):
+    """The machine of docs/performance.md, whose rates were measured right after each run. What is assumed of CPUs was
+    fitted to these four. Case S has responses of up to 16 tokens, which end where the model ends them."""
+    result = json.loads((BENCHMARKS / "results" / f"bench_{case}-{dtype}-2x-amd-epyc.json").read_text())
+    hardware = replace(TWO_CORES, **{f"{dtype}_tflops": result["floor"]["gflops"] / 2e3})
+    steps = result["steps"]
+    generated = sum(step["generated_tokens"] for step in steps) / len(steps)
+    # A mean that the cut at 16 tokens makes the measured one.
+    assumed = ["prompt_tokens=6", *([f"mean_tokens={1.12 * generated / 256}", "sigma=0.45"] if case == "S" else [])]
+    overrides = [f"model.dtype={dtype}", "cluster.nproc=2", "cluster.threads=1"]
+    plan = planned(str(BENCHMARKS / "cases" / f"{case}.yaml"), *overrides, hardware=hardware, assumed=assumed)
+
+    measured = {name: sum(step["phases"][name] for step in steps) / len(steps) for name in ("rollout", "actor_train")}
+    assert plan.generated == pytest.approx(generated, rel=0.03)
+    for name, seconds in measured.items():
+        assert plan.seconds[name] == pytest.approx(seconds, rel=0.2), name
+    assert plan.step_s == pytest.approx(sum(step["wall_s"] for step in steps) / len(steps), rel=0.2)
