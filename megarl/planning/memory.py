@@ -2,9 +2,9 @@
 
 An estimate is a list of moments (the actor's update, generation, ...), and each moment a list of terms, so that a
 refusal can name what takes the most and the key that changes it. A term is rough when its size depends on how the
-libraries work: measured runs lay within a factor of 1.5 of it, and only what is left after that division is held
-against a machine. Measured on CPUs (docs/performance.md), the whole estimate was 5% below to 20% above the peak
-resident set.
+libraries work or on what samples turn out to be (their lengths, the experts that they meet): measured runs lay within a
+factor of 1.5 of it, and only what is left after that division is held against a machine. docs/planning.md derives the
+formulas and has the tables of what was measured.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from megarl.planning.shards import BYTES, Sizes, layout_key, parameter_bytes, st
 from megarl.residency import ACTOR, CRITIC, GRADIENTS, PARAMETERS, REFERENCE, SERVERS, TEACHER, WEIGHTS, needed
 
 ROUGH = 1.5
+PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
+"""On a CPU the embedded engine re-orders weights up to this size once, where it decodes at least so many tokens."""
 # Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
 _TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
 _TOKEN_CERTAIN = 12.0  # of them for certain: embedded generation begins with token ids (int64) and log-probs (fp32)
@@ -216,7 +218,7 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
     models = _Models(config, sizes, team, shared, gpu=gpu)
     if job in ("eval", "generate"):
         weights = models.state[ACTOR][PARAMETERS]
-        return Memory((Moment("generation", (weights, *shared, *_drawing(config, sizes, team, job))), *on_its_own))
+        return Memory((Moment("generation", (weights, *shared, *_drawing(config, sizes, team, job, gpu=gpu))), *on_its_own))
     moments = []
     if Role.ACTOR in team.roles:
         learning = _learning_terms("actor", config, models.facts[ACTOR], team, gpu=gpu, job=job)
@@ -224,7 +226,7 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
     if job == "sft":
         return Memory((replace(moments[0], name="the update"),))
     if Role.ROLLOUT in team.roles:
-        drawing = _drawing(config, sizes, team, job)
+        drawing = _drawing(config, sizes, team, job, gpu=gpu)
         moments += [Moment("generation", (*models.resident("generate"), *drawing)), *on_its_own]
     if gpu and Role.ACTOR in team.roles:
         moments.append(Moment("a checkpoint", tuple(models.resident("checkpoint"))))
@@ -237,17 +239,30 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
     return Memory(tuple(moments))
 
 
-def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str) -> list[Term]:
+def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
     """What generation needs in addition to weights."""
     if config.robot is not None:
         return []  # a policy call is one pass
     responses = response_terms(config, team.replicas, job)
     if config.rollout.engine != "embedded":
         return responses
+    copies = _decoding_weights(config, _known(sizes, Role.ROLLOUT), team, job, gpu=gpu)
     row, rows = cache_bytes(config, _known(sizes, Role.ROLLOUT), team.parallel, team.replicas, job)
     # Fewer sequences run when the cache does not fit, so that one of them is what it needs.
     keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
-    return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *responses]
+    return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *copies, *responses]
+
+
+def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
+    """Copies of the weights that the embedded engine decodes with: in another dtype, or in the order that a CPU's
+    products read."""
+    size = parameter_bytes(facts, team.parallel, config.rollout_dtype)
+    sampling = (config.rollout if job == "train" else config.validation).sampling
+    packed = not gpu and size <= PACK_LIMIT_BYTES and sampling.max_new_tokens >= PACK_STEPS
+    if not packed and config.rollout_dtype == config.model.dtype:
+        return []
+    embedding = facts.vocab / team.parallel.tp * facts.hidden * BYTES[config.rollout_dtype]
+    return [term("weights as generation reads them", size - embedding, "rollout.dtype, the model's size", rough=True)]
 
 
 def _known(sizes: Sizes, role: Role) -> ModelFacts:
