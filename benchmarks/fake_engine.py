@@ -3,15 +3,17 @@
     python -m megarl.benchmarks.fake_engine CASE.json      # prints the bytes of each case as a JSON list
 
 One process stands for one rank of a world of any size. torch's `fake` backend answers every collective at once, and
-under FakeTensorMode a tensor has a shape, a dtype and a storage of so many bytes, but no numbers. `Storages` adds up the
-storages that are alive: what the allocator of a GPU would have handed out, without its rounding. The code that runs is
-that of a run: Megatron's model, buffers, schedule and optimizer, our attention, norms and head.
+under FakeTensorMode a tensor has a shape, a dtype and a storage of so many bytes, but no numbers. `Storages` adds up
+the storages that are alive: what the allocator of a GPU would have handed out, without its rounding and what it keeps
+between blocks. The code that runs is that of a run: Megatron's model, buffers, schedule and optimizer, our attention,
+norms and head.
 
 Where numbers decide about shapes, or the device about the code, it is told what to do, and nothing else is changed:
 
 * `is_cuda` of fake tensors is True to Python code, so that the form of the code for GPUs is what runs: no kernels of
-  ours for the CPU, attention by torch's variable-length kernel, RMSNorm in the place of torch's fused one. (Fake tensors that say so
-  to C++ as well need a CUDA build of torch: autograd asks for the device.)
+  ours for the CPU, attention by torch's variable-length kernel (under context parallelism by the kernel that torch has
+  for CPUs), and what torch's fused RMSNorm would keep. (Fake tensors that say so to C++ as well need a CUDA build of
+  torch: autograd asks for the device.)
 * A mixture's router sends every expert equally many tokens.
 * A pipeline stage is told the shapes of what it receives.
 * Metrics, gradient norm and the check of non-finite numbers are left out; the optimizer steps once.
@@ -25,7 +27,7 @@ import json
 import sys
 import weakref
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +139,9 @@ def fake_world(case: FakeCase) -> Iterator[Any]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world)
     # Megatron wants some groups over gloo, for checkpoints.
-    dist.new_group = functools.wraps(new_group)(lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"}))
+    dist.new_group = functools.wraps(new_group)(
+        lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"})
+    )
     dist.all_gather_object = same_of_all
     try:
         layout = init_parallel(ParallelConfig(**case.parallel), WorkerGroup("the world", dist.group.WORLD, 60.0))
@@ -219,10 +223,10 @@ def measure(case: FakeCase) -> dict[str, Any]:
         parameters, gradients, optimizer. In addition to these three: `saved`, alive after each forward pass of the
         model or of a chunk of it; `left`, after the passes of all micro-batches; `update`, the most in these passes.
     """
+    from megarl.config.model import ModelConfig
     from megarl.config.training import EngineConfig, OptimConfig
     from megarl.device import DTYPES
     from megarl.models.config import load_hf_config
-    from megarl.config.model import ModelConfig
     from megarl.training.engine import MegatronEngine
 
     hf = load_hf_config(ModelConfig(hf_config=case.model))

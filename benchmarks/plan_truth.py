@@ -73,7 +73,9 @@ def settings_of(size: str, layout: str) -> list[str]:
     model |= {"num_key_value_heads": heads // 2, "intermediate_size": width}
     found = [f"model.hf_config.{name}={value}" for name, value in model.items()]
     if layout == "ep2":
-        found += [f"model.hf_config.{text}" for text in ("model_type=qwen3_moe", "num_experts=4", "num_experts_per_tok=2")]
+        found += [
+            f"model.hf_config.{text}" for text in ("model_type=qwen3_moe", "num_experts=4", "num_experts_per_tok=2")
+        ]
         found.append(f"model.hf_config.moe_intermediate_size={width // 2}")
     return [*found, f"cluster.nproc={nproc}", *more]
 

@@ -100,7 +100,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench",
         help="measure throughput on two fixed cases, the algorithms, weight synchronisation, checkpoints, simulators",
-        description="\n".join(str(part.__doc__) for part in (throughput, algorithms, sync_bench, checkpoint, envs, plan_truth)),
+        description="\n".join(
+            str(part.__doc__) for part in (throughput, algorithms, sync_bench, checkpoint, envs, plan_truth)
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     throughput.add_arguments(bench)

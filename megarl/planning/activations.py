@@ -18,7 +18,8 @@ from megarl.config.training import EngineConfig
 FULL = 4
 """Bytes of float32: statistics of rows, the router's numbers, scaled logits."""
 WHOLE_PASS, PROBABILITIES = 64, 1024
-"""On a CPU: up to these lengths attention is one compiled pass over the stream; products that keep the probabilities."""
+"""On a CPU attention is one compiled pass over the stream up to the first length, and products that keep the
+probabilities up to the second."""
 _QUERY_BLOCK = 64
 
 
@@ -219,7 +220,7 @@ class Activations:
         """At the fullest moment of the passes, on a rank of the first or the last stage."""
         alone, flying = self.parallel.pp == 1, self.in_flight(last=last)
         less = 1.0 / (self.parallel.vpp or 1)
-        # What a backward pass leaves, the next forward pass of a layer replaces: it is there in the last backward passes.
+        # What a backward pass leaves, the next forward pass of a layer replaces: it is there among the last ones.
         ending = max(flying - less, 0.0) * self.micro_batch + self.left
         moments = [Needed(flying * self.micro_batch, self.passing), Needed(ending, self.passing)]
         if last or alone:

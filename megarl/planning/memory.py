@@ -95,7 +95,9 @@ class Memory:
         return list(dict.fromkeys(term for moment in self.moments for term in moment.terms))
 
 
-def update_passes(config: RunConfig, facts: ModelFacts, role: str, parallel: ParallelConfig, dp: int, job: str) -> Passes:
+def update_passes(
+    config: RunConfig, facts: ModelFacts, role: str, parallel: ParallelConfig, dp: int, job: str
+) -> Passes:
     """What one optimizer step of a role sends through its model on a rank, if every sample is as long as it may be.
 
     As many micro-batches as the budget needs get equally many of a rank's sequences; a longer one is one by itself.
@@ -218,7 +220,9 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
     models = _Models(config, sizes, team, shared, gpu=gpu)
     if job in ("eval", "generate"):
         weights = models.state[ACTOR][PARAMETERS]
-        return Memory((Moment("generation", (weights, *shared, *_drawing(config, sizes, team, job, gpu=gpu))), *on_its_own))
+        return Memory(
+            (Moment("generation", (weights, *shared, *_drawing(config, sizes, team, job, gpu=gpu))), *on_its_own)
+        )
     moments = []
     if Role.ACTOR in team.roles:
         learning = _learning_terms("actor", config, models.facts[ACTOR], team, gpu=gpu, job=job)

@@ -90,7 +90,7 @@ def test_formulas_are_within_a_tenth_of_the_engine(one, tracked):
         assert said[name] == pytest.approx(seen[name], rel=0.1), name
 
 
-@pytest.mark.campaign("engine-memory")
+@pytest.mark.campaign("memory")
 @pytest.mark.parametrize("one", real_cases(), ids=lambda one: one.name)
 def test_formulas_are_within_a_tenth_at_real_size(one, tmp_path):
     seen, said = track([one], tmp_path)[one.name], formulas(one)
@@ -121,7 +121,9 @@ def test_no_probabilities_are_kept_of_long_sequences_or_on_gpus():
     sums = 4 * 4096 * 8  # one number per query and head
     selective = EngineConfig(recompute="selective")
     for gpu in (False, True):
-        more = activations(passes=long, gpu=gpu).attention - activations(passes=long, gpu=gpu, engine=selective).attention
+        more = (
+            activations(passes=long, gpu=gpu).attention - activations(passes=long, gpu=gpu, engine=selective).attention
+        )
         assert more == sums
 
 
