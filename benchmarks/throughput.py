@@ -49,10 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "overrides",
-        metavar="algorithms | sync | checkpoint | envs | KEY.PATH=VALUE",
+        metavar="algorithms | sync | checkpoint | envs | plan | KEY.PATH=VALUE",
         nargs="*",
         help="`algorithms`: the pure functions instead of training; `sync`: weights to servers; `checkpoint`: "
-        "writing and reading one; `envs`: simulators; else values that replace the case's, which the result names",
+        "writing and reading one; `envs`: simulators; `plan`: the planner's formulas; else values that replace the "
+        "case's, which the result names",
     )
     parser.add_argument("--nproc", type=int, metavar="N", help="worker processes (default: one per core or GPU)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each (default: cores, shared out)")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from megarl import __version__, cluster
-from megarl.benchmarks import algorithms, checkpoint, envs, throughput
+from megarl.benchmarks import algorithms, checkpoint, envs, plan_truth, throughput
 from megarl.benchmarks.sync import measure as sync_bench
 from megarl.checks import plan_command as planning
 from megarl.credentials import mask
@@ -100,7 +100,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench = commands.add_parser(
         "bench",
         help="measure throughput on two fixed cases, the algorithms, weight synchronisation, checkpoints, simulators",
-        description="\n".join(str(part.__doc__) for part in (throughput, algorithms, sync_bench, checkpoint, envs)),
+        description="\n".join(
+            str(part.__doc__) for part in (throughput, algorithms, sync_bench, checkpoint, envs, plan_truth)
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     throughput.add_arguments(bench)
@@ -108,6 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
     algorithms.add_arguments(bench)
     sync_bench.add_arguments(bench)
     envs.add_arguments(bench)
+    plan_truth.add_arguments(bench)
     bench.set_defaults(run=_bench)
     _add_formulas(commands)
     doctor = commands.add_parser("doctor", help="show versions, devices, and what optional packages would enable")
@@ -369,6 +372,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         return checkpoint.run(arguments)
     if arguments.overrides[:1] == ["envs"]:
         return envs.run(arguments)
+    if arguments.overrides[:1] == ["plan"]:
+        return plan_truth.run(arguments)
     return throughput.run(arguments)
 
 

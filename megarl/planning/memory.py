@@ -2,9 +2,9 @@
 
 An estimate is a list of moments (the actor's update, generation, ...), and each moment a list of terms, so that a
 refusal can name what takes the most and the key that changes it. A term is rough when its size depends on how the
-libraries work: measured runs lay within a factor of 1.5 of it, and only what is left after that division is held
-against a machine. Measured on CPUs (docs/performance.md), the whole estimate was 5% below to 20% above the peak
-resident set.
+libraries work or on what samples turn out to be (their lengths, the experts that they meet): measured runs lay within a
+factor of 1.5 of it, and only what is left after that division is held against a machine. docs/planning.md derives the
+formulas and has the tables of what was measured.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from megarl.config.run import RunConfig
 from megarl.config.training import EngineConfig
 from megarl.dag.placement import TeamPlan
 from megarl.dag.stage import Role
+from megarl.planning.activations import Activations, Needed, Passes
 from megarl.planning.shards import BYTES, Sizes, layout_key, parameter_bytes, state_bytes
 from megarl.residency import ACTOR, CRITIC, GRADIENTS, PARAMETERS, REFERENCE, SERVERS, TEACHER, WEIGHTS, needed
 
 ROUGH = 1.5
+PACK_LIMIT_BYTES, PACK_STEPS = 1 << 30, 16
+"""On a CPU the embedded engine re-orders weights up to this size once, where it decodes at least so many tokens."""
 # Per generated token: numbers as Python objects on their way between ranks, and the fields of a batch.
 _TOKEN, _TOKEN_BUFFERS = 120.0, 20.0
 _TOKEN_CERTAIN = 12.0  # of them for certain: embedded generation begins with token ids (int64) and log-probs (fp32)
-_PROBABILITIES_KEPT = 1024  # up to this length attention on a CPU keeps the probabilities for the gradient
 
 
 @dataclass(frozen=True)
@@ -93,54 +95,44 @@ class Memory:
         return list(dict.fromkeys(term for moment in self.moments for term in moment.terms))
 
 
-def update_tokens(config: RunConfig, facts: ModelFacts, engine: EngineConfig, dp: int, job: str) -> int:
-    """Tokens of the largest micro-batch: the budget, or the longest sequence, and never more than a rank has.
+def update_passes(
+    config: RunConfig, facts: ModelFacts, role: str, parallel: ParallelConfig, dp: int, job: str
+) -> Passes:
+    """What one optimizer step of a role sends through its model on a rank, if every sample is as long as it may be.
 
+    As many micro-batches as the budget needs get equally many of a rank's sequences; a longer one is one by itself.
     In `megarl sft` the responses are the examples', whose lengths are not known here.
     """
+    section = getattr(config, role)
+    budget = section.engine.micro_batch_tokens
     if job == "sft":
-        return min(engine.micro_batch_tokens, -(-config.sft.batch_size // dp) * facts.max_positions)
+        share, longest = -(-config.sft.batch_size // dp), min(budget, facts.max_positions)
+        tokens = min(budget, share * facts.max_positions)
+        return Passes(tokens / parallel.cp, tokens / parallel.cp, longest, max(1, share * longest // tokens))
     sampling = config.rollout.sampling
-    longest = config.data.max_prompt_tokens + config.response_tokens(sampling)
-    share = -(-config.data.batch_size * sampling.n // dp)
-    return min(max(engine.micro_batch_tokens, longest), share * longest)
+    response = config.response_tokens(sampling)
+    # The last token of a response is read by nothing.
+    longest = max(1, config.data.max_prompt_tokens + response - 1)
+    share = -(-(section.mini_batch_size or config.data.batch_size) * sampling.n // dp)
+    count = -(-share // max(1, budget // longest))
+    each = -(-share // count)
+    return Passes(each * longest / parallel.cp, each * response / parallel.cp, longest, count)
 
 
-def activation_bytes(
-    config: RunConfig,
-    facts: ModelFacts,
-    parallel: ParallelConfig,
-    engine: EngineConfig,
-    dp: int,
-    *,
-    gpu: bool,
-    job: str = "train",
-) -> float:
-    """Bytes kept for the backward pass of the micro-batches in flight."""
-    element = BYTES[config.model.dtype]
-    tokens = update_tokens(config, facts, engine, dp, job) / parallel.cp
-    longest = config.data.max_prompt_tokens + config.response_tokens(config.rollout.sampling)
-    if job == "sft":
-        longest = min(engine.micro_batch_tokens, facts.max_positions)
-    width = facts.ffn * (facts.experts_per_token if facts.is_moe else 1)
-    split = float(2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width)
-    if not gpu and longest <= _PROBABILITIES_KEPT:
-        split += facts.heads * longest / 2
-    residual = 4 * facts.hidden / (parallel.tp if parallel.sp or facts.is_moe else 1)
-    layer = tokens * element * (residual + split / parallel.tp)
-    layers = facts.layers / parallel.pp
-    if engine.recompute == "full":
-        return parallel.pp * layers * tokens * element * residual / 4 + layer
-    return parallel.pp * layers * layer
-
-
-def logits_bytes(
-    config: RunConfig, facts: ModelFacts, parallel: ParallelConfig, engine: EngineConfig, dp: int, job: str = "train"
-) -> float:
-    """Bytes of one chunk of logits (as they are, scaled in fp32, and their gradient) and of the head's gradient."""
-    rows = min(engine.logits_chunk_tokens, update_tokens(config, facts, engine, dp, job) // parallel.cp)
-    columns = facts.vocab / parallel.tp
-    return rows * columns * 12 + columns * facts.hidden * 8
+def update_needs(
+    config: RunConfig, facts: ModelFacts, role: str, parallel: ParallelConfig, dp: int, *, gpu: bool, job: str = "train"
+) -> Needed:
+    """Bytes that the passes of an update take in addition to the model's state, on the stage that needs most."""
+    formulas = Activations(
+        facts,
+        parallel,
+        getattr(config, role).engine,
+        update_passes(config, facts, role, parallel, dp, job),
+        element=BYTES[config.model.dtype],
+        gpu=gpu,
+        value_head=role == CRITIC,
+    )
+    return max((formulas.needed(last=last) for last in (False, True)), key=lambda needed: needed.bytes)
 
 
 def cache_bytes(
@@ -228,7 +220,9 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
     models = _Models(config, sizes, team, shared, gpu=gpu)
     if job in ("eval", "generate"):
         weights = models.state[ACTOR][PARAMETERS]
-        return Memory((Moment("generation", (weights, *shared, *_drawing(config, sizes, team, job))), *on_its_own))
+        return Memory(
+            (Moment("generation", (weights, *shared, *_drawing(config, sizes, team, job, gpu=gpu))), *on_its_own)
+        )
     moments = []
     if Role.ACTOR in team.roles:
         learning = _learning_terms("actor", config, models.facts[ACTOR], team, gpu=gpu, job=job)
@@ -236,7 +230,7 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
     if job == "sft":
         return Memory((replace(moments[0], name="the update"),))
     if Role.ROLLOUT in team.roles:
-        drawing = _drawing(config, sizes, team, job)
+        drawing = _drawing(config, sizes, team, job, gpu=gpu)
         moments += [Moment("generation", (*models.resident("generate"), *drawing)), *on_its_own]
     if gpu and Role.ACTOR in team.roles:
         moments.append(Moment("a checkpoint", tuple(models.resident("checkpoint"))))
@@ -249,17 +243,30 @@ def device_memory(config: RunConfig, sizes: Sizes, team: TeamPlan, *, gpu: bool,
     return Memory(tuple(moments))
 
 
-def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str) -> list[Term]:
+def _drawing(config: RunConfig, sizes: Sizes, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
     """What generation needs in addition to weights."""
     if config.robot is not None:
         return []  # a policy call is one pass
     responses = response_terms(config, team.replicas, job)
     if config.rollout.engine != "embedded":
         return responses
+    copies = _decoding_weights(config, _known(sizes, Role.ROLLOUT), team, job, gpu=gpu)
     row, rows = cache_bytes(config, _known(sizes, Role.ROLLOUT), team.parallel, team.replicas, job)
     # Fewer sequences run when the cache does not fit, so that one of them is what it needs.
     keys = f"{'rollout' if job == 'train' else 'validation'}.sampling.max_new_tokens, rollout.max_running"
-    return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *responses]
+    return [Term("key/value cache (generation)", rows, keys, row, shrinks=True), *copies, *responses]
+
+
+def _decoding_weights(config: RunConfig, facts: ModelFacts, team: TeamPlan, job: str, *, gpu: bool) -> list[Term]:
+    """Copies of the weights that the embedded engine decodes with: in another dtype, or in the order that a CPU's
+    products read."""
+    size = parameter_bytes(facts, team.parallel, config.rollout_dtype)
+    sampling = (config.rollout if job == "train" else config.validation).sampling
+    packed = not gpu and size <= PACK_LIMIT_BYTES and sampling.max_new_tokens >= PACK_STEPS
+    if not packed and config.rollout_dtype == config.model.dtype:
+        return []
+    embedding = facts.vocab / team.parallel.tp * facts.hidden * BYTES[config.rollout_dtype]
+    return [term("weights as generation reads them", size - embedding, "rollout.dtype, the model's size", rough=True)]
 
 
 def _known(sizes: Sizes, role: Role) -> ModelFacts:
@@ -325,10 +332,9 @@ def _learning_terms(
     keys = f"{role}.engine.micro_batch_tokens, {role}.engine.recompute"
     if longest > engine.micro_batch_tokens and job != "sft":  # a longer sequence is a micro-batch by itself
         keys = f"rollout.sampling.max_new_tokens, {role}.engine.recompute"
-    kept = activation_bytes(config, facts, parallel, engine, dp, gpu=gpu, job=job)
-    terms = [term(f"{role} activations", kept, keys, rough=True)]
-    if role == "actor":
-        logits = logits_bytes(config, facts, parallel, engine, dp, job)
-        terms.append(term("logits of one chunk", logits, "actor.engine.logits_chunk_tokens", rough=True))
+    needed = update_needs(config, facts, role, parallel, dp, gpu=gpu, job=job)
+    terms = [term(f"{role} activations", needed.kept + needed.passing, keys, rough=True)]
+    if needed.head and role == ACTOR:
+        terms.append(term("logits of one chunk", needed.head, "actor.engine.logits_chunk_tokens", rough=True))
     # How long supervised examples are is not known here, so that no part of these is certain.
     return [replace(part, least=0.0) for part in terms] if job == "sft" else terms

@@ -23,6 +23,7 @@ from torch import Tensor
 from megarl.kernels.cpu import CpuKernels, add_norm_reference, silu_mul_reference
 from megarl.kernels.cpu import load as load_kernels
 from megarl.models.head import head_logits
+from megarl.planning.memory import PACK_LIMIT_BYTES, PACK_STEPS
 from megarl.rollout.embedded.attention import Attend, HeadNorm, RopeTables
 from megarl.rollout.embedded.moe import MoE
 from megarl.rollout.embedded.parallel import Mesh
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from megarl.models.policy import PolicyModel
 
 Linear = Callable[[Tensor], Tensor]
-PACK_LIMIT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class DecoderStage:
         first = next(chunks[0].parameters())
         self.device = first.device
         size = sum(p.numel() for chunk in chunks for p in chunk.parameters()) * dtype.itemsize
-        pack = self.device.type == "cpu" and torch.backends.mkldnn.is_available() and steps >= 16
+        pack = self.device.type == "cpu" and torch.backends.mkldnn.is_available() and steps >= PACK_STEPS
         recipe = Recipe(dtype, rows if pack and size <= PACK_LIMIT_BYTES else 0)
         self.kernels = self._load_kernels()
         ops = Ops() if self.kernels is None else Ops(self.kernels.add_norm, self.kernels.silu_mul)

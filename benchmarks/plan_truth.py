@@ -1,0 +1,260 @@
+"""`megarl bench plan`: what the formulas of the planner say, and what a run of `megarl train` takes, side by side.
+
+    megarl bench plan                                 # 12 layouts of 3 sizes on CPU processes of one thread
+    megarl bench plan --sizes 10M --layouts tp2,pp2
+    megarl bench plan --kind memory                   # which a busy machine does not change
+    megarl bench plan --json plan.json                # kept after every run; those that it has are not run again
+
+Memory: the peak resident set of the fullest process, less that of the same processes with a model of next to nothing,
+beside the fullest moment of the dry run's estimate. malloc gives back what is freed in these runs, so that the resident
+set is what is in use: what `cluster.keep_freed_memory` keeps for the next step is no need of the run. Seconds, in runs
+of their own: the median step after the first, and CPU-seconds of all processes over the cores they can use, beside
+`megarl plan` with this machine measured. They mean something only while nothing else runs; the table has the others'
+share of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megarl.config.run import RunConfig
+
+RECIPE = Path(__file__).parent / "cases" / "plan.yaml"
+MEMORY_WITHIN, SECONDS_WITHIN = 0.10, 0.20
+KINDS = ("memory", "seconds")
+#: glibc maps blocks above 64 kB on their own and gives them back when they are freed.
+_GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_TOP_PAD_": "0"}
+
+#: Hidden width, layers, heads, dense width.
+SIZES = {"10M": (256, 8, 4, 768), "30M": (384, 12, 6, 1152), "80M": (640, 12, 10, 1920)}
+#: Processes, and what differs from one replica per process.
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "1": (1, ()),
+    "1 recompute": (1, ("actor.engine.recompute=full",)),
+    "dp2": (2, ()),
+    "dp2 whole optimizer": (2, ("actor.engine.distributed_optimizer=false",)),
+    "tp2": (2, ("actor.parallel.tp=2",)),
+    "tp2 sp": (2, ("actor.parallel.tp=2", "actor.parallel.sp=true")),
+    "pp2": (2, ("actor.parallel.pp=2",)),
+    "pp2 vpp2": (2, ("actor.parallel.pp=2", "actor.parallel.vpp=2")),
+    "cp2": (2, ("actor.parallel.cp=2",)),
+    "ep2": (2, ("actor.parallel.ep=2",)),
+    "tp2 dp2": (4, ("actor.parallel.tp=2",)),
+    "tp2 pp2": (4, ("actor.parallel.tp=2", "actor.parallel.pp=2")),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `megarl bench plan`, added to those of `megarl bench`."""
+    parser.add_argument("--sizes", metavar="NAMES", help=f"plan: some of {','.join(SIZES)}")
+    parser.add_argument("--layouts", metavar="NAMES", help=f"plan: some of {','.join(LAYOUTS)}")
+    parser.add_argument("--kind", choices=KINDS, help="plan: one of the two (default: both)")
+
+
+def settings_of(size: str, layout: str) -> list[str]:
+    """`key=value` of a case; a mixture has four experts of a quarter of the width, two for each token."""
+    hidden, layers, heads, width = SIZES[size]
+    nproc, more = LAYOUTS[layout]
+    model = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    model |= {"num_key_value_heads": heads // 2, "intermediate_size": width}
+    found = [f"model.hf_config.{name}={value}" for name, value in model.items()]
+    if layout == "ep2":
+        found += [
+            f"model.hf_config.{text}" for text in ("model_type=qwen3_moe", "num_experts=4", "num_experts_per_tok=2")
+        ]
+        found.append(f"model.hf_config.moe_intermediate_size={width // 2}")
+    return [*found, f"cluster.nproc={nproc}", *more]
+
+
+def empty_of(nproc: int) -> list[str]:
+    """The same for processes whose model is next to nothing."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    small |= {"head_dim": 16, "intermediate_size": 32, "vocab_size": 20}
+    return [*(f"model.hf_config.{name}={value}" for name, value in small.items()), f"cluster.nproc={nproc}"]
+
+
+def resident(settings: Sequence[str]) -> float:
+    """Bytes of the fullest process of a run of two steps.
+
+    Raises:
+        WorkerError: it failed.
+    """
+    given = [*settings, "trainer.steps=2", "cluster.keep_freed_memory=false"]
+    lines, _ = _train(given, _GIVE_BACK | {"MALLOC_ARENA_MAX": "1"})
+    return 1e9 * max(line["perf/max_memory_gb"] for line in lines)
+
+
+def timed(settings: Sequence[str]) -> dict[str, Any]:
+    """Seconds of the median step after the first.
+
+    Raises:
+        WorkerError: the run failed.
+    """
+    from megarl.benchmarks.measure import steps_of
+
+    lines, others = _train(settings, {})
+    steps = steps_of(lines)
+    return {
+        "wall_s": statistics.median(step.wall_s for step in steps),
+        "cpu_s": statistics.median(step.cpu_s for step in steps),
+        "phases": {name: statistics.median(step.phases[name] for step in steps) for name in steps[0].phases},
+        "others_share": others,
+    }
+
+
+def _train(settings: Sequence[str], environment: dict[str, str]) -> tuple[list[dict[str, Any]], float]:
+    """Lines of metrics of a run of `megarl train`, and others' share of the machine."""
+    from megarl.artifacts.jsonl import read_jsonl
+    from megarl.benchmarks.program import run_program
+
+    with tempfile.TemporaryDirectory(prefix="megarl-bench-") as folder:
+        command = [sys.executable, "-m", "megarl", "train", str(RECIPE), *settings, "--run-dir", folder]
+        _, others = run_program(command, os.environ | environment)
+        return [line for line in read_jsonl(Path(folder) / "metrics.jsonl") if line["stage"] == "train"], others
+
+
+def planned(settings: Sequence[str]) -> dict[str, Any]:
+    """Seconds of a step and its phases by `megarl plan`."""
+    from megarl.config.load import load_config
+    from megarl.planning.hardware import this_cpu
+    from megarl.planning.step import model_sizes, plan_step
+    from megarl.recipes.build import build_task_graph
+
+    config = load_config(RECIPE, settings)
+    graph = build_task_graph(config)
+    plan = plan_step(config, graph, model_sizes(config, graph), this_cpu(config.cluster.nproc, config.cluster.threads))
+    return {"step_s": plan.step_s, "phases": plan.seconds}
+
+
+def fullest(config: RunConfig) -> tuple[str, float, dict[str, float]]:
+    """(moment, bytes, bytes by term) of the dry run's estimate for one rank."""
+    from megarl.dag.placement import place
+    from megarl.planning.memory import device_memory
+    from megarl.planning.step import model_sizes
+    from megarl.recipes.build import build_task_graph
+
+    graph = build_task_graph(config)
+    (team,) = place(graph, config).teams
+    peak = device_memory(config, model_sizes(config, graph), team, gpu=False).peak
+    return peak.name, peak.bytes, {part.what: part.bytes for part in peak.terms}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, show and save; returns the exit code."""
+    from rich.console import Console
+
+    from megarl.benchmarks.report import host_class, save
+    from megarl.benchmarks.throughput import RESULTS
+    from megarl.tracking.machine import machine_info
+
+    machine = machine_info()
+    target = arguments.json or RESULTS
+    path = target if target.suffix == ".json" else target / f"plan-{host_class(machine)}.json"
+    sizes, layouts = _some(arguments.sizes, SIZES, "--sizes"), _some(arguments.layouts, LAYOUTS, "--layouts")
+    result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"empty": {}, "cases": {}}
+    result["machine"] = machine
+    for kind in KINDS if arguments.kind is None else (arguments.kind,):
+        for size, layout in itertools.product(sizes, layouts):
+            _fill(result, kind, size, layout)
+            save(result, path)
+    Console(highlight=False, width=120).print(*(TABLES[kind](result) for kind in KINDS))
+    print(f"saved: {path}")
+    return 0
+
+
+def _fill(result: dict[str, Any], kind: str, size: str, layout: str) -> None:
+    """Measure a case, if the result does not have it; what the formulas say is said again."""
+    from megarl.config.load import load_config
+
+    settings, nproc = settings_of(size, layout), str(LAYOUTS[layout][0])
+    case = result["cases"].setdefault(f"{size} {layout}", {})
+    if kind == "memory":
+        if nproc not in result["empty"]:
+            result["empty"][nproc] = resident(empty_of(int(nproc)))
+        if "resident" not in case:
+            case["resident"] = resident(settings)
+        moment, needed, terms = fullest(load_config(RECIPE, settings))
+        case["estimate"] = {"moment": moment, "bytes": needed, "terms": terms}
+        return
+    if "timed" not in case:
+        case["timed"] = timed(settings)
+    case["planned"] = planned(settings)
+
+
+def _some(given: str | None, known: dict[str, Any], where: str) -> list[str]:
+    names = list(known) if given is None else given.split(",")
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        raise UserError("there is no such case", where=where, found=", ".join(wrong), allowed=", ".join(known))
+    return names
+
+
+def memory_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float]]:
+    """(size, layout, bytes over those of an empty process, bytes by the estimate) of each case."""
+    found = []
+    for name, case in result["cases"].items():
+        if "resident" in case:
+            size, _, layout = name.partition(" ")
+            more = case["resident"] - result["empty"][str(LAYOUTS[layout][0])]
+            found.append((size, layout, more, case["estimate"]["bytes"]))
+    return found
+
+
+def memory_table(result: dict[str, Any]) -> Table:
+    """Memory of the fullest process: measured, estimated, and their ratio."""
+    from rich.table import Table
+
+    every = memory_rows(result)
+    near = sum(abs(said / seen - 1) <= MEMORY_WITHIN for _, _, seen, said in every)
+    made = Table(title="memory of the fullest process", caption=f"within {MEMORY_WITHIN:.0%}: {near} of {len(every)}")
+    for column in ("size", "layout", "measured MB", "estimate MB", "estimate / measured"):
+        made.add_column(column, justify="left" if column in ("size", "layout") else "right")
+    for size, layout, seen, said in every:
+        made.add_row(size, layout, f"{seen / 1e6:.0f}", f"{said / 1e6:.0f}", f"{said / seen:.2f}")
+    return made
+
+
+def seconds_rows(result: dict[str, Any]) -> list[tuple[str, str, float, float, float, float]]:
+    """(size, layout, seconds of a step by the clock, by CPU-seconds, by the plan, others' share) of each case."""
+    found = []
+    for name, case in result["cases"].items():
+        if "timed" in case:
+            size, _, layout = name.partition(" ")
+            cores, seen = min(LAYOUTS[layout][0], result["machine"]["cores"]), case["timed"]
+            found.append(
+                (size, layout, seen["wall_s"], seen["cpu_s"] / cores, case["planned"]["step_s"], seen["others_share"])
+            )
+    return found
+
+
+def seconds_table(result: dict[str, Any]) -> Table:
+    """Seconds of a step: measured, planned, and their ratio."""
+    from rich.table import Table
+
+    every = seconds_rows(result)
+    near = [sum(abs(row[4] / row[at] - 1) <= SECONDS_WITHIN for row in every) for at in (2, 3)]
+    caption = f"within {SECONDS_WITHIN:.0%} of the clock: {near[0]} of {len(every)}; of CPU-seconds: {near[1]}"
+    made = Table(title="seconds of a step", caption=caption)
+    for column in ("size", "layout", "clock", "CPU-s per core", "plan", "plan / clock", "plan / CPU", "others"):
+        made.add_column(column, justify="left" if column in ("size", "layout") else "right")
+    for size, layout, clock, cpu, said, others in every:
+        numbers = (clock, cpu, said, said / clock, said / cpu)
+        made.add_row(size, layout, *(f"{number:.2f}" for number in numbers), f"{others:.0%}")
+    return made
+
+
+TABLES = {"memory": memory_table, "seconds": seconds_table}

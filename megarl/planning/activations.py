@@ -1,0 +1,231 @@
+"""Memory of an update beside parameters, gradients and optimizer state: what its passes keep, and what they need for a
+while.
+
+Sizes are of one rank. `t`: tokens of a micro-batch on it (after context parallelism); `s`: those whose residual stream
+it holds (t / tp under sequence parallelism). docs/planning.md derives each formula; `megarl bench plan` and
+tests/planning/test_activations.py hold them against what is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megarl.architectures import ARCHITECTURES
+from megarl.artifacts.facts import ModelFacts
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig
+
+FULL = 4
+"""Bytes of float32: statistics of rows, the router's numbers, scaled logits."""
+WHOLE_PASS, PROBABILITIES = 64, 1024
+"""On a CPU attention is one compiled pass over the stream up to the first length, and products that keep the
+probabilities up to the second."""
+_QUERY_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What goes through the model in one optimizer step, as one rank sees it.
+
+    Attributes:
+        tokens: of the largest micro-batch, this rank's.
+        rows: of them, those that predict a token of a response: the head computes no others.
+        longest: tokens of a sequence, of all its ranks.
+        count: micro-batches.
+    """
+
+    tokens: float
+    rows: float
+    longest: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Bytes at the fullest moment of the passes, in addition to the model's state.
+
+    Attributes:
+        kept: for the backward passes of the micro-batches in flight.
+        passing: of the layer whose gradient is computed, or of the embedding's gradient.
+        head: of the vocabulary's head.
+    """
+
+    kept: float
+    passing: float
+    head: float = 0.0
+
+    @property
+    def bytes(self) -> float:
+        """All of it."""
+        return self.kept + self.passing + self.head
+
+
+class Activations:
+    """Formulas of one model under one layout.
+
+    Args:
+        element: bytes of a number of the model's dtype.
+        gpu: kernels of a GPU, which keep no probabilities.
+    """
+
+    def __init__(
+        self,
+        facts: ModelFacts,
+        parallel: ParallelConfig,
+        engine: EngineConfig,
+        passes: Passes,
+        *,
+        element: int,
+        gpu: bool,
+        value_head: bool = False,
+    ) -> None:
+        self.facts, self.parallel, self.engine, self.passes = facts, parallel, engine, passes
+        self.element, self.gpu, self.value_head = element, gpu, value_head
+        self.split_stream = parallel.tp > 1 and (parallel.sp or facts.is_moe)
+        self.held = passes.tokens / (parallel.tp if self.split_stream else 1)
+        self.sparse = facts.copies["router"] / facts.layers
+
+    # -- kept for the backward pass -------------------------------------------------------------------------------
+
+    @property
+    def attention(self) -> float:
+        """Of one layer's attention with its norm."""
+        facts, t, tp = self.facts, self.passes.tokens, self.parallel.tp
+        heads, groups = facts.heads / tp, facts.kv_heads / tp
+        q, k = heads * facts.head_dim, groups * facts.head_dim
+        normed = ARCHITECTURES[facts.model_type].qk_norm
+        # The norm's input and output; the projection, of which queries are a copy where several groups are side by side
+        # and their norm keeps them; queries and keys after RoPE; the context.
+        wide = q + 2 * k + (q if normed and groups > 1 else 0) + q + k + q
+        size = self.element * (2 * self.held * facts.hidden + t * wide)
+        if self.gpu:  # factors of the norms' rows
+            size += FULL * (self.held + (t * (heads + groups) if normed else 0))
+        return size + self._scores(heads, k)
+
+    def _scores(self, heads: float, k: float) -> float:
+        """What the attention function keeps in addition to its operands and its result."""
+        t, longest, q = self.passes.tokens, self.passes.longest, heads * self.facts.head_dim
+        sums = FULL * t * heads
+        if self.parallel.cp > 1:
+            # Queries and context once more, in buckets; keys and values of all ranks; a mask that each layer widens.
+            keys = 2 * self.parallel.cp * k - k
+            return sums + self.element * t * (q + keys + longest)
+        if self.gpu or longest > PROBABILITIES:
+            return 0.0 if self.engine.recompute == "selective" else sums
+        if self.engine.recompute == "selective":
+            return 0.0
+        if longest <= WHOLE_PASS:
+            return sums + self.element * t * k  # values, taken out of the projection
+        blocks = max(1, round(longest / _QUERY_BLOCK))
+        return self.element * t * heads * longest / 2 * (1 + 1 / blocks)
+
+    @property
+    def feed_forward(self) -> float:
+        """Of one layer's feed-forward part with its norm: the mean, where layers differ."""
+        facts, element, s = self.facts, self.element, self.held
+        ends = 2 * element * s * facts.hidden + (FULL * s if self.gpu else 0)
+        dense_width = facts.dense_ffn if facts.is_moe else facts.ffn
+        dense = element * 3 * self.passes.tokens * dense_width / self.parallel.tp
+        if not facts.is_moe:
+            return ends + dense
+        # The router's logits, probabilities and map of experts; rows of tokens in the order of experts, as they go in,
+        # gate and up, their product before and after the router's weight.
+        router = s * facts.experts * (3 * FULL + 2) + 8 * s * facts.experts_per_token * 2
+        experts = element * self.routed * (facts.hidden * self.parallel.expert_tp + 4 * facts.ffn)
+        return ends + self.sparse * (router + experts) + (1 - self.sparse) * dense
+
+    @property
+    def routed(self) -> float:
+        """Rows that one rank's experts get of a layer, if all experts get equally many."""
+        return self.held * self.facts.experts_per_token
+
+    @property
+    def layer(self) -> float:
+        """Of one layer, without recomputation."""
+        return self.attention + self.feed_forward
+
+    @property
+    def stream(self) -> float:
+        """The residual stream between two layers."""
+        return self.element * self.held * self.facts.hidden
+
+    @property
+    def micro_batch(self) -> float:
+        """Of all layers of one stage, for one micro-batch."""
+        each = self.stream if self.engine.recompute == "full" else self.layer
+        return self.facts.layers / self.parallel.pp * each + self.stream
+
+    @property
+    def left(self) -> float:
+        """What a backward pass leaves: where layers are recomputed, a mixture's dispatcher keeps the router's
+        probabilities, and with them the layer's input and the gradient of that, until the layer is computed again."""
+        if not self.facts.is_moe or self.engine.recompute != "full":
+            return 0.0
+        return self.sparse * self.facts.layers / self.parallel.pp * 2 * self.stream
+
+    def in_flight(self, *, last: bool) -> float:
+        """Micro-batches whose activations a stage holds at most: the first stage, or the last."""
+        pp, vpp = self.parallel.pp, self.parallel.vpp or 1
+        if pp == 1:
+            return 1.0
+        if vpp == 1:
+            return 1.0 if last else float(min(pp, self.passes.count))
+        # Chunks: those before the first backward pass, and the one that it belongs to.
+        ahead = (0 if last else 2 * (pp - 1)) + (vpp - 1) * pp + 1
+        return min(ahead, self.passes.count * vpp) / vpp
+
+    # -- needed for a while ---------------------------------------------------------------------------------------
+
+    @property
+    def passing(self) -> float:
+        """While the gradient of one layer is computed: gradients on their way, and the layer again if recomputed."""
+        facts, t, element, tp = self.facts, self.passes.tokens, self.element, self.parallel.tp
+        width = (facts.dense_ffn if facts.is_moe else facts.ffn) / tp
+        products = 3 * t * width + self.held * facts.hidden
+        weights = 2 * width * facts.hidden + t * (facts.hidden + width) if tp > 1 else 0.0
+        dense = max(products, weights - 2 * t * width)
+        rows = 4 * self.routed * self.parallel.expert_tp * facts.hidden if facts.is_moe else 0.0
+        gathered = t * facts.hidden if self.split_stream else 0.0  # one buffer of Megatron, for all layers
+        most = max(dense if self.sparse < 1 else 0.0, rows)
+        again = self.layer if self.engine.recompute == "full" else 0.0
+        return element * (most + gathered) + again
+
+    @property
+    def embedding(self) -> float:
+        """Gradient of the embedding in the model's dtype, before it is added to its buffer."""
+        return self.element * self._columns * self.facts.hidden + self.stream
+
+    @property
+    def _columns(self) -> float:
+        return self.facts.vocab / self.parallel.tp
+
+    @property
+    def head(self) -> float:
+        """The vocabulary's head: logits of one chunk in several forms, and gradients of its weight and its rows."""
+        n, h, columns, element = self.passes.rows, self.facts.hidden, self._columns, self.element
+        if self.value_head:
+            return FULL * 4 * self.held * h  # hidden states and their gradients in float32
+        chunk = min(self.engine.logits_chunk_tokens, n)
+        logits, weight = 3 * FULL * chunk * columns, h * columns
+        rows = (element + FULL) * n * h
+        if not self.gpu:  # a float32 sum over chunks, and one chunk's part
+            return logits + (FULL + element) * weight + rows
+        if n <= chunk:  # kept, and the weight's gradient at once
+            return max(logits + FULL * weight, logits / 2 + (FULL + element) * weight) + rows
+        return logits + element * weight + rows
+
+    # -- together -------------------------------------------------------------------------------------------------
+
+    def needed(self, *, last: bool) -> Needed:
+        """At the fullest moment of the passes, on a rank of the first or the last stage."""
+        alone, flying = self.parallel.pp == 1, self.in_flight(last=last)
+        less = 1.0 / (self.parallel.vpp or 1)
+        # What a backward pass leaves, the next forward pass of a layer replaces: it is there among the last ones.
+        ending = max(flying - less, 0.0) * self.micro_batch + self.left
+        moments = [Needed(flying * self.micro_batch, self.passing), Needed(ending, self.passing)]
+        if last or alone:
+            gathered = self.element * self.passes.tokens * self.facts.hidden if self.split_stream else 0.0
+            moments.append(Needed(flying * self.micro_batch + self.stream, gathered, self.head))
+        if not last or alone:
+            moments.append(Needed(ending, self.embedding))
+        return max(moments, key=lambda needed: needed.bytes)

@@ -1,0 +1,136 @@
+"""Memory of an update by formulas, against the training engine on fake tensors, whose storages are added up.
+
+The engine runs in a process of its own, once for all cases: Megatron's state is one per process.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict, replace
+
+import pytest
+
+from megarl.artifacts.facts import facts_from_config
+from megarl.benchmarks.engine_memory import STATE, formulas, real_cases, total
+from megarl.benchmarks.fake_engine import FakeCase
+from megarl.config.model import ParallelConfig
+from megarl.config.training import EngineConfig
+from megarl.planning.activations import Activations, Passes
+
+DENSE = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "vocab_size": 4000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+LLAMA = {**DENSE, "model_type": "llama"}
+EXPERTS = {
+    **DENSE,
+    "model_type": "qwen3_moe",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+}
+
+
+def case(name, model=DENSE, world=1, *, rank=0, engine=None, value_head=False, **parallel):
+    settings = {"micro_batch_tokens": 1024, "logits_chunk_tokens": 128, **(engine or {})}
+    return FakeCase(
+        name, model, world, [256] * 8, 64, rank=rank, parallel=parallel, engine=settings, value_head=value_head
+    )
+
+
+FULL = {"recompute": "full"}
+SMALL = [
+    case("one process"),
+    case("recomputed", engine=FULL),
+    case("whole optimizer", world=2, engine={"distributed_optimizer": False}),
+    case("shared optimizer", world=2),
+    case("logits at once", engine={"logits_chunk_tokens": 4096}),
+    case("value head", value_head=True),
+    case("tp", LLAMA, 2, tp=2),
+    case("sp", world=2, tp=2, sp=True),
+    case("cp", world=2, cp=2),
+    case("first stage", LLAMA, 2, pp=2),
+    case("last stage", world=2, rank=1, pp=2),
+    case("interleaved", world=2, pp=2, vpp=2),
+    case("experts", EXPERTS, 2, ep=2),
+    case("experts, recomputed", EXPERTS, 4, tp=2, pp=2, ep=2, engine=FULL),
+    case("wide experts", EXPERTS, 4, tp=2, ep=2, etp=2),
+]
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory):
+    return track(SMALL, tmp_path_factory.mktemp("cases"))
+
+
+def track(cases, folder):
+    file = folder / "cases.json"
+    file.write_text(json.dumps([asdict(one) for one in cases]))
+    command = [sys.executable, "-m", "megarl.benchmarks.fake_engine", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {numbers["name"]: numbers for numbers in found}
+
+
+@pytest.mark.parametrize("one", SMALL, ids=lambda one: one.name)
+def test_formulas_are_within_a_tenth_of_the_engine(one, tracked):
+    seen, said = tracked[one.name], formulas(one)
+    for name in (*STATE, "update"):  # each by itself, so that no error hides behind another one
+        assert said[name] == pytest.approx(seen[name], rel=0.1), name
+
+
+@pytest.mark.campaign("memory")
+@pytest.mark.parametrize("one", real_cases(), ids=lambda one: one.name)
+def test_formulas_are_within_a_tenth_at_real_size(one, tmp_path):
+    seen, said = track([one], tmp_path)[one.name], formulas(one)
+    assert total(said) == pytest.approx(total(seen), rel=0.1)
+    assert said["update"] == pytest.approx(seen["update"], rel=0.1)
+
+
+def activations(model=DENSE, *, passes=None, engine=None, gpu=False, **parallel):
+    facts = facts_from_config(model, "test")
+    return Activations(
+        facts,
+        ParallelConfig(**parallel),
+        engine or EngineConfig(),
+        passes or Passes(tokens=1024, rows=768, longest=256),
+        element=4,
+        gpu=gpu,
+    )
+
+
+def test_short_sequences_on_a_cpu_keep_the_probabilities():
+    # 8 heads, 256 keys: blocks of 64 queries see 64, 128, 192 and 256 keys, 640 in place of 1,024.
+    kept = activations().attention - activations(engine=EngineConfig(recompute="selective")).attention
+    assert kept == 4 * 1024 * 8 * 640 / 4
+
+
+def test_no_probabilities_are_kept_of_long_sequences_or_on_gpus():
+    long = Passes(tokens=4096, rows=4096, longest=2048)
+    sums = 4 * 4096 * 8  # one number per query and head
+    selective = EngineConfig(recompute="selective")
+    for gpu in (False, True):
+        more = (
+            activations(passes=long, gpu=gpu).attention - activations(passes=long, gpu=gpu, engine=selective).attention
+        )
+        assert more == sums
+
+
+def test_the_first_stage_holds_one_micro_batch_for_each_stage():
+    passes = Passes(tokens=1024, rows=768, longest=256, count=8)
+    assert activations(passes=passes, pp=4).in_flight(last=False) == 4
+    assert activations(passes=passes, pp=4).in_flight(last=True) == 1
+    assert activations(passes=replace(passes, count=2), pp=4).in_flight(last=False) == 2
+    # 2 * (4 - 1) + 4 chunks are forward before the first is backward; a chunk is half of a stage.
+    assert activations(passes=passes, pp=4, vpp=2).in_flight(last=False) == 11 / 2
