@@ -134,8 +134,8 @@ def fake_world(case: FakeCase) -> Iterator[Any]:
 
     new_group, all_gather_object = dist.new_group, dist.all_gather_object
 
-    def same_of_all(found: list[Any], mine: Any, group: Any = None) -> None:
-        found[:] = [mine] * len(found)
+    def same_of_all(object_list: Any, obj: Any, group: Any = None) -> None:
+        object_list[:] = [obj] * len(object_list)
 
     dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world)
     # Megatron wants some groups over gloo, for checkpoints.

@@ -246,7 +246,8 @@ def seconds_table(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
     every = seconds_rows(result)
-    near = [sum(abs(row[4] / row[at] - 1) <= SECONDS_WITHIN for row in every) for at in (2, 3)]
+    ratios = [(said / clock, said / cpu) for _, _, clock, cpu, said, _ in every]
+    near = [sum(abs(pair[at] - 1) <= SECONDS_WITHIN for pair in ratios) for at in (0, 1)]
     caption = f"within {SECONDS_WITHIN:.0%} of the clock: {near[0]} of {len(every)}; of CPU-seconds: {near[1]}"
     made = Table(title="seconds of a step", caption=caption)
     for column in ("size", "layout", "clock", "CPU-s per core", "plan", "plan / clock", "plan / CPU", "others"):
