@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from .files import ANSWER_S, LOOK_S, Folder, Refused, answer, fields_of
+from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of
 from .guard import GUARD_S
 from .nodes import ALONE, Nodes, stop
 
@@ -25,7 +25,7 @@ class Over(Exception):
         self.code = code
 
 
-class Driver:
+class SlurmJob:
     """One job.
 
     Args:
@@ -65,7 +65,7 @@ class Driver:
                     self._restart(lost, "in this job")
         except Over as over:
             return over.code
-        except Refused as error:
+        except CommandFailed as error:
             self.say("failed", str(error))
             return 1
         finally:
@@ -187,7 +187,7 @@ class Driver:
             script.write_text(text.replace("#SBATCH --ntasks-per-node=1\n", line))
         try:
             number = answer("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
-        except Refused as error:
+        except CommandFailed as error:
             self.say("ended", f"Slurm refuses the next job: {error}")
             raise Over(1) from error
         with (self.files.path / "jobs.txt").open("a") as file:
@@ -197,7 +197,7 @@ class Driver:
     def _preempted(self) -> bool:
         try:
             told = fields_of(answer("scontrol", "show", "job", "--oneliner", self.job))
-        except Refused as error:
+        except CommandFailed as error:
             print(f"megarl: Slurm does not say whether the job is preempted: {error}", flush=True)
             return False
         return told.get("PreemptTime", "None") != "None"
@@ -209,7 +209,7 @@ class Driver:
             answer("scontrol", "requeue", self.job)
             time.sleep(2 * ANSWER_S)
             print(f"megarl: Slurm has not ended job {self.job} within {2 * ANSWER_S:.0f} s", flush=True)
-        except Refused as error:
+        except CommandFailed as error:
             print(f"megarl: Slurm does not requeue the job ({error}); the next one goes on", flush=True)
             self._next_job()
         raise Over(1)

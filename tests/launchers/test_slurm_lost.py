@@ -134,7 +134,7 @@ def test_a_preempted_job_goes_on_later(slurm, recipe, local, tmp_path, partition
 @pytest.mark.timeout(1500)
 def test_a_time_limit_of_two_minutes_and_a_chain_of_jobs(slurm, recipe, tmp_path):
     """Nobody but Slurm says when. Its warning comes 45 s before the limit, or up to a minute earlier: a job has at most
-    75 s for its steps, and all of them wait for 175 s for their rewards alone, so there are three jobs at least."""
+    75 s for its steps, and all of them wait for 175 s for their rewards itself, so there are three jobs at least."""
     run_dir, steps = tmp_path / "run", 70
     few = (f"trainer.steps={steps}", "trainer.save_every=0", "validation.every=35", "sft.steps=0")
     undisturbed = harness.train(recipe, tmp_path / "local", *few)
