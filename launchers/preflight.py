@@ -41,7 +41,7 @@ _XID_AGE_S = 24 * 3600.0
 _NOT_KNOWN = ("[N/A]", "N/A", "[Not Supported]")
 
 
-class Check(NamedTuple):
+class NodeCheck(NamedTuple):
     """A result: whether the node may be used, and why not, or what was found."""
 
     ok: bool
@@ -53,7 +53,7 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, Check]:
+def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, NodeCheck]:
     """All checks that a node can do by itself, by name.
 
     Args:
@@ -71,29 +71,29 @@ def check_node(run_dir: Path, gpus: int, disk_gb: float) -> dict[str, Check]:
     return found
 
 
-def check_run_folder(run_dir: Path) -> Check:
+def check_run_folder(run_dir: Path) -> NodeCheck:
     """It can be read and written from here."""
     try:
         next(run_dir.iterdir(), None)
         with tempfile.TemporaryFile(dir=run_dir) as file:
             file.write(b"x")
     except OSError as error:
-        return Check(False, f"{run_dir}: {error.strerror or error}")
-    return Check(True, "readable and writable")
+        return NodeCheck(False, f"{run_dir}: {error.strerror or error}")
+    return NodeCheck(True, "readable and writable")
 
 
-def check_disk(run_dir: Path, disk_gb: float) -> Check:
+def check_disk(run_dir: Path, disk_gb: float) -> NodeCheck:
     """Enough of it is free."""
     told = []
     for folder in (str(run_dir), os.environ.get("TMPDIR") or tempfile.gettempdir()):
         try:
             free = shutil.disk_usage(folder).free / 1e9
         except OSError as error:
-            return Check(False, f"{folder}: {error.strerror or error}")
+            return NodeCheck(False, f"{folder}: {error.strerror or error}")
         if free < disk_gb:
-            return Check(False, f"{folder}: {free:.1f} GB free, launch.preflight_disk_gb = {disk_gb:g}")
+            return NodeCheck(False, f"{folder}: {free:.1f} GB free, launch.preflight_disk_gb = {disk_gb:g}")
         told.append(f"{free:.0f} GB")
-    return Check(True, f"{' and '.join(told)} free")
+    return NodeCheck(True, f"{' and '.join(told)} free")
 
 
 class Answer(NamedTuple):
@@ -119,20 +119,20 @@ def ask(*command: str) -> Answer:
     return Answer(done.stdout)
 
 
-def check_gpus(listed: Answer, wanted: int) -> Check:
+def check_gpus(listed: Answer, wanted: int) -> NodeCheck:
     """As many GPUs as the node was asked for are visible; a driver that does not answer has none."""
     if listed.error:
-        return Check(False, listed.error)
+        return NodeCheck(False, listed.error)
     names = [row[1] for row in _rows(listed.text, 3)]
     if len(names) < wanted:
-        return Check(False, f"{len(names)} of {wanted} GPUs are visible")
-    return Check(True, f"{len(names)} x {names[0]}")
+        return NodeCheck(False, f"{len(names)} of {wanted} GPUs are visible")
+    return NodeCheck(True, f"{len(names)} x {names[0]}")
 
 
-def check_ecc(listed: Answer, remapped: Answer) -> Check:
+def check_ecc(listed: Answer, remapped: Answer) -> NodeCheck:
     """No memory error that was not corrected since the driver was loaded, and none that could not be repaired."""
     if listed.error:
-        return Check(True, f"not known: {listed.error}")
+        return NodeCheck(True, f"not known: {listed.error}")
     bad = [f"GPU {row[0]}: {row[2]} uncorrected ECC errors" for row in _rows(listed.text, 3) if _count(row[2])]
     if remapped.error:
         told = f"; remapped rows not known: {remapped.error}"
@@ -141,10 +141,10 @@ def check_ecc(listed: Answer, remapped: Answer) -> Check:
         bad += [f"{row[0]}: a memory row could not be remapped" for row in rows if _yes(row[2])]
         waiting = sum(_yes(row[1]) for row in rows)
         told = f"; {waiting} GPUs wait for a reset to remap a row" if waiting else ""
-    return Check(not bad, "; ".join(bad) if bad else f"none{told}")
+    return NodeCheck(not bad, "; ".join(bad) if bad else f"none{told}")
 
 
-def check_xids(log: Answer, uptime_s: float) -> Check:
+def check_xids(log: Answer, uptime_s: float) -> NodeCheck:
     """No error within a day, by the kernel's log, that ends in a reset of a GPU.
 
     Args:
@@ -152,12 +152,12 @@ def check_xids(log: Answer, uptime_s: float) -> Check:
         uptime_s: the same of now.
     """
     if log.error:
-        return Check(True, f"not known: {log.error}")
+        return NodeCheck(True, f"not known: {log.error}")
     found = [(float(at), bus, int(number)) for at, bus, number in _XID.findall(log.text)]
     bad = [(bus, number) for at, bus, number in found if number in FATAL_XIDS and uptime_s - at < _XID_AGE_S]
     if bad:
-        return Check(False, ", ".join(dict.fromkeys(f"Xid {number} of {bus}" for bus, number in bad)))
-    return Check(True, f"none of {len(found)} in the log is a fault of the machine" if found else "none")
+        return NodeCheck(False, ", ".join(dict.fromkeys(f"Xid {number} of {bus}" for bus, number in bad)))
+    return NodeCheck(True, f"none of {len(found)} in the log is a fault of the machine" if found else "none")
 
 
 def _rows(text: str, columns: int) -> list[list[str]]:

@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from .driver import Driver
+from .driver import SlurmJob
 from .guard import guard
 
 run_dir = Path(sys.argv[1])
-sys.exit(guard(run_dir) if sys.argv[2:] == ["guard"] else Driver(run_dir).run())
+sys.exit(guard(run_dir) if sys.argv[2:] == ["guard"] else SlurmJob(run_dir).run())

@@ -9,11 +9,11 @@ import sys
 import time
 from pathlib import Path
 
-from .files import ANSWER_S, LOOK_S, Folder, Refused, answer, fields_of
+from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of
 from .guard import GUARD_S
 from .nodes import ALONE, Nodes, stop
 
-#: Seconds of `warn_s` that are left for the end of a job when no checkpoint comes.
+#: Seconds that a job has left to end when no checkpoint comes.
 LEFT_S = 20
 
 
@@ -25,7 +25,7 @@ class Over(Exception):
         self.code = code
 
 
-class Driver:
+class SlurmJob:
     """One job.
 
     Args:
@@ -65,7 +65,7 @@ class Driver:
                     self._restart(lost, "in this job")
         except Over as over:
             return over.code
-        except Refused as error:
+        except CommandFailed as error:
             self.say("failed", str(error))
             return 1
         finally:
@@ -187,20 +187,31 @@ class Driver:
             script.write_text(text.replace("#SBATCH --ntasks-per-node=1\n", line))
         try:
             number = answer("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
-        except Refused as error:
+        except CommandFailed as error:
             self.say("ended", f"Slurm refuses the next job: {error}")
             raise Over(1) from error
         with (self.files.path / "jobs.txt").open("a") as file:
             file.write(f"{number}\t{time.strftime('%Y-%m-%d %H:%M:%S')}\t{self.plan['nodes']}\n")
         self.say("next", f"job {number} goes on")
 
-    def _preempted(self) -> bool:
+    def _told(self) -> dict[str, str]:
+        """What Slurm says of this job; empty: it does not answer."""
         try:
-            told = fields_of(answer("scontrol", "show", "job", "--oneliner", self.job))
-        except Refused as error:
-            print(f"megarl: Slurm does not say whether the job is preempted: {error}", flush=True)
-            return False
-        return told.get("PreemptTime", "None") != "None"
+            return fields_of(answer("scontrol", "show", "job", "--oneliner", self.job))
+        except CommandFailed as error:
+            print(f"megarl: Slurm says nothing of job {self.job}: {error}", flush=True)
+            return {}
+
+    def _preempted(self) -> bool:
+        return self._told().get("PreemptTime", "None") != "None"
+
+    def _left_s(self) -> float:
+        """Seconds until the job ends: its limit, or the end of its grace period. The warning may come early."""
+        try:
+            end = time.mktime(time.strptime(self._told()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
+        except (KeyError, ValueError):
+            return float(self.plan["warn_s"])
+        return end - time.time()
 
     def _requeue(self, why: str) -> None:
         """Put this job into the queue again, which ends this program."""
@@ -209,7 +220,7 @@ class Driver:
             answer("scontrol", "requeue", self.job)
             time.sleep(2 * ANSWER_S)
             print(f"megarl: Slurm has not ended job {self.job} within {2 * ANSWER_S:.0f} s", flush=True)
-        except Refused as error:
+        except CommandFailed as error:
             print(f"megarl: Slurm does not requeue the job ({error}); the next one goes on", flush=True)
             self._next_job()
         raise Over(1)
@@ -252,7 +263,7 @@ class Driver:
     def _before_the_end(self, step: subprocess.Popen[bytes]) -> None:
         """Slurm says that the job will end soon."""
         preempted = self._preempted()
-        left, wait_s = int((self.files.path / "chain").read_text()), max(1, self.plan["warn_s"] - LEFT_S)
+        left, wait_s = int((self.files.path / "chain").read_text()), max(1, int(self._left_s()) - LEFT_S)
         why = "the job is preempted" if preempted else "the time limit is near"
         save = self.files.path / "save"
         save.touch()

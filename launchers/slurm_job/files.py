@@ -14,7 +14,7 @@ LOOK_S = 0.5
 ALIVE_S = 5.0
 
 
-class Refused(Exception):
+class CommandFailed(Exception):
     """A command of Slurm failed; the message is what it said."""
 
 
@@ -22,16 +22,16 @@ def answer(*command: str) -> str:
     """What a command of Slurm prints.
 
     Raises:
-        Refused: it failed, or gave no answer within a minute.
+        CommandFailed: it failed, or gave no answer within a minute.
     """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=ANSWER_S, check=False, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Refused(str(error)) from error
+        raise CommandFailed(str(error)) from error
     if done.returncode:
-        raise Refused(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
+        raise CommandFailed(done.stderr.strip() or f"{command[0]} ended with {done.returncode}")
     return done.stdout
 
 

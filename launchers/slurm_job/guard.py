@@ -1,6 +1,6 @@
 """Watches the driver of a job from another node.
 
-With --no-kill Slurm leaves the rest of a job alone when a node dies, also when that was the first one, where the job's
+With --no-kill Slurm keeps the rest of a job when a node dies, also when that was the first one, where the job's
 script runs: the job would hold its other nodes until its time limit.
 """
 
@@ -11,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from .files import LOOK_S, Refused, answer
+from .files import LOOK_S, CommandFailed, answer
 
 #: A job whose driver was silent for so long goes into the queue again.
 GUARD_S = 60.0
@@ -30,7 +30,7 @@ def guard(run_dir: Path) -> int:
             try:
                 answer("scontrol", "requeue", job)
                 return 0
-            except Refused as error:
+            except CommandFailed as error:
                 print(f"megarl: the first node is silent, and Slurm does not requeue the job: {error}", flush=True)
                 since = time.monotonic()
         time.sleep(LOOK_S)

@@ -9,7 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from .files import Folder, Refused, answer, fields_of
+from .files import CommandFailed, Folder, answer, fields_of
 from .verdicts import failed_checks, link_faults, odd_versions
 
 #: Seconds for a step to end after its signal.
@@ -76,7 +76,7 @@ class Nodes:
         """Where processes meet: the address of a node in `launch.slurm.interface`, else the one that Slurm calls.
 
         Raises:
-            Refused: there is none.
+            CommandFailed: there is none.
         """
         name = self._plan["interface"]
         try:
@@ -87,14 +87,14 @@ class Nodes:
                 words = answer("srun", *ALONE, f"--nodelist={node}", *asked).split()
                 found = words[words.index("inet") + 1].partition("/")[0]
         except (KeyError, ValueError) as error:
-            raise Refused(f"no address of the first node, {node}: {error}") from error
+            raise CommandFailed(f"no address of the first node, {node}: {error}") from error
         return found
 
     def lost_state(self, node: str) -> str:
         """What Slurm says of a node that is lost; empty: it is not."""
         try:
             state = fields_of(answer("scontrol", "show", "node", "--oneliner", node)).get("State", "")
-        except Refused as error:
+        except CommandFailed as error:
             return str(error)
         return f"Slurm says {state}" if state.endswith("*") or any(word in state for word in LOST) else ""
 
@@ -145,7 +145,7 @@ class Nodes:
         """Run a command on each node by itself; those where it fails, or does not end in time, and why.
 
         Raises:
-            Refused: it fails everywhere.
+            CommandFailed: it fails everywhere.
         """
         asked = {
             node: subprocess.Popen(
@@ -168,7 +168,7 @@ class Nodes:
                 bad[node] = told or f"srun ended with {process.returncode}"
         if len(bad) == len(commands) and (here := os.environ.get("SLURMD_NODENAME")) in bad:
             # This node is here: it is not the nodes that fail, but Slurm, or what node.sh does on all of them.
-            raise Refused(f"nothing can be started on any of {', '.join(commands)}: {bad[here]}")
+            raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {bad[here]}")
         return bad
 
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:

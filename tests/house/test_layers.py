@@ -40,6 +40,7 @@ NAMES = {
     "benchmarks/overlap/__main__.py": "starts a program; workers get an entry function",
     "benchmarks/sync/measure.py": "starts a program",
     "launchers/local.py": "starts a program",
+    "launchers/preflight_links.py": "starts a program",
     "launchers/slurm.py": "starts a program",
     "launchers/torchrun.py": "starts a program",
     "megarl/cli.py": "workers get an entry function",

@@ -39,6 +39,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 KillWait=5
 SlurmdTimeout=10
+FirstJobId={job}
 AuthInfo=cred_expire=15
 EnforcePartLimits=ALL
 SlurmctldPort={controller}
@@ -130,6 +131,7 @@ def cluster(folder: Path, nodes: int = 2, more: str = PARTITION) -> Iterator[Clu
         _CONF.format(
             host=socket.gethostname(), address=address(), folder=folder, nodes=nodes, controller=controller,
             first=ports[0], last=ports[-1], more=more,
+            job=1 + os.getpid() % 97 * 100,  # the ports of a run go by it, and other tests have clusters of their own
         )
     )  # fmt: skip
     environment = {**os.environ, "SLURM_CONF": str(conf)}

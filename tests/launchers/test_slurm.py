@@ -327,7 +327,7 @@ def test_a_slurm_without_pyxis_starts_no_images(tmp_path, monkeypatch):
 def test_a_run_folder_that_cannot_be_read_is_told_before_anything_is_submitted(tmp_path, monkeypatch, capsys):
     said = tmp_path / "submitted"
     commands(tmp_path / "bin", monkeypatch, sinfo="echo gpu", sbatch=f'[ "$1" = --test-only ] || touch {said}; echo 7')
-    monkeypatch.setattr(preflight, "check_run_folder", lambda run_dir: preflight.Check(False, f"{run_dir}: denied"))
+    monkeypatch.setattr(preflight, "check_run_folder", lambda run_dir: preflight.NodeCheck(False, f"{run_dir}: denied"))
     assert cli.main(["launch", "grpo_quickstart", "--slurm", "--run-dir", str(tmp_path / "run")]) == 2
     assert "run: denied" in capsys.readouterr().err
     assert not said.exists()

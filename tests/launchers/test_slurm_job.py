@@ -32,7 +32,8 @@ elif name == "scontrol" and given[:2] == ["show", "hostnames"]:
 elif name == "scontrol" and given[:2] == ["show", "node"]:
     print(f"NodeName={given[-1]} NodeAddr=10.0.0.1 State={'DOWN*' if given[-1] in dead else 'ALLOCATED'}")
 elif name == "scontrol" and given[:2] == ["show", "job"]:
-    print(f"JobId=7 PreemptTime={'2026-01-01T00:00:00' if (world / 'preempted').exists() else 'None'}")
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 120))
+    print(f"JobId=7 EndTime={end} PreemptTime={'2026-01-01T00:00:00' if (world / 'preempted').exists() else 'None'}")
 elif name == "scontrol" and given[0] == "requeue":
     os.kill(int(os.environ["SLURM_DRIVER"]) if "SLURM_DRIVER" in os.environ else os.getppid(), 9)
 elif name == "srun":
@@ -171,6 +172,7 @@ def test_near_the_time_limit_a_checkpoint_is_written_and_the_next_job_submitted(
     job.send_signal(signal.SIGUSR1)
     said = job.communicate(timeout=60)[0]
     assert job.returncode == 0, said
+    assert "asking for a checkpoint, 1" in said or "asking for a checkpoint, 9" in said  # 120 s are left, less 20
     assert "no checkpoint" not in said
     assert (world.run_dir / "launch" / "chain").read_text() == "1\n"
     assert len(world.asked("sbatch")) == 1
