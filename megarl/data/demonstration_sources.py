@@ -48,7 +48,8 @@ def find_demonstrations(
 def _opened(
     source: str, tasks: Mapping[str, TaskSpec], cameras: Mapping[str, str], key: str
 ) -> Iterable[OpenDemonstration]:
-    named, equals, file = source.partition("=")
+    folder = Path(source).expanduser().is_dir()  # whose name may have `=` in it
+    named, equals, file = (source, "", "") if folder else source.partition("=")
     task = named if equals else None
     path = Path(file if equals else source).expanduser()
     if equals and path.suffix in HDF5:

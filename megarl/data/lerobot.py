@@ -14,9 +14,10 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,7 +89,7 @@ class LeRobotFolder:
     @property
     def cameras(self) -> list[str]:
         """Features that are pictures."""
-        return [name for name, one in self.info["features"].items() if one["dtype"] in ("image", "video")]
+        return [name for name, one in self.info["features"].items() if one.get("dtype") in ("image", "video")]
 
     @cached_property
     def instructions(self) -> dict[int, str]:
@@ -98,6 +99,13 @@ class LeRobotFolder:
             return {int(number): str(text) for text, number in table["task_index"].items()}
         rows = _lines(self.folder / "meta/tasks.jsonl")
         return {int(row["task_index"]): str(row["task"]) for row in rows}
+
+    def instruction(self, task: int) -> str:
+        """Of the task of this number."""
+        if task not in self.instructions:
+            what = "episodes are of a task that meta/tasks does not have"
+            raise DataError(what, where=str(self.folder / "meta"), found=task, allowed=sorted(self.instructions))
+        return self.instructions[task]
 
     def episodes(self) -> list[_Episode]:
         """In the order of their numbers."""
@@ -121,13 +129,31 @@ class LeRobotFolder:
 
     def _place(self, key: str, episode: _Episode, column: str, **names: Any) -> str:
         if self._many:
-            names |= {name: episode.row[f"{column}/{name}"] for name in ("chunk_index", "file_index")}
+            names |= {name: self._of(episode, f"{column}/{name}") for name in ("chunk_index", "file_index")}
         else:
-            names |= {"episode_chunk": episode.number // self.info["chunks_size"], "episode_index": episode.number}
-        place: str = self.info[key].format(**names)
-        if not (self.folder / place).resolve().is_relative_to(self.folder.resolve()):
-            raise DataError("a file outside of the data set", where=f"{self.folder / INFO}: {key}", found=place)
-        return place
+            chunk = episode.number // int(self._said("chunks_size"))
+            names |= {"episode_chunk": chunk, "episode_index": episode.number}
+        form = self._said(key)
+        try:
+            place = PurePosixPath(str(form).format(**names))
+        except (KeyError, IndexError, ValueError) as error:
+            raise DataError(f"no place of files: {error!r}", where=f"{self.folder / INFO}: {key}", found=form) from None
+        if place.is_absolute() or ".." in place.parts:  # links to elsewhere are fine: a hub's cache consists of them
+            raise DataError("a file outside of the data set", where=f"{self.folder / INFO}: {key}", found=str(place))
+        return str(place)
+
+    def _said(self, key: str) -> Any:
+        """A key of meta/info.json."""
+        if key not in self.info:
+            raise DataError(f"there is no {key!r}", where=str(self.folder / INFO), found=sorted(self.info))
+        return self.info[key]
+
+    def _of(self, episode: _Episode, key: str) -> Any:
+        """What the table of episodes says of one."""
+        if key not in episode.row:
+            where = f"{self.folder / 'meta/episodes'}: episode {episode.number}"
+            raise DataError(f"there is no {key!r}", where=where, found=sorted(episode.row))
+        return episode.row[key]
 
     def numbers(self, episode: _Episode) -> tuple[pa.Table, list[int]]:
         """(columns that are no pictures, the row groups of its file that have it), in the order of time."""
@@ -138,7 +164,7 @@ class LeRobotFolder:
         groups = _groups(path).get(episode.number)
         if groups is None:
             raise DataError(f"episode {episode.number} is not in its file", where=str(path))
-        table = _file(path).read_row_groups(groups, columns=[*columns, "episode_index", "task_index"])
+        table = _groups_read(path, groups, [*columns, "episode_index", "task_index"])
         return table.filter(pa.array(np.asarray(table["episode_index"]) == episode.number)), groups
 
     def pictures(self, episode: _Episode, camera: str, groups: Sequence[int]) -> Callable[[int], NDArray[np.uint8]]:
@@ -147,8 +173,8 @@ class LeRobotFolder:
             path = self.video_file(episode, camera)
             if not path.is_file():
                 raise DataError("this video is missing", where=str(path))
-            first = float(episode.row[f"videos/{camera}/from_timestamp"]) if self._many else 0.0
-            fps = float(self.info["fps"])
+            first = float(self._of(episode, f"videos/{camera}/from_timestamp")) if self._many else 0.0
+            fps = float(self._said("fps"))
             return lambda step: _picture_at(path, first + step / fps, _NEAR / fps)
         path, chosen = self.data_file(episode), tuple(groups)
         return lambda step: _decoded(_encoded(path, chosen, camera, episode.number)[step]["bytes"], path)
@@ -177,7 +203,7 @@ def open_lerobot(
         if task is None and "tasks" in episode.row and not any(_key(one) in known for one in episode.row["tasks"]):
             continue  # its numbers need not be read
         table, groups = data.numbers(episode)
-        instruction = data.instructions[table["task_index"][0].as_py()]
+        instruction = data.instruction(table["task_index"][0].as_py())
         name = task if task is not None else known.get(_key(instruction))
         if name is None:
             continue
@@ -228,27 +254,40 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         raise DataError(f"this file cannot be read: {error}", where=str(path)) from None
 
 
-def _file(path: Path) -> Any:
+@contextmanager
+def _file(path: Path) -> Iterator[Any]:
+    """The parquet file, open; what cannot be read inside the block names it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(path, memory_map=True)
-    except (OSError, pa.ArrowInvalid) as error:
+        with pq.ParquetFile(path, memory_map=True) as file:
+            yield file
+    except (OSError, pa.ArrowException) as error:
         raise DataError(f"this parquet file cannot be read: {error}", where=str(path)) from None
 
 
 def _table(path: Path) -> pa.Table:
-    return _file(path).read()
+    with _file(path) as file:
+        return file.read()
+
+
+def _groups_read(path: Path, groups: Sequence[int], columns: Sequence[str]) -> pa.Table:
+    with _file(path) as file:
+        missing = [name for name in columns if name not in file.schema_arrow.names]
+        if missing:
+            raise DataError(f"there is no column {missing[0]!r}", where=str(path), found=file.schema_arrow.names)
+        return file.read_row_groups(list(groups), columns=list(columns))
 
 
 @lru_cache(maxsize=64)
 def _groups(path: Path) -> dict[int, list[int]]:
     """The row groups that each episode of a file is in."""
-    file = _file(path)
+    with _file(path) as file:
+        number = file.num_row_groups
     found: dict[int, list[int]] = {}
-    for group in range(file.num_row_groups):
-        for episode in np.unique(np.asarray(file.read_row_group(group, columns=["episode_index"])["episode_index"])):
+    for group in range(number):
+        for episode in np.unique(np.asarray(_groups_read(path, [group], ["episode_index"])["episode_index"])):
             found.setdefault(int(episode), []).append(group)
     return found
 
@@ -258,7 +297,7 @@ def _encoded(path: Path, groups: tuple[int, ...], camera: str, episode: int) -> 
     """Encoded pictures of an episode, {"bytes": ...} each."""
     import pyarrow as pa
 
-    table = _file(path).read_row_groups(list(groups), columns=[camera, "episode_index"])
+    table = _groups_read(path, groups, [camera, "episode_index"])
     mine = pa.array(np.asarray(table["episode_index"]) == episode)
     found: list[dict[str, Any]] = table.filter(mine)[camera].to_pylist()
     return found
@@ -280,9 +319,13 @@ def _picture_at(path: Path, second: float, near: float) -> NDArray[np.uint8]:
     try:
         import av
     except ImportError:
-        raise UnavailableError("videos of demonstrations need PyAV", fix="pip install av") from None
+        raise UnavailableError(
+            "videos of demonstrations need PyAV", fix="pip install av, or megarl[embodied]"
+        ) from None
     try:
         with av.open(str(path)) as video:
+            if not video.streams.video:
+                raise DataError("there is no video in this file", where=str(path))
             stream = video.streams.video[0]
             assert stream.time_base is not None, "videos have a unit of time"
             video.seek(max(0, round((second - near) / stream.time_base)), stream=stream)  # the key frame before it

@@ -7,6 +7,7 @@ simulators (processes)  --> View --> Player <-- DrawingPolicy <-- the actor's ow
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -55,6 +56,10 @@ if TYPE_CHECKING:
     from megarl.runtime.roles import RolloutRole
     from megarl.simulators.protocol import TaskSpec
     from megarl.training.parallel import Layout
+
+
+#: Beside the statistics in a checkpoint.
+BOUNDS = "action_bounds.json"
 
 
 @dataclass(frozen=True)
@@ -158,9 +163,14 @@ def _own_name(robot: RobotConfig) -> str:
 
 
 def statistics_file(hf: PretrainedConfig, rank: int) -> dict[str, bytes]:
-    """Name and content of what a checkpoint keeps of the scale of actions; one rank of a team writes it."""
+    """Names and contents of what a checkpoint keeps of the scale of actions; one rank of a team writes them."""
     known = getattr(hf, "action_statistics", None)
-    return {FILE: statistics_text(known).encode()} if known and rank == 0 else {}
+    return {FILE: statistics_text(known).encode(), BOUNDS: _bounds(known).encode()} if known and rank == 0 else {}
+
+
+def _bounds(known: Mapping[str, DatasetStatistics]) -> str:
+    """Which statistics become -1 and 1, which dataset_statistics.json does not say."""
+    return json.dumps({name: entry.action.bounds for name, entry in known.items()})
 
 
 def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
@@ -169,15 +179,20 @@ def check_same_statistics(hf: PretrainedConfig, folder: Path) -> None:
     Raises:
         ConfigError: it does.
     """
-    known, file = getattr(hf, "action_statistics", None), folder / FILE
-    if known and file.is_file() and file.read_text(encoding="utf-8") != statistics_text(known):
-        raise ConfigError(
-            "the checkpoint's policy was trained with other statistics of actions",
-            where="robot.statistics",
-            found="those of this run differ",
-            allowed=f"the ones in {file}",
-            fix="name the model or the demonstrations of before, or start with trainer.resume=never",
-        )
+    known = getattr(hf, "action_statistics", None)
+    if not known:
+        return
+    for name, mine, key in ((FILE, statistics_text(known), "statistics"), (BOUNDS, _bounds(known), "bounds")):
+        file = folder / name
+        if file.is_file() and file.read_text(encoding="utf-8") != mine:
+            raise ConfigError(
+                "the checkpoint's policy was trained with other statistics of actions",
+                where=f"robot.{key}",
+                found="those of this run differ",
+                allowed=f"the ones in {file}",
+                fix="set it as it was, name the model or the demonstrations of before, or start with "
+                "trainer.resume=never",
+            )
 
 
 def _of_demonstrations(config: RunConfig, robot: RobotConfig, tasks: Mapping[str, TaskSpec]) -> dict[str, Any]:

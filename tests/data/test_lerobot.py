@@ -153,6 +153,15 @@ def test_a_named_task_takes_every_episode_and_a_camera_may_have_another_name(tmp
     np.testing.assert_array_equal(found[1].frame("agentview", 2), frames(1)[2])
 
 
+def test_files_may_be_links_as_in_a_hubs_cache(tmp_path):
+    folder = version_3(tmp_path / "data", "image")
+    for number, file in enumerate([path for path in folder.rglob("*") if path.is_file()]):
+        file.rename(tmp_path / f"blob-{number}")
+        file.symlink_to(tmp_path / f"blob-{number}")
+    (one,) = find_demonstrations([str(folder)], {"door": task("door", "open the door")})
+    np.testing.assert_array_equal(one.frame("front", 1), frames(1)[1])
+
+
 def test_what_does_not_fit_is_refused_with_its_place(tmp_path):
     folder = version_2(tmp_path / "data", "image")
     with pytest.raises(DataError, match="no demonstration of any of the tasks"):
@@ -168,6 +177,9 @@ def test_what_does_not_fit_is_refused_with_its_place(tmp_path):
         find_demonstrations([str(folder)], {"push": task("push", "push the disc")})
     info.write_text(whole.replace("data/chunk", "../other/chunk"))
     with pytest.raises(DataError, match="outside of the data set"):
+        find_demonstrations([str(folder)], {"push": task("push", "push the disc")})
+    info.write_text(whole.replace('"chunks_size": 2, ', ""))
+    with pytest.raises(DataError, match=r"info.json: there is no 'chunks_size'"):
         find_demonstrations([str(folder)], {"push": task("push", "push the disc")})
     info.write_text(whole)
     file = next(folder.glob("data/chunk-000/*0.parquet"))

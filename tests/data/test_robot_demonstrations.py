@@ -190,7 +190,7 @@ def test_frames_of_liberos_file_are_read_one_step_at_a_time(libero_file):
 
 
 def test_sources_are_folders_and_liberos_files_in_their_order(tmp_path, libero_file):
-    folder = tmp_path / "shown"
+    folder = tmp_path / "lr=3"
     write_demonstrations(folder, [demonstration("push"), demonstration("other"), demonstration("reach", 3)])
     tasks = {name: spec(name) for name in ("push", "reach", "goal/0")}
     found = find_demonstrations([f"goal/0={libero_file}", str(folder)], tasks)

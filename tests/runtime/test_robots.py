@@ -172,6 +172,10 @@ def test_cloning_with_statistics_of_its_demonstrations_goes_on_after_a_kill(reci
     assert ended.code == 0, ended.output[-2000:]
     files = [tmp_path / name / "dataset_statistics.json" for name in ("killed/hf", "converted")]
     assert files[0].read_text() == files[1].read_text()
+    for more in ("robot.bounds=q99", "robot.statistics=model"):  # q99: 1% and 99% quantiles of what hardly varies
+        ended = run(["sft", recipe, *settings, more, "sft.steps=6", "--run-dir", tmp_path / "killed"], recipe.parent)
+        assert ended.code == 2
+        assert "statistics" in ended.output
 
 
 def test_the_exported_policy_is_measured_again(recipe, run_dir, tmp_path) -> None:
