@@ -80,12 +80,15 @@ def test_a_node_that_fails_its_tests_and_one_that_dies_are_replaced_by_spare_one
 
 
 @pytest.mark.campaign("slurm")
-def test_without_a_spare_node_the_next_job_leaves_out_the_one_that_died(slurm, recipe, local, tmp_path):
+def test_without_a_spare_node_another_job_or_the_same_one_again_leaves_out_the_one_that_died(
+    slurm, recipe, local, tmp_path
+):
+    """Whoever is first: Slurm, which puts a job that has lost a node into the queue again, or the job itself."""
     run_dir = tmp_path / "run"
     assert launch(recipe, run_dir, *FEW, UNTESTED, slow_reward(recipe, 0.4)) == 0
     wait_for_step(run_dir, 4)
     slurm.lose("n2")
-    wait(lambda: len(jobs_of(run_dir)) == 2, "second job")
+    wait(lambda: len(events(run_dir, "started")) == 2, "second start")
     assert wait_for_end(run_dir) == "COMPLETED", said(run_dir)
     assert harness.metrics(run_dir) == local
     assert excluded(run_dir).keys() == {"n2"}
