@@ -25,7 +25,7 @@ from megarl.artifacts.jsonl import JsonlWriter, read_jsonl
 from megarl.benchmarks import matrix_view
 from megarl.benchmarks.matrix import Cell, Matrix, read_matrix
 from megarl.benchmarks.noise import Judged, apart, in_turn
-from megarl.benchmarks.program import run_program
+from megarl.benchmarks.program import LIMIT_S, run_program
 from megarl.benchmarks.report import host_class, phase_medians
 from megarl.benchmarks.sources import commit_now, package_of
 from megarl.errors import UserError, WorkerError
@@ -38,23 +38,26 @@ Entry: TypeAlias = dict[str, Any]
 #: (folder of a package, what to measure) -> the result of `megarl bench`.
 Measure: TypeAlias = Callable[[Path | None, Sequence[str]], Mapping[str, Any]]
 _ROUNDS, _LEAST = 5, 3
+_FLOOR_S = 900.0  # for what a round does before and after its run, so that the run's own limit is the one that is told
 _SAME = ("case", "dtype", "overrides", "layout", "host", "metric")
 
 
-def measure(sources: Path | None, shape: Sequence[str]) -> Mapping[str, Any]:
+def measure(sources: Path | None, shape: Sequence[str], limit_s: float = LIMIT_S) -> Mapping[str, Any]:
     """One round in a process of its own.
 
     Args:
         sources: folder of the package; None: the one that is installed.
         shape: arguments of `megarl bench`.
+        limit_s: seconds of the run in it, at most; the floor is measured after it.
 
     Raises:
-        WorkerError: it failed.
+        WorkerError: it failed, or hangs.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-round-") as folder:
         file = Path(folder) / "round.json"
         environment = os.environ if sources is None else os.environ | {"PYTHONPATH": str(sources)}
-        run_program([sys.executable, "-m", "megarl", "bench", *shape, "--json", str(file)], environment)
+        command = [sys.executable, "-m", "megarl", "bench", *shape, "--json", str(file)]
+        run_program(command, environment, limit_s=limit_s + _FLOOR_S)
         return json.loads(file.read_text())
 
 

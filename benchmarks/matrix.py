@@ -2,6 +2,7 @@
 
     rounds: 3                          # of every combination, in turn; --rounds replaces it
     steps: 5                           # that count; null: the case's; --steps replaces it
+    limit_s: 7200                      # of a run, after which it has failed; null: six hours; --limit-s replaces it
     axes:
       model:  {S: {case: S}}           # name: what it sets
       layout:
@@ -27,7 +28,7 @@ from megarl.errors import ConfigError, UserError, close_matches
 
 FOLDER = Path(__file__).parent / "matrices"
 _WORDS = ("case", "dtype", "nproc", "threads")
-_KEYS = ("rounds", "steps", "axes")
+_KEYS = ("rounds", "steps", "limit_s", "axes")
 _ROUNDS = 3
 
 
@@ -59,12 +60,14 @@ class Matrix:
         name: of the file.
         rounds: of every combination.
         steps: that count; None: the case's own.
+        limit_s: seconds of a run, at most; None: `run_case`'s own.
         axes: settings by name, by axis.
     """
 
     name: str
     rounds: int
     steps: int | None
+    limit_s: float | None
     axes: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     def cells(self, overrides: Sequence[str] = (), options: Sequence[str] = (), *, starts: bool) -> list[Cell]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks.case import case_file, model_folder
-from megarl.benchmarks.program import run_program
+from megarl.benchmarks.program import LIMIT_S, run_program
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
@@ -105,6 +105,7 @@ def run_case(
     prefix: Sequence[str] = (),
     floor: bool = True,
     runs: Path | None = None,
+    limit_s: float | None = None,
 ) -> dict[str, Any]:
     """Measure a case: the report as plain data, see `benchmarks/results`.
 
@@ -118,9 +119,10 @@ def run_case(
         prefix: command to put before the measured one, such as `numactl -N 0`.
         floor: also measure the machine's rate of matrix products and add the floor.
         runs: folder for the run folder, which all machines of the run share; None: the temporary one.
+        limit_s: seconds after which the run is stopped; None: six hours.
 
     Raises:
-        WorkerError: the run failed; its output is in the message.
+        WorkerError: the run failed, or did not end within its limit; its output is in the message.
     """
     config, settings = settle(case, dtype=dtype, nproc=nproc, threads=threads, steps=steps, overrides=overrides)
     if config.model.hf_config is not None:
@@ -130,7 +132,7 @@ def run_case(
     with tempfile.TemporaryDirectory(prefix="megarl-bench-", dir=runs) as folder:
         run_dir = Path(folder)
         command = [sys.executable, "-m", "megarl", "train", str(case_file(case)), *settings, "--run-dir", folder]
-        _, others_share = run_program([*prefix, *command])
+        _, others_share = run_program([*prefix, *command], limit_s=limit_s or LIMIT_S)
         lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train"]
         machine = json.loads((run_dir / "run.json").read_text())["machine"]
     result = {
