@@ -24,6 +24,8 @@ from megarl.benchmarks.throughput import RESULTS
 from megarl.config.run import RunConfig
 from megarl.errors import MegarlError, UserError, WorkerError
 
+_IMPORT_S = 120.0  # for the import of a peer, whose packages may lie on a slow disk
+
 
 @dataclass(frozen=True)
 class Work:
@@ -156,7 +158,7 @@ def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespa
     _check_import(peer.name, arguments.python)
     work.rows.parent.mkdir(parents=True, exist_ok=True)
     peer.write(work)
-    output, others_share = run_program(command)
+    output, others_share = run_program(command, merged=True)  # slime logs to standard error
     found = peer.per_gpu(output, work.config.cluster.nproc)[WARM_UP:]
     if not found:
         raise WorkerError(f"the output of {peer.name} names no step:\n{output[-3000:]}")
@@ -171,10 +173,13 @@ def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespa
 
 def _check_import(package: str, python: str) -> None:
     try:
-        done = subprocess.run([python, "-c", f"import {package}"], capture_output=True, text=True, check=False)
+        command = [python, "-c", f"import {package}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_S)
         said = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except OSError as error:
         said = [str(error)]
+    except subprocess.TimeoutExpired:
+        said = [f"not within {_IMPORT_S:g} s"]
     if said:
         raise UserError(
             f"{package} does not import there",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megarl.benchmarks.peers import slime, verl
-from megarl.benchmarks.peers.work import main, work_of
+from megarl.benchmarks.peers import slime, verl, work
+from megarl.benchmarks.peers.work import Peer, main, work_of
 from megarl.errors import UserError
 
 CASE = "llama31_8b_h100x16"
@@ -128,3 +129,31 @@ def test_print_needs_no_package_and_a_run_says_that_it_is_missing(capsys):
     assert "trainer.total_training_steps=6" in capsys.readouterr().out
     assert main(verl.PEER, "", ["--case", CASE]) == 2
     assert "--python: verl does not import there" in capsys.readouterr().err
+
+
+def stand_in(program: str, argv: list[str]) -> int:
+    """A run of a peer that is this program; a package that is there stands for its own."""
+
+    def write(work: work.Work) -> None:
+        work.rows.write_text("")
+
+    def command(work: work.Work, arguments: Namespace) -> list[str]:
+        return [sys.executable, "-c", program]
+
+    return main(Peer("json", ".jsonl", command, write, slime.per_gpu), "", ["--case", CASE, *argv])
+
+
+def test_a_log_on_standard_error_is_read(tmp_path, capsys):
+    perf = {"perf/actor_train_tok_per_s": 64_000.0, "perf/actor_train_time": 20.0, "perf/step_time": 80.0}
+    program = f"import logging; logging.basicConfig(level=20); [logging.info('perf %d: %s', n, {perf}) for n in (0, 1)]"
+    argv = ["--data", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    assert stand_in(program, argv) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["tokens_per_s_per_gpu"] == [1000.0]  # the first warms up
+    assert stand_in("print('nothing of a step')", argv) == 1
+    assert "names no step:\nnothing of a step" in capsys.readouterr().err
+
+
+def test_an_import_that_hangs_is_told(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(work, "_IMPORT_S", 0.001)
+    assert stand_in("", ["--data", str(tmp_path)]) == 2
+    assert "not within 0.001 s" in capsys.readouterr().err
