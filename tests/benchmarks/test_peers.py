@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.benchmarks.case import case_file
 from megarl.benchmarks.peers import slime, verl, work
 from megarl.benchmarks.peers.work import Peer, main, work_of
 from megarl.errors import UserError
@@ -20,13 +21,13 @@ GIVEN = Namespace(python="python3", slime_root=Path("/a checkout"), checkpoint=P
 
 
 def verl_settings(case: str = CASE) -> dict[str, str]:
-    made = verl.command(work_of(case, "verl", None, Path("rows.parquet")), GIVEN)
+    made = verl.command(work_of(case, "verl", None, Path("rows.parquet"), verl.no_such), GIVEN)
     assert made[:3] == ["python3", "-m", "verl.trainer.main_ppo"]
     return dict(one.split("=", 1) for one in made[4:])
 
 
 def slime_arguments(case: str = CASE) -> dict[str, str]:
-    shell, _, script = slime.command(work_of(case, "slime", None, Path("rows.jsonl")), GIVEN)
+    shell, _, script = slime.command(work_of(case, "slime", None, Path("rows.jsonl"), slime.no_such), GIVEN)
     assert shell == "bash"
     words = shlex.split(script)
     assert words[:2] == ["source", "/a checkout/scripts/models/llama3.1-8B-Instruct.sh"]
@@ -80,12 +81,58 @@ def test_slime_does_the_work_of_the_case():
     assert {"--colocate", "--calculate-per-token-loss", "--apply-chat-template"} <= set(made)
 
 
-@pytest.mark.parametrize("case", ["qwen25_1p5b_h100x1", "llama31_8b_h100x8", "qwen3_30b_a3b_h100x32"])
+@pytest.mark.parametrize("case", ["llama31_8b_h100x8", "qwen3_30b_a3b_h100x32"])
 def test_every_case_of_one_team_has_a_command(case):
     settings = verl_settings(case)
-    work = work_of(case, "slime", None, Path("rows.jsonl"))
+    work = work_of(case, "slime", None, Path("rows.jsonl"), slime.no_such)
     assert int(settings["trainer.nnodes"]) * int(settings["trainer.n_gpus_per_node"]) == work.config.cluster.nproc
     assert slime.command(work, GIVEN)
+
+
+def test_a_case_without_a_chat_template_is_only_for_slime():
+    work = work_of("qwen25_1p5b_h100x1", "slime", None, Path("rows.jsonl"), slime.no_such)
+    assert "--apply-chat-template" not in shlex.split(slime.command(work, GIVEN)[2])
+    with pytest.raises(UserError, match="data.chat_template: no command of verl"):
+        verl_settings("qwen25_1p5b_h100x1")
+
+
+def changed(folder: Path, text: str) -> str:
+    """The case with other settings."""
+    file = folder / "changed.yaml"
+    file.write_text(f"extends: {case_file(CASE)}\nname: changed\n{text}\n")
+    return str(file)
+
+
+def test_settings_of_the_algorithm_are_passed_on(tmp_path):
+    own = "advantage: {norm_by_std: false}, loss: {clip_low: 0.1, dual_clip: 5.0}"
+    case = changed(tmp_path, f"algorithm: {{{own}, kl: {{use: loss, estimator: mse}}}}")
+    made, actor = verl_settings(case), "actor_rollout_ref.actor"
+    assert made["algorithm.norm_adv_by_std_in_grpo"] == "false"
+    assert [made[f"{actor}.{key}"] for key in ("kl_loss_type", "clip_ratio_low", "clip_ratio_c")] == ["mse", "0.1", "5.0"]
+    given = slime_arguments(case)
+    assert "--disable-grpo-std-normalization" in given
+    assert (given["--kl-loss-type"], given["--eps-clip"], given["--eps-clip-c"]) == ("k2", "0.1", "5.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "peers"),
+    [
+        ("algorithm: {loss: {name: gspo}}", "algorithm.loss.name", ["verl", "slime"]),
+        ("algorithm: {kl: {estimator: abs}}", "algorithm.kl.estimator", ["slime"]),
+        ("algorithm: {kl: {estimator: low_var_kl+}}", "algorithm.kl.estimator", ["verl", "slime"]),
+        ("algorithm: {loss: {dual_clip: null}}", "algorithm.loss.dual_clip", ["verl"]),
+        ("actor: {ppo_epochs: 2}", "actor.ppo_epochs", ["slime"]),
+        ("rollout: {sampling: {ignore_eos: true}}", "rollout.sampling.ignore_eos", ["slime"]),
+    ],
+)
+def test_what_a_peer_has_no_argument_for_is_refused(tmp_path, text, key, peers):
+    case = changed(tmp_path, text)
+    for name, made in (("verl", verl_settings), ("slime", slime_arguments)):
+        if name in peers:
+            with pytest.raises(UserError, match=f"{key}: no command of {name}"):
+                made(case)
+        else:
+            assert made(case)
 
 
 @pytest.mark.parametrize(
