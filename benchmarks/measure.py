@@ -153,10 +153,16 @@ def run_case(
 
 
 def gpus_of(config: RunConfig) -> int:
-    """GPUs of a run: one per worker, and those of servers that share none with the workers."""
+    """GPUs of a run: one per worker, and those of servers that share none with the workers.
+
+    Servers use the devices of the teams that only generate, if there are any, and need others for what is beyond them.
+    Servers that run already are taken for such, with as many GPUs as `tp_size` and `dp_size` say: nothing else tells.
+    """
     servers = config.rollout.sglang
-    apart = config.rollout.engine == "sglang" and not servers.colocated
-    return config.cluster.nproc + (servers.count * servers.ranks if apart else 0)
+    if config.rollout.engine != "sglang" or servers.colocated:
+        return config.cluster.nproc
+    own = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
+    return config.cluster.nproc + max(0, servers.count * servers.ranks - own)
 
 
 def steps_of(lines: list[dict[str, Any]]) -> list[Step]:

@@ -219,6 +219,24 @@ def test_a_published_figure_stands_beside_a_case_with_its_settings(figure):
     assert least < figure.tokens_per_s_per_gpu < 1.2 * least
 
 
+@pytest.mark.parametrize(
+    ("case", "servers", "gpus"),
+    [
+        ("llama31_8b_h100x16", "servers=16", 16),  # on the trainer's
+        ("llama31_8b_h100x16_ahead", "urls=[%s]", 16),  # on those of the team that generates
+        ("llama31_8b_h100x16_ahead", "urls=[%s,http://more:1]", 17),
+        ("S", "urls=[%s]", 9),
+    ],
+)
+def test_servers_use_the_gpus_of_the_team_that_generates(case, servers, gpus):
+    from megarl.benchmarks.measure import gpus_of, settle
+
+    urls = ",".join(f"http://host:{port}" for port in range(1, 9))
+    given = ["rollout.engine=sglang", f"rollout.sglang.{servers % urls if '%s' in servers else servers}"]
+    config, _ = settle(case, overrides=given, nproc=1 if case == "S" else None)
+    assert gpus_of(config) == gpus
+
+
 def line(**changed: Any) -> dict[str, Any]:
     made = {"case": "llama31_8b_h100x16", "dtype": "bf16", "overrides": [], "gpus": 16, "commit": "abc"}
     return made | {"machine": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8}, "tokens_per_s": 16_000.0} | changed
@@ -231,7 +249,8 @@ def ours(*lines: dict[str, Any]) -> str:
 def test_ours_stands_beside_theirs_where_work_and_gpus_are_the_same():
     row = published.rows([line()], ["llama31_8b_h100x16"])[0]
     assert row[3:] == ("16 x H100", "1,562", "1,000 (abc)", "0.64")
-    assert ours(line(overrides=["actor.parallel.tp=2"])) == "1,000 (abc)"
+    for how in ("actor.parallel.tp=2", 'actor.parallel={"tp":2}', "rollout.sglang.urls=[]", "sync.bucket_mb=512"):
+        assert ours(line(overrides=[how])) == "1,000 (abc)"
     assert ours(line(commit="old"), line(), line(tokens_per_s=32_000.0)) == "2,000 (abc)"
 
 
@@ -243,6 +262,10 @@ def test_ours_stands_beside_theirs_where_work_and_gpus_are_the_same():
         {"machine": {"gpus": []}},
         {"dtype": "fp32"},
         {"overrides": ["rollout.sampling.max_new_tokens=64"]},
+        {"overrides": ['rollout.sglang.extra_args=["--quantization","fp8"]']},
+        {"overrides": ['rollout.sglang={"extra_args":[]}']},
+        {"overrides": ["rollout.engine_of_another_kind=1"]},
+        {"overrides": ["sync.fp8=true"]},
         {"case": "bench_S"},
     ],
 )
