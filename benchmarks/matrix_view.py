@@ -39,7 +39,9 @@ def table(name: str, found: Found) -> Table:
     doubtful = max(made["others_share"] for made, _ in found) > QUIET
     note = "other programs took part of the machine: wall seconds are in doubt" if doubtful else ""
     first = found[0][0]
-    title = f"matrix {name} on {first['host']}, {max(len(made['rounds']) for made, _ in found)} rounds, medians of a step"
+    title = (
+        f"matrix {name} on {first['host']}, {max(len(made['rounds']) for made, _ in found)} rounds, medians of a step"
+    )
     made_of = Table(title=title, caption=note, title_justify="left", caption_justify="left")
     made_of.add_column(", ".join(first["cell"]), overflow="fold")
     shown = [column for column in _NUMBERS if column != "per GPU" or first["gpus"]]

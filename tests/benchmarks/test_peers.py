@@ -92,7 +92,7 @@ def test_every_case_of_one_team_has_a_command(case):
 def test_a_case_without_a_chat_template_is_only_for_slime():
     work = work_of("qwen25_1p5b_h100x1", "slime", None, Path("rows.jsonl"), slime.no_such)
     assert "--apply-chat-template" not in shlex.split(slime.command(work, GIVEN)[2])
-    with pytest.raises(UserError, match="data.chat_template: no command of verl"):
+    with pytest.raises(UserError, match=r"data\.chat_template: no command of verl"):
         verl_settings("qwen25_1p5b_h100x1")
 
 
@@ -108,7 +108,11 @@ def test_settings_of_the_algorithm_are_passed_on(tmp_path):
     case = changed(tmp_path, f"algorithm: {{{own}, kl: {{use: loss, estimator: mse}}}}")
     made, actor = verl_settings(case), "actor_rollout_ref.actor"
     assert made["algorithm.norm_adv_by_std_in_grpo"] == "false"
-    assert [made[f"{actor}.{key}"] for key in ("kl_loss_type", "clip_ratio_low", "clip_ratio_c")] == ["mse", "0.1", "5.0"]
+    assert [made[f"{actor}.{key}"] for key in ("kl_loss_type", "clip_ratio_low", "clip_ratio_c")] == [
+        "mse",
+        "0.1",
+        "5.0",
+    ]
     given = slime_arguments(case)
     assert "--disable-grpo-std-normalization" in given
     assert (given["--kl-loss-type"], given["--eps-clip"], given["--eps-clip-c"]) == ("k2", "0.1", "5.0")
