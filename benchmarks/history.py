@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import statistics
@@ -25,7 +26,7 @@ from megarl.artifacts.jsonl import JsonlWriter, read_jsonl
 from megarl.benchmarks import matrix_view
 from megarl.benchmarks.matrix import Cell, Matrix, read_matrix
 from megarl.benchmarks.noise import Judged, apart, in_turn
-from megarl.benchmarks.program import run_program
+from megarl.benchmarks.program import LIMIT_S, run_program
 from megarl.benchmarks.report import host_class, phase_medians
 from megarl.benchmarks.sources import commit_now, package_of
 from megarl.errors import UserError, WorkerError
@@ -38,27 +39,30 @@ Entry: TypeAlias = dict[str, Any]
 #: (folder of a package, what to measure) -> the result of `megarl bench`.
 Measure: TypeAlias = Callable[[Path | None, Sequence[str]], Mapping[str, Any]]
 _ROUNDS, _LEAST = 5, 3
+_FLOOR_S = 900.0  # for what a round does before and after its run, so that the run's own limit is the one that is told
 _SAME = ("case", "dtype", "overrides", "layout", "host", "metric")
 
 
-def measure(sources: Path | None, shape: Sequence[str]) -> Mapping[str, Any]:
+def measure(sources: Path | None, shape: Sequence[str], limit_s: float = LIMIT_S) -> Mapping[str, Any]:
     """One round in a process of its own.
 
     Args:
         sources: folder of the package; None: the one that is installed.
         shape: arguments of `megarl bench`.
+        limit_s: seconds of the run in it, at most; the floor is measured after it.
 
     Raises:
-        WorkerError: it failed.
+        WorkerError: it failed, or hangs.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-round-") as folder:
         file = Path(folder) / "round.json"
         environment = os.environ if sources is None else os.environ | {"PYTHONPATH": str(sources)}
-        run_program([sys.executable, "-m", "megarl", "bench", *shape, "--json", str(file)], environment)
+        command = [sys.executable, "-m", "megarl", "bench", *shape, "--json", str(file)]
+        run_program(command, environment, limit_s=limit_s + _FLOOR_S)
         return json.loads(file.read_text())
 
 
-def compare(arguments: argparse.Namespace, measure_round: Measure = measure) -> int:
+def compare(arguments: argparse.Namespace, measure_round: Measure | None = None) -> int:
     """Measure in rounds, compare, append to the history, write the page; 1: something is slower, or failed.
 
     Raises:
@@ -82,7 +86,11 @@ def compare(arguments: argparse.Namespace, measure_round: Measure = measure) -> 
     taken = [cell for cell in cells if cell.refused is None]
     if not taken:
         raise UserError("no combination can run here", where="--matrix", found=arguments.matrix, fix="see above")
-    measured = _rounds(taken, rounds, arguments.base, measure_round, keep_going=matrix is not None)
+    limit_s = _limit_s(arguments, matrix)
+    measure_round = measure_round or functools.partial(measure, limit_s=limit_s or LIMIT_S)
+    kept = arguments.history.with_suffix(".rounds.jsonl")
+    with contextlib.closing(JsonlWriter(kept)) as writer:
+        measured = _rounds(taken, rounds, arguments.base, measure_round, writer, keep_going=matrix is not None)
     history = read_jsonl(arguments.history)
     found = _found(arguments, taken, measured, history, matrix)
     lines = [*history, *(made for made, _ in found)]
@@ -94,6 +102,10 @@ def compare(arguments: argparse.Namespace, measure_round: Measure = measure) -> 
     return int(slower or bool(measured.failed))
 
 
+def _limit_s(arguments: argparse.Namespace, matrix: Matrix | None) -> float | None:
+    return arguments.limit_s or (None if matrix is None else matrix.limit_s)
+
+
 def _found(
     arguments: argparse.Namespace,
     cells: Sequence[Cell],
@@ -101,17 +113,23 @@ def _found(
     history: Sequence[Entry],
     matrix: Matrix | None,
 ) -> list[tuple[Entry, dict[str, Judged]]]:
-    """A line of each cell that came to its end, and how it compares; they are appended to the history."""
+    """A line of each cell that was measured, and how it compares; they are appended to the history.
+
+    One that failed in a later round keeps the rounds before it. Its line says so, and nothing is held against it.
+    """
     found = []
     with contextlib.closing(JsonlWriter(arguments.history)) as writer:
         for cell, (now, then) in zip(cells, measured.results, strict=True):
-            if cell.name in measured.failed:
+            if not now:
                 continue
             made = entry(now, baseline=arguments.set_baseline)
             if matrix is not None:
                 made |= {"matrix": matrix.name, "cell": dict(cell.labels)}
-            judged = beside(made, history) if arguments.compare else {}
-            if then:
+            whole = cell.name not in measured.failed
+            if not whole:
+                made["failed"] = measured.failed[cell.name]
+            judged = beside(made, history) if arguments.compare and whole else {}
+            if then and whole:
                 base = entry(then, baseline=False)
                 judged = {f"commit {arguments.base}, in turn": in_turn(_seconds(made), _seconds(base)), **judged}
             writer.write(made)
@@ -166,7 +184,7 @@ def _options(arguments: argparse.Namespace, matrix: Matrix | None) -> list[tuple
                 )
     steps = arguments.steps or (None if matrix is None else matrix.steps)
     named = [(f"--{name}", getattr(arguments, name)) for name in ("nproc", "threads")]
-    return [*named, ("--steps", steps), ("--runs", arguments.runs)]
+    return [*named, ("--steps", steps), ("--runs", arguments.runs), ("--limit-s", _limit_s(arguments, matrix))]
 
 
 @dataclass(frozen=True)
@@ -183,11 +201,18 @@ class Measured:
 
 
 def _rounds(
-    cells: Sequence[Cell], rounds: int, base: str | None, measure_round: Measure, *, keep_going: bool
+    cells: Sequence[Cell],
+    rounds: int,
+    base: str | None,
+    measure_round: Measure,
+    writer: JsonlWriter,
+    *,
+    keep_going: bool,
 ) -> Measured:
     """All cells in every round; who is first, this code or the base, changes from round to round.
 
     Args:
+        writer: keeps every round as soon as it is over, so that nothing is lost with a session that is stopped.
         keep_going: a cell that fails is left out of later rounds; else its error ends the measurement.
     """
     measured = Measured([([], []) for _ in cells], {})
@@ -202,7 +227,10 @@ def _rounds(
                     continue
                 try:
                     for side, sources in sides if number % 2 == 0 else reversed(sides):
-                        results[side].append(measure_round(sources, cell.shape))
+                        result = measure_round(sources, cell.shape)
+                        results[side].append(result)
+                        told = {"cell": dict(cell.labels), "round": number + 1, "base": base if side else None}
+                        writer.write({"time": time.time(), **told, "result": result})
                 except WorkerError as error:
                     if not keep_going:
                         raise
@@ -246,8 +274,8 @@ def _seconds(made: Entry) -> list[float]:
 
 
 def alike(made: Entry, history: Sequence[Entry]) -> list[Entry]:
-    """Lines that measured the same on the same kind of machine, oldest first."""
-    return [one for one in history if all(one.get(name) == made[name] for name in _SAME)]
+    """Lines that measured the same to its end on the same kind of machine, oldest first."""
+    return [one for one in history if "failed" not in one and all(one.get(name) == made[name] for name in _SAME)]
 
 
 def beside(made: Entry, history: Sequence[Entry]) -> dict[str, Judged]:

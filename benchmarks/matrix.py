@@ -2,6 +2,7 @@
 
     rounds: 3                          # of every combination, in turn; --rounds replaces it
     steps: 5                           # that count; null: the case's; --steps replaces it
+    limit_s: 7200                      # of a run, after which it has failed; null: six hours; --limit-s replaces it
     axes:
       model:  {S: {case: S}}           # name: what it sets
       layout:
@@ -9,7 +10,8 @@
         tensor parallel: {nproc: 2, actor.parallel.tp: 2}
       dtype:  {fp32: {dtype: fp32}, bf16: {dtype: bf16}}
 
-A name sets `case`, `dtype`, `nproc` and `threads`, as the arguments of `megarl bench`, and keys of the recipe. What the
+A name sets `case`, `dtype`, `nproc` and `threads`, as the arguments of `megarl bench`, and keys of the recipe; one axis
+sets the case of every combination, and no two axes set the same key. What the
 recipe's checks refuse is left out with their reason, before anything runs.
 """
 
@@ -27,7 +29,7 @@ from megarl.errors import ConfigError, UserError, close_matches
 
 FOLDER = Path(__file__).parent / "matrices"
 _WORDS = ("case", "dtype", "nproc", "threads")
-_KEYS = ("rounds", "steps", "axes")
+_KEYS = ("rounds", "steps", "limit_s", "axes")
 _ROUNDS = 3
 
 
@@ -59,12 +61,14 @@ class Matrix:
         name: of the file.
         rounds: of every combination.
         steps: that count; None: the case's own.
+        limit_s: seconds of a run, at most; None: `run_case`'s own.
         axes: settings by name, by axis.
     """
 
     name: str
     rounds: int
     steps: int | None
+    limit_s: float | None
     axes: Mapping[str, Mapping[str, Mapping[str, Any]]]
 
     def cells(self, overrides: Sequence[str] = (), options: Sequence[str] = (), *, starts: bool) -> list[Cell]:
@@ -139,19 +143,49 @@ def read_matrix(name: str) -> Matrix:
         raise ConfigError("a matrix has axes", where=f"{path}: axes", found=axes, allowed="settings by name, by axis")
     for axis, named in axes.items():
         _check_axis(f"{path}: axes.{axis}", named)
-    if not any("case" in settings for named in axes.values() for settings in named.values()):
-        raise ConfigError("no axis sets a case", where=f"{path}: axes", fix="let one of them say `S: {case: S}`")
-    rounds, steps = data.get("rounds", _ROUNDS), data.get("steps")
-    for key, value in (("rounds", rounds), ("steps", steps)):
-        if value is not None and (not isinstance(value, int) or value < 1):
+    _check_together(path, axes)
+    rounds, steps, limit_s = data.get("rounds", _ROUNDS), data.get("steps"), data.get("limit_s")
+    for key, value in (("rounds", rounds), ("steps", steps), ("limit_s", limit_s)):
+        if not (_is_count(value) or (value is None and key != "rounds")):
             raise ConfigError("not a number of them", where=f"{path}: {key}", found=value, allowed="1 or more")
-    return Matrix(path.stem, rounds, steps, axes)
+    return Matrix(path.stem, rounds, steps, limit_s, axes)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _check_together(path: Path, axes: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> None:
+    """Every combination has a case, and no setting replaces that of another axis."""
+    keys = {axis: {key for settings in named.values() for key in settings} for axis, named in axes.items()}
+    for one, other in itertools.combinations(axes, 2):
+        for key, again in itertools.product(sorted(keys[one]), sorted(keys[other])):
+            if key == again or key.startswith(f"{again}.") or again.startswith(f"{key}."):
+                where = f"{path}: axes.{other}"
+                fix = "set it in one of them, by names for all that are wanted"
+                raise ConfigError(f"axis {one} sets {key} as well", where=where, found=again, fix=fix)
+    with_case = [axis for axis in axes if "case" in keys[axis]]
+    if not with_case:
+        raise ConfigError("no axis sets a case", where=f"{path}: axes", fix="let one of them say `S: {case: S}`")
+    for name, settings in axes[with_case[0]].items():
+        if "case" not in settings:
+            where = f"{path}: axes.{with_case[0]}.{name}"
+            raise ConfigError("this name sets no case, others of its axis do", where=where, fix="add `case: ...`")
 
 
 def _check_axis(where: str, named: Any) -> None:
     if not isinstance(named, dict) or not named:
         raise ConfigError("an axis has settings by name", where=where, found=named, allowed="{name: {KEY: VALUE}}")
     for name, settings in named.items():
-        if not isinstance(settings, dict):
+        if not isinstance(name, str):
+            raise ConfigError("this name is no text", where=where, found=name, fix="put it into quotes")
+        if not isinstance(settings, dict) or not all(isinstance(key, str) for key in settings):
             allowed = f"{{KEY: VALUE}}, of {', '.join(_WORDS)} and keys of a recipe"
             raise ConfigError("these are no settings", where=f"{where}.{name}", found=settings, allowed=allowed)
+        for word in _WORDS:
+            is_text = word in ("case", "dtype")
+            if word in settings and not (isinstance(settings[word], str) if is_text else _is_count(settings[word])):
+                allowed = "text" if is_text else "1 or more"
+                raise ConfigError(
+                    "not what it can be", where=f"{where}.{name}.{word}", found=settings[word], allowed=allowed
+                )

@@ -39,7 +39,9 @@ def table(name: str, found: Found) -> Table:
     doubtful = max(made["others_share"] for made, _ in found) > QUIET
     note = "other programs took part of the machine: wall seconds are in doubt" if doubtful else ""
     first = found[0][0]
-    title = f"matrix {name} on {first['host']}, {len(first['rounds'])} rounds, medians of a step"
+    title = (
+        f"matrix {name} on {first['host']}, {max(len(made['rounds']) for made, _ in found)} rounds, medians of a step"
+    )
     made_of = Table(title=title, caption=note, title_justify="left", caption_justify="left")
     made_of.add_column(", ".join(first["cell"]), overflow="fold")
     shown = [column for column in _NUMBERS if column != "per GPU" or first["gpus"]]
@@ -95,8 +97,13 @@ def matrix_html(found: Found, cells: Sequence[Cell], failed: Mapping[str, str]) 
         bar = f'<div style="width:{width:.0f}px;height:9px;background:#2471a3"></div>'
         parts.append(_row("td", [*made["cell"].values(), *_numbers(made).values()], bar))
     left_out = [(cell.name, f"left out: {cell.refused}") for cell in cells if cell.refused is not None]
-    left_out += [(name, f"failed: {message.splitlines()[0]}") for name, message in failed.items()]
+    left_out += [(name, f"failed: {_last_line(message)}") for name, message in failed.items()]
     return _table(parts[1:], parts[0]) + [f"<p>{html.escape(f'{name}: {why}')}</p>" for name, why in left_out]
+
+
+def _last_line(message: str) -> str:
+    """What a program said last: the first line of an error is its command."""
+    return next((line for line in reversed(message.splitlines()) if line.strip()), "it said nothing")
 
 
 def published_html(history: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.artifacts.jsonl import read_jsonl
 from megarl.benchmarks.case import case_file, model_folder
-from megarl.benchmarks.program import run_program
+from megarl.benchmarks.program import LIMIT_S, run_program
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
 from megarl.config.run import RunConfig
@@ -105,6 +105,7 @@ def run_case(
     prefix: Sequence[str] = (),
     floor: bool = True,
     runs: Path | None = None,
+    limit_s: float | None = None,
 ) -> dict[str, Any]:
     """Measure a case: the report as plain data, see `benchmarks/results`.
 
@@ -118,9 +119,10 @@ def run_case(
         prefix: command to put before the measured one, such as `numactl -N 0`.
         floor: also measure the machine's rate of matrix products and add the floor.
         runs: folder for the run folder, which all machines of the run share; None: the temporary one.
+        limit_s: seconds after which the run is stopped; None: six hours.
 
     Raises:
-        WorkerError: the run failed; its output is in the message.
+        WorkerError: the run failed, or did not end within its limit; its output is in the message.
     """
     config, settings = settle(case, dtype=dtype, nproc=nproc, threads=threads, steps=steps, overrides=overrides)
     if config.model.hf_config is not None:
@@ -130,7 +132,7 @@ def run_case(
     with tempfile.TemporaryDirectory(prefix="megarl-bench-", dir=runs) as folder:
         run_dir = Path(folder)
         command = [sys.executable, "-m", "megarl", "train", str(case_file(case)), *settings, "--run-dir", folder]
-        _, others_share = run_program([*prefix, *command])
+        _, others_share = run_program([*prefix, *command], limit_s=limit_s or LIMIT_S)
         lines = [line for line in read_jsonl(run_dir / "metrics.jsonl") if line["stage"] == "train"]
         machine = json.loads((run_dir / "run.json").read_text())["machine"]
     result = {
@@ -151,10 +153,16 @@ def run_case(
 
 
 def gpus_of(config: RunConfig) -> int:
-    """GPUs of a run: one per worker, and those of servers that share none with the workers."""
+    """GPUs of a run: one per worker, and those of servers that share none with the workers.
+
+    Servers use the devices of the teams that only generate, if there are any, and need others for what is beyond them.
+    Servers that run already are taken for such, with as many GPUs as `tp_size` and `dp_size` say: nothing else tells.
+    """
     servers = config.rollout.sglang
-    apart = config.rollout.engine == "sglang" and not servers.colocated
-    return config.cluster.nproc + (servers.count * servers.ranks if apart else 0)
+    if config.rollout.engine != "sglang" or servers.colocated:
+        return config.cluster.nproc
+    own = sum(team.devices for team in config.placement.teams.values() if team.roles == ["rollout"])
+    return config.cluster.nproc + max(0, servers.count * servers.ranks - own)
 
 
 def steps_of(lines: list[dict[str, Any]]) -> list[Step]:

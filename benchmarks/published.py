@@ -15,10 +15,16 @@ from megarl.config.yamlio import read_yaml
 
 FILE = Path(__file__).parent / "published.yaml"
 NOT_MEASURED = "not measured"
-#: Keys that say how the work is done, and not what it is.
+#: Keys that say how the work is done, and neither what it is nor in which precision (rollout.dtype, sync.fp8, and what
+#: rollout.sglang.extra_args may hold). One that ends in a dot stands for all keys below it.
 _HOW = (
-    *("actor.parallel", "actor.engine", "reference.parallel", "rollout.parallel", "rollout.engine", "rollout.sglang"),
-    *("rollout.max_running", "rollout.cuda_graphs", "sync.", "cluster.", "launch."),
+    *("actor.parallel.", "actor.engine.", "reference.parallel.", "rollout.parallel.", "cluster.", "launch."),
+    *("rollout.engine", "rollout.max_running", "rollout.max_prefill_tokens", "rollout.cuda_graphs"),
+    *(f"rollout.sglang.{key}" for key in ("python", "urls", "api_key_env", "host", "gpus", "servers", "colocated")),
+    *(f"rollout.sglang.{key}" for key in ("tp_size", "ep_size", "dp_size", "memory_fraction", "max_total_tokens")),
+    *(f"rollout.sglang.{key}" for key in ("attention_backend", "max_concurrency", "start_timeout_s")),
+    *(f"rollout.sglang.{key}" for key in ("request_timeout_s", "health_timeout_s", "max_restarts")),
+    *(f"sync.{key}" for key in ("transport", "bucket_mb", "pause", "verify", "timeout_s", "address", "folder")),
 )
 
 
@@ -70,8 +76,14 @@ class Figure:
             and line.get("gpus") == self.gpus
             and bool(kinds)
             and all(self.gpu in kind for kind in kinds)
-            and all(one.startswith(_HOW) for one in line["overrides"])
+            and all(_is_how(one) for one in line["overrides"])
         )
+
+
+def _is_how(override: str) -> bool:
+    """`key.path=value` changes only how the work is done; a section as a whole (`actor.parallel={...}`) may, too."""
+    key = override.partition("=")[0]
+    return any(key in (how, how.removesuffix(".")) or (how.endswith(".") and key.startswith(how)) for how in _HOW)
 
 
 def per_gpu(line: Mapping[str, Any]) -> float:

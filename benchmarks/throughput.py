@@ -58,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nproc", type=int, metavar="N", help="worker processes (default: one per core or GPU)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each (default: cores, shared out)")
     parser.add_argument("--steps", type=int, metavar="N", help="counted steps (default: 10 in S, 3 in M, 500 of envs)")
+    limit = "seconds after which a run is stopped (default: six hours, or what the matrix says)"
+    parser.add_argument("--limit-s", type=float, metavar="S", help=limit)
     runs = "folder for the run folders, which all machines of a run share (default: a temporary one)"
     parser.add_argument("--runs", type=Path, metavar="FOLDER", help=runs)
     parser.add_argument(
@@ -82,8 +84,21 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _check(arguments: argparse.Namespace) -> None:
+    for option in ("nproc", "threads", "steps", "rounds", "limit_s"):
+        value = getattr(arguments, option)
+        if value is not None and value <= 0:
+            where = f"--{option.replace('_', '-')}"
+            raise UserError("nothing can be measured with this", where=where, found=value, allowed="above 0")
+    if arguments.base is not None and not arguments.compare:
+        raise UserError(
+            "a commit is only measured for a verdict", where="--base", found=arguments.base, fix="add --compare"
+        )
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Measure, show, and save; returns the exit code."""
+    _check(arguments)
     if arguments.dry_run and arguments.matrix is None:
         raise UserError(
             "only a matrix has combinations to list",
@@ -114,6 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
                 steps=arguments.steps,
                 overrides=arguments.overrides,
                 runs=arguments.runs,
+                limit_s=arguments.limit_s,
             )
             result["summary"] = summary(result)
             console.print(table(result))

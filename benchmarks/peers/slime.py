@@ -19,7 +19,8 @@ import shlex
 import sys
 from pathlib import Path
 
-from megarl.benchmarks.peers.work import Peer, Work, main, prompts
+from megarl.benchmarks.peers.work import NoSuch, Peer, Work, main, prompts
+from megarl.config.run import RunConfig
 from megarl.errors import UserError
 
 REWARDS = {"math": "math"}
@@ -33,6 +34,8 @@ MODELS = {
     "Qwen/Qwen3-32B": "qwen3-32B",
     "Qwen/Qwen3-235B-A22B": "qwen3-235B-A22B",
 }
+#: Its words for KL estimators.
+KL_TYPES = {"kl": "k1", "mse": "k2", "low_var_kl": "low_var_kl"}
 _PERF = re.compile(r"\bperf \d+: (\{.*\})")
 
 
@@ -41,6 +44,16 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slime-root", type=Path, required=True, metavar="FOLDER", help="its checkout")
     converted = "the model as its tools/convert_hf_to_torch_dist.py writes it"
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="FOLDER", help=converted)
+
+
+def no_such(config: RunConfig) -> NoSuch:
+    """Settings that it has no arguments for."""
+    kl, actor, ends = config.algorithm.kl, config.actor, not config.rollout.sampling.ignore_eos
+    return [
+        ("algorithm.kl.estimator", kl.estimator, kl.use == "none" or kl.estimator in KL_TYPES, ", ".join(KL_TYPES)),
+        ("actor.ppo_epochs", actor.ppo_epochs, actor.ppo_epochs == 1, "1"),
+        ("rollout.sampling.ignore_eos", not ends, ends, "false"),
+    ]
 
 
 def command(work: Work, arguments: argparse.Namespace) -> list[str]:
@@ -70,10 +83,13 @@ def _training(work: Work) -> list[str]:
     config = work.config
     optim, loss, kl = config.actor.optim, config.algorithm.loss, config.algorithm.kl
     made = ["--advantage-estimator", "grpo", "--entropy-coef", loss.entropy_coef]
+    made += [] if config.algorithm.advantage.own.get("norm_by_std", True) else ["--disable-grpo-std-normalization"]
     made += ["--eps-clip", loss.own.get("clip_low", 0.2), "--eps-clip-high", loss.own.get("clip_high", 0.2)]
+    dual = loss.own.get("dual_clip", 3.0)
+    made += [] if dual is None else ["--eps-clip-c", dual]
     made += ["--calculate-per-token-loss"] if loss.aggregation == "token-mean" else []
     if kl.use == "loss":
-        made += ["--use-kl-loss", "--kl-loss-coef", kl.coef, "--kl-loss-type", "low_var_kl"]
+        made += ["--use-kl-loss", "--kl-loss-coef", kl.coef, "--kl-loss-type", KL_TYPES[kl.estimator]]
     made += ["--optimizer", "adam", "--lr", optim.lr, "--lr-decay-style", optim.schedule]
     # Its warm-up may not be longer than the run, as one that is made for measuring is.
     updates = work.steps * (config.data.batch_size // work.mini_batch)
@@ -135,7 +151,7 @@ def per_gpu(log: str, gpus: int) -> list[float]:
 
 
 _KEYS = ("actor_train_tok_per_s", "actor_train_time", "step_time")
-PEER = Peer("slime", ".jsonl", command, write, per_gpu, options)
+PEER = Peer("slime", ".jsonl", command, write, per_gpu, options, no_such)
 
 if __name__ == "__main__":
     sys.exit(main(PEER, __doc__))

@@ -14,11 +14,24 @@ import json
 import re
 import sys
 
-from megarl.benchmarks.peers.work import Peer, Work, main, prompts
+from megarl.benchmarks.peers.work import NoSuch, Peer, Work, main, prompts
+from megarl.config.run import RunConfig
 
 REWARDS = {"math": "lighteval/MATH", "gsm8k": "openai/gsm8k"}  # by the data source, which says what scores a row
+KL_TYPES = ("kl", "abs", "mse", "low_var_kl")
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _THROUGHPUT = re.compile(r"\bperf/throughput:([0-9.eE+-]+)")
+
+
+def no_such(config: RunConfig) -> NoSuch:
+    """Settings that it has no keys for."""
+    kl, chat = config.algorithm.kl, config.data.chat_template
+    dual = config.algorithm.loss.own.get("dual_clip", 3.0)
+    return [
+        ("algorithm.kl.estimator", kl.estimator, kl.use == "none" or kl.estimator in KL_TYPES, ", ".join(KL_TYPES)),
+        ("algorithm.loss.dual_clip", dual, dual is not None, "a bound above 1"),
+        ("data.chat_template", chat, chat, "true: its prompts are chat messages"),
+    ]
 
 
 def command(work: Work, arguments: argparse.Namespace) -> list[str]:
@@ -47,6 +60,7 @@ def _training(work: Work) -> dict[str, object]:
     optim, loss, kl = config.actor.optim, config.algorithm.loss, config.algorithm.kl
     return {
         "algorithm.adv_estimator": "grpo",
+        "algorithm.norm_adv_by_std_in_grpo": config.algorithm.advantage.own.get("norm_by_std", True),
         "algorithm.use_kl_in_reward": False,
         f"{_ACTOR}.ppo_mini_batch_size": work.mini_batch,
         f"{_ACTOR}.ppo_epochs": config.actor.ppo_epochs,
@@ -54,12 +68,14 @@ def _training(work: Work) -> dict[str, object]:
         f"{_ACTOR}.ppo_max_token_len_per_gpu": max(config.actor.engine.micro_batch_tokens, work.longest),
         f"{_ACTOR}.clip_ratio_low": loss.own.get("clip_low", 0.2),
         f"{_ACTOR}.clip_ratio_high": loss.own.get("clip_high", 0.2),
+        f"{_ACTOR}.clip_ratio_c": loss.own.get("dual_clip", 3.0),
         f"{_ACTOR}.loss_agg_mode": loss.aggregation,
         f"{_ACTOR}.entropy_coeff": loss.entropy_coef,
         f"{_ACTOR}.use_kl_loss": kl.use == "loss",
         f"{_ACTOR}.kl_loss_coef": kl.coef,
-        f"{_ACTOR}.kl_loss_type": "low_var_kl",
+        f"{_ACTOR}.kl_loss_type": kl.estimator if kl.use == "loss" else "low_var_kl",
         f"{_ACTOR}.optim.lr": optim.lr,
+        f"{_ACTOR}.optim.lr_decay_style": optim.schedule,
         f"{_ACTOR}.optim.lr_warmup_steps": optim.warmup_steps,
         f"{_ACTOR}.optim.weight_decay": optim.weight_decay,
         f"{_ACTOR}.optim.clip_grad": optim.clip_grad,
@@ -145,7 +161,7 @@ def per_gpu(log: str, gpus: int) -> list[float]:
     return [float(found) for found in _THROUGHPUT.findall(log)]
 
 
-PEER = Peer("verl", ".parquet", command, write, per_gpu)
+PEER = Peer("verl", ".parquet", command, write, per_gpu, no_such=no_such)
 
 if __name__ == "__main__":
     sys.exit(main(PEER, __doc__))

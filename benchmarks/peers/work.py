@@ -7,6 +7,7 @@ and logs are read as of the commits that `verl.py` and `slime.py` name; neither 
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import statistics
 import subprocess
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from megarl.benchmarks.case import cache_folder
 from megarl.benchmarks.measure import WARM_UP, settle
@@ -23,6 +24,8 @@ from megarl.benchmarks.report import host_class, save
 from megarl.benchmarks.throughput import RESULTS
 from megarl.config.run import RunConfig
 from megarl.errors import MegarlError, UserError, WorkerError
+
+_IMPORT_S = 120.0  # for the import of a peer, whose packages may lie on a slow disk
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,32 @@ class Work:
         return known[name]
 
 
-def work_of(case: str, peer: str, steps: int | None, rows: Path) -> Work:
+#: (key, found, whether the peer can do it, what it could do).
+NoSuch: TypeAlias = Sequence[tuple[str, object, bool, str]]
+
+
+def work_of(
+    case: str, peer: str, steps: int | None, rows: Path, no_such_of: Callable[[RunConfig], NoSuch] = lambda config: ()
+) -> Work:
     """The work of a case.
+
+    Args:
+        no_such_of: what this peer has no arguments for, of the settings that others have.
 
     Raises:
         UserError: the peer's command cannot have these settings.
     """
     config, _ = settle(case, steps=steps)
+    kl, advantage, loss = config.algorithm.kl, config.algorithm.advantage, config.algorithm.loss
     no_such = [
         ("model.path", config.model.path, config.model.path is not None, "a model in Hugging Face form"),
         ("algorithm.pipeline", config.algorithm.pipeline, config.algorithm.pipeline == "grpo", "grpo"),
+        ("algorithm.advantage.name", advantage.name, advantage.name == "grpo", "grpo"),
+        ("algorithm.loss.name", loss.name, loss.name == "ppo", "ppo"),
         ("placement.teams", list(config.placement.teams), not config.placement.teams, "one team"),
         ("rollout.engine", config.rollout.engine, config.rollout.engine == "sglang", "sglang"),
-        ("algorithm.kl.use", config.algorithm.kl.use, config.algorithm.kl.use != "reward", "none, loss"),
+        ("algorithm.kl.use", kl.use, kl.use != "reward", "none, loss"),
+        *no_such_of(config),
     ]
     for key, found, fits, allowed in no_such:
         if not fits:
@@ -93,7 +109,8 @@ def prompts(work: Work) -> list[tuple[str, Any]]:
 
     data = work.config.data
     kwargs = {"split": "train", **data.loader_kwargs}
-    rows = [row for source in data.train_files for row in load_rows(source, kwargs)][: work.steps * data.batch_size]
+    found = itertools.chain.from_iterable(load_rows(source, kwargs) for source in data.train_files)
+    rows = list(itertools.islice(found, work.steps * data.batch_size))
     texts = render_prompts(data, None, rows)
     answers = [None if data.answer_key is None else row.column(data.answer_key, "data.answer_key") for row in rows]
     return list(zip(texts, answers, strict=True))
@@ -110,6 +127,7 @@ class Peer:
         write: rows into the file.
         per_gpu: tokens per second and GPU of every step, from its log and the number of GPUs.
         options: adds arguments of its own to the command line, and reads them.
+        no_such: settings that it has no arguments for, see `work_of`.
     """
 
     name: str
@@ -118,6 +136,7 @@ class Peer:
     write: Callable[[Work], None]
     per_gpu: Callable[[str, int], list[float]]
     options: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    no_such: Callable[[RunConfig], NoSuch] = lambda config: ()
 
 
 def main(peer: Peer, doc: str | None, argv: Sequence[str] | None = None) -> int:
@@ -139,7 +158,8 @@ def main(peer: Peer, doc: str | None, argv: Sequence[str] | None = None) -> int:
     peer.options(parser)
     arguments = parser.parse_args(argv)
     try:
-        work = work_of(arguments.case, peer.name, arguments.steps, arguments.data / f"{peer.name}{peer.suffix}")
+        rows = arguments.data / f"{peer.name}{peer.suffix}"
+        work = work_of(arguments.case, peer.name, arguments.steps, rows, peer.no_such)
         command = peer.command(work, arguments)
         if arguments.print:
             print(shlex.join(command))
@@ -156,7 +176,7 @@ def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespa
     _check_import(peer.name, arguments.python)
     work.rows.parent.mkdir(parents=True, exist_ok=True)
     peer.write(work)
-    output, others_share = run_program(command)
+    output, others_share = run_program(command, merged=True)  # slime logs to standard error
     found = peer.per_gpu(output, work.config.cluster.nproc)[WARM_UP:]
     if not found:
         raise WorkerError(f"the output of {peer.name} names no step:\n{output[-3000:]}")
@@ -171,10 +191,13 @@ def _run(peer: Peer, work: Work, command: list[str], arguments: argparse.Namespa
 
 def _check_import(package: str, python: str) -> None:
     try:
-        done = subprocess.run([python, "-c", f"import {package}"], capture_output=True, text=True, check=False)
+        command = [python, "-c", f"import {package}"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_IMPORT_S)
         said = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except OSError as error:
         said = [str(error)]
+    except subprocess.TimeoutExpired:
+        said = [f"not within {_IMPORT_S:g} s"]
     if said:
         raise UserError(
             f"{package} does not import there",

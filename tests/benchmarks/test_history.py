@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from megarl.artifacts.jsonl import read_jsonl
-from megarl.benchmarks import history, sources
+from megarl.benchmarks import history, sources, throughput
 from megarl.benchmarks.throughput import add_arguments, add_compare_arguments
 from megarl.errors import UserError
 
@@ -113,6 +113,27 @@ def test_the_page_has_bars_floor_scaling_and_history(tmp_path):
 def test_noise_needs_rounds(tmp_path):
     with pytest.raises(UserError, match="3 or more"):
         history.compare(arguments(tmp_path, "--rounds", "2"), Measured(1.0))
+
+
+@pytest.mark.parametrize(
+    ("more", "where"),
+    [
+        (["--rounds", "0"], "--rounds"),
+        (["--rounds", "-1"], "--rounds"),
+        (["--steps", "0"], "--steps"),
+        (["--limit-s", "0"], "--limit-s"),
+    ],
+)
+def test_nothing_is_measured_with_nothing_of_it(tmp_path, more, where):
+    with pytest.raises(UserError, match=f"{where}: nothing can be measured"):
+        throughput.run(arguments(tmp_path, *more))
+
+
+def test_a_base_is_for_a_verdict(tmp_path):
+    given = arguments(tmp_path, "--base", "main")
+    given.compare = False
+    with pytest.raises(UserError, match="--base: a commit is only measured for a verdict"):
+        throughput.run(given)
 
 
 def test_an_unknown_commit_is_told(monkeypatch, tmp_path):

@@ -49,14 +49,14 @@ def arguments(folder: Path, *more: str) -> argparse.Namespace:
 class Measured:
     """Rounds whose seconds follow from the processes; what fails is named by a part of its arguments."""
 
-    def __init__(self, fails: str = "nothing", times: float = 1.0) -> None:
-        self.fails, self.times, self.asked = fails, times, list[str]()
+    def __init__(self, fails: str = "nothing", times: float = 1.0, after: int = 0) -> None:
+        self.fails, self.times, self.after, self.asked = fails, times, after, list[str]()
 
     def __call__(self, package: Path | None, shape: Any) -> dict[str, Any]:
         asked = " ".join(shape)
         self.asked.append(asked)
-        if self.fails in asked:
-            raise WorkerError("rank 0 is out of memory")
+        if self.fails in asked and len(self.asked) > self.after:
+            raise WorkerError("megarl bench ended with exit code 1:\nrank 0 is out of memory\n")
         nproc = int(re.search(r"--nproc (\d)", asked)[1])
         seconds = self.times * 2.0 / nproc * (1 + 0.004 * (len(self.asked) % 5))
         return result(seconds, nproc) | {"overrides": [one for one in shape if "=" in one]}
@@ -102,8 +102,35 @@ def test_a_combination_that_fails_is_told_and_the_others_go_on(small, tmp_path, 
     assert len(measured.asked) == 4  # three of the first, one of the other
     (line,) = read_jsonl(tmp_path / "history.jsonl")
     assert line["cell"]["layout"] == "one"
-    assert "failed: mini, tensor parallel, fp32\nrank 0 is out of memory" in capsys.readouterr().out
+    assert "failed: mini, tensor parallel, fp32\nmegarl bench ended with" in capsys.readouterr().out
     assert "mini, tensor parallel, fp32: failed: rank 0 is out of memory" in (tmp_path / "history.html").read_text()
+
+
+def test_one_that_fails_in_its_last_round_keeps_the_rounds_before(small, tmp_path):
+    compared = arguments(tmp_path, "--matrix", str(small), "--compare")
+    assert history.compare(compared, Measured(fails="tp=2", after=4)) == 1
+    lines = read_jsonl(tmp_path / "history.jsonl")
+    assert [len(line["rounds"]) for line in lines] == [3, 2]
+    assert "out of memory" in lines[1]["failed"]
+    assert history.alike(lines[1], lines) == []  # nothing is held against it
+
+
+def test_rounds_that_are_over_outlive_a_session_that_is_stopped(small, tmp_path):
+    class Stopped(Measured):
+        def __call__(self, package: Path | None, shape: Any) -> dict[str, Any]:
+            if len(self.asked) == 3:
+                raise KeyboardInterrupt
+            return super().__call__(package, shape)
+
+    with pytest.raises(KeyboardInterrupt):
+        history.compare(arguments(tmp_path, "--matrix", str(small)), Stopped())
+    kept = read_jsonl(tmp_path / "history.rounds.jsonl")
+    assert [(one["cell"]["layout"], one["round"]) for one in kept] == [
+        ("one", 1),
+        ("tensor parallel", 1),
+        ("one", 2),
+    ]
+    assert kept[0]["result"]["summary"]["wall_s"] > 0
 
 
 def test_the_page_shows_the_matrix_and_needs_no_network(small, tmp_path):
@@ -132,6 +159,17 @@ def test_nothing_that_can_run_is_the_users_to_fix(tmp_path):
         ("axes: {model: {S: [case]}}", "these are no settings"),
         ("axes: {layout: {one: {nproc: 1}}}", "no axis sets a case"),
         ("axes: {model: {S: {case: S}}}\nrounds: few", "not a number of them"),
+        ("axes: {model: {S: {case: S}}}\nlimit_s: 0", "not a number of them"),
+        ("axes: {model: {S: {case: S}, M: {}}}", "axes.model.M: this name sets no case"),
+        ("axes: {model: {S: {case: 5}}}", "axes.model.S.case: not what it can be"),
+        ("axes: {model: {S: {case: S, nproc: 0}}}", "axes.model.S.nproc: not what it can be"),
+        ("axes: {model: {S: {case: S, nproc: two}}}", "axes.model.S.nproc: not what it can be"),
+        ("axes: {model: {1: {case: S}}}", "this name is no text"),
+        ("axes: {model: {S: {case: S, nproc: 1}}, layout: {two: {nproc: 2}}}", "axis model sets nproc as well"),
+        (
+            "axes: {model: {S: {case: S, actor.parallel.tp: 1}}, layout: {two: {actor.parallel: {tp: 2}}}}",
+            "axis model sets actor.parallel.tp as well",
+        ),
     ],
 )
 def test_a_file_that_is_no_matrix_is_told(tmp_path, text, said):
@@ -181,6 +219,24 @@ def test_a_published_figure_stands_beside_a_case_with_its_settings(figure):
     assert least < figure.tokens_per_s_per_gpu < 1.2 * least
 
 
+@pytest.mark.parametrize(
+    ("case", "servers", "gpus"),
+    [
+        ("llama31_8b_h100x16", "servers=16", 16),  # on the trainer's
+        ("llama31_8b_h100x16_ahead", "urls=[%s]", 16),  # on those of the team that generates
+        ("llama31_8b_h100x16_ahead", "urls=[%s,http://more:1]", 17),
+        ("S", "urls=[%s]", 9),
+    ],
+)
+def test_servers_use_the_gpus_of_the_team_that_generates(case, servers, gpus):
+    from megarl.benchmarks.measure import gpus_of, settle
+
+    urls = ",".join(f"http://host:{port}" for port in range(1, 9))
+    given = ["rollout.engine=sglang", f"rollout.sglang.{servers % urls if '%s' in servers else servers}"]
+    config, _ = settle(case, overrides=given, nproc=1 if case == "S" else None)
+    assert gpus_of(config) == gpus
+
+
 def line(**changed: Any) -> dict[str, Any]:
     made = {"case": "llama31_8b_h100x16", "dtype": "bf16", "overrides": [], "gpus": 16, "commit": "abc"}
     return made | {"machine": {"gpus": ["NVIDIA H100 80GB HBM3"] * 8}, "tokens_per_s": 16_000.0} | changed
@@ -193,7 +249,8 @@ def ours(*lines: dict[str, Any]) -> str:
 def test_ours_stands_beside_theirs_where_work_and_gpus_are_the_same():
     row = published.rows([line()], ["llama31_8b_h100x16"])[0]
     assert row[3:] == ("16 x H100", "1,562", "1,000 (abc)", "0.64")
-    assert ours(line(overrides=["actor.parallel.tp=2"])) == "1,000 (abc)"
+    for how in ("actor.parallel.tp=2", 'actor.parallel={"tp":2}', "rollout.sglang.urls=[]", "sync.bucket_mb=512"):
+        assert ours(line(overrides=[how])) == "1,000 (abc)"
     assert ours(line(commit="old"), line(), line(tokens_per_s=32_000.0)) == "2,000 (abc)"
 
 
@@ -205,6 +262,10 @@ def test_ours_stands_beside_theirs_where_work_and_gpus_are_the_same():
         {"machine": {"gpus": []}},
         {"dtype": "fp32"},
         {"overrides": ["rollout.sampling.max_new_tokens=64"]},
+        {"overrides": ['rollout.sglang.extra_args=["--quantization","fp8"]']},
+        {"overrides": ['rollout.sglang={"extra_args":[]}']},
+        {"overrides": ["rollout.engine_of_another_kind=1"]},
+        {"overrides": ["sync.fp8=true"]},
         {"case": "bench_S"},
     ],
 )

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from megarl.benchmarks.peers import slime, verl
-from megarl.benchmarks.peers.work import main, work_of
+from megarl.benchmarks.case import case_file
+from megarl.benchmarks.peers import slime, verl, work
+from megarl.benchmarks.peers.work import Peer, main, work_of
 from megarl.errors import UserError
 
 CASE = "llama31_8b_h100x16"
@@ -19,13 +21,13 @@ GIVEN = Namespace(python="python3", slime_root=Path("/a checkout"), checkpoint=P
 
 
 def verl_settings(case: str = CASE) -> dict[str, str]:
-    made = verl.command(work_of(case, "verl", None, Path("rows.parquet")), GIVEN)
+    made = verl.command(work_of(case, "verl", None, Path("rows.parquet"), verl.no_such), GIVEN)
     assert made[:3] == ["python3", "-m", "verl.trainer.main_ppo"]
     return dict(one.split("=", 1) for one in made[4:])
 
 
 def slime_arguments(case: str = CASE) -> dict[str, str]:
-    shell, _, script = slime.command(work_of(case, "slime", None, Path("rows.jsonl")), GIVEN)
+    shell, _, script = slime.command(work_of(case, "slime", None, Path("rows.jsonl"), slime.no_such), GIVEN)
     assert shell == "bash"
     words = shlex.split(script)
     assert words[:2] == ["source", "/a checkout/scripts/models/llama3.1-8B-Instruct.sh"]
@@ -79,12 +81,62 @@ def test_slime_does_the_work_of_the_case():
     assert {"--colocate", "--calculate-per-token-loss", "--apply-chat-template"} <= set(made)
 
 
-@pytest.mark.parametrize("case", ["qwen25_1p5b_h100x1", "llama31_8b_h100x8", "qwen3_30b_a3b_h100x32"])
+@pytest.mark.parametrize("case", ["llama31_8b_h100x8", "qwen3_30b_a3b_h100x32"])
 def test_every_case_of_one_team_has_a_command(case):
     settings = verl_settings(case)
-    work = work_of(case, "slime", None, Path("rows.jsonl"))
+    work = work_of(case, "slime", None, Path("rows.jsonl"), slime.no_such)
     assert int(settings["trainer.nnodes"]) * int(settings["trainer.n_gpus_per_node"]) == work.config.cluster.nproc
     assert slime.command(work, GIVEN)
+
+
+def test_a_case_without_a_chat_template_is_only_for_slime():
+    work = work_of("qwen25_1p5b_h100x1", "slime", None, Path("rows.jsonl"), slime.no_such)
+    assert "--apply-chat-template" not in shlex.split(slime.command(work, GIVEN)[2])
+    with pytest.raises(UserError, match=r"data\.chat_template: no command of verl"):
+        verl_settings("qwen25_1p5b_h100x1")
+
+
+def changed(folder: Path, text: str) -> str:
+    """The case with other settings."""
+    file = folder / "changed.yaml"
+    file.write_text(f"extends: {case_file(CASE)}\nname: changed\n{text}\n")
+    return str(file)
+
+
+def test_settings_of_the_algorithm_are_passed_on(tmp_path):
+    own = "advantage: {norm_by_std: false}, loss: {clip_low: 0.1, dual_clip: 5.0}"
+    case = changed(tmp_path, f"algorithm: {{{own}, kl: {{use: loss, estimator: mse}}}}")
+    made, actor = verl_settings(case), "actor_rollout_ref.actor"
+    assert made["algorithm.norm_adv_by_std_in_grpo"] == "false"
+    assert [made[f"{actor}.{key}"] for key in ("kl_loss_type", "clip_ratio_low", "clip_ratio_c")] == [
+        "mse",
+        "0.1",
+        "5.0",
+    ]
+    given = slime_arguments(case)
+    assert "--disable-grpo-std-normalization" in given
+    assert (given["--kl-loss-type"], given["--eps-clip"], given["--eps-clip-c"]) == ("k2", "0.1", "5.0")
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "peers"),
+    [
+        ("algorithm: {loss: {name: gspo}}", "algorithm.loss.name", ["verl", "slime"]),
+        ("algorithm: {kl: {estimator: abs}}", "algorithm.kl.estimator", ["slime"]),
+        ("algorithm: {kl: {estimator: low_var_kl+}}", "algorithm.kl.estimator", ["verl", "slime"]),
+        ("algorithm: {loss: {dual_clip: null}}", "algorithm.loss.dual_clip", ["verl"]),
+        ("actor: {ppo_epochs: 2}", "actor.ppo_epochs", ["slime"]),
+        ("rollout: {sampling: {ignore_eos: true}}", "rollout.sampling.ignore_eos", ["slime"]),
+    ],
+)
+def test_what_a_peer_has_no_argument_for_is_refused(tmp_path, text, key, peers):
+    case = changed(tmp_path, text)
+    for name, made in (("verl", verl_settings), ("slime", slime_arguments)):
+        if name in peers:
+            with pytest.raises(UserError, match=f"{key}: no command of {name}"):
+                made(case)
+        else:
+            assert made(case)
 
 
 @pytest.mark.parametrize(
@@ -128,3 +180,31 @@ def test_print_needs_no_package_and_a_run_says_that_it_is_missing(capsys):
     assert "trainer.total_training_steps=6" in capsys.readouterr().out
     assert main(verl.PEER, "", ["--case", CASE]) == 2
     assert "--python: verl does not import there" in capsys.readouterr().err
+
+
+def stand_in(program: str, argv: list[str]) -> int:
+    """A run of a peer that is this program; a package that is there stands for its own."""
+
+    def write(work: work.Work) -> None:
+        work.rows.write_text("")
+
+    def command(work: work.Work, arguments: Namespace) -> list[str]:
+        return [sys.executable, "-c", program]
+
+    return main(Peer("json", ".jsonl", command, write, slime.per_gpu), "", ["--case", CASE, *argv])
+
+
+def test_a_log_on_standard_error_is_read(tmp_path, capsys):
+    perf = {"perf/actor_train_tok_per_s": 64_000.0, "perf/actor_train_time": 20.0, "perf/step_time": 80.0}
+    program = f"import logging; logging.basicConfig(level=20); [logging.info('perf %d: %s', n, {perf}) for n in (0, 1)]"
+    argv = ["--data", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    assert stand_in(program, argv) == 0
+    assert json.loads((tmp_path / "out.json").read_text())["tokens_per_s_per_gpu"] == [1000.0]  # the first warms up
+    assert stand_in("print('nothing of a step')", argv) == 1
+    assert "names no step:\nnothing of a step" in capsys.readouterr().err
+
+
+def test_an_import_that_hangs_is_told(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(work, "_IMPORT_S", 0.001)
+    assert stand_in("", ["--data", str(tmp_path)]) == 2
+    assert "not within 0.001 s" in capsys.readouterr().err

@@ -27,17 +27,34 @@ def test_a_program_that_fails_says_why() -> None:
         run_program([sys.executable, "-c", "import sys; print('no luck', file=sys.stderr); sys.exit(3)"])
 
 
+def test_errors_are_part_of_the_output_where_they_are_asked_for() -> None:
+    code = "import sys; print('out', flush=True); print('log', file=sys.stderr)"
+
+    assert run_program([sys.executable, "-c", code], merged=True)[0] == "out\nlog\n"
+
+
+def test_a_program_that_hangs_is_stopped_at_its_limit() -> None:
+    code = "import sys, time; print('waiting for a peer', file=sys.stderr, flush=True); time.sleep(60)"
+
+    with pytest.raises(WorkerError, match=r"did not end within 2 s, and was stopped; it said last:\nwaiting"):
+        run_program([sys.executable, "-c", code], limit_s=2)
+
+
 @pytest.mark.procs
 @pytest.mark.parametrize("levels", [1, 2])  # a round of --compare is a benchmark of its own
-def test_a_program_ends_with_the_benchmark(tmp_path: Path, levels: int) -> None:
+@pytest.mark.parametrize("ignores", [False, True])  # SIGTERM, and writes more than a pipe holds
+def test_a_program_ends_with_the_benchmark(tmp_path: Path, levels: int, ignores: bool) -> None:
     mark = tmp_path / "pid"
-    outer = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    outer = f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(120)"
+    if ignores:
+        outer = f"import signal; signal.signal(15, lambda *_: print('x' * 200_000)); {outer}"
     for _ in range(levels):
         outer = (
             "import sys; from megarl.benchmarks.program import run_program; "
             f"run_program([sys.executable, '-c', {outer!r}])"
         )
-    with subprocess.Popen([sys.executable, "-c", outer]) as bench:
+    grace = {"MEGARL_BENCH_GRACE_S": "7"}  # 5 s at the second level
+    with subprocess.Popen([sys.executable, "-c", outer], env=os.environ | grace) as bench:
         deadline = time.monotonic() + 60
         while not (mark.exists() and mark.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)
