@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl import cli
+from megarl.checks.plan_recipe import write_recipe
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
+from tests.planning.planned import H100
+from tests.planning.test_search import search
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 BIG = "grpo_qwen3_8b_8gpu"
@@ -144,6 +148,25 @@ def test_teams_that_are_gone_are_replaced(tmp_path, capsys):
     config = load_config(file, components=COMPONENTS)
     assert (not config.placement.teams) == ("!replace" in text)
     assert cli.main(["train", str(file), "--dry-run"]) == 0
+
+
+def test_teams_that_are_left_are_written_whole(tmp_path):
+    """A mapping that replaces another inherits nothing of it."""
+    own, after = tmp_path / "mine.yaml", tmp_path / "after.yaml"
+    teams = "{train: {roles: [actor], devices: 2}, frozen: {roles: [reference], devices: 1}, draw: {roles: [rollout], devices: 1}}"
+    own.write_text(
+        "extends: grpo_async_quickstart\ncluster: {nproc: 4}\n"
+        f"placement: {{teams: !replace {teams}}}\n"
+    )
+    teams = "{train: {roles: [actor, reference], devices: 2}, draw: {roles: [rollout], devices: 2}}"
+    after.write_text(f"extends: mine.yaml\nplacement: {{teams: !replace {teams}}}\n")
+    best = search("grpo_async_quickstart", "model.dtype=bf16", hardware=replace(H100, per_node=4)).run(1).best[0]
+    config = load_config(after, components=COMPONENTS)
+
+    write_recipe(tmp_path / "best.yaml", str(own), replace(best, config=config))
+
+    assert load_config(tmp_path / "best.yaml", components=COMPONENTS).placement == config.placement
+    assert {one.name for one in tmp_path.iterdir()} == {"mine.yaml", "after.yaml", "best.yaml"}
 
 
 def test_an_existing_file_is_not_written_over(tmp_path, capsys):
