@@ -179,7 +179,12 @@ class StepFormulas:
         tokens = min(size / token, servers.max_total_tokens or float("inf"))
         sample = work.prompt + work.lengths.expected
         slots = float(max(1, min(servers.max_concurrency, int(tokens / sample))))
-        return ServerRoom(servers.count, servers.ranks, weights, size, tokens, slots)
+        return ServerRoom(servers.count, servers.ranks, weights, size, tokens, slots, self._longest)
+
+    @property
+    def _longest(self) -> float:
+        """Tokens of the longest sample, prompt included."""
+        return self.config.data.max_prompt_tokens + self.work.lengths.longest
 
     @cached_property
     def server_weights(self) -> float:
@@ -190,14 +195,16 @@ class StepFormulas:
         """Of embedded engines, whose rows are as long as samples may be. `token`: bytes of a token on a rank."""
         config, decoder, team = self.config, self.decoder, self._team(Role.ROLLOUT)
         engines = team.replicas * team.parallel.cp
-        row = (config.data.max_prompt_tokens + self.work.lengths.longest) * token
+        row = self._longest * token
         slots = min(config.rollout.max_running, math.ceil(self.work.number / engines))
         if self.hardware.gpu:
             drawing = next(one for one in self.memory[team.name].moments if one.name == "generation")
             left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(drawing) - row)
             slots = max(1, min(slots, int(left / row)))
         weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
-        return ServerRoom(engines, decoder.tp * decoder.pp, weights, slots * row, slots * row / token, float(slots))
+        tokens = slots * self._longest
+        ranks = decoder.tp * decoder.pp
+        return ServerRoom(engines, ranks, weights, slots * row, tokens, float(slots), self._longest)
 
     def rounds(self) -> float:
         """Times that as many samples are drawn as a step trains on. [G4]"""

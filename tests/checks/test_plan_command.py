@@ -41,6 +41,18 @@ def test_what_does_not_fit_is_said(capsys):
     assert "actor.engine.micro_batch_tokens" in shown
 
 
+@pytest.mark.parametrize("colocated", ["true", "false"])
+def test_servers_that_have_no_room_for_a_sample_are_said(colocated, capsys):
+    """0.15 x 80 GB are less than the weights."""
+    keys = [BIG, f"rollout.sglang.colocated={colocated}", "rollout.sglang.memory_fraction=0.15"]
+    _, shown, _ = run(capsys, *keys)
+    assert "does not fit: an engine has room for 0 tokens" in " ".join(shown.split())
+    _, shown, _ = run(capsys, *keys, "--json")
+    assert "rollout.sglang.memory_fraction" in json.loads(shown)["does_not_fit"][0]
+    _, shown, _ = run(capsys, BIG, "--json")
+    assert json.loads(shown)["does_not_fit"] == []
+
+
 def numbers_of(value):
     """Every mapping that holds a number which the formulas found."""
     if isinstance(value, dict):
@@ -154,10 +166,7 @@ def test_teams_that_are_left_are_written_whole(tmp_path):
     """A mapping that replaces another inherits nothing of it."""
     own, after = tmp_path / "mine.yaml", tmp_path / "after.yaml"
     teams = "{train: {roles: [actor], devices: 2}, frozen: {roles: [reference], devices: 1}, draw: {roles: [rollout], devices: 1}}"
-    own.write_text(
-        "extends: grpo_async_quickstart\ncluster: {nproc: 4}\n"
-        f"placement: {{teams: !replace {teams}}}\n"
-    )
+    own.write_text(f"extends: grpo_async_quickstart\ncluster: {{nproc: 4}}\nplacement: {{teams: !replace {teams}}}\n")
     teams = "{train: {roles: [actor, reference], devices: 2}, draw: {roles: [rollout], devices: 2}}"
     after.write_text(f"extends: mine.yaml\nplacement: {{teams: !replace {teams}}}\n")
     best = search("grpo_async_quickstart", "model.dtype=bf16", hardware=replace(H100, per_node=4)).run(1).best[0]
