@@ -165,7 +165,8 @@ def test_teams_that_are_gone_are_replaced(tmp_path, capsys):
 def test_teams_that_are_left_are_written_whole(tmp_path):
     """A mapping that replaces another inherits nothing of it."""
     own, after = tmp_path / "mine.yaml", tmp_path / "after.yaml"
-    teams = "{train: {roles: [actor], devices: 2}, frozen: {roles: [reference], devices: 1}, draw: {roles: [rollout], devices: 1}}"
+    draw = "draw: {roles: [rollout], devices: 1}"
+    teams = "{train: {roles: [actor], devices: 2}, frozen: {roles: [reference], devices: 1}, " + draw + "}"
     own.write_text(f"extends: grpo_async_quickstart\ncluster: {{nproc: 4}}\nplacement: {{teams: !replace {teams}}}\n")
     teams = "{train: {roles: [actor, reference], devices: 2}, draw: {roles: [rollout], devices: 2}}"
     after.write_text(f"extends: mine.yaml\nplacement: {{teams: !replace {teams}}}\n")
