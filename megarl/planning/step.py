@@ -353,7 +353,9 @@ class StepFormulas:
         """Of a step as `perf/flops` counts them: policy, critic and reference, not a teacher. [F2]"""
         counter, work = FlopCounter.of(self.policy), self.work
         mean = work.lengths.expected
-        draw = counter.generate([work.prompt], [[mean] * work.samples]) * work.groups * self.rounds()
+        uneven = counter.unevenness(work.prompt + mean, work.lengths.variance)
+        draw = counter.generate([work.prompt], [[mean] * work.samples]) + work.samples * uneven
+        draw *= work.groups * self.rounds()
         passes = {True: 0.0, False: 0.0}  # with a vocabulary or without
         for node in self.graph:
             if node.role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE):
@@ -362,7 +364,9 @@ class StepFormulas:
                     Kind.MODEL_INFERENCE: 1.0,
                 }.get(node.declared.kind, 0.0)
                 passes[node.role is not Role.CRITIC] += times
-        each = {head: counter.forward([work.prompt + mean], head_tokens=mean if head else 0) for head in passes}
+        each = {
+            head: counter.forward([work.prompt + mean], head_tokens=mean if head else 0) + uneven for head in passes
+        }
         return draw + work.number * sum(times * each[head] for head, times in passes.items())
 
     def sft(self) -> list[Cost]:
@@ -370,7 +374,9 @@ class StepFormulas:
         if not self.config.sft.steps:
             return []
         model, work = self.model(Role.ACTOR), self.work
-        share = Share(self.config.sft.batch_size / model.replicas, work.prompt, work.lengths.expected)
+        lengths = work.lengths
+        number = self.config.sft.batch_size / model.replicas
+        share = Share(number, work.prompt, lengths.expected, lengths.variance)
         return model.update(share, 1, 1)
 
     def checkpoint(self) -> tuple[float, float, float]:

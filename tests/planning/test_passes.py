@@ -75,6 +75,13 @@ def test_products_are_the_flops_of_the_model_over_its_ranks(facts):
         assert found == pytest.approx(3 * 64 * one / ranks / 989e12)
 
 
+def test_products_of_uneven_lengths_are_the_mean_over_them():
+    """T1. Samples of 512 and 1,536 tokens."""
+    share = Share(64, 256.0, 768.0, 512.0**2)
+    each = [FlopCounter.of(DENSE).forward([length], head_tokens=768.0) for length in (512.0, 1536.0)]
+    assert seconds_by(model().forward(share))["T1"] == pytest.approx(64 * sum(each) / 2 / 989e12)
+
+
 def test_recomputation_adds_a_forward_pass_of_the_layers():
     """T1: full: 4 passes of the layers; selective: attention over the context once more."""
     counter = FlopCounter.of(DENSE)
