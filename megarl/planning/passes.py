@@ -283,9 +283,10 @@ class ModelPass:
         return [Cost("T9", what, seconds, sent)] if seconds else []
 
     def _optimizer(self) -> Cost:
-        """AdamW reads gradient, master and moments, and writes master, moments and the parameter."""
+        """AdamW reads gradient, master and moments, and writes master, moments and the parameter; fp32: its own master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
-        moved = owned * (GRADIENT + 2 * STEP_BYTES[self.dtype] + self._element)
+        read = self._element if self.dtype == "fp32" else 0
+        moved = owned * (GRADIENT + 2 * STEP_BYTES[self.dtype] + read + self._element)
         rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share
         return Cost("T10", "optimizer's step", moved / rate, moved)

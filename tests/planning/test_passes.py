@@ -192,6 +192,8 @@ def test_the_optimizer_moves_30_bytes_of_each_parameter_that_a_rank_owns():
     found = part(model(tp=2).update(SHARE, 1, 1), "T10")
     assert found.bytes == pytest.approx(owned * 30)
     assert found.seconds == pytest.approx(owned * 30 / 3.35e12)
+    single = replace(model(tp=2), dtype="fp32")  # the parameter is its own master: 4, 12 and 12
+    assert part(single.update(SHARE, 1, 1), "T10").bytes == pytest.approx(owned * 28)
 
 
 def test_every_update_of_every_epoch_counts():
