@@ -97,9 +97,7 @@ def _largest(moment: Moment) -> list[Term]:
     return sorted(moment.terms, key=lambda part: -part.bytes)[:3]
 
 
-_WORDS = frozenset(
-    ("phase", "team", "what", "by", "placement", "layout", "moment", "most of it", "recompute", "unit", "")
-)
+_WORDS = frozenset(("phase", "team", "what", "by", "placement, layout, engine", "moment", "most of it", "unit", ""))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -179,16 +177,16 @@ def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
 def found_table(recipe: str, result: SearchResult) -> Table:
     """The best of a search."""
     hardware = result.best[0].plan.hardware
-    without = f", {result.without_room} do not fit" if result.without_room else ""
+    without = f", at least {result.without_room} do not fit" if result.without_room else ""
     title = f"{recipe} on {hardware.describe()}: {result.compared} layouts in placements{without}; by S1, S2, S3, M1"
-    columns = ("s a step", "tokens/s/dev", "MFU", "GB", "placement", "layout", "micro-batch", "recompute", "offload")
-    made = _table(title, *columns)
+    made = _table(title, "s a step", "tokens/s/dev", "MFU", "GB", "placement, layout, engine")
     for one in result.best:
         plan, choice = one.plan, one.choice
         layout = describe_layout(choice.parallel, choice.spread.trainers())
         cells = [f"{plan.step_s:.3g}", f"{plan.per_device:.0f}", f"{plan.mfu:.1%}", f"{plan.fullest.bytes / 1e9:.1f}"]
-        cells += [choice.spread.describe(), layout, str(choice.micro_batch_tokens), choice.recompute]
-        made.add_row(*cells, "yes" if choice.offload else "no")
+        engine = f"micro-batch {choice.micro_batch_tokens}, recompute {choice.recompute}"
+        engine += ", offload" if choice.offload else ""
+        made.add_row(*cells, "\n".join((choice.spread.describe(), layout, engine)), end_section=True)
     return made
 
 

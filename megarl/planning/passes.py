@@ -283,7 +283,7 @@ class ModelPass:
         return [Cost("T9", what, seconds, sent)] if seconds else []
 
     def _optimizer(self) -> Cost:
-        """AdamW reads gradient, master and moments, and writes master, moments and parameter; in fp32 that is the master."""
+        """AdamW reads gradient, master, moments, and writes master, moments, parameter; in fp32 it is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
         read = self._element if self.dtype == "fp32" else 0

@@ -56,7 +56,7 @@ class SearchResult:
     Attributes:
         best: fastest first.
         compared: layouts in placements that were looked at.
-        without_room: of them, those that did not fit into memory.
+        without_room: of them, those that were found not to fit into memory; slower ones were not held against it.
     """
 
     best: tuple[FoundPlan, ...]

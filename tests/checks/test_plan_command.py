@@ -187,6 +187,15 @@ def test_an_existing_file_is_not_written_over(tmp_path, capsys):
     assert "there is such a file" in complaint
 
 
+def test_a_search_is_read_in_80_columns(capsys, monkeypatch):
+    """Layouts slower than the best are not held against memory, so that what does not fit are at least so many."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, shown, _ = run(capsys, "grpo_qwen3_30b_a3b_32gpu", "--search", "--top", "3", "--hardware", "h100x8x4")
+    assert re.search(r"at least \d+ do not fit", " ".join(shown.split()))
+    assert re.search(r"│ 32 together, 8 servers tp4, shared +│", shown)
+    assert len(shown.splitlines()) < 20
+
+
 def test_a_search_as_json(capsys):
     code, shown, _ = run(capsys, BIG, "--search", "--top", "3", "--json")
     found = json.loads(shown)
