@@ -24,11 +24,17 @@ def write_recipe(file: Path, recipe: str, best: FoundPlan) -> None:
     ]
     file.parent.mkdir(parents=True, exist_ok=True)
     body = to_yaml({"extends": _parent(recipe, file), **changed})
-    file.write_text("\n".join([*head, _replacing(body, before.placement.teams, best.config.placement.teams)]))
-    again = load_config(file, components=COMPONENTS)
-    assert dump_config(again) == dump_config(best.config.model_copy(update={"name": again.name})), (
-        "what is written is read"
-    )
+    text = "\n".join([*head, _replacing(body, before.placement.teams, best.config.placement.teams)])
+    draft = file.with_name(f".{file.stem}.draft.yaml")  # beside it, since the recipe is named from there
+    try:
+        draft.write_text(text)
+        again = load_config(draft, components=COMPONENTS)
+        assert dump_config(again) == dump_config(best.config.model_copy(update={"name": again.name})), (
+            "what is written is read"
+        )
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _parent(recipe: str, file: Path) -> str:
@@ -40,21 +46,22 @@ def _parent(recipe: str, file: Path) -> str:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Keys of `after` with other values than in `before`, nested."""
+    """Keys of `after` with other values than in `before`, nested; a mapping that lost keys is there as a whole."""
     found: dict[str, Any] = {}
     for key, value in after.items():
         old = before.get(key)
         if isinstance(value, dict) and isinstance(old, dict):
-            inner = differences(old, value)
-            if inner or set(old) - set(value):
-                found[key] = inner or value
+            if set(old) - set(value):
+                found[key] = value
+            elif inner := differences(old, value):
+                found[key] = inner
         elif key not in before or value != old:
             found[key] = value
     return found
 
 
 def _replacing(body: str, before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Teams that are gone go with a tag: mappings are merged otherwise."""
+    """Where teams are gone, those that are left replace all: mappings are merged otherwise."""
     if not set(before) - set(after):
         return body
     lines = body.splitlines(keepends=True)

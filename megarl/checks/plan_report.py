@@ -9,12 +9,15 @@ from megarl.checks.descriptors import descriptors, group_sizes
 from megarl.checks.host import host_memory
 from megarl.config.run import RunConfig
 from megarl.planning.memory import Moment, Term
-from megarl.planning.outcome import StepPlan
+from megarl.planning.outcome import ROOM_KEYS, StepPlan
 from megarl.planning.search import FoundPlan, SearchResult, describe_layout
 from megarl.planning.shards import Sizes
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+_GOES_BY = "what it goes by:"
 
 
 @dataclass(frozen=True)
@@ -71,12 +74,22 @@ def tables(recipe: str, plan: StepPlan, rest: list[Figure]) -> list[Table | str]
     """A plan as tables, and whether it fits."""
     shown: list[Table | str] = [_phases(recipe, plan), _numbers([*figures(plan), *rest]), _memory(plan)]
     shown.append(f"hardware: {plan.hardware.source}")
-    fullest, limit = plan.fullest, plan.hardware.memory_gb
+    return [*shown, *(f"does not fit: {one}" for one in misfits(plan))]
+
+
+def misfits(plan: StepPlan) -> list[str]:
+    """What has no room in memory, and the keys that it goes by; none: all fits."""
+    found = []
+    fullest, limit, room = plan.fullest, plan.hardware.memory_gb, plan.room
     if fullest.bytes > limit * 1e9:
         keys = "; ".join(dict.fromkeys(part.keys for part in _largest(fullest.moment)))
-        size = f"{fullest.bytes / 1e9:,.1f} of {limit:.3g} GB"
-        shown.append(f"does not fit: {fullest.moment.name} holds {size}; what it goes by: {keys}")
-    return shown
+        found.append(f"{fullest.moment.name} holds {fullest.bytes / 1e9:,.1f} of {limit:.3g} GB; {_GOES_BY} {keys}")
+    if not room.fits:
+        found.append(
+            f"an engine has room for {int(room.tokens):,} tokens next to {room.weights / 1e9:,.1f} GB of weights on a "
+            f"device, and the longest sample has {room.longest:,.0f}; {_GOES_BY} {ROOM_KEYS}"
+        )
+    return found
 
 
 def _largest(moment: Moment) -> list[Term]:
@@ -84,7 +97,7 @@ def _largest(moment: Moment) -> list[Term]:
     return sorted(moment.terms, key=lambda part: -part.bytes)[:3]
 
 
-_WORDS = frozenset(("phase", "team", "what", "by", "placement", "layout", "moment", "most of it", "recompute", "unit"))
+_WORDS = frozenset(("phase", "team", "what", "by", "placement, layout, engine", "moment", "most of it", "unit", ""))
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -92,19 +105,7 @@ def _table(title: str, *columns: str) -> Table:
 
     made = Table(title=title, title_justify="left")
     for column in columns:
-        words = column in (
-            "phase",
-            "team",
-            "what",
-            "by",
-            "placement",
-            "layout",
-            "moment",
-            "most of it",
-            "recompute",
-            "",
-        )
-        made.add_column(column, justify="left" if words else "right", overflow="fold")
+        made.add_column(column, justify="left" if column in _WORDS else "right", overflow="fold")
     return made
 
 
@@ -168,6 +169,7 @@ def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
             }
             for one in plan.filled
         ],
+        "does_not_fit": misfits(plan),
         "assumptions": asdict(plan.given),
     }
 
@@ -175,16 +177,16 @@ def as_json(recipe: str, plan: StepPlan, rest: list[Figure]) -> dict[str, Any]:
 def found_table(recipe: str, result: SearchResult) -> Table:
     """The best of a search."""
     hardware = result.best[0].plan.hardware
-    without = f", {result.without_room} do not fit" if result.without_room else ""
+    without = f", at least {result.without_room} do not fit" if result.without_room else ""
     title = f"{recipe} on {hardware.describe()}: {result.compared} layouts in placements{without}; by S1, S2, S3, M1"
-    columns = ("s a step", "tokens/s/dev", "MFU", "GB", "placement", "layout", "micro-batch", "recompute", "offload")
-    made = _table(title, *columns)
+    made = _table(title, "s a step", "tokens/s/dev", "MFU", "GB", "placement, layout, engine")
     for one in result.best:
         plan, choice = one.plan, one.choice
         layout = describe_layout(choice.parallel, choice.spread.trainers())
         cells = [f"{plan.step_s:.3g}", f"{plan.per_device:.0f}", f"{plan.mfu:.1%}", f"{plan.fullest.bytes / 1e9:.1f}"]
-        cells += [choice.spread.describe(), layout, str(choice.micro_batch_tokens), choice.recompute]
-        made.add_row(*cells, "yes" if choice.offload else "no")
+        engine = f"micro-batch {choice.micro_batch_tokens}, recompute {choice.recompute}"
+        engine += ", offload" if choice.offload else ""
+        made.add_row(*cells, "\n".join((choice.spread.describe(), layout, engine)), end_section=True)
     return made
 
 

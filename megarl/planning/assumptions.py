@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
@@ -10,12 +11,21 @@ from megarl.errors import ConfigError, close_matches
 
 T = TypeVar("T")
 
+#: By name, those of `megarl simulate` among them: shares that something is divided by, and other divisors.
+_SHARES = frozenset(
+    (
+        *("gemm_share", "expert_share", "memory_share", "node_share", "link_share", "host_share", "read_share"),
+        *("train_mfu", "prefill_mfu", "server_memory", "kept_groups", "usable_memory"),
+    )
+)
+_DIVISORS = frozenset(("disk_gb_s", "memory_tb_s", "peak_tflops", "link_gbit", "link_times"))
+
 
 def assume(base: T, values: Mapping[str, str]) -> T:
     """A dataclass of numbers with some of them replaced by name.
 
     Raises:
-        ConfigError: there is no such name, or the value is no number from 0 on.
+        ConfigError: there is no such name, or the value is no number that it may have.
     """
     names = [one.name for one in fields(base)]  # type: ignore[arg-type]
     changed: dict[str, Any] = {}
@@ -38,8 +48,16 @@ def _number(name: str, text: str) -> float:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ConfigError("this is no number", where=f"--assume {name}", found=text, allowed="a number from 0 on")
+    if name in _SHARES:
+        good, allowed = 0 < value <= 1, "a number above 0, at most 1"
+    elif name == "overlap_share":  # nothing is divided by it
+        good, allowed = 0 <= value <= 1, "a number from 0 to 1"
+    elif name in _DIVISORS:
+        good, allowed = 0 < value < math.inf, "a number above 0"
+    else:
+        good, allowed = 0 <= value < math.inf, "a number from 0 on"
+    if not good:
+        raise ConfigError("this is no such number", where=f"--assume {name}", found=text, allowed=allowed)
     return value
 
 

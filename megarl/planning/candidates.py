@@ -21,7 +21,7 @@ from megarl.config.placement import TeamConfig
 from megarl.config.run import RunConfig
 from megarl.dag.shares import batch_sizes
 from megarl.dag.stage import Role
-from megarl.errors import ConfigError
+from megarl.errors import ConfigError, count
 from megarl.planning.hardware import Hardware
 from megarl.planning.step import server_devices
 
@@ -65,9 +65,9 @@ class Spread:
         else:
             said = f"{self.workers} together"
         if self.drawing is not None and self.drawing.tp > 1:
-            said += f" of tp {self.drawing.tp}"
+            said += f" tp{self.drawing.tp}"
         if self.servers:
-            said += f", {self.servers} servers of tp {self.tp_size} {'on them' if self.colocated else 'apart'}"
+            said += f", {count(self.servers, 'server')} tp{self.tp_size}, {'shared' if self.colocated else 'apart'}"
         return said
 
 

@@ -115,7 +115,8 @@ class Decoder:
         """What a step takes, where so many engines share its samples evenly. [G3]
 
         Of N samples of an engine at most S run side by side. Until the last S of them have begun, S run all the time:
-        (N - S) / S x mean tokens steps. Then they end one by one: after t steps N x P(length > t) are left.
+        (N - S) / S x mean tokens steps. Then they end one by one: after t steps N x P(length > t) are left. While all
+        places are taken, longer samples hold them for longer: with E[length^2] / (2 E[length]) tokens on average.
 
         Args:
             work: samples of a step.
@@ -129,7 +130,7 @@ class Decoder:
         lengths, prompt = work.lengths, work.prompt
         full = number if flows else number - side
         steps = full / side * lengths.expected
-        each, bytes_ = self.step(side, prompt + lengths.expected / 2)
+        each, bytes_ = self.step(side, prompt + lengths.expected * (1 + lengths.variation**2) / 2)
         seconds, read = steps * each, steps * bytes_
         for begin, end in [] if flows else steps_of(lengths.longest_of(side)):
             middle = (begin + end) / 2

@@ -91,6 +91,14 @@ class FlopCounter:
         head = tokens if head_tokens is None else head_tokens
         return tokens * self.per_token + scores + head * self.per_head_token
 
+    def unevenness(self, length: float, variance: float) -> float:
+        """FLOPs that a sequence takes above those of the mean length, on average: E[n^2] is mean^2 and the variance.
+
+        Only pairs grow with the square, and those of a window that is shorter than the mean do not.
+        """
+        grows = sum(each for window, each in self.per_pair.items() if window is None or length <= window)
+        return variance / 2 * grows
+
     def train(self, lengths: Sequence[float], head_tokens: float | None = None) -> float:
         """Forward and backward over whole sequences: three forward passes."""
         return (1 + BACKWARD) * self.forward(lengths, head_tokens)

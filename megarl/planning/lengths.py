@@ -59,6 +59,11 @@ class Lengths:
         """Standard deviation over mean, after the cut."""
         return math.sqrt(max(0.0, self._moment(2) / self.expected**2 - 1))
 
+    @property
+    def variance(self) -> float:
+        """Tokens squared, after the cut."""
+        return (self.variation * self.expected) ** 2
+
     def above(self, tokens: float) -> float:
         """Share of the responses that have more than so many tokens."""
         if tokens >= self.longest:

@@ -10,6 +10,12 @@ from megarl.planning.hardware import Hardware
 from megarl.planning.memory import Moment
 from megarl.planning.passes import Cost, total
 
+ROOM_KEYS = (
+    "rollout.sglang.memory_fraction, rollout.sglang.max_total_tokens, rollout.sglang.tp_size, "
+    "rollout.sampling.max_new_tokens"
+)
+"""What a server's room for keys and values goes by."""
+
 
 @dataclass(frozen=True)
 class PlannedPhase:
@@ -41,9 +47,10 @@ class ServerRoom:
         engines: how many there are.
         ranks: devices of each.
         weights: bytes of weights of a device.
-        bytes: of a device, for keys and values; None: they are as many as are asked for.
+        bytes: of a device, for keys and values.
         tokens: that fit into one engine.
-        slots: samples that it decodes side by side.
+        slots: samples that it decodes side by side; 1 where not even one fits.
+        longest: tokens of the longest sample, prompt included.
     """
 
     engines: int
@@ -52,6 +59,12 @@ class ServerRoom:
     bytes: float
     tokens: float
     slots: float
+    longest: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether the longest sample does."""
+        return self.tokens >= self.longest
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from megarl.artifacts.facts import ModelFacts
@@ -141,7 +141,7 @@ class ModelPass:
 
     def _passes(self, share: Share, *, train: bool) -> list[Cost]:
         count = self.micro_batches(share)
-        one = Share(share.samples / count, share.prompt, share.response)
+        one = replace(share, samples=share.samples / count)
         parts = [part for part in self._micro_batch(one, train=train) if part.seconds]
         waits = (self.parallel.pp - 1) / (self.parallel.vpp or 1)
         bubble = Cost("T8", f"pipeline bubble, {count} micro-batches", waits * total(parts))
@@ -184,6 +184,7 @@ class ModelPass:
     def _scores(self, share: Share) -> float:
         """FLOPs of attention over the context, in all layers."""
         whole = self._counter.forward([share.length], head_tokens=0)
+        whole += self._counter.unevenness(share.length, share.variance)
         return share.samples * (whole - share.length * self._counter.per_token)
 
     def _filled(self, rows: float) -> float:
@@ -196,7 +197,8 @@ class ModelPass:
         split = 2 * (facts.heads + facts.kv_heads) * facts.head_dim + 3 * width
         elements = share.tokens / parallel.cp * (4 * facts.hidden / self._split_residual + split / parallel.tp)
         if not self.hardware.gpu:  # attention writes its probabilities
-            elements += share.samples * facts.heads / parallel.tp * share.length**2 / parallel.cp
+            square = share.length**2 + share.variance
+            elements += share.samples * facts.heads / parallel.tp * square / parallel.cp
         elements *= facts.layers / parallel.pp
         moved = self.given.element_bytes / (self.hardware.memory_tb_s * 1e12 * self.given.memory_share)
         return elements * passes / 3 * max(moved, self.given.element_flops / self.hardware.peak("fp32"))
@@ -281,9 +283,10 @@ class ModelPass:
         return [Cost("T9", what, seconds, sent)] if seconds else []
 
     def _optimizer(self) -> Cost:
-        """AdamW reads gradient, master and moments, and writes master, moments and the parameter."""
+        """AdamW reads gradient, master, moments, and writes master, moments, parameter; in fp32 it is the master."""
         engine = EngineConfig(distributed_optimizer=self.engine.distributed_optimizer)
         owned = _owned(self.facts, self.parallel, engine, self.replicas, self.value_head)
-        moved = owned * (GRADIENT + 2 * STEP_BYTES[self.dtype] + self._element)
+        read = self._element if self.dtype == "fp32" else 0
+        moved = owned * (GRADIENT + 2 * STEP_BYTES[self.dtype] + read + self._element)
         rate = self.hardware.memory_tb_s * 1e12 * self.given.memory_share
         return Cost("T10", "optimizer's step", moved / rate, moved)

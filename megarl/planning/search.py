@@ -24,7 +24,7 @@ from megarl.planning.candidates import RECOMPUTE, Choice, Space, Spread
 from megarl.planning.drawing import Decoder
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import Hardware
-from megarl.planning.outcome import Filled, StepPlan, held
+from megarl.planning.outcome import ROOM_KEYS, Filled, StepPlan, held
 from megarl.planning.passes import Cost, total
 from megarl.planning.shards import Sizes, state_bytes
 from megarl.planning.step import StepFormulas
@@ -56,7 +56,7 @@ class SearchResult:
     Attributes:
         best: fastest first.
         compared: layouts in placements that were looked at.
-        without_room: of them, those that did not fit into memory.
+        without_room: of them, those that were found not to fit into memory; slower ones were not held against it.
     """
 
     best: tuple[FoundPlan, ...]
@@ -95,6 +95,7 @@ class Search:
         self.limit = given.usable_memory * hardware.memory_gb * 1e9
         self._memo: dict[tuple[object, ...], list[Cost]] = {}
         self._nearest: tuple[float, Choice, Filled | None] | None = None
+        self._only_samples = False  # that servers have no room for is what some choice lacks, and nothing else
 
     def run(self, top: int = 10) -> SearchResult:
         """The fastest choices that fit, at most one of each placement and layout.
@@ -242,8 +243,8 @@ class Search:
         if fullest.bytes > self.limit:
             self._note(choice, formulas)
             return False
-        servers = choice.spread.servers and not choice.spread.colocated and self._hardware.gpu
-        return not servers or formulas.room.bytes >= self._sample(formulas)
+        self._only_samples |= not formulas.room.fits
+        return formulas.room.fits
 
     def _note(self, choice: Choice, formulas: StepFormulas) -> None:
         """Remember what came nearest to fitting; where the state fits, the rest counts."""
@@ -268,6 +269,13 @@ class Search:
         )
 
     def _without_room(self, compared: int) -> ConfigError:
+        if self._only_samples:
+            return ConfigError(
+                f"in none of {compared} layouts servers have room for the longest sample",
+                where="--search",
+                found="too little room for keys and values",
+                fix=f"what it goes by: {ROOM_KEYS}",
+            )
         assert self._nearest is not None, "what does not fit was noted"
         size, choice, fullest = self._nearest
         if fullest is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 
 from megarl.architectures import ARCHITECTURES
 from megarl.architectures.tensors import Part
@@ -39,7 +40,7 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head:
     Args:
         value_head: one value per token in place of a vocabulary.
     """
-    part = _elements(facts, parallel)
+    part = _elements(facts, parallel.tp, parallel.expert_tp)
     share: dict[Part, float] = {
         "layer": 1.0,
         "dense": facts.copies["mlp"] / facts.layers,
@@ -56,12 +57,13 @@ def stage_parameters(facts: ModelFacts, parallel: ParallelConfig, *, value_head:
     return dense, layers * part["expert"] * facts.experts / parallel.ep * share["moe"]
 
 
-def _elements(facts: ModelFacts, parallel: ParallelConfig) -> dict[Part, int]:
-    """Elements of each part of the model that a rank holds: of one layer, and of one expert."""
+@lru_cache(maxsize=4096)
+def _elements(facts: ModelFacts, tp: int, expert_tp: int) -> Mapping[Part, int]:
+    """Elements of each part of the model that a rank holds: of one layer, and of one expert. A search asks often."""
     size = facts.dimensions
     found: dict[Part, int] = dict.fromkeys(("embedding", "layer", "dense", "moe", "expert", "final"), 0)
     for rule in ARCHITECTURES[facts.model_type].tensors:
-        ways = parallel.expert_tp if rule.part == "expert" else parallel.tp
+        ways = expert_tp if rule.part == "expert" else tp
         for source in rule.sources:
             rows, *rest = (size[dimension] for dimension in source.shape)
             count = rows * math.prod(rest)

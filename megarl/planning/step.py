@@ -179,7 +179,12 @@ class StepFormulas:
         tokens = min(size / token, servers.max_total_tokens or float("inf"))
         sample = work.prompt + work.lengths.expected
         slots = float(max(1, min(servers.max_concurrency, int(tokens / sample))))
-        return ServerRoom(servers.count, servers.ranks, weights, size, tokens, slots)
+        return ServerRoom(servers.count, servers.ranks, weights, size, tokens, slots, self._longest)
+
+    @property
+    def _longest(self) -> float:
+        """Tokens of the longest sample, prompt included."""
+        return self.config.data.max_prompt_tokens + self.work.lengths.longest
 
     @cached_property
     def server_weights(self) -> float:
@@ -190,14 +195,16 @@ class StepFormulas:
         """Of embedded engines, whose rows are as long as samples may be. `token`: bytes of a token on a rank."""
         config, decoder, team = self.config, self.decoder, self._team(Role.ROLLOUT)
         engines = team.replicas * team.parallel.cp
-        row = (config.data.max_prompt_tokens + self.work.lengths.longest) * token
+        row = self._longest * token
         slots = min(config.rollout.max_running, math.ceil(self.work.number / engines))
         if self.hardware.gpu:
             drawing = next(one for one in self.memory[team.name].moments if one.name == "generation")
             left = self.given.usable_memory * self.hardware.memory_gb * 1e9 - (held(drawing) - row)
             slots = max(1, min(slots, int(left / row)))
         weights = parameter_bytes(self.policy, team.parallel, config.rollout_dtype)
-        return ServerRoom(engines, decoder.tp * decoder.pp, weights, slots * row, slots * row / token, float(slots))
+        tokens = slots * self._longest
+        ranks = decoder.tp * decoder.pp
+        return ServerRoom(engines, ranks, weights, slots * row, tokens, float(slots), self._longest)
 
     def rounds(self) -> float:
         """Times that as many samples are drawn as a step trains on. [G4]"""
@@ -346,7 +353,9 @@ class StepFormulas:
         """Of a step as `perf/flops` counts them: policy, critic and reference, not a teacher. [F2]"""
         counter, work = FlopCounter.of(self.policy), self.work
         mean = work.lengths.expected
-        draw = counter.generate([work.prompt], [[mean] * work.samples]) * work.groups * self.rounds()
+        uneven = counter.unevenness(work.prompt + mean, work.lengths.variance)
+        draw = counter.generate([work.prompt], [[mean] * work.samples]) + work.samples * uneven
+        draw *= work.groups * self.rounds()
         passes = {True: 0.0, False: 0.0}  # with a vocabulary or without
         for node in self.graph:
             if node.role in (Role.ACTOR, Role.CRITIC, Role.REFERENCE):
@@ -355,7 +364,9 @@ class StepFormulas:
                     Kind.MODEL_INFERENCE: 1.0,
                 }.get(node.declared.kind, 0.0)
                 passes[node.role is not Role.CRITIC] += times
-        each = {head: counter.forward([work.prompt + mean], head_tokens=mean if head else 0) for head in passes}
+        each = {
+            head: counter.forward([work.prompt + mean], head_tokens=mean if head else 0) + uneven for head in passes
+        }
         return draw + work.number * sum(times * each[head] for head, times in passes.items())
 
     def sft(self) -> list[Cost]:
@@ -363,7 +374,9 @@ class StepFormulas:
         if not self.config.sft.steps:
             return []
         model, work = self.model(Role.ACTOR), self.work
-        share = Share(self.config.sft.batch_size / model.replicas, work.prompt, work.lengths.expected)
+        lengths = work.lengths
+        number = self.config.sft.batch_size / model.replicas
+        share = Share(number, work.prompt, lengths.expected, lengths.variance)
         return model.update(share, 1, 1)
 
     def checkpoint(self) -> tuple[float, float, float]:

@@ -18,11 +18,13 @@ class Share:
         samples: number of them.
         prompt: tokens of a prompt.
         response: mean tokens of their responses.
+        variance: of the tokens of a response, which what is quadratic in them goes by, too.
     """
 
     samples: float
     prompt: float
     response: float
+    variance: float = 0.0
 
     @property
     def length(self) -> float:
@@ -84,4 +86,4 @@ class Workload:
         mean = self.lengths.expected
         if not self.even and replicas > 1:
             mean *= 1 + self.lengths.variation * math.sqrt(2 * math.log(replicas) / max(number, 1))
-        return Share(number, self.prompt, min(mean, self.lengths.longest))
+        return Share(number, self.prompt, min(mean, self.lengths.longest), self.lengths.variance)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megarl import cli
+from megarl.checks.plan_recipe import write_recipe
 from megarl.components import COMPONENTS
 from megarl.config.load import load_config
+from tests.planning.planned import H100
+from tests.planning.test_search import search
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
 BIG = "grpo_qwen3_8b_8gpu"
@@ -35,6 +39,18 @@ def test_what_does_not_fit_is_said(capsys):
     _, shown, _ = run(capsys, BIG, "actor.engine.micro_batch_tokens=262144", "actor.engine.offload=false")
     assert "does not fit: the actor's update holds" in shown
     assert "actor.engine.micro_batch_tokens" in shown
+
+
+@pytest.mark.parametrize("colocated", ["true", "false"])
+def test_servers_that_have_no_room_for_a_sample_are_said(colocated, capsys):
+    """0.15 x 80 GB are less than the weights."""
+    keys = [BIG, f"rollout.sglang.colocated={colocated}", "rollout.sglang.memory_fraction=0.15"]
+    _, shown, _ = run(capsys, *keys)
+    assert "does not fit: an engine has room for 0 tokens" in " ".join(shown.split())
+    _, shown, _ = run(capsys, *keys, "--json")
+    assert "rollout.sglang.memory_fraction" in json.loads(shown)["does_not_fit"][0]
+    _, shown, _ = run(capsys, BIG, "--json")
+    assert json.loads(shown)["does_not_fit"] == []
 
 
 def numbers_of(value):
@@ -146,12 +162,38 @@ def test_teams_that_are_gone_are_replaced(tmp_path, capsys):
     assert cli.main(["train", str(file), "--dry-run"]) == 0
 
 
+def test_teams_that_are_left_are_written_whole(tmp_path):
+    """A mapping that replaces another inherits nothing of it."""
+    own, after = tmp_path / "mine.yaml", tmp_path / "after.yaml"
+    draw = "draw: {roles: [rollout], devices: 1}"
+    teams = "{train: {roles: [actor], devices: 2}, frozen: {roles: [reference], devices: 1}, " + draw + "}"
+    own.write_text(f"extends: grpo_async_quickstart\ncluster: {{nproc: 4}}\nplacement: {{teams: !replace {teams}}}\n")
+    teams = "{train: {roles: [actor, reference], devices: 2}, draw: {roles: [rollout], devices: 2}}"
+    after.write_text(f"extends: mine.yaml\nplacement: {{teams: !replace {teams}}}\n")
+    best = search("grpo_async_quickstart", "model.dtype=bf16", hardware=replace(H100, per_node=4)).run(1).best[0]
+    config = load_config(after, components=COMPONENTS)
+
+    write_recipe(tmp_path / "best.yaml", str(own), replace(best, config=config))
+
+    assert load_config(tmp_path / "best.yaml", components=COMPONENTS).placement == config.placement
+    assert {one.name for one in tmp_path.iterdir()} == {"mine.yaml", "after.yaml", "best.yaml"}
+
+
 def test_an_existing_file_is_not_written_over(tmp_path, capsys):
     file = tmp_path / "best.yaml"
     file.write_text("mine\n")
     code, _, complaint = run(capsys, BIG, "--search", "--write", str(file))
     assert (code, file.read_text()) == (2, "mine\n")
     assert "there is such a file" in complaint
+
+
+def test_a_search_is_read_in_80_columns(capsys, monkeypatch):
+    """Layouts slower than the best are not held against memory, so that what does not fit are at least so many."""
+    monkeypatch.setenv("COLUMNS", "80")
+    _, shown, _ = run(capsys, "grpo_qwen3_30b_a3b_32gpu", "--search", "--top", "3", "--hardware", "h100x8x4")
+    assert re.search(r"at least \d+ do not fit", " ".join(shown.split()))
+    assert re.search(r"│ 32 together, 8 servers tp4, shared +│", shown)
+    assert len(shown.splitlines()) < 20
 
 
 def test_a_search_as_json(capsys):

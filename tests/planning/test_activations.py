@@ -86,7 +86,7 @@ def track(cases, folder):
 @pytest.mark.parametrize("one", SMALL, ids=lambda one: one.name)
 def test_formulas_are_within_a_tenth_of_the_engine(one, tracked):
     seen, said = tracked[one.name], formulas(one)
-    for name in (*STATE, "update"):  # each by itself, so that no error hides another
+    for name in (*STATE, "update"):  # each by itself, so that errors cannot cancel
         assert said[name] == pytest.approx(seen[name], rel=0.1), name
 
 

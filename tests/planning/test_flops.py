@@ -70,6 +70,12 @@ def test_layers_with_and_without_a_window_are_added_up():
     assert both.forward([6]) == 2 * (1 + 2 + 3 + 4 + 5 + 6) + 5 * (1 + 2 + 3 + 3 + 3 + 3)
 
 
+def test_uneven_lengths_have_more_pairs_than_their_mean():
+    """Lengths of 4 and 8: 10 + 36 pairs, where two of 6 have 42; with a window of 3 they have 9 + 21, as two of 6."""
+    assert counter().unevenness(6, 4.0) == (46 - 42) / 2 * 7.0
+    assert counter(window=3).unevenness(6, 4.0) == 0
+
+
 def test_training_is_three_forwards_and_the_head_may_see_fewer_tokens():
     assert counter().train([4, 2], head_tokens=3) == 3 * (6 * 100.0 + (10 + 3) * 7.0 + 33.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megarl.simulation.planned import Assumptions
 from megarl.tracking.perf import known_peak
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "planning.md"
+_OTHER_SHARES = ("server_memory", "kept_groups", "usable_memory")
 
 
 def test_a_kind_with_numbers_and_without():
@@ -115,6 +117,23 @@ def test_assumptions_are_set_by_name():
     for values, part in (({"gem_share": "1"}, "did you mean gemm_share"), ({"sigma": "-1"}, "a number from 0 on")):
         with pytest.raises(ConfigError, match=part):
             assume(PlanAssumptions(), values)
+
+
+@pytest.mark.parametrize("given", [PlanAssumptions(), Assumptions()], ids=["plan", "simulate"])
+def test_shares_and_divisors_are_held_to_their_ranges(given):
+    """No plan is divided by zero, and nothing takes more than all of a device."""
+    names = [one.name for one in fields(given)]
+    shares = [name for name in names if name.endswith(("_share", "_mfu")) or name in _OTHER_SHARES]
+    divisors = [name for name in names if name in ("disk_gb_s", "peak_tflops", "memory_tb_s", "link_gbit")]
+    assert len(shares) >= 4
+    assert divisors
+    for name, text in [(one, text) for one in shares for text in ("60", "0") if (one, text) != ("overlap_share", "0")]:
+        with pytest.raises(ConfigError, match=f"--assume {name}"):
+            assume(given, {name: text})
+    for name in divisors:
+        with pytest.raises(ConfigError, match="above 0"):
+            assume(given, {name: "0"})
+    assert assume(given, {"sigma": "0"}).sigma == 0
 
 
 def test_this_machine_is_measured():

@@ -75,6 +75,13 @@ def test_products_are_the_flops_of_the_model_over_its_ranks(facts):
         assert found == pytest.approx(3 * 64 * one / ranks / 989e12)
 
 
+def test_products_of_uneven_lengths_are_the_mean_over_them():
+    """T1. Samples of 512 and 1,536 tokens."""
+    share = Share(64, 256.0, 768.0, 512.0**2)
+    each = [FlopCounter.of(DENSE).forward([length], head_tokens=768.0) for length in (512.0, 1536.0)]
+    assert seconds_by(model().forward(share))["T1"] == pytest.approx(64 * sum(each) / 2 / 989e12)
+
+
 def test_recomputation_adds_a_forward_pass_of_the_layers():
     """T1: full: 4 passes of the layers; selective: attention over the context once more."""
     counter = FlopCounter.of(DENSE)
@@ -185,6 +192,8 @@ def test_the_optimizer_moves_30_bytes_of_each_parameter_that_a_rank_owns():
     found = part(model(tp=2).update(SHARE, 1, 1), "T10")
     assert found.bytes == pytest.approx(owned * 30)
     assert found.seconds == pytest.approx(owned * 30 / 3.35e12)
+    single = replace(model(tp=2), dtype="fp32")  # the parameter is its own master: 4, 12 and 12
+    assert part(single.update(SHARE, 1, 1), "T10").bytes == pytest.approx(owned * 28)
 
 
 def test_every_update_of_every_epoch_counts():

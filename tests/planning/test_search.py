@@ -109,6 +109,11 @@ def test_where_activations_are_what_does_not_fit_their_keys_are_named():
     assert "micro_batch_tokens" in str(caught.value) or "max_new_tokens" in str(caught.value)
 
 
+def test_where_servers_may_not_hold_a_sample_their_keys_are_named():
+    with pytest.raises(ConfigError, match="max_total_tokens"):
+        search(BIG, "rollout.sglang.max_total_tokens=100").run()
+
+
 def test_where_nothing_divides_the_sizes_are_named():
     keys = ["data.batch_size=1", "actor.mini_batch_size=1", "rollout.engine=embedded"]
     with pytest.raises(ConfigError, match=r"data\.batch_size=1"):

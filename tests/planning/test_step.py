@@ -12,6 +12,7 @@ from megarl.dag.stage import Role
 from megarl.errors import ConfigError
 from megarl.planning.flops import FlopCounter
 from megarl.planning.hardware import KINDS
+from megarl.planning.lengths import Lengths
 from megarl.planning.outcome import held
 from megarl.planning.schedule import Schedule
 from megarl.planning.step import occupied
@@ -75,6 +76,20 @@ def test_flops_are_those_that_a_run_counts():
     policy, critic = counter.forward([14.0], head_tokens=6), counter.forward([14.0], head_tokens=0)
     drawn = counter.generate([8.0], [[6.0]])
     assert plan.flops == pytest.approx(256 * (drawn + (1 + 3) * policy + (1 + 3) * critic))
+
+
+def test_flops_are_those_of_lengths_that_vary():
+    """F2: drawing, two passes of scoring, one of training. 4,000 lengths have their mean within 2%, and taking all of
+    them as long as the mean would be 8% off."""
+    keys = ["rollout.sampling.max_new_tokens=32768", "data.max_prompt_tokens=600"]
+    plan = planned(BIG, *keys, assumed=["mean_tokens=8000"])
+    config, _, sizes = read(BIG, *keys)
+    counter = FlopCounter.of(sizes[Role.ACTOR])
+    drawn = [float(one[0]) for one in Lengths(8000.0, 0.8, 32768).draw((0,), 4000, 1)]
+    passes = sum(counter.forward([300 + length], head_tokens=length) for length in drawn) / len(drawn)
+    decoded = sum(counter.generate([300.0], [[length]]) for length in drawn) / len(drawn)
+    number = config.data.batch_size * config.rollout.sampling.n
+    assert plan.flops == pytest.approx(number * (decoded + (1 + 1 + 3) * passes), rel=0.02)
 
 
 def test_dynamic_sampling_draws_as_often_as_groups_are_dropped():

@@ -130,7 +130,7 @@ def test_what_if_rows_change_the_recipe_and_assumptions():
     ("study", "said"),
     [
         (Study("grpo_quickstart", assumed=("lnk_gbit=3",)), "did you mean link_gbit"),
-        (Study("grpo_quickstart", assumed=("link_gbit=fast",)), "a number from 0 on"),
+        (Study("grpo_quickstart", assumed=("link_gbit=fast",)), "a number above 0"),
         (Study(str(RUNS / "in_order"), run_dir=RUNS / "in_order", devices=(3,)), "multiples of 2"),
     ],
 )
