@@ -170,6 +170,24 @@ def _labels(raw: dict[str, Any]) -> int | None:
     return len(raw["id2label"]) if raw.get("id2label") else int(raw.get("num_labels") or 2)
 
 
+def known_facts(model: ModelConfig, fix: str) -> ModelFacts:
+    """As `model_facts`, for what cannot do without them.
+
+    Raises:
+        ConfigError: nothing here knows the model's sizes.
+    """
+    facts = model_facts(model)
+    if facts is None:
+        raise ConfigError(
+            "formulas go by the sizes of the model, and nothing here describes it",
+            where="model.path",
+            found=model.path,
+            allowed="a folder, a model of the local hub cache, or a well-known name",
+            fix=fix,
+        )
+    return facts
+
+
 def model_facts(model: ModelConfig) -> ModelFacts | None:
     """Facts of `model.path` (a folder, the hub cache, or a well-known hub name) or of `model.hf_config`.
 

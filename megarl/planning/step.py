@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from megarl.artifacts.facts import ModelFacts, model_facts
+from megarl.artifacts.facts import ModelFacts, known_facts, model_facts
 from megarl.artifacts.layout import makes_replicas
 from megarl.config.model import ModelConfig, ParallelConfig
 from megarl.config.run import RunConfig
@@ -47,15 +47,7 @@ def model_sizes(config: RunConfig, graph: TaskGraph) -> dict[Role, ModelFacts | 
     Raises:
         ConfigError: nothing here describes the policy.
     """
-    facts = model_facts(config.model)
-    if facts is None:
-        raise ConfigError(
-            "formulas go by the sizes of the model, and nothing here describes it",
-            where="model.path",
-            found=config.model.path,
-            allowed="a folder, a model of the local hub cache, or a well-known name",
-            fix="download it first, or describe it by model.hf_config",
-        )
+    facts = known_facts(config.model, "download it first, or describe it by model.hf_config")
     sizes: dict[Role, ModelFacts | None] = {Role.ACTOR: facts, Role.ROLLOUT: facts}
     for role in (Role.CRITIC, Role.REFERENCE, Role.TEACHER):
         if role in graph.roles:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megarl.dag.stage import Kind, Role
-from megarl.errors import ConfigError
 from megarl.planning.assumptions import assume
 from megarl.planning.hardware import KINDS
 
@@ -176,17 +175,9 @@ def plan_seconds(config: RunConfig, graph: TaskGraph, system: System, lengths: L
     Raises:
         ConfigError: nothing here knows the model's sizes.
     """
-    from megarl.artifacts.facts import model_facts
+    from megarl.artifacts.facts import known_facts
 
-    facts = model_facts(config.model)
-    if facts is None:
-        raise ConfigError(
-            "formulas go by the sizes of the model, and nothing here describes it",
-            where="model.path",
-            found=config.model.path,
-            allowed="a folder, a model of the local hub cache, or a well-known name",
-            fix="download it first, or simulate from measurements with --run RUN_DIR",
-        )
+    facts = known_facts(config.model, "download it first, or simulate from measurements with --run RUN_DIR")
     trains, scores = {}, set()
     for node in graph:
         if node.declared.kind is Kind.MODEL_TRAIN:
