@@ -91,11 +91,17 @@ class Nodes:
         return found
 
     def lost_state(self, node: str) -> str:
-        """What Slurm says of a node that is lost; empty: it is not."""
+        """What Slurm says of a node that is lost; empty: it is not.
+
+        Raises:
+            CommandFailed: Slurm does not answer, which says nothing of the node.
+        """
         try:
             state = fields_of(answer("scontrol", "show", "node", "--oneliner", node)).get("State", "")
         except CommandFailed as error:
-            return str(error)
+            if f"Node {node} not found" in str(error):
+                return "Slurm does not know it any more"
+            raise
         return f"Slurm says {state}" if state.endswith("*") or any(word in state for word in LOST) else ""
 
     def roll_call(self, nodes: list[str]) -> dict[str, str]:
@@ -145,7 +151,7 @@ class Nodes:
         """Run a command on each node by itself; those where it fails, or does not end in time, and why.
 
         Raises:
-            CommandFailed: it fails everywhere.
+            CommandFailed: it fails everywhere, or Slurm does not answer: no node is blamed.
         """
         asked = {
             node: subprocess.Popen(
@@ -154,7 +160,7 @@ class Nodes:
             )
             for node, command in commands.items()
         }  # fmt: skip
-        bad, end = {}, time.monotonic() + self._plan["limit_s"]
+        bad, lost, end = {}, set(), time.monotonic() + self._plan["limit_s"]
         for node, process in asked.items():
             try:
                 said = process.communicate(timeout=max(0.1, end - time.monotonic()))[1].strip().splitlines()
@@ -164,11 +170,15 @@ class Nodes:
                 continue
             self._files.tell_alive()
             if process.returncode:
-                told = self.lost_state(node) or " / ".join(said[:2])[:300]
-                bad[node] = told or f"srun ended with {process.returncode}"
-        if len(bad) == len(commands) and (here := os.environ.get("SLURMD_NODENAME")) in bad:
-            # This node is here: it is not the nodes that fail, but Slurm, or what node.sh does on all of them.
-            raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {bad[here]}")
+                if told := self.lost_state(node):
+                    lost.add(node)
+                bad[node] = told or " / ".join(said[:2])[:300] or f"srun ended with {process.returncode}"
+        here = os.environ.get("SLURMD_NODENAME")
+        if len(bad) == len(commands) and (here in bad or len(lost) < len(bad)):
+            # It is not the nodes that fail, but Slurm, or what node.sh does on all of them: this node runs, or some of
+            # the nodes do by what Slurm says.
+            why = bad[here] if here in bad else next(why for node, why in bad.items() if node not in lost)
+            raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {why}")
         return bad
 
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:

@@ -29,6 +29,10 @@ if name == "sbatch":
     print("8")
 elif name == "scontrol" and given[:2] == ["show", "hostnames"]:
     print("\n".join(given[2].split(",")))
+elif name == "scontrol" and given[:2] == ["show", "node"] and (world / "silent").exists():
+    sys.exit("slurm_load_node error: Unable to contact slurm controller")
+elif name == "scontrol" and given[:2] == ["show", "node"] and given[-1] == "gone":
+    sys.exit(print("Node gone not found") or 1)
 elif name == "scontrol" and given[:2] == ["show", "node"]:
     print(f"NodeName={given[-1]} NodeAddr=10.0.0.1 State={'DOWN*' if given[-1] in dead else 'ALLOCATED'}")
 elif name == "scontrol" and given[:2] == ["show", "job"]:
@@ -39,7 +43,7 @@ elif name == "scontrol" and given[0] == "requeue":
 elif name == "srun":
     nodes = next(o for o in given if o.startswith("--nodelist=")).partition("=")[2].split(",")
     if given[-1] == "true":
-        if nodes[0] in dead:
+        if nodes[0] in dead or (world / "no steps").exists():
             sys.exit(f"srun: error: Task launch failed on node {nodes[0]}")
     elif given[-1] == "guard":
         time.sleep(60)
@@ -74,12 +78,16 @@ class World:
             file.write_text(f"#!{sys.executable}{COMMANDS}")
             file.chmod(0o755)
 
-    def begin(self, steps: str, nodes: str = "n1,n2,n3", again: str = "", **launch: object) -> subprocess.Popen[str]:
-        """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, or `wait`."""
+    def job(self, **launch: object) -> Submission:
+        """Of two nodes."""
         chain, restarts = launch.pop("chain", 0), launch.pop("restarts", 3)
         section = LaunchConfig(slurm=SlurmConfig(chain=chain, restarts=restarts), **{"preflight": False, **launch})
         config = RunConfig(name="x", cluster=ClusterConfig(nproc=2, nnodes=2, start_timeout_s=20), launch=section)
-        job = Submission(config, self.run_dir, "train", "torchrun", self.run_dir)
+        return Submission(config, self.run_dir, "train", "torchrun", self.run_dir)
+
+    def begin(self, steps: str, nodes: str = "n1,n2,n3", again: str = "", **launch: object) -> subprocess.Popen[str]:
+        """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, or `wait`."""
+        job = self.job(**launch)
         if not again:
             submit.write_scripts(job)
             submit.prepare(job)
@@ -216,6 +224,24 @@ def test_a_job_that_slurm_runs_again_leaves_out_the_first_node_that_it_lost(worl
     assert world.excluded() == {"n1": "lost: Slurm says DOWN*"}
 
 
+def test_a_slurm_that_does_not_answer_says_nothing_of_the_nodes(world):
+    world.run("0", nodes="n1,n2")
+    (world.folder / "silent").touch()
+    job = world.begin("0", nodes="n1,n2", again="1")
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 1
+    assert "Unable to contact slurm controller" in said
+    assert not world.excluded()
+
+
+def test_a_node_that_slurm_does_not_know_any_more_is_lost(world):
+    world.run("0", nodes="n1,gone")
+    job = world.begin("0", nodes="n1,n2", again="1")
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, said
+    assert world.excluded() == {"gone": "lost: Slurm does not know it any more"}
+
+
 def wait_for(file: Path) -> None:
     end = time.monotonic() + 30
     while not file.exists():
@@ -245,6 +271,16 @@ def test_a_node_that_fails_its_tests_is_left_out(world):
     assert code == 0
     assert world.steps() == ["--nodelist=n2,n3"]
     assert world.excluded() == {"n1": "failed its pre-flight: gpus: 7 of 8 GPUs are visible"}
+
+
+def test_where_nothing_can_be_started_no_node_is_blamed_though_the_first_one_takes_no_part(world):
+    submit.write_scripts(world.job(preflight=False))
+    (world.run_dir / "launch" / "excluded.jsonl").write_text('{"node": "n1", "reason": "failed its pre-flight"}\n')
+    (world.folder / "no steps").touch()
+    code, said = world.run("1", spares=1)
+    assert code == 1
+    assert "nothing can be started on any of n2, n3: srun: error" in said
+    assert world.excluded().keys() == {"n1"}
 
 
 def test_with_too_few_nodes_that_pass_the_next_job_is_told_which_to_leave_out(world):
