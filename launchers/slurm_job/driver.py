@@ -11,7 +11,7 @@ from pathlib import Path
 
 from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of
 from .guard import GUARD_S
-from .nodes import ALONE, Nodes, stop
+from .nodes import ALONE, Nodes
 
 #: Seconds that a job has left to end when no checkpoint comes.
 LEFT_S = 20
@@ -69,8 +69,7 @@ class SlurmJob:
             self.say("failed", str(error))
             return 1
         finally:
-            if self.guard is not None:
-                self.guard.terminate()
+            self._end_guard()
 
     def say(self, kind: str, text: str) -> None:
         """Print what happens, and note it."""
@@ -173,6 +172,7 @@ class SlurmJob:
 
     def _next_job(self) -> None:
         """Submit the job that goes on when this one has ended."""
+        self._end_guard()  # this job must not go into the queue again in addition
         script = self.files.path / "job.sh"
         options = [f"--dependency=afterany:{self.job}"]
         wanted, spares = self.plan["nodes"], self.plan["spares"]
@@ -216,6 +216,7 @@ class SlurmJob:
     def _requeue(self, why: str) -> None:
         """Put this job into the queue again, which ends this program."""
         self.say("preempted", why)
+        self._end_guard()
         try:
             answer("scontrol", "requeue", self.job)
             time.sleep(2 * ANSWER_S)
@@ -252,7 +253,7 @@ class SlurmJob:
             self._keep_guard()
             if self.ended:
                 self.say("stopped", "stopped by SIGTERM: scancel, preemption, or the end of the time limit")
-                stop(step)
+                self.nodes.stop(step)
                 raise Over(143)
             if self.warned:
                 self.warned = False
@@ -281,7 +282,7 @@ class SlurmJob:
             print("megarl: no checkpoint was written in time; the run goes on from an earlier one", flush=True)
         if self.ended:
             return
-        stop(step)
+        self.nodes.stop(step)
         if preempted:
             self._requeue("preempted; the job goes into the queue again")
         self._next_job()
@@ -301,3 +302,8 @@ class SlurmJob:
         command = [sys.executable, "-m", "slurm_job", str(self.files.run_dir), "guard"]
         place = [*ALONE, f"--nodelist={node}", f"--chdir={self.files.path}"]
         self.guard = subprocess.Popen(["srun", *place, *command], stdin=subprocess.DEVNULL)
+
+    def _end_guard(self) -> None:
+        if self.guard is not None:
+            self.nodes.stop(self.guard, 5.0)  # its node may be lost
+            self.guard = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -9,7 +10,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from .files import CommandFailed, Folder, answer, fields_of
+from .files import LOOK_S, CommandFailed, Folder, answer, fields_of
 from .verdicts import failed_checks, link_faults, odd_versions
 
 #: Seconds for a step to end after its signal.
@@ -20,15 +21,6 @@ LOST = ("DOWN", "FAIL", "NOT_RESPONDING", "POWERED_DOWN", "REBOOT")
 PORTS = (20000, 10000)
 #: How srun starts something on one node beside whatever else the job runs there.
 ALONE = ("--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--no-kill=off")
-
-
-def stop(step: subprocess.Popen[bytes]) -> None:
-    """End a step."""
-    step.terminate()
-    try:
-        step.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        step.kill()
 
 
 class Nodes:
@@ -68,6 +60,21 @@ class Nodes:
             command += [*group["srun"], *group["start"], *more]
         return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
 
+    def stop(self, step: subprocess.Popen[bytes], seconds: float | None = None) -> None:
+        """End a step; it has `seconds` for that, STOP_S unless told."""
+        step.terminate()
+        if not self._wait(step, STOP_S if seconds is None else seconds):
+            step.kill()
+
+    def _wait(self, step: subprocess.Popen[bytes], seconds: float) -> bool:
+        """Wait for a step to end; False: it has not in this time."""
+        end = time.monotonic() + seconds
+        while step.poll() is None and time.monotonic() < end:
+            self._files.tell_alive()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(LOOK_S)
+        return step.poll() is not None
+
     def _group(self, number: int) -> list[str]:
         """How srun is told which component of a heterogeneous job is meant."""
         return [f"--het-group={number}"] if len(self._plan["groups"]) > 1 else []
@@ -96,6 +103,7 @@ class Nodes:
         Raises:
             CommandFailed: Slurm does not answer, which says nothing of the node.
         """
+        self._files.tell_alive()
         try:
             state = fields_of(answer("scontrol", "show", "node", "--oneliner", node)).get("State", "")
         except CommandFailed as error:
@@ -160,19 +168,20 @@ class Nodes:
             )
             for node, command in commands.items()
         }  # fmt: skip
-        bad, lost, end = {}, set(), time.monotonic() + self._plan["limit_s"]
-        for node, process in asked.items():
-            try:
-                said = process.communicate(timeout=max(0.1, end - time.monotonic()))[1].strip().splitlines()
-            except subprocess.TimeoutExpired:
-                process.kill()
-                bad[node] = f"no answer within {self._plan['limit_s']:g} s"
-                continue
-            self._files.tell_alive()
-            if process.returncode:
-                if told := self.lost_state(node):
-                    lost.add(node)
-                bad[node] = told or " / ".join(said[:2])[:300] or f"srun ended with {process.returncode}"
+        bad, lost, end = dict[str, str](), set[str](), time.monotonic() + self._plan["limit_s"]
+        try:
+            for node, process in asked.items():
+                said = self._said(process, end)
+                if said is None:
+                    bad[node] = f"no answer within {self._plan['limit_s']:g} s"
+                elif process.returncode:
+                    if told := self.lost_state(node):
+                        lost.add(node)
+                    bad[node] = told or " / ".join(said[:2])[:300] or f"srun ended with {process.returncode}"
+        finally:
+            for process in asked.values():
+                if process.poll() is None:
+                    process.kill()
         here = os.environ.get("SLURMD_NODENAME")
         if len(bad) == len(commands) and (here in bad or len(lost) < len(bad)):
             # It is not the nodes that fail, but Slurm, or what node.sh does on all of them: this node runs, or some of
@@ -181,15 +190,23 @@ class Nodes:
             raise CommandFailed(f"nothing can be started on any of {', '.join(commands)}: {why}")
         return bad
 
+    def _said(self, process: subprocess.Popen[str], end: float) -> list[str] | None:
+        """Lines that a program has printed to stderr when it ends; None: it still runs at `end`."""
+        while True:
+            self._files.tell_alive()
+            try:
+                return process.communicate(timeout=LOOK_S)[1].strip().splitlines()
+            except subprocess.TimeoutExpired:
+                if time.monotonic() > end:
+                    return None
+
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:
         """Nodes that reach the others too slowly, or have another time."""
         gpus = min(group["gpus"] for group in self._plan["groups"])
         more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus)]
         step = self.start(nodes, [], more)
-        try:
-            step.wait(self._plan["limit_s"])
-        except subprocess.TimeoutExpired:
-            stop(step)
+        if not self._wait(step, self._plan["limit_s"]):
+            self.stop(step)
         if not (folder / "links.json").is_file():
             told = "pre-flight: how nodes reach each other could not be measured; the run starts anyway"
             self._files.say(self._job, "preflight", told)

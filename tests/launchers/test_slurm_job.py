@@ -16,6 +16,10 @@ from megarl.config.launch import LaunchConfig, SlurmConfig
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.launchers import submit
 from megarl.launchers.slurm import Submission
+from megarl.launchers.slurm_job import files, guard
+from megarl.launchers.slurm_job import nodes as nodes_module
+from megarl.launchers.slurm_job.files import Folder
+from megarl.launchers.slurm_job.nodes import Nodes
 from megarl.launchers.slurm_job.verdicts import failed_checks, link_faults, odd_versions, slow_nodes, wrong_clocks
 
 #: Each command of Slurm: notes how it was called, and does what WORLD (a folder) says.
@@ -43,6 +47,7 @@ elif name == "scontrol" and given[0] == "requeue":
 elif name == "srun":
     nodes = next(o for o in given if o.startswith("--nodelist=")).partition("=")[2].split(",")
     if given[-1] == "true":
+        time.sleep(2 if (world / "slow").exists() else 0)
         if nodes[0] in dead or (world / "no steps").exists():
             sys.exit(f"srun: error: Task launch failed on node {nodes[0]}")
     elif given[-1] == "guard":
@@ -92,11 +97,14 @@ class World:
             submit.write_scripts(job)
             submit.prepare(job)
         (self.folder / "steps").write_text(steps)
-        outside = {**os.environ, "PATH": f"{self.folder}:{os.environ['PATH']}", "WORLD": str(self.folder)}
-        outside |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": "n1"}
-        outside |= {"RUN_DIR": str(self.run_dir)} | ({"SLURM_RESTART_COUNT": again} if again else {})
+        outside = self.outside(nodes) | ({"SLURM_RESTART_COUNT": again} if again else {})
         command = [sys.executable, "-m", "slurm_job", str(self.run_dir)]
         return subprocess.Popen(command, cwd=self.run_dir / "launch", env=outside, stdout=subprocess.PIPE, text=True)
+
+    def outside(self, nodes: str) -> dict[str, str]:
+        """Environment variables of the job."""
+        own = {"PATH": f"{self.folder}:{os.environ['PATH']}", "WORLD": str(self.folder), "RUN_DIR": str(self.run_dir)}
+        return {**os.environ, **own, "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": nodes, "SLURMD_NODENAME": "n1"}
 
     def run(self, steps: str, nodes: str = "n1,n2,n3", **launch: object) -> tuple[int, str]:
         """Its exit code, and what it prints."""
@@ -240,6 +248,44 @@ def test_a_node_that_slurm_does_not_know_any_more_is_lost(world):
     said = job.communicate(timeout=60)[0]
     assert job.returncode == 0, said
     assert world.excluded() == {"gone": "lost: Slurm does not know it any more"}
+
+
+@pytest.fixture
+def told_alive(monkeypatch):
+    """Times at which the driver tells its guard that it runs."""
+    told: list[float] = []
+    monkeypatch.setattr(Folder, "tell_alive", lambda self: told.append(time.monotonic()))
+    return told
+
+
+@pytest.fixture
+def nodes(world, monkeypatch):
+    """Of a job on n1 and n2, in this process."""
+    submit.write_scripts(world.job())
+    for name, value in world.outside("n1,n2").items():
+        monkeypatch.setenv(name, value)
+    return Nodes(Folder(world.run_dir), "7")
+
+
+def test_the_guard_hears_of_the_driver_while_this_waits_for_answers_of_nodes(world, nodes, told_alive):
+    (world.folder / "slow").touch()
+    assert nodes.roll_call(["n1", "n2"]) == {}
+    assert len(told_alive) >= 3
+
+
+def test_the_guard_hears_of_the_driver_while_this_waits_for_the_end_of_a_step(nodes, told_alive, monkeypatch):
+    monkeypatch.setattr(nodes_module, "STOP_S", 1.2)
+    with subprocess.Popen(["bash", "-c", "trap '' TERM; echo ready; sleep 30 & wait; wait"], stdout=-1) as step:
+        assert step.stdout is not None
+        step.stdout.readline()
+        nodes.stop(step)
+        step.stdout.close()
+    assert step.returncode == -signal.SIGKILL
+    assert len(told_alive) >= 2
+
+
+def test_the_guard_waits_longer_than_a_command_of_slurm_takes():
+    assert guard.GUARD_S > files.ANSWER_S + files.ALIVE_S + files.LOOK_S
 
 
 def wait_for(file: Path) -> None:
