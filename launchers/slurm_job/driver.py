@@ -276,7 +276,7 @@ class SlurmJob:
         while save.exists() and step.poll() is None and time.monotonic() < end and not self.ended:
             self.files.tell_alive()
             time.sleep(LOOK_S)
-        if step.poll() == 0:
+        if step.poll() is not None:  # it has ended by itself, and how is judged as always
             return
         if save.exists():
             print("megarl: no checkpoint was written in time; the run goes on from an earlier one", flush=True)

@@ -59,6 +59,10 @@ elif name == "srun":
     else:
         code = (world / "steps").read_text().split()
         (world / "steps").write_text(" ".join(code[1:]))
+        if code[0] == "fail":  # a run that fails where it writes the checkpoint
+            (world / "waits").touch()
+            while not (pathlib.Path(os.environ["RUN_DIR"]) / "launch" / "save").exists(): time.sleep(0.05)
+            sys.exit(3)
         if code[0] == "wait":  # as a run that is asked for a checkpoint
             save = pathlib.Path(os.environ["RUN_DIR"]) / "launch" / "save"
             (world / "waits").touch()
@@ -91,7 +95,7 @@ class World:
         return Submission(config, self.run_dir, "train", "torchrun", self.run_dir)
 
     def begin(self, steps: str, nodes: str = "n1,n2,n3", again: str = "", **launch: object) -> subprocess.Popen[str]:
-        """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, or `wait`."""
+        """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, `wait` or `fail`."""
         job = self.job(**launch)
         if not again:
             submit.write_scripts(job)
@@ -192,6 +196,16 @@ def test_near_the_time_limit_a_checkpoint_is_written_and_the_next_job_submitted(
     assert "no checkpoint" not in said
     assert (world.run_dir / "launch" / "chain").read_text() == "1\n"
     assert len(world.asked("sbatch")) == 1
+
+
+def test_a_run_that_fails_while_its_checkpoint_is_awaited_has_failed(world):
+    job = world.begin("fail", chain=2)
+    wait_for(world.folder / "waits")
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 3, said
+    assert "exit code 3; all its nodes answer" in said
+    assert not world.asked("sbatch")
 
 
 def test_a_preempted_job_goes_into_the_queue_again_and_submits_nothing(world):
