@@ -35,13 +35,15 @@ class SlurmJob:
     def __init__(self, run_dir: Path) -> None:
         self.files, self.job = Folder(run_dir), os.environ["SLURM_JOB_ID"]
         self.plan = self.files.plan
-        self.nodes = Nodes(self.files, self.job)
+        self.nodes = Nodes(self.files, self.job, self._look)
         self.allocated = list(self.nodes.group_of)
         self.good: list[str] = []
         self.attempt = 0
         self.guard: subprocess.Popen[bytes] | None = None
         self.guarded, self.guards = 0.0, 0  # when the last one was started, and how many there were
-        self.ended = self.warned = False
+        self.ended = False
+        self.warned: float | None = None  # when Slurm's warning came
+        self.deferred = False  # the warning is for a run that has not been started yet
 
     def run(self) -> int:
         """The exit code of the job."""
@@ -50,6 +52,7 @@ class SlurmJob:
         try:
             self._begin()
             while True:
+                self._heed()
                 nodes = self._choose()
                 code = self._watch(self._start(nodes))
                 if code == 0:
@@ -76,10 +79,37 @@ class SlurmJob:
         self.files.say(self.job, kind, text)
 
     def _on_warning(self, number: int, frame: object) -> None:
-        self.warned = True
+        self.warned = time.monotonic()
 
     def _on_end(self, number: int, frame: object) -> None:
         self.ended = True
+
+    def _look(self) -> None:
+        """While nodes are asked.
+
+        Raises:
+            Over: the job has to end, and nodes must not be judged by steps that a signal has cut short. After a run has
+                failed, a warning waits as long as it can: the failure is judged first.
+        """
+        self.files.tell_alive()
+        late = self.warned is not None and time.monotonic() > self.warned + self.plan["warn_s"] - LEFT_S
+        if self.ended or late or not self.attempt:
+            self._heed()
+
+    def _heed(self) -> None:
+        """Signals that have come while the run does not run.
+
+        Raises:
+            Over: the job has to end.
+        """
+        if self.ended:
+            raise self._stopped()
+        if self.warned is not None and not self.deferred:
+            self._before_the_end(None)
+
+    def _stopped(self) -> Over:
+        self.say("stopped", "stopped by SIGTERM: scancel, preemption, or the end of the time limit")
+        return Over(143)
 
     def _begin(self) -> None:
         """Nodes that may be used; Slurm may have put the job into the queue again since it ran."""
@@ -210,7 +240,7 @@ class SlurmJob:
         try:
             end = time.mktime(time.strptime(self._told()["EndTime"], "%Y-%m-%dT%H:%M:%S"))
         except (KeyError, ValueError):
-            return float(self.plan["warn_s"])
+            return float(self.plan["warn_s"]) - (time.monotonic() - (self.warned or time.monotonic()))
         return end - time.time()
 
     def _requeue(self, why: str) -> None:
@@ -252,42 +282,64 @@ class SlurmJob:
             self.files.tell_alive()
             self._keep_guard()
             if self.ended:
-                self.say("stopped", "stopped by SIGTERM: scancel, preemption, or the end of the time limit")
                 self.nodes.stop(step)
-                raise Over(143)
-            if self.warned:
-                self.warned = False
+                raise self._stopped()
+            if self.warned is not None:
                 self._before_the_end(step)
             time.sleep(LOOK_S)
+        if self.ended and code:  # scancel ends the step, too
+            raise self._stopped()
         return code
 
-    def _before_the_end(self, step: subprocess.Popen[bytes]) -> None:
-        """Slurm says that the job will end soon."""
+    def _before_the_end(self, step: subprocess.Popen[bytes] | None) -> None:
+        """Slurm says that the job will end soon.
+
+        Args:
+            step: the run; None: it does not run at the moment.
+
+        Raises:
+            Over: the next job goes on, or this one does in the queue.
+        """
         preempted = self._preempted()
-        left, wait_s = int((self.files.path / "chain").read_text()), max(1, int(self._left_s()) - LEFT_S)
+        left = int((self.files.path / "chain").read_text())
         why = "the job is preempted" if preempted else "the time limit is near"
-        save = self.files.path / "save"
-        save.touch()
-        if not preempted and left == 0:
-            self.say("limit", f"{why}, and no job of the chain is left; a checkpoint is written")
+        goes_on = preempted or left > 0
+        if step is None and not goes_on:
+            self.deferred = True
             return
+        if step is None:
+            self.say("limit", f"{why} before the run is started")
+        elif not self._save(step, why, goes_on):
+            return
+        if preempted:
+            if step is not None:
+                self.nodes.stop(step, LEFT_S / 2)
+            self._requeue("preempted; the job goes into the queue again")
+        self._next_job()
+        (self.files.path / "chain").write_text(f"{left - 1}\n")
+        if step is not None:
+            self.nodes.stop(step)  # last: there may be less time than that takes
+        raise Over(0)
+
+    def _save(self, step: subprocess.Popen[bytes], why: str, goes_on: bool) -> bool:
+        """Ask the run for a checkpoint; whether the job has to end now."""
+        save, self.deferred = self.files.path / "save", False
+        save.touch()
+        if not goes_on:
+            self.warned = None
+            self.say("limit", f"{why}, and no job of the chain is left; a checkpoint is written")
+            return False
+        wait_s = max(1, int(self._left_s()) - LEFT_S)
         self.say("limit", f"{why}: asking for a checkpoint, {wait_s} s at most")
         end = time.monotonic() + wait_s
         while save.exists() and step.poll() is None and time.monotonic() < end and not self.ended:
             self.files.tell_alive()
             time.sleep(LOOK_S)
         if step.poll() is not None:  # it has ended by itself, and how is judged as always
-            return
+            return False
         if save.exists():
             print("megarl: no checkpoint was written in time; the run goes on from an earlier one", flush=True)
-        if self.ended:
-            return
-        self.nodes.stop(step)
-        if preempted:
-            self._requeue("preempted; the job goes into the queue again")
-        self._next_job()
-        (self.files.path / "chain").write_text(f"{left - 1}\n")
-        raise Over(0)
+        return not self.ended
 
     def _keep_guard(self) -> None:
         """A small program on another node that watches this one; only where the job outlives a node."""

@@ -8,6 +8,7 @@ import os
 import secrets
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from .files import LOOK_S, CommandFailed, Folder, answer, fields_of
@@ -29,10 +30,11 @@ class Nodes:
     Args:
         files: of the run.
         job: its number.
+        look: called while nodes are asked, several times a second; what it raises ends the asking, and blames none.
     """
 
-    def __init__(self, files: Folder, job: str) -> None:
-        self._files, self._plan, self._job = files, files.plan, job
+    def __init__(self, files: Folder, job: str, look: Callable[[], None]) -> None:
+        self._files, self._plan, self._job, self._look = files, files.plan, job, look
         self._steps = 0
         #: Which of the plan's groups each node of the job is in.
         self.group_of: dict[str, int] = {}
@@ -63,17 +65,17 @@ class Nodes:
     def stop(self, step: subprocess.Popen[bytes], seconds: float | None = None) -> None:
         """End a step; it has `seconds` for that, STOP_S unless told."""
         step.terminate()
-        if not self._wait(step, STOP_S if seconds is None else seconds):
+        self._wait(step, STOP_S if seconds is None else seconds, self._files.tell_alive)
+        if step.poll() is None:
             step.kill()
 
-    def _wait(self, step: subprocess.Popen[bytes], seconds: float) -> bool:
-        """Wait for a step to end; False: it has not in this time."""
+    def _wait(self, step: subprocess.Popen[bytes], seconds: float, look: Callable[[], None]) -> None:
+        """Wait for a step to end, or until this time is over."""
         end = time.monotonic() + seconds
         while step.poll() is None and time.monotonic() < end:
-            self._files.tell_alive()
+            look()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 step.wait(LOOK_S)
-        return step.poll() is not None
 
     def _group(self, number: int) -> list[str]:
         """How srun is told which component of a heterogeneous job is meant."""
@@ -182,6 +184,7 @@ class Nodes:
             for process in asked.values():
                 if process.poll() is None:
                     process.kill()
+        self._look()
         here = os.environ.get("SLURMD_NODENAME")
         if len(bad) == len(commands) and (here in bad or len(lost) < len(bad)):
             # It is not the nodes that fail, but Slurm, or what node.sh does on all of them: this node runs, or some of
@@ -193,7 +196,7 @@ class Nodes:
     def _said(self, process: subprocess.Popen[str], end: float) -> list[str] | None:
         """Lines that a program has printed to stderr when it ends; None: it still runs at `end`."""
         while True:
-            self._files.tell_alive()
+            self._look()
             try:
                 return process.communicate(timeout=LOOK_S)[1].strip().splitlines()
             except subprocess.TimeoutExpired:
@@ -205,8 +208,11 @@ class Nodes:
         gpus = min(group["gpus"] for group in self._plan["groups"])
         more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus)]
         step = self.start(nodes, [], more)
-        if not self._wait(step, self._plan["limit_s"]):
-            self.stop(step)
+        try:
+            self._wait(step, self._plan["limit_s"], self._look)
+        finally:
+            if step.poll() is None:
+                self.stop(step)
         if not (folder / "links.json").is_file():
             told = "pre-flight: how nodes reach each other could not be measured; the run starts anyway"
             self._files.say(self._job, "preflight", told)

@@ -18,6 +18,7 @@ from megarl.launchers import submit
 from megarl.launchers.slurm import Submission
 from megarl.launchers.slurm_job import files, guard
 from megarl.launchers.slurm_job import nodes as nodes_module
+from megarl.launchers.slurm_job.driver import SlurmJob
 from megarl.launchers.slurm_job.files import Folder
 from megarl.launchers.slurm_job.nodes import Nodes
 from megarl.launchers.slurm_job.verdicts import failed_checks, link_faults, odd_versions, slow_nodes, wrong_clocks
@@ -47,6 +48,7 @@ elif name == "scontrol" and given[0] == "requeue":
 elif name == "srun":
     nodes = next(o for o in given if o.startswith("--nodelist=")).partition("=")[2].split(",")
     if given[-1] == "true":
+        (world / "called").touch()
         time.sleep(2 if (world / "slow").exists() else 0)
         if nodes[0] in dead or (world / "no steps").exists():
             sys.exit(f"srun: error: Task launch failed on node {nodes[0]}")
@@ -59,9 +61,13 @@ elif name == "srun":
     else:
         code = (world / "steps").read_text().split()
         (world / "steps").write_text(" ".join(code[1:]))
-        if code[0] == "fail":  # a run that fails where it writes the checkpoint
+        if code[0] == "cancelled":  # a step that ends with its job
+            os.kill(os.getppid(), 15)
+            sys.exit(143)
+        if code[0].startswith("fail"):  # a run that fails where it writes the checkpoint
             (world / "waits").touch()
             while not (pathlib.Path(os.environ["RUN_DIR"]) / "launch" / "save").exists(): time.sleep(0.05)
+            (world / "dead").write_text(code[0][5:])
             sys.exit(3)
         if code[0] == "wait":  # as a run that is asked for a checkpoint
             save = pathlib.Path(os.environ["RUN_DIR"]) / "launch" / "save"
@@ -95,7 +101,8 @@ class World:
         return Submission(config, self.run_dir, "train", "torchrun", self.run_dir)
 
     def begin(self, steps: str, nodes: str = "n1,n2,n3", again: str = "", **launch: object) -> subprocess.Popen[str]:
-        """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, `wait` or `fail`."""
+        """The job on these nodes, whose steps end so: CODE, CODE:NODES-THAT-DIE, `wait`, `fail`, `fail:NODES`,
+        `cancelled`."""
         job = self.job(**launch)
         if not again:
             submit.write_scripts(job)
@@ -208,6 +215,44 @@ def test_a_run_that_fails_while_its_checkpoint_is_awaited_has_failed(world):
     assert not world.asked("sbatch")
 
 
+def test_a_node_that_dies_while_a_checkpoint_is_awaited_does_not_end_the_chain(world):
+    job = world.begin("fail:n2", chain=2, spares=1)
+    wait_for(world.folder / "waits")
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 0, said
+    assert world.excluded().keys() == {"n2"}
+    assert len(world.asked("sbatch")) == 1
+    assert len(world.steps()) == 1
+
+
+def test_a_warning_that_finds_no_run_yet_submits_the_next_job(world):
+    (world.folder / "tests_of_nodes.py").write_text(
+        "import os, pathlib, time\n"
+        "def do(given, nodes):\n    pathlib.Path(os.environ['WORLD'], 'tested').touch()\n    time.sleep(50)\n"
+    )
+    job = world.begin("0", chain=2, preflight=True)
+    wait_for(world.folder / "tested")
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=15)[0]
+    assert job.returncode == 0, said
+    assert "the time limit is near before the run is started" in said
+    assert (world.run_dir / "launch" / "chain").read_text() == "1\n"
+    assert len(world.asked("sbatch")) == 1
+    assert not world.excluded()
+    assert not world.steps()
+
+
+def test_a_warning_counts_from_its_signal(world, monkeypatch):
+    submit.write_scripts(world.job())
+    for name, value in world.outside("n1,n2").items():
+        monkeypatch.setenv(name, value)
+    job = SlurmJob(world.run_dir)
+    monkeypatch.setattr(job, "_told", dict)  # Slurm does not answer
+    job.warned = time.monotonic() - 100
+    assert job._left_s() == pytest.approx(200, abs=5)  # the recipe's launch.slurm.warn_s is 300
+
+
 def test_a_preempted_job_goes_into_the_queue_again_and_submits_nothing(world):
     (world.folder / "preempted").touch()
     job = world.begin("wait", chain=2)
@@ -233,6 +278,25 @@ def test_a_cancelled_job_submits_nothing(world):
     job.send_signal(signal.SIGTERM)
     assert "stopped by SIGTERM" in job.communicate(timeout=60)[0]
     assert job.returncode == 143
+    assert not world.asked("sbatch")
+
+
+def test_a_step_that_ends_with_its_cancelled_job_speaks_against_no_node(world):
+    code, said = world.run("cancelled", chain=2)
+    assert code == 143
+    assert "stopped by SIGTERM" in said
+    assert not (world.folder / "called").exists()  # no node was asked anything
+
+
+def test_nodes_that_are_asked_while_the_job_is_cancelled_are_not_blamed(world):
+    (world.folder / "slow").touch()
+    (world.folder / "no steps").touch()
+    job = world.begin("1", chain=2)
+    wait_for(world.folder / "called")
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 143, said
+    assert not world.excluded()
     assert not world.asked("sbatch")
 
 
@@ -278,7 +342,8 @@ def nodes(world, monkeypatch):
     submit.write_scripts(world.job())
     for name, value in world.outside("n1,n2").items():
         monkeypatch.setenv(name, value)
-    return Nodes(Folder(world.run_dir), "7")
+    folder = Folder(world.run_dir)
+    return Nodes(folder, "7", lambda: folder.tell_alive())
 
 
 def test_the_guard_hears_of_the_driver_while_this_waits_for_answers_of_nodes(world, nodes, told_alive):
