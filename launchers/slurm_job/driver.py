@@ -269,8 +269,7 @@ class SlurmJob:
         spare = [node for node in self.good if node not in nodes]
         told = f", spare: {', '.join(spare)}" if spare else ""
         self.say("started", f"attempt {self.attempt} of job {self.job} on {', '.join(nodes)}{told}")
-        output = f"--output={str(self.files.path).replace('%', '%%')}/job-%j.TEAM-%n.txt"
-        return self.nodes.start(nodes, [output, "--open-mode=append"], more)
+        return self.nodes.start(nodes, more, "job-%j.TEAM-%n.txt")
 
     def _watch(self, step: subprocess.Popen[bytes]) -> int:
         """The exit code of a step.

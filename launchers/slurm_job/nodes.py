@@ -42,8 +42,14 @@ class Nodes:
             listed = os.environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{number}") or os.environ["SLURM_JOB_NODELIST"]
             self.group_of.update(dict.fromkeys(answer("scontrol", "show", "hostnames", listed).split(), number))
 
-    def start(self, nodes: list[str], options: list[str], more: list[str]) -> subprocess.Popen[bytes]:
-        """node.sh on these nodes; a step that ends when one of its tasks fails, or one of its nodes."""
+    def start(self, nodes: list[str], more: list[str], output: str = "") -> subprocess.Popen[bytes]:
+        """node.sh on these nodes; a step that ends when one of its tasks fails, or one of its nodes.
+
+        Args:
+            nodes: of the job.
+            more: arguments of node.sh.
+            output: name of the file of RUN_DIR/launch for its output, with TEAM for the kind of its nodes.
+        """
         self._steps += 1
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
         if len(nodes) > 1:
@@ -58,7 +64,9 @@ class Nodes:
             command += [":"] if number else []
             command += ["--overlap", "--kill-on-bad-exit=1", "--no-kill=off", *self._group(number)]
             command += [*count, f"--nodelist={','.join(mine)}"]
-            command += [option.replace("TEAM", group["team"] or "node") for option in options]
+            if output:
+                name = output.replace("TEAM", group["team"] or "node")
+                command += [f"--output={str(self._files.path).replace('%', '%%')}/{name}", "--open-mode=append"]
             command += [*group["srun"], *group["start"], *more]
         return subprocess.Popen(command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL)
 
@@ -207,7 +215,7 @@ class Nodes:
         """Nodes that reach the others too slowly, or have another time."""
         gpus = min(group["gpus"] for group in self._plan["groups"])
         more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus)]
-        step = self.start(nodes, [], more)
+        step = self.start(nodes, more)
         try:
             self._wait(step, self._plan["limit_s"], self._look)
         finally:

@@ -86,7 +86,7 @@ class World:
     """A run folder, and what Slurm answers."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.run_dir = folder / "world", folder / "run"
+        self.folder, self.run_dir = folder / "world", folder / "run of TEAM 100%"
         self.folder.mkdir()
         for name in ("srun", "scontrol", "sbatch"):
             file = self.folder / name
@@ -147,6 +147,8 @@ def test_a_run_that_ends_well_leaves_its_spare_node_in_peace(world):
     assert code == 0
     assert "attempt 1 of job 7 on n1, n2, spare: n3" in said
     assert world.steps() == ["--nodelist=n1,n2"]
+    output = f"--output={world.run_dir}%/launch/job-%j.node-%n.txt"  # a folder with %, which is %% there
+    assert world.asked("srun", output)
     assert not world.asked("sbatch")
 
 
