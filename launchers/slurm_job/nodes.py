@@ -43,12 +43,13 @@ class Nodes:
             self.group_of.update(dict.fromkeys(answer("scontrol", "show", "hostnames", listed).split(), number))
 
     def start(self, nodes: list[str], more: list[str], output: str = "") -> subprocess.Popen[bytes]:
-        """node.sh on these nodes; a step that ends when one of its tasks fails, or one of its nodes.
+        """node.sh on these nodes.
 
         Args:
             nodes: of the job.
             more: arguments of node.sh.
-            output: name of the file of RUN_DIR/launch for its output, with TEAM for the kind of its nodes.
+            output: name of the file of RUN_DIR/launch for its output, with TEAM for the kind of its nodes. Such a step
+                ends when one of its tasks fails, or one of its nodes; without, it is a test that outlives its tasks.
         """
         self._steps += 1
         environment = {"MEGARL_NODES": str(len(nodes)), "MEGARL_ATTEMPT": f"{self._job}.{self._steps}"}
@@ -62,7 +63,8 @@ class Nodes:
             mine = [node for node in nodes if self.group_of[node] == number]
             count = [f"--nodes={len(mine)}", f"--ntasks={len(mine)}", "--ntasks-per-node=1"]
             command += [":"] if number else []
-            command += ["--overlap", "--kill-on-bad-exit=1", "--no-kill=off", *self._group(number)]
+            ends = ["--kill-on-bad-exit=1"] if output else ["--kill-on-bad-exit=0", "--wait=0"]
+            command += ["--overlap", *ends, "--no-kill=off", *self._group(number)]
             command += [*count, f"--nodelist={','.join(mine)}"]
             if output:
                 name = output.replace("TEAM", group["team"] or "node")
@@ -214,7 +216,9 @@ class Nodes:
     def _test_links(self, nodes: list[str], folder: Path) -> dict[str, str]:
         """Nodes that reach the others too slowly, or have another time."""
         gpus = min(group["gpus"] for group in self._plan["groups"])
-        more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus)]
+        # A wait for others, one for each of two neighbours, and the same again for starting Python.
+        limit = ["--limit-s", f"{self._plan['limit_s'] / 4:g}"]
+        more = ["preflight", "links", str(folder), *self._plan["tests"], "--gpus", str(gpus), *limit]
         step = self.start(nodes, more)
         try:
             self._wait(step, self._plan["limit_s"], self._look)

@@ -400,6 +400,16 @@ def test_a_node_that_fails_its_tests_is_left_out(world):
     assert world.excluded() == {"n1": "failed its pre-flight: gpus: 7 of 8 GPUs are visible"}
 
 
+def test_a_node_that_fails_in_the_test_of_links_does_not_end_it(world):
+    (world.folder / "tests_of_nodes.py").write_text(TESTS.format(failing=[]))
+    code, _ = world.run("0", spares=1, preflight=True)
+    assert code == 0
+    (call,) = world.asked("srun", "links")
+    assert "--kill-on-bad-exit=0 --wait=0" in call
+    assert call.endswith("--limit-s 5")  # of cluster.start_timeout_s = 20, which the whole test has
+    assert len(world.asked("srun", "--kill-on-bad-exit=1")) == 1  # the run
+
+
 def test_where_nothing_can_be_started_no_node_is_blamed_though_the_first_one_takes_no_part(world):
     submit.write_scripts(world.job(preflight=False))
     (world.run_dir / "launch" / "excluded.jsonl").write_text('{"node": "n1", "reason": "failed its pre-flight"}\n')
