@@ -30,6 +30,7 @@ from megarl.config.launch import SlurmConfig, SlurmTeamConfig
 from megarl.config.run import RunConfig
 from megarl.errors import ConfigError
 from megarl.launchers.seats import NODES_OF, resource
+from megarl.launchers.slurm_job.exclusion import excluded_by
 
 JOB, NODE, RECIPE, JOBS, CHAIN = "job.sh", "node.sh", "recipe.yaml", "jobs.txt", "chain"
 PLAN, STATE, EXCLUDED, EVENTS, TESTS = "plan.json", "state.json", "excluded.jsonl", "events.jsonl", "preflight"
@@ -147,7 +148,7 @@ def plan(job: Submission) -> dict[str, Any]:
         "clock_s": launch.preflight_clock_s,
         "bandwidth": launch.preflight_bandwidth,
         "tests": tests,
-        "exclude": [text.partition("=")[2] for text in slurm.options if text.startswith("--exclude=")],
+        "exclude": excluded_by(slurm.options),
         "groups": groups,
         "interface": slurm.interface,
         "ray": job.launcher == "ray" and cluster.nnodes > 1,

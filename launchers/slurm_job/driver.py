@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from .exclusion import with_exclusion
 from .files import ANSWER_S, LOOK_S, CommandFailed, Folder, answer, fields_of
 from .guard import GUARD_S
 from .nodes import ALONE, Nodes
@@ -196,10 +197,6 @@ class SlurmJob:
 
     # -- other jobs
 
-    def _excluded(self) -> str:
-        names = dict.fromkeys(line["node"] for line in self.files.lines("excluded.jsonl"))
-        return ",".join([*self.plan["exclude"], *names])
-
     def _next_job(self) -> None:
         """Submit the job that goes on when this one has ended."""
         self._end_guard()  # this job must not go into the queue again in addition
@@ -208,13 +205,10 @@ class SlurmJob:
         wanted, spares = self.plan["nodes"], self.plan["spares"]
         if spares:  # a small cluster may have no spare left: the job must not wait for one
             options.append(f"--nodes={wanted}-{wanted + spares}")
-        if self._excluded() and len(self.plan["groups"]) == 1:
-            options.append(f"--exclude={self._excluded()}")
-        elif self._excluded():  # options of the command line are those of the first component only
-            text = script.read_text()
+        if names := [*self.plan["exclude"], *(line["node"] for line in self.files.lines("excluded.jsonl"))]:
+            text = with_exclusion(script.read_text(), names)
             script = self.files.path / "next.sh"
-            line = f"#SBATCH --exclude={self._excluded()}\n#SBATCH --ntasks-per-node=1\n"
-            script.write_text(text.replace("#SBATCH --ntasks-per-node=1\n", line))
+            script.write_text(text)
         try:
             number = answer("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
         except CommandFailed as error:

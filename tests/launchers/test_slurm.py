@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl import cli
-from megarl.config.launch import LaunchConfig, SlurmConfig
+from megarl.config.launch import LaunchConfig, SlurmConfig, SlurmTeamConfig
 from megarl.config.load import load_config
 from megarl.config.run import ClusterConfig, RunConfig
 from megarl.errors import ConfigError, UserError
 from megarl.launchers import preflight, slurm, submit
 from megarl.launchers.site import with_site
 from megarl.launchers.slurm import Submission, job_script, limit_minutes, node_script, plan
+from megarl.launchers.slurm_job.exclusion import with_exclusion
 
 GOLDEN = Path(__file__).parent / "golden"
 FULL = SlurmConfig(
@@ -152,6 +153,25 @@ def test_what_the_section_says_is_in_the_plan():
     apptainer = plan(submission(FULL.model_copy(update={"container": "apptainer", "options": ["--exclude=n[1-2]"]})))
     assert apptainer["groups"][0]["start"][:4] == ["apptainer", "exec", "--bind", mounts]
     assert apptainer["exclude"] == ["n[1-2]"]
+
+
+@pytest.mark.parametrize("option", ["--exclude=n[1-2]", "--exclude n[1-2]", "-x n[1-2]", "-xn[1-2]"])
+def test_nodes_to_leave_out_are_told_last_in_every_component(option):
+    teams = {"draw": SlurmTeamConfig(nodes=1)}
+    named = {"train": {"roles": ["actor"], "devices": 1}, "draw": {"roles": ["rollout"], "devices": 1}}
+    config = RunConfig(
+        name="x",
+        cluster=ClusterConfig(nproc=2, nnodes=2),
+        placement={"teams": named},
+        launch=LaunchConfig(slurm=SlurmConfig(options=[option], teams=teams)),
+    )
+    job = Submission(config, Path("/shared/run"), "train", "ray", Path("/shared"))
+    text = with_exclusion(job_script(job), [*plan(job)["exclude"], "n7"])
+    shellcheck(text)
+    header = text[: text.index("\n\n")]
+    for component in header.split("#SBATCH hetjob\n"):
+        assert component.splitlines()[-1] == '#SBATCH --exclude="n[1-2],n7"'  # sbatch takes the last one
+    assert with_exclusion(job_script(job), []) == job_script(job)
 
 
 def test_spares_are_nodes_of_a_job_that_outlives_one_of_them():
