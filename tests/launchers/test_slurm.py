@@ -176,7 +176,7 @@ def test_nodes_to_leave_out_are_told_last_in_every_component(option):
 
 def test_spares_are_nodes_of_a_job_that_outlives_one_of_them():
     text = job_script(submission(FULL, spares=2))
-    assert "#SBATCH --nodes=4\n" in text
+    assert "#SBATCH --nodes=2-4\n" in text
     assert "#SBATCH --no-kill\n" in text
 
 
@@ -373,7 +373,9 @@ def test_a_run_is_submitted_followed_and_ended(tmp_path, monkeypatch, capsys):
     )  # fmt: skip
     arguments = ["launch", "grpo_quickstart", "--slurm", "launch.slurm.partition=gpu", "--run-dir", str(run_dir)]
     assert cli.main([*arguments, "--dry-run"]) == 0
-    assert "#SBATCH --partition=gpu" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "#SBATCH --partition=gpu" in shown
+    assert '"restarts": 3' in shown  # of plan.json
     assert not run_dir.exists()
     assert cli.main(arguments) == 0
     assert "job: 7" in capsys.readouterr().out
